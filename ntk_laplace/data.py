@@ -1,0 +1,221 @@
+"""The door for data: a loader, a dataset or a pair (X, y) becomes batches of (x, y) on one device.
+
+Inputs are a tensor, or tuples, lists and dicts of tensors (nested as one likes) that share their first axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from ntk_laplace.errors import DataError, NonFiniteError
+
+__all__ = ["Batches", "check_finite", "concatenate", "leaves", "map_tensors", "num_examples", "take", "to_device"]
+
+Inputs = Any
+
+
+def map_tensors(function: Callable[[Tensor], Any], x: Inputs) -> Any:
+    """Apply `function` to every tensor of a nested input; other leaves stay as they are."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        # a BatchEncoding or the like becomes a plain dict: the network sees the same keys
+        return {key: map_tensors(function, value) for key, value in x.items()}
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(map_tensors(function, value) for value in x))
+    if isinstance(x, (tuple, list)):
+        return type(x)(map_tensors(function, value) for value in x)
+    return x
+
+
+def leaves(x: Inputs) -> list[Tensor]:
+    """The tensors of a nested input, in order."""
+    found: list[Tensor] = []
+    map_tensors(found.append, x)
+    return found
+
+
+def num_examples(x: Inputs) -> int:
+    """Length of the first axis that all tensors of an input share."""
+    tensors = leaves(x)
+    if not tensors:
+        raise DataError("inputs that are a tensor, or a tuple or dict of tensors", f"{type(x).__name__}",
+                        "Convert them, for instance with torch.as_tensor(X).")
+    lengths = {len(tensor) if tensor.ndim else -1 for tensor in tensors}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise DataError("input tensors that share their first axis, one row per example", f"shapes {shapes}",
+                        "Give every tensor of the input one row per example.")
+    return lengths.pop()
+
+
+def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
+    """The examples of `x` at `index`."""
+    return map_tensors(lambda tensor: tensor[index], x)
+
+
+def concatenate(parts: Sequence[Inputs]) -> Inputs:
+    """Join nested inputs along their first axis."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    if isinstance(first, (tuple, list)):
+        joined = [concatenate([part[i] for part in parts]) for i in range(len(first))]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    return first
+
+
+def to_device(x: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
+    """Move to a device; floating tensors also take `dtype`, if given."""
+
+    def move(tensor: Tensor) -> Tensor:
+        cast = dtype is not None and tensor.is_floating_point()
+        return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+
+    return map_tensors(move, x)
+
+
+def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:
+    """Raise if a NaN or an infinity is in `values`, and name the first example that holds one.
+
+    Raises
+    ------
+    NonFiniteError
+        With the index of the first bad example; `offset` is the index of `values[0]` in the data.
+    """
+    if not values.is_floating_point():
+        return
+    # one reduction in the common case: a sum of finite numbers is finite unless it overflows
+    if bool(torch.isfinite(values.sum())):
+        return
+    bad = ~torch.isfinite(values).reshape(len(values), -1).all(dim=1)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        entry = values[first]
+        kind = "NaN" if bool(torch.isnan(entry).any()) else "infinity"
+        raise NonFiniteError(f"finite {what}", f"{kind} at example {first + offset}", remedy)
+
+
+def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x, y = batch
+        return x, torch.as_tensor(y)
+    got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
+    raise DataError("batches that are pairs (inputs, targets)", got,
+                    "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
+
+
+class Batches:
+    """Pairs of inputs and targets in batches, as often as wanted, on one device.
+
+    Parameters
+    ----------
+    data : DataLoader, Dataset, or (X, y)
+        A loader keeps its own batches, sampler and `collate_fn`. A dataset, or tensors, are cut into batches of
+        `batch_size` in their order.
+    batch_size : int
+        Examples per batch where the caller did not choose it.
+    device : torch.device
+        Where batches go.
+    dtype : torch.dtype, optional
+        Taken by floating inputs of (X, y); a loader's tensors keep theirs.
+
+    Raises
+    ------
+    DataError
+        If nothing is there, or pairs cannot be read.
+    """
+
+    def __init__(self, data: Any, batch_size: int, device: torch.device) -> None:
+        self.device, self.batch_size = device, batch_size
+        self._source: Any
+        if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data, Dataset):
+            x, y = map_tensors(lambda t: t, _tensors(data[0])), torch.as_tensor(data[1])
+            n, m = num_examples(x), len(y) if y.ndim else -1
+            if n != m:
+                raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
+                                "Give one target (row) per input.")
+            self._source, self._length = (x, y), n
+        elif isinstance(data, DataLoader):
+            self._source, self._length = data, _length_of(data)
+        elif isinstance(data, Dataset):
+            self._source, self._length = DataLoader(data, batch_size=batch_size), _length_of(data)
+        else:
+            raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
+                            "Wrap it in torch.utils.data.DataLoader, or pass (X, y).")
+        if self._length == 0:
+            raise _empty()
+
+    @property
+    def length(self) -> int | None:
+        """Number of examples, if it is known without a pass (a loader that drops its last batch delivers fewer)."""
+        return self._length
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches, if it is known without a pass."""
+        if isinstance(self._source, DataLoader):
+            try:
+                return len(self._source)
+            except TypeError:
+                return None
+        return -(-self._length // self.batch_size)
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether the order changes from one pass to the next."""
+        return isinstance(self._source, DataLoader) and isinstance(self._source.sampler, RandomSampler)
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        seen = 0
+        for x, y in self._pairs():
+            n = num_examples(x)
+            if y.ndim == 0 or len(y) != n:
+                raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
+                                "Give one target (row) per input.")
+            if n == 0:
+                continue
+            for tensor in leaves(x):
+                check_finite(tensor, "inputs", "Remove or impute that example.", seen)
+            seen += n
+            yield to_device(x, self.device), y.to(self.device)
+        if seen == 0:
+            raise _empty()
+
+    def _pairs(self) -> Iterator[tuple[Inputs, Tensor]]:
+        if isinstance(self._source, DataLoader):
+            yield from map(_as_pair, self._source)
+            return
+        x, y = self._source
+        for start in range(0, self._length, self.batch_size):
+            part = slice(start, start + self.batch_size)
+            yield take(x, part), y[part]
+
+
+def _tensors(x: Any) -> Inputs:
+    """NumPy arrays and nested lists of numbers become tensors; tuples and dicts keep their shape."""
+    if isinstance(x, (Tensor, Mapping)) or (isinstance(x, (tuple, list)) and leaves(x)):
+        return x
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        return x
+
+
+def _length_of(data: Any) -> int | None:
+    data = data.dataset if isinstance(data, DataLoader) else data
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _empty() -> DataError:
+    return DataError("at least one example", "empty data", "Pass data with one or more (input, target) pairs.")

@@ -1,0 +1,83 @@
+"""One family of errors: each names what was expected, what came, and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "DataError",
+    "HyperparameterError",
+    "MemoryBudgetError",
+    "MixedExamplesError",
+    "NTKLaplaceError",
+    "NTKLaplaceWarning",
+    "NetworkError",
+    "NonDeterministicError",
+    "NonFiniteError",
+    "NumericalError",
+    "TargetError",
+    "UnsupportedError",
+]
+
+
+class NTKLaplaceError(Exception):
+    """Base of every error the library raises on purpose.
+
+    Parameters
+    ----------
+    expected : str
+        What the library needs.
+    got : str
+        What it was given.
+    remedy : str
+        What the caller can do about it, a whole sentence.
+    """
+
+    def __init__(self, expected: str, got: str, remedy: str) -> None:
+        super().__init__(expected, got, remedy)
+        self.expected, self.got, self.remedy = expected, got, remedy
+
+    def __str__(self) -> str:
+        return f"expected {self.expected}; got {self.got}. {self.remedy}"
+
+
+class DataError(NTKLaplaceError, ValueError):
+    """The data cannot be read as pairs of inputs and targets."""
+
+
+class TargetError(DataError):
+    """The targets do not fit the likelihood or the network's outputs."""
+
+
+class NonFiniteError(DataError):
+    """A NaN or an infinity where a number is needed; the first bad example is named."""
+
+
+class NetworkError(NTKLaplaceError):
+    """The network cannot be linearized as it stands."""
+
+
+class MixedExamplesError(NetworkError):
+    """One example's output depends on other examples of its batch."""
+
+
+class NonDeterministicError(NetworkError):
+    """Two evaluations of the network on the same batch differ."""
+
+
+class HyperparameterError(NTKLaplaceError, ValueError):
+    """A precision, a noise, a temperature or their grouping makes no sense."""
+
+
+class MemoryBudgetError(NTKLaplaceError, MemoryError):
+    """The predicted memory exceeds the budget; nothing was allocated."""
+
+
+class UnsupportedError(NTKLaplaceError, NotImplementedError):
+    """The request has no meaning for this structure, likelihood or input."""
+
+
+class NumericalError(NTKLaplaceError, ArithmeticError):
+    """A factorization broke down; nothing was repaired in silence."""
+
+
+class NTKLaplaceWarning(UserWarning):
+    """Something the caller should know: a fallback in use, a costly choice."""

@@ -1,0 +1,104 @@
+"""Dense algebra on one big positive definite matrix: factored in place, solved by triangles.
+
+A matrix is stored once. Only its lower triangle is read, and the Cholesky factor overwrites it, so the
+peak is one matrix plus blocks on every device; `torch.linalg.cholesky` holds a second one even with `out=`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NumericalError
+
+__all__ = ["cholesky_", "cholesky_logdet", "inverse_from_cholesky", "solve_lower", "solve_spd", "symmetric_root"]
+
+
+def cholesky_(matrix: Tensor, block: int = 1024) -> Tensor:
+    """Factor a positive definite matrix in place, ``A = L Lᵀ``, by a blocked right-looking Cholesky.
+
+    Parameters
+    ----------
+    matrix : Tensor, (n, n)
+        Only the lower triangle is read. It is overwritten by L; the strict upper triangle holds nothing of use afterwards.
+    block : int
+        Width of a panel.
+
+    Returns
+    -------
+    Tensor, (n, n)
+        The same storage. Read it as lower triangular.
+
+    Raises
+    ------
+    NumericalError
+        If the matrix is not positive definite in its precision; it is then partly overwritten.
+    """
+    n = matrix.shape[0]
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        diagonal = matrix[start:stop, start:stop]
+        factor, info = torch.linalg.cholesky_ex(diagonal)
+        if int(info) != 0:
+            raise NumericalError(
+                "a positive definite matrix",
+                f"a leading minor of order {start + int(info)} of {n} that is not positive ({matrix.dtype})",
+                "Use dtype=torch.float64, or a larger prior precision.",
+            )
+        diagonal.copy_(factor)
+        if stop == n:
+            break
+        panel = matrix[stop:, start:stop]
+        # L21 = A21 L11⁻ᵀ
+        panel.copy_(torch.linalg.solve_triangular(factor.mT, panel, upper=True, left=False))
+        # A22 <- A22 - L21 L21ᵀ, lower blocks alone
+        for row in range(stop, n, block):
+            end = min(row + block, n)
+            rows = matrix[row:end, start:stop]
+            matrix[row:end, stop:end].addmm_(rows, matrix[stop:end, start:stop].mT, alpha=-1.0)
+    return matrix
+
+
+def cholesky_logdet(factor: Tensor) -> Tensor:
+    """Log determinant of ``L Lᵀ``: twice the sum of the logs of L's diagonal."""
+    return 2.0 * factor.diagonal().log().sum()
+
+
+def solve_lower(factor: Tensor, right: Tensor, transpose: bool = False) -> Tensor:
+    """``L⁻¹ right``, or ``L⁻ᵀ right`` with `transpose`; `right` is (n, k)."""
+    if transpose:
+        return torch.linalg.solve_triangular(factor.mT, right, upper=True)
+    return torch.linalg.solve_triangular(factor, right, upper=False)
+
+
+def solve_spd(factor: Tensor, right: Tensor) -> Tensor:
+    """``(L Lᵀ)⁻¹ right``; `right` is (n, k)."""
+    return solve_lower(factor, solve_lower(factor, right), transpose=True)
+
+
+def inverse_from_cholesky(factor: Tensor, block: int = 1024) -> Tensor:
+    """``(L Lᵀ)⁻¹`` as one new dense symmetric matrix, built in column panels."""
+    n = factor.shape[0]
+    inverse = factor.new_empty(n, n)
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        # rows above `start` of L⁻¹'s panel are zero, so the panel solve starts there
+        panel = factor.new_zeros(n - start, stop - start)
+        panel.diagonal().fill_(1.0)
+        half = torch.linalg.solve_triangular(factor[start:, start:], panel, upper=False)
+        inverse[:, start:stop] = solve_lower(factor, _pad_top(half, start), transpose=True)
+    return inverse
+
+
+def _pad_top(matrix: Tensor, rows: int) -> Tensor:
+    return torch.cat([matrix.new_zeros(rows, matrix.shape[1]), matrix]) if rows else matrix
+
+
+def symmetric_root(matrix: Tensor) -> Tensor:
+    """A root of batched positive semidefinite matrices, ``A = W Wᵀ``, singular ones included.
+
+    Eigenvalues that rounding made negative count as zero; they are of the order of machine precision times the
+    largest one, and a root needs no inverse, so nothing is added to the matrix.
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)

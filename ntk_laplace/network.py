@@ -1,0 +1,244 @@
+"""The door for networks: a private copy at its weights and mode, the choice of parameters, probes of good conduct.
+
+The caller's module is read once and never touched: everything behind this door works on the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.data import Inputs, check_finite, num_examples, take
+from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError
+
+__all__ = ["Network", "ParameterChoice", "preserved_rng"]
+
+ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
+
+_EVAL = "Call network.eval() before the fit (and keep dropout off)."
+
+
+@contextmanager
+def preserved_rng(device: torch.device) -> Iterator[None]:
+    """Run a block and put the random state of the CPU, and of `device`, back as it was."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+class Network:
+    """A network frozen at its trained weights, as a function of inputs and of chosen parameters.
+
+    Parameters
+    ----------
+    module : nn.Module
+        Maps a batch of N examples to outputs of shape (N, C) or (N,). Copied, with its weights, buffers and the
+        mode of every submodule.
+    parameters : optional
+        Which parameters are linearized: None (all that require gradients), "last_layer" (those of the last module
+        that has some), names or module prefixes, or a predicate ``(name, parameter) -> bool``. Parameters with
+        ``requires_grad=False`` are left out in any case.
+
+    Attributes
+    ----------
+    module : nn.Module
+        The private copy; only the chosen parameters require gradients.
+    names : list of str
+        Names of the chosen parameters, in the module's order.
+    shapes : dict of str to torch.Size
+        Their shapes.
+    theta : Tensor, (P,)
+        Their values, flat, in this order.
+    num_outputs : int or None
+        C, known after the first evaluation.
+    scalar : bool
+        Whether the module returns shape (N,).
+
+    Raises
+    ------
+    NetworkError
+        If the module cannot be copied, or no parameter is left, or a name is unknown.
+    """
+
+    def __init__(self, module: nn.Module, parameters: ParameterChoice = None) -> None:
+        if not isinstance(module, nn.Module):
+            raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
+                               "Wrap the function in a module whose parameters are registered.")
+        self.module = _private_copy(module)
+        chosen = _choose(self.module, parameters)
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(name in chosen)
+        self._parameters = {n: p for n, p in self.module.named_parameters() if n in chosen}
+        first = next(iter(self._parameters.values()))
+        self.device, self.dtype = first.device, first.dtype
+        self.num_outputs: int | None = None
+        self.scalar = False
+        self._probed = False
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The chosen parameters of the private copy, by name."""
+        return self._parameters
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the chosen parameters."""
+        return list(self._parameters)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the chosen parameters."""
+        return {name: parameter.shape for name, parameter in self._parameters.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """P, the number of chosen parameters."""
+        return sum(parameter.numel() for parameter in self._parameters.values())
+
+    @property
+    def theta(self) -> Tensor:
+        """The chosen parameters, flat, (P,)."""
+        return torch.cat([parameter.detach().flatten() for parameter in self._parameters.values()])
+
+    def slices(self) -> dict[str, slice]:
+        """Where each chosen parameter lies in a flat vector of length P."""
+        found, start = {}, 0
+        for name, parameter in self._parameters.items():
+            found[name] = slice(start, start + parameter.numel())
+            start += parameter.numel()
+        return found
+
+    def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
+        """A flat vector (..., P) as tensors by name."""
+        shapes = self.shapes
+        return {n: vector[..., s].reshape(*vector.shape[:-1], *shapes[n]) for n, s in self.slices().items()}
+
+    def evaluate(self, x: Inputs) -> Tensor:
+        """Outputs (N, C) with their autograd graph; buffers of the copy stay as they were.
+
+        Raises
+        ------
+        NetworkError
+            If the outputs are not a floating tensor of shape (N, C) or (N,).
+        NonFiniteError
+            If an output is NaN or infinite.
+        """
+        with torch.enable_grad():
+            return self._shape(self.module(x), x)
+
+    def without_grad(self, x: Inputs) -> Tensor:
+        """Outputs (N, C) without a graph."""
+        with torch.no_grad():
+            return self._shape(self.module(x), x)
+
+    def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
+        """Outputs (N, C) at other values (P,) of the chosen parameters, without a graph."""
+        values = {n: v.to(self.dtype) for n, v in self.unflatten(theta).items()}
+        with torch.no_grad():
+            return self._shape(torch.func.functional_call(self.module, values, (x,)), x)
+
+    def probe(self, x: Inputs) -> None:
+        """Hold the network to what linearization needs, once, on the first examples it sees.
+
+        Two evaluations must agree, buffers must not move, and the outputs of a part of the batch must be those rows
+        of the whole batch's outputs.
+
+        Raises
+        ------
+        NonDeterministicError, MixedExamplesError
+        """
+        if self._probed:
+            return
+        n = num_examples(x)
+        if n == 0:
+            raise DataError("at least one example", "an empty batch", "Pass one or more inputs.")
+        x = take(x, slice(0, min(n, 16)))
+        if n == 1:
+            x = take(x, torch.zeros(2, dtype=torch.long))
+        n = num_examples(x)
+        before = {name: b.clone() for name, b in self.module.named_buffers()}
+        first, second = self.without_grad(x), self.without_grad(x)
+        moved = [m for m, b in self.module.named_buffers() if not torch.equal(b, before[m])]
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(before[name])
+        scale = float(first.abs().max()) or 1.0
+        tolerance = scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(first.dtype, 3e-2)
+        if moved and _mixes(self, x, first, tolerance):
+            raise MixedExamplesError("a network whose outputs depend on their own example alone",
+                                     f"batch statistics in use (buffers {', '.join(moved[:3])} move)", _EVAL)
+        if float((first - second).abs().max()) > tolerance:
+            raise NonDeterministicError("a deterministic network",
+                                        f"outputs that differ by {float((first - second).abs().max()):.2g} "
+                                        "between two evaluations of the same batch", _EVAL)
+        if _mixes(self, x, first, tolerance):
+            raise MixedExamplesError("a network whose outputs depend on their own example alone",
+                                     "outputs that change with the other examples of the batch", _EVAL)
+        if moved:
+            raise NetworkError("a network that leaves its buffers alone",
+                               f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
+        self._probed = True
+
+    def _shape(self, out: Tensor, x: Inputs) -> Tensor:
+        n = num_examples(x)
+        if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
+            got = f"{tuple(out.shape)} ({out.dtype})" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise NetworkError(f"network outputs of shape ({n}, C) or ({n},), floating point", got,
+                               "Wrap the network in a module that returns one row of outputs per example.")
+        self.scalar = out.ndim == 1
+        out = out.unsqueeze(1) if out.ndim == 1 else out
+        self.num_outputs = out.shape[1]
+        check_finite(out.detach(), "network outputs", "Look at that input, or at diverged weights.")
+        return out
+
+
+def _mixes(network: Network, x: Inputs, out: Tensor, tolerance: float) -> bool:
+    """Whether outputs of every other example change when the rest of the batch is not there."""
+    part = torch.arange(0, num_examples(x), 2, device=out.device)
+    alone = network.without_grad(take(x, part.to("cpu") if out.device.type == "cpu" else part))
+    return float((alone - out[part]).abs().max()) > tolerance
+
+
+def _private_copy(module: nn.Module) -> nn.Module:
+    try:
+        with torch.no_grad():
+            return copy.deepcopy(module)
+    except (RuntimeError, TypeError) as cause:
+        raise NetworkError("a module that copy.deepcopy can copy", f"{type(cause).__name__}: {cause}",
+                           "Keep only parameters, buffers and plain values on the module; replace the old "
+                           "torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm.") from cause
+
+
+def _choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
+    named = dict(module.named_parameters())
+    free = [name for name, parameter in named.items() if parameter.requires_grad]
+    if choice is None:
+        chosen = set(free)
+    elif callable(choice):
+        chosen = {name for name in free if choice(name, named[name])}
+    elif isinstance(choice, str) and choice == "last_layer":
+        last = free[-1].rpartition(".")[0] if free else ""
+        chosen = {name for name in free if name.rpartition(".")[0] == last}
+    else:
+        wanted = [choice] if isinstance(choice, str) else list(choice)
+        chosen = set()
+        for want in wanted:
+            hits = {name for name in named if name == want or name.startswith(want + ".")}
+            if not hits:
+                raise NetworkError(f"parameter names among {', '.join(list(named)[:6])}, ...", f"{want!r}",
+                                   "Use names or module prefixes of network.named_parameters().")
+            chosen |= hits & set(free)
+    if not chosen:
+        raise NetworkError("at least one parameter that requires a gradient",
+                           f"none of {len(named)} parameters chosen and requiring one",
+                           "Set requires_grad=True on the parameters to linearize, or widen parameters=.")
+    dtypes = {named[name].dtype for name in chosen}
+    devices = {named[name].device for name in chosen}
+    if len(dtypes) > 1 or len(devices) > 1:
+        raise NetworkError("parameters of one dtype on one device", f"{dtypes} on {devices}",
+                           "Move the network with network.to(device, dtype).")
+    return chosen

@@ -1,0 +1,37 @@
+"""Progress of long work, shown only where a person is watching."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+__all__ = ["track"]
+
+T = TypeVar("T")
+
+
+def track(items: Iterable[T], description: str, total: int | None, enabled: bool | None = None) -> Iterator[T]:
+    """Iterate over `items` behind a progress bar with the time left.
+
+    Parameters
+    ----------
+    items : iterable
+        The work.
+    description : str
+        What is being done.
+    total : int, optional
+        Number of items, if known.
+    enabled : bool, optional
+        Show the bar; by default only if the error stream is a terminal.
+    """
+    show = sys.stderr.isatty() if enabled is None else enabled
+    if not show:
+        yield from items
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield from bar.track(items, total=total, description=description)

@@ -1,0 +1,85 @@
+"""Memory: what a device has, what a plan needs, and a refusal before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ntk_laplace.errors import MemoryBudgetError
+
+__all__ = ["available_memory", "format_bytes", "require_memory"]
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+
+
+def _read_number(paths: tuple[str, ...]) -> int | None:
+    for path in paths:
+        try:
+            return int(Path(path).read_text())
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _free_host_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        # macOS and others: total physical memory is the best portable answer
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, used = _read_number(_CGROUP_LIMITS), _read_number(_CGROUP_USAGE)
+    if limit is not None and used is not None:
+        free = min(free, max(limit - used, 0))
+    return free
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device` (containers' limits are respected)."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # what torch's caching allocator holds but does not use is free to us as well
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _free_host_memory()
+
+
+def format_bytes(count: float) -> str:
+    """Bytes for people: ``format_bytes(2**31) == '2.0 GiB'``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def require_memory(needed: int, device: torch.device, what: str, remedy: str, budget: int | None = None) -> None:
+    """Refuse a plan that does not fit, before anything is allocated.
+
+    Parameters
+    ----------
+    needed : int
+        Predicted bytes.
+    device : torch.device
+        Where they would be allocated.
+    what : str
+        What they would hold.
+    remedy : str
+        What to do instead, a whole sentence.
+    budget : int, optional
+        The caller's own limit in bytes; the free memory of the device if left out.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If `needed` exceeds the budget.
+    """
+    limit = available_memory(device) if budget is None else budget
+    if needed > limit:
+        raise MemoryBudgetError(
+            f"{what} to fit into {format_bytes(limit)} on {device}",
+            f"a predicted need of {format_bytes(needed)}",
+            remedy,
+        )
