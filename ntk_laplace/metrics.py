@@ -1,0 +1,231 @@
+"""Held-out quality of predictions: accuracy, log likelihood, calibration, error, interval coverage.
+
+Functions of plain arrays and of distributions; they know no network and no posterior.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.metrics import accuracy_score, mean_squared_error
+from torch.distributions import Distribution
+
+from ntk_laplace.errors import DataError, TargetError
+
+__all__ = [
+    "Reliability",
+    "accuracy",
+    "class_probabilities",
+    "expected_calibration_error",
+    "interval_coverage",
+    "mean_log_likelihood",
+    "reliability",
+    "rmse",
+]
+
+
+def class_probabilities(probabilities: ArrayLike) -> NDArray[np.float64]:
+    """Probabilities as one row per example and one column per class.
+
+    Parameters
+    ----------
+    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
+        With one column, or none, the probability of class 1 of two.
+
+    Returns
+    -------
+    ndarray, (N, C) with C at least 2
+
+    Raises
+    ------
+    DataError
+        If an entry is outside [0, 1] or not a number, or a row does not sum to one.
+    """
+    table = _array(probabilities)
+    if table.ndim == 1:
+        table = table[:, None]
+    if table.ndim != 2 or table.size == 0:
+        raise DataError(
+            "probabilities of shape (N, C), (N, 1) or (N,)",
+            f"shape {table.shape}",
+            "Pass one row per example.",
+        )
+    if table.shape[1] == 1:
+        table = np.concatenate([1.0 - table, table], axis=1)
+    # rounding in float32 sums leaves 1e-6 or so; NaN fails the comparison and is caught too
+    bad = ~((table >= 0).all(1) & (table <= 1 + 1e-5).all(1) & (np.abs(table.sum(1) - 1) < 1e-4))
+    if bad.any():
+        first = int(bad.argmax())
+        raise DataError(
+            "probabilities in [0, 1] that sum to one in each row",
+            f"{table[first]} at example {first}",
+            "Pass the probabilities of a predictive distribution, not logits.",
+        )
+    return table
+
+
+def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
+    """Fraction of examples whose most probable class is the true one.
+
+    Parameters
+    ----------
+    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
+        See `class_probabilities`.
+    labels : array_like or Tensor, (N,) or (N, 1)
+        True classes, integers from 0.
+    """
+    table = class_probabilities(probabilities)
+    return float(accuracy_score(_labels(labels, table), table.argmax(1)))
+
+
+def mean_log_likelihood(predictive: Distribution, targets: torch.Tensor) -> float:
+    """Mean log predictive density (or probability) of the targets, in nats per example.
+
+    Parameters
+    ----------
+    predictive : Distribution, batch shape (N,)
+        Such as `posterior.predict(x)`.
+    targets : Tensor
+        In the shape that ``predictive.log_prob`` takes.
+    """
+    scores = predictive.log_prob(targets)
+    if scores.ndim != 1:
+        raise TargetError(
+            "one log probability per example",
+            f"log probabilities of shape {tuple(scores.shape)}",
+            "Give the targets the shape of the predictive's samples.",
+        )
+    return float(scores.mean())
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Confidence against accuracy in bins of equal width; empty bins are left out.
+
+    Attributes
+    ----------
+    confidence : ndarray, (B,)
+        Mean probability of the predicted class in each bin.
+    accuracy : ndarray, (B,)
+        Fraction of these predictions that are right.
+    count : ndarray of int, (B,)
+        Examples in each bin.
+    """
+
+    confidence: NDArray[np.float64]
+    accuracy: NDArray[np.float64]
+    count: NDArray[np.int64]
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error: the mean of |accuracy - confidence|, weighted by count."""
+        return float(np.average(np.abs(self.accuracy - self.confidence), weights=self.count))
+
+
+def reliability(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> Reliability:
+    """Reliability of the predicted class ([Guo et al. 2017], section 2).
+
+    Parameters
+    ----------
+    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
+        See `class_probabilities`.
+    labels : array_like or Tensor, (N,) or (N, 1)
+        True classes, integers from 0.
+    bins : int
+        Number of intervals ((b-1)/bins, b/bins] of confidence.
+
+    Returns
+    -------
+    Reliability
+    """
+    if bins < 1:
+        raise DataError("at least one bin", f"bins={bins}", "Pass a positive number, for instance 15.")
+    table = class_probabilities(probabilities)
+    right = table.argmax(1) == _labels(labels, table)
+    confidence = table.max(1)
+    index = np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+    count = np.bincount(index, minlength=bins)
+    used = count > 0
+    sums = np.bincount(index, weights=confidence, minlength=bins)
+    hits = np.bincount(index, weights=right, minlength=bins)
+    return Reliability(sums[used] / count[used], hits[used] / count[used], count[used])
+
+
+def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins: int = 15) -> float:
+    """Compute the expected calibration error of the predicted class, between 0 and 1; see `reliability`."""
+    return reliability(probabilities, labels, bins).error
+
+
+def rmse(prediction: ArrayLike, targets: ArrayLike) -> float:
+    """Root mean squared error over all examples and outputs, in the targets' unit."""
+    guess, truth = _array(prediction), _array(targets)
+    if guess.size != truth.size or guess.size == 0:
+        raise TargetError(
+            f"as many targets as predictions, {guess.size}",
+            f"{truth.size} targets",
+            "Pass one target for each prediction.",
+        )
+    return float(np.sqrt(mean_squared_error(truth.ravel(), guess.ravel())))
+
+
+def interval_coverage(
+    mean: ArrayLike, variance: ArrayLike, targets: ArrayLike, levels: Sequence[float]
+) -> NDArray[np.float64]:
+    """Fraction of targets inside the central Gaussian interval of each nominal level.
+
+    Parameters
+    ----------
+    mean, variance, targets : array_like or Tensor, (N,) or (N, C)
+        Predictive moments (the variance with observation noise) and what was observed.
+    levels : sequence of float
+        Nominal probabilities in (0, 1), such as 0.9 for the central 90 % interval.
+
+    Returns
+    -------
+    ndarray, (len(levels),)
+        A calibrated prediction has coverage equal to level.
+    """
+    middle, spread, truth = _array(mean).ravel(), _array(variance).ravel(), _array(targets).ravel()
+    wanted = torch.as_tensor(list(levels), dtype=torch.float64)
+    if not ((wanted > 0) & (wanted < 1)).all():
+        raise DataError(
+            "levels strictly between 0 and 1", f"{list(levels)}", "Pass probabilities such as 0.9."
+        )
+    if not middle.size == spread.size == truth.size or truth.size == 0:
+        raise TargetError(
+            f"as many targets and variances as means, {middle.size}",
+            f"{truth.size} targets and {spread.size} variances",
+            "Pass one of each for every prediction.",
+        )
+    # the interval of level q is mean ± z sqrt(variance) with P(|Z| < z) = q, so z = sqrt(2) erfinv(q)
+    half_width = (2.0**0.5 * torch.erfinv(wanted)).numpy()
+    score = np.abs(truth - middle) / np.sqrt(spread)
+    return (score[None, :] <= half_width[:, None]).mean(1)
+
+
+def _array(values: ArrayLike) -> NDArray[np.float64]:
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().numpy()
+    return np.asarray(values, dtype=np.float64)
+
+
+def _labels(labels: ArrayLike, table: NDArray[np.float64]) -> NDArray[np.int64]:
+    values = _array(labels).ravel()
+    examples, classes = table.shape
+    if values.size != examples:
+        raise TargetError(
+            f"{examples} labels, one per prediction", f"{values.size}", "Pass one label per example."
+        )
+    bad = ~((values == np.floor(values)) & (values >= 0) & (values < classes))
+    if bad.any():
+        first = int(bad.argmax())
+        raise TargetError(
+            f"class labels in 0..{classes - 1}",
+            f"{values[first]:g} at example {first}",
+            "Number the classes from 0.",
+        )
+    return values.astype(np.int64)

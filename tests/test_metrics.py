@@ -1,0 +1,121 @@
+"""Metrics against slow references, scikit-learn, and cases worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import log_loss
+from torch.distributions import Categorical, MultivariateNormal, Normal
+
+from ntk_laplace import metrics
+from ntk_laplace.errors import DataError, TargetError
+
+
+@pytest.fixture
+def table() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    probabilities = rng.dirichlet(np.ones(4) * 0.5, size=200)
+    labels = np.array([rng.choice(4, p=row) for row in probabilities])
+    return probabilities, labels
+
+
+def slow_calibration_error(probabilities: np.ndarray, labels: np.ndarray, bins: int) -> float:
+    """Follow the definition, one bin and one example at a time."""
+    total = 0.0
+    for b in range(bins):
+        inside = [i for i, row in enumerate(probabilities) if b / bins < row.max() <= (b + 1) / bins]
+        if inside:
+            confidence = np.mean([probabilities[i].max() for i in inside])
+            right = np.mean([probabilities[i].argmax() == labels[i] for i in inside])
+            total += len(inside) / len(labels) * abs(right - confidence)
+    return total
+
+
+@pytest.mark.parametrize("bins", [1, 7, 15])
+def test_calibration_error_is_its_definition(table: tuple[np.ndarray, np.ndarray], bins: int) -> None:
+    expected = slow_calibration_error(*table, bins)
+    assert metrics.expected_calibration_error(*table, bins=bins) == pytest.approx(expected, abs=1e-14)
+
+
+def test_sure_and_right_is_calibrated_and_sure_and_wrong_is_not() -> None:
+    labels = torch.tensor([0, 1, 2])
+    sure = torch.eye(3)
+    assert metrics.expected_calibration_error(sure, labels) == 0.0
+    assert metrics.accuracy(sure, labels) == 1.0
+    assert metrics.expected_calibration_error(sure, labels.roll(1)) == 1.0
+    assert metrics.accuracy(sure, labels.roll(1)) == 0.0
+
+
+def test_binary_probabilities_are_two_classes() -> None:
+    p = torch.tensor([0.9, 0.2, 0.6, 0.4])
+    y = torch.tensor([1, 0, 0, 1])
+    pair = torch.stack([1 - p, p], dim=1)
+    for form in (p, p[:, None], pair):
+        assert metrics.accuracy(form, y) == 0.5
+        np.testing.assert_allclose(metrics.class_probabilities(form), pair.numpy(), atol=1e-7)
+    # confidences .9 and .8 are right, .6 and .6 are wrong; all in bins of their own but the last two
+    assert metrics.expected_calibration_error(p, y, bins=10) == pytest.approx(
+        (0.1 + 0.2 + 2 * 0.6) / 4, abs=1e-6
+    )
+
+
+def test_reliability_counts_every_example_once(table: tuple[np.ndarray, np.ndarray]) -> None:
+    bins = metrics.reliability(*table, bins=12)
+    assert bins.count.sum() == 200 and (bins.count > 0).all()
+    overall = np.average(bins.accuracy, weights=bins.count)
+    assert overall == pytest.approx(metrics.accuracy(*table), abs=1e-14)
+
+
+def test_mean_log_likelihood_is_minus_log_loss(table: tuple[np.ndarray, np.ndarray]) -> None:
+    probabilities, labels = table
+    ours = metrics.mean_log_likelihood(Categorical(torch.tensor(probabilities)), torch.tensor(labels))
+    assert ours == pytest.approx(-log_loss(labels, probabilities, labels=range(4)), rel=1e-12)
+
+
+def test_mean_log_likelihood_wants_one_number_per_example() -> None:
+    assert np.isfinite(
+        metrics.mean_log_likelihood(MultivariateNormal(torch.zeros(5, 2), torch.eye(2)), torch.zeros(5, 2))
+    )
+    with pytest.raises(TargetError, match="one log probability per example"):
+        metrics.mean_log_likelihood(Normal(torch.zeros(5, 2), 1.0), torch.zeros(5, 2))
+
+
+def test_rmse_ignores_a_trailing_one_and_broadcasts_nothing() -> None:
+    assert metrics.rmse(torch.tensor([[1.0], [3.0]]), np.array([1.0, 1.0])) == pytest.approx(2**0.5)
+    with pytest.raises(TargetError, match="as many targets as predictions, 2; got 3 targets"):
+        metrics.rmse([1.0, 2.0], [1.0, 2.0, 3.0])
+
+
+def test_coverage_of_gaussian_intervals() -> None:
+    # ±1 standard deviation holds 68.27 %, so targets at 0.99 and 1.01 deviations tell the level's edge
+    mean, variance, y = np.zeros(2), np.full(2, 4.0), np.array([1.98, -2.02])
+    np.testing.assert_array_equal(
+        metrics.interval_coverage(mean, variance, y, [0.6827, 0.99, 0.1]), [0.5, 1.0, 0.0]
+    )
+    draws = torch.distributions.Normal(1.0, 3.0).sample((20000,)) if torch.manual_seed(0) else None
+    found = metrics.interval_coverage(torch.ones(20000), torch.full((20000,), 9.0), draws, [0.5, 0.9])
+    np.testing.assert_allclose(found, [0.5, 0.9], atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: metrics.accuracy([[2.0, -1.0]], [0]), DataError, "sum to one.*at example 0.*not logits"),
+        (lambda: metrics.accuracy([[0.5, 0.5], [np.nan, 0.5]], [0, 1]), DataError, "at example 1"),
+        (lambda: metrics.accuracy([[0.5, 0.5]], [2]), TargetError, r"labels in 0..1; got 2 at example 0"),
+        (lambda: metrics.accuracy([[0.5, 0.5]], [0.5]), TargetError, r"labels in 0..1; got 0.5 at example 0"),
+        (lambda: metrics.accuracy([[0.5, 0.5]], [0, 1]), TargetError, "1 labels, one per prediction; got 2"),
+        (lambda: metrics.accuracy(np.ones((0, 2)), []), DataError, "got shape"),
+        (lambda: metrics.reliability([[1.0, 0.0]], [0], bins=0), DataError, "at least one bin"),
+        (
+            lambda: metrics.interval_coverage([0.0], [1.0], [0.0], [1.0]),
+            DataError,
+            "strictly between 0 and 1",
+        ),
+        (lambda: metrics.interval_coverage([0.0], [1.0], [0.0, 1.0], [0.5]), TargetError, "2 targets"),
+    ],
+)
+def test_bad_input_is_named(call, error, words) -> None:
+    with pytest.raises(error, match=words):
+        call()
