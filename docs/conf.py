@@ -1,0 +1,38 @@
+"""Settings of the Sphinx build; the API pages come from the code through autosummary."""
+
+from importlib.metadata import version as _version
+
+project = "ntk_laplace"
+author = "the ntk_laplace authors"
+copyright = author
+version = release = _version("ntk_laplace")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+
+myst_enable_extensions = ["amsmath", "deflist", "dollarmath", "html_image"]
+myst_heading_anchors = 3
+
+autosummary_generate = True
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+napoleon_google_docstring = False
+napoleon_numpy_docstring = True
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+default_role = "code"
+
+html_theme = "furo"
+html_title = "ntk_laplace"
+html_show_copyright = False
+pygments_style = "friendly"

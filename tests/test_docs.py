@@ -1,0 +1,102 @@
+"""Everything shown is run: the Python blocks of the README and of the docs, the examples in docstrings, the docs build.
+
+A page's blocks run in order in one namespace, in an empty folder. A block that is a fragment by nature carries the line
+``<!-- not run: why -->`` right above its fence.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ntk_laplace
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+MODULES = [module.name for module in pkgutil.walk_packages(ntk_laplace.__path__, "ntk_laplace.")]
+
+
+def blocks(page: Path) -> Iterator[tuple[str, bool]]:
+    """The page's Python blocks, each padded so that a traceback names the page's own lines; whether it runs."""
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        above = text.count("\n", 0, match.start("code"))
+        yield "\n" * above + match["code"], match["mark"] is None
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+PAGES_WITH_CODE = [page for page in PAGES if any(runs for _, runs in blocks(page))]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
+def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with torch.random.fork_rng(devices=[]):
+        for code, runs in blocks(page):
+            if runs:
+                exec(compile(code, str(page), "exec"), namespace)
+
+
+def test_the_pages_that_should_show_code_do() -> None:
+    shown = {name_of(page) for page in PAGES_WITH_CODE}
+    assert {"README.md", "docs/quickstart.md", "docs/gotchas.md", "docs/mathematics.md"} <= shown
+
+
+def test_fragments_are_rare() -> None:
+    marks = [runs for page in PAGES for _, runs in blocks(page)]
+    assert marks.count(False) <= 3
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count("<!-- not run:") == sum(not runs for _, runs in blocks(page)), f"a stray mark in {page}"
+        assert text.count("```python") == len(list(blocks(page))), f"a Python block that is not found in {page}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings(module: str) -> None:
+    failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    assert failed == 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_local_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)|<img src=\"([^\"]+)\"", page.read_text())
+    local = [a or b for a, b in targets if "://" not in (a or b)]
+    missing = [target for target in local if not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_the_readme_has_its_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    for name in ("demo", "test"):
+        commands = re.findall(rf"<!-- command: {name} -->\n```bash\n([^\n]+)\n```\n", text)
+        assert len(commands) == 1, f"one block of one line under '<!-- command: {name} -->'"
+        assert commands[0].startswith("python3 -m venv .venv && ")
+
+
+def test_every_public_name_has_its_place_in_the_api_pages() -> None:
+    listed = set(re.findall(r"^   ([\w.]+)$", (ROOT / "docs/api.rst").read_text(), re.MULTILINE))
+    public = set(ntk_laplace.__all__) - {"__version__"}
+    assert public <= {name.partition(".")[0] for name in listed}, public - listed
+
+
+def test_the_docs_build_without_warnings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    command += ["-d", str(tmp_path / "trees"), str(ROOT / "docs"), str(tmp_path / "html")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert (tmp_path / "html" / "index.html").exists()
