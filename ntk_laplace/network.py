@@ -6,6 +6,7 @@ The caller's module is read once and never touched: everything behind this door 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,41 @@ from ntk_laplace.data import Inputs, check_finite, num_examples, take
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError
 
 __all__ = ["Network", "ParameterChoice", "preserved_rng"]
+
+
+class _Caller(nn.Module):
+    """Calls a module on one input, or on the parts of a tuple or dict where its `forward` takes them apart."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._signature = _signature(module)
+
+    def forward(self, x: Inputs) -> Tensor:
+        if isinstance(x, dict) and _binds(self._signature, (), x):
+            return self.module(**x)
+        if isinstance(x, (tuple, list)) and _binds(self._signature, tuple(x), {}):
+            return self.module(*x)
+        return self.module(x)
+
+
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    try:
+        return inspect.signature(module.forward)
+    except (TypeError, ValueError):
+        return None
+
+
+def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bool:
+    """Whether `forward` names these arguments; a bare ``*args`` or ``**kwargs`` names nothing."""
+    if signature is None or not all(isinstance(key, str) for key in kwargs):
+        return False
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    kinds = {signature.parameters[name].kind for name in bound.arguments}
+    return not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -69,6 +105,7 @@ class Network:
             raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
                                "Wrap the function in a module whose parameters are registered.")
         self.module = _private_copy(module)
+        self.caller = _Caller(self.module)
         chosen = _choose(self.module, parameters)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)
@@ -128,18 +165,18 @@ class Network:
             If an output is NaN or infinite.
         """
         with torch.enable_grad():
-            return self._shape(self.module(x), x)
+            return self._shape(self.caller(x), x)
 
     def without_grad(self, x: Inputs) -> Tensor:
         """Outputs (N, C) without a graph."""
         with torch.no_grad():
-            return self._shape(self.module(x), x)
+            return self._shape(self.caller(x), x)
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) at other values (P,) of the chosen parameters, without a graph."""
         values = {n: v.to(self.dtype) for n, v in self.unflatten(theta).items()}
         with torch.no_grad():
-            return self._shape(torch.func.functional_call(self.module, values, (x,)), x)
+            return self._shape(torch.func.functional_call(self.caller, {f"module.{n}": v for n, v in values.items()}, (x,)), x)
 
     def probe(self, x: Inputs) -> None:
         """Hold the network to what linearization needs, once, on the first examples it sees.

@@ -1,0 +1,293 @@
+"""Blocks: how a batch's Jacobian rows are held for one parameter, or for a weight and its bias.
+
+Rows are indexed by a seed k (a column of the root, or an output) and an example n. Three forms hold them exactly:
+
+* `Outer`: J_nk = Σ_t b_nkt ⊗ a_nt (design section 3), a layer's output gradients b and inputs a over shared positions t;
+* `Lookup`: an embedding's rows, where a is a one-hot token;
+* `Dense`: the rows themselves.
+
+All three speak the same verbs, in the same order: `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "Dense", "Lookup", "Outer", "concatenate_examples", "weigh"]
+
+
+def weigh(values: Tensor, root: Tensor) -> Tensor:
+    """Sᵀ over the leading output axis: (C, N, ...) and root (N, C, R) give (R, N, ...)."""
+    flat = values.flatten(2)
+    return torch.einsum("ncr,cnx->rnx", root, flat).reshape(root.shape[-1], *values.shape[1:])
+
+
+def _position_product(left: Tensor, right: Tensor) -> Tensor:
+    """Σ_t left_kngto right_ngti -> (K, N, G, o, i)."""
+    k, n, g, t, o = left.shape
+    if t == 1:
+        return left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)
+    rows = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t) @ right
+    return rows.reshape(n, g, k, o, -1).permute(2, 0, 1, 3, 4)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Rows of one parameter as they are.
+
+    Attributes
+    ----------
+    weight : str
+        The parameter's name.
+    rows : Tensor, (K, N, p)
+        In the parameter's own flat order.
+    """
+
+    weight: str
+    rows: Tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    @property
+    def kind(self) -> tuple:
+        return ("dense", self.weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        return self.rows.shape[0], self.rows.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def dense(self) -> dict[str, Tensor]:
+        return {self.weight: self.rows}
+
+    def weighted(self, root: Tensor) -> Dense:
+        return replace(self, rows=weigh(self.rows, root))
+
+    def part(self, index: slice | Tensor) -> Dense:
+        return replace(self, rows=self.rows[:, index])
+
+    def to(self, dtype: torch.dtype) -> Dense:
+        return replace(self, rows=self.rows.to(dtype))
+
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        return self.rows @ vector[self.weight].flatten()
+
+    def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
+        return {self.weight: torch.einsum("kn,knp->p", cotangent, self.rows)}
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Rows of a weight, and of the bias that shares its output gradient, as sums of outer products.
+
+    Attributes
+    ----------
+    weight : str or None
+        The weight's name; None for a bias whose weight is frozen.
+    bias : str or None
+        The bias's name: its rows are Σ_t b_nkt.
+    b : Tensor, (K, N, G, T, o)
+        Output gradients; G counts groups of a grouped convolution.
+    a : Tensor, (N, G, T, i)
+        Layer inputs.
+    index : Tensor or None, (G*o*i,)
+        Where the entry (g, o, i) lies in the weight's flat order; None if in this very order.
+    size : int
+        Number of entries of the weight (larger than G*o*i where a slice of it is used).
+    constant : bool
+        b is the same for every example, as in the last linear layer.
+    """
+
+    weight: str
+    bias: str | None
+    b: Tensor
+    a: Tensor
+    index: Tensor | None
+    size: int
+    constant: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def kind(self) -> tuple:
+        key = None if self.index is None else (self.index.numel(), int(self.index[0]), int(self.index[-1]))
+        return ("outer", self.weight, self.bias, self.b.shape[2], self.b.shape[4], self.a.shape[3], key)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        return self.b.shape[0], self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.b.nbytes + self.a.nbytes
+
+    @property
+    def single(self) -> bool:
+        """One position and one group: the Gram is a Hadamard product."""
+        return self.b.shape[2] == 1 and self.b.shape[3] == 1
+
+    def full_b(self) -> Tensor:
+        """b with its example axis written out, if it was shared."""
+        return self.b.expand(-1, self.a.shape[0], -1, -1, -1) if self.constant else self.b
+
+    def dense(self) -> dict[str, Tensor]:
+        b = self.full_b()
+        rows = _position_product(b, self.a).flatten(2)
+        if self.index is not None:
+            whole = rows.new_zeros(*rows.shape[:2], self.size)
+            whole[..., self.index] = rows
+            rows = whole
+        found = {self.weight: rows}
+        if self.bias is not None:
+            found[self.bias] = b.sum(3).flatten(2)
+        return found
+
+    def weighted(self, root: Tensor) -> Outer:
+        return replace(self, b=weigh(self.full_b(), root), constant=False)
+
+    def part(self, index: slice | Tensor) -> Outer:
+        return replace(self, b=self.b if self.constant else self.b[:, index], a=self.a[index])
+
+    def to(self, dtype: torch.dtype) -> Outer:
+        return replace(self, b=self.b.to(dtype), a=self.a.to(dtype))
+
+    def _shaped(self, vector: Tensor) -> Tensor:
+        flat = vector.flatten() if self.index is None else vector.flatten()[self.index]
+        return flat.reshape(self.b.shape[2], self.b.shape[4], self.a.shape[3])
+
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        forward = torch.einsum("ngti,goi->ngto", self.a, self._shaped(vector[self.weight]))
+        if self.bias is not None:
+            forward = forward + vector[self.bias].reshape(1, self.b.shape[2], 1, self.b.shape[4])
+        return torch.einsum("kngto,ngto->kn", self.full_b(), forward)
+
+    def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
+        backward = torch.einsum("kn,kngto->ngto", cotangent, self.full_b())
+        flat = torch.einsum("ngto,ngti->goi", backward, self.a).flatten()
+        if self.index is not None:
+            whole = flat.new_zeros(self.size)
+            whole[self.index] = flat
+            flat = whole
+        found = {self.weight: flat}
+        if self.bias is not None:
+            found[self.bias] = backward.sum((0, 2)).flatten()
+        return found
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows of an embedding: J_nk[v] = Σ_t 1[token_nt = v] b_nkt.
+
+    Attributes
+    ----------
+    weight : str
+        The table's name.
+    b : Tensor, (K, N, T, d)
+        Output gradients, zero at padding tokens.
+    tokens : Tensor, (N, T)
+        Row of the table used at each position.
+    vocabulary : int
+        Number of rows of the table.
+    """
+
+    weight: str
+    b: Tensor
+    tokens: Tensor
+    vocabulary: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,)
+
+    @property
+    def kind(self) -> tuple:
+        return ("lookup", self.weight, self.b.shape[3])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        return self.b.shape[0], self.b.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.b.nbytes + self.tokens.nbytes
+
+    def dense(self) -> dict[str, Tensor]:
+        k, n, t, d = self.b.shape
+        rows = self.b.new_zeros(k, n, self.vocabulary, d)
+        where = self.tokens[None, :, :, None].expand(k, n, t, d)
+        return {self.weight: rows.scatter_add_(2, where, self.b).flatten(2)}
+
+    def weighted(self, root: Tensor) -> Lookup:
+        return replace(self, b=weigh(self.b, root))
+
+    def part(self, index: slice | Tensor) -> Lookup:
+        return replace(self, b=self.b[:, index], tokens=self.tokens[index])
+
+    def to(self, dtype: torch.dtype) -> Lookup:
+        return replace(self, b=self.b.to(dtype))
+
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        table = vector[self.weight].reshape(self.vocabulary, -1)
+        return torch.einsum("kntd,ntd->kn", self.b, table[self.tokens])
+
+    def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
+        backward = torch.einsum("kn,kntd->ntd", cotangent, self.b)
+        table = backward.new_zeros(self.vocabulary, backward.shape[-1])
+        return {self.weight: table.index_add_(0, self.tokens.flatten(), backward.flatten(0, 1)).flatten()}
+
+
+Block = Dense | Outer | Lookup
+
+
+def join_positions(first: Block, second: Block) -> Block:
+    """Two uses of the same kind as one block: positions add up (rows of a `Dense` are summed)."""
+    if isinstance(first, Dense):
+        return replace(first, rows=first.rows + second.rows)
+    if isinstance(first, Lookup):
+        b, tokens = torch.cat([first.b, second.b], 2), torch.cat([first.tokens, second.tokens], 1)
+        return replace(first, b=b, tokens=tokens)
+    b, a = torch.cat([first.full_b(), second.full_b()], 3), torch.cat([first.a, second.a], 2)
+    return replace(first, b=b, a=a, constant=False)
+
+
+def _cat_positions(parts: list[Tensor], dim: int, pad_dim: int) -> Tensor:
+    """Concatenate examples; batches with fewer positions are padded with zeros, which contribute nothing."""
+    width = max(part.shape[pad_dim] for part in parts)
+    padded = []
+    for part in parts:
+        missing = width - part.shape[pad_dim]
+        if missing:
+            shape = list(part.shape)
+            shape[pad_dim] = missing
+            part = torch.cat([part, part.new_zeros(shape)], pad_dim)
+        padded.append(part)
+    return torch.cat(padded, dim)
+
+
+def concatenate_examples(parts: list[Block]) -> Block:
+    """Blocks of the same kind from several batches as one block over all their examples."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Dense):
+        return replace(first, rows=torch.cat([part.rows for part in parts], 1))
+    if isinstance(first, Lookup):
+        tokens = _cat_positions([part.tokens for part in parts], 0, 1)
+        return replace(first, b=_cat_positions([part.b for part in parts], 1, 2), tokens=tokens)
+    a = _cat_positions([part.a for part in parts], 0, 2)
+    if all(part.constant and torch.equal(part.b, first.b) for part in parts):
+        return replace(first, a=a)
+    return replace(first, b=_cat_positions([part.full_b() for part in parts], 1, 3), a=a, constant=False)

@@ -1,0 +1,78 @@
+"""Rows of parameters that no rule covers: exact, one example at a time, vectorized where torch can."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+
+from ntk_laplace.data import Inputs, map_tensors, num_examples, take
+from ntk_laplace.factors.blocks import Dense
+from ntk_laplace.network import Network
+
+__all__ = ["Fallback"]
+
+
+class Fallback:
+    """Per-example rows by `vmap` over vector-Jacobian products, or by a plain loop where a layer has no batching rule.
+
+    Parameters
+    ----------
+    network : Network
+    names : tuple of str
+        The parameters to differentiate.
+    """
+
+    def __init__(self, network: Network, names: tuple[str, ...]) -> None:
+        self.network, self.names = network, names
+        self.vectorized = True
+
+    def rows(self, x: Inputs, seeds: Tensor) -> list[Dense]:
+        """Rows (K, N, p) of every named parameter for seeds (K, N, C)."""
+        if self.vectorized:
+            try:
+                return self._dense(self._by_vmap(x, seeds))
+            except (RuntimeError, NotImplementedError, ValueError, TypeError):
+                # no batching rule, data-dependent control flow, or a custom function without `setup_context`
+                self.vectorized = False
+        return self._dense(self._by_loop(x, seeds))
+
+    def agrees(self, x: Inputs, seeds: Tensor, tolerance: float = 2e-3) -> bool:
+        """Whether the vectorized rows equal the loop's; the loop is used from then on if not."""
+        fast, slow = self.rows(x, seeds), self._dense(self._by_loop(x, seeds))
+        same = all(
+            float((a.rows - b.rows).abs().max()) <= tolerance * (float(b.rows.abs().max()) or 1.0)
+            for a, b in zip(fast, slow, strict=True)
+        )
+        self.vectorized &= same
+        return same
+
+    def _by_vmap(self, x: Inputs, seeds: Tensor) -> list[Tensor]:
+        network = self.network
+        chosen = {name: network.parameters[name].detach() for name in self.names}
+
+        def outputs(values: dict[str, Tensor], example: Inputs) -> Tensor:
+            single = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
+            return functional_call(network.caller, {f"module.{n}": v for n, v in values.items()}, (single,)).reshape(-1)
+
+        def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
+            _, pull = vjp(lambda values: outputs(values, example), chosen)
+            return vmap(lambda cotangent: pull(cotangent)[0])(cotangents)
+
+        found = vmap(one, in_dims=(map_tensors(lambda tensor: 0, x), 1))(x, seeds)
+        return [found[name].transpose(0, 1).flatten(2).detach() for name in self.names]
+
+    def _by_loop(self, x: Inputs, seeds: Tensor) -> list[Tensor]:
+        parameters = [self.network.parameters[name] for name in self.names]
+        found = [seeds.new_zeros(*seeds.shape[:2], parameter.numel()) for parameter in parameters]
+        for example in range(num_examples(x)):
+            out = self.network.evaluate(take(x, slice(example, example + 1)))
+            for k, seed in enumerate(seeds[:, example : example + 1]):
+                gradients = torch.autograd.grad(out, parameters, seed, retain_graph=True, allow_unused=True)
+                for rows, gradient in zip(found, gradients, strict=True):
+                    if gradient is not None:
+                        rows[k, example] = gradient.flatten()
+        return found
+
+    def _dense(self, rows: list[Tensor]) -> list[Dense]:
+        return [Dense(name, values) for name, values in zip(self.names, rows, strict=True)]

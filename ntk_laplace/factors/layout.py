@@ -1,0 +1,77 @@
+"""Where examples lie in a tensor of the graph, found by two backward passes with known weights.
+
+Attention flattens tokens as (T*N), convolutions as (N*T); a gradient seeded with r and one seeded with α_n r differ,
+row by row, by the factor α of the example the row belongs to (design section 7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout", "find_layout"]
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axis `dim` holds the examples: as n*T + t, or as t*N + n if `positions_first`."""
+
+    dim: int
+    positions_first: bool = False
+
+    def split(self, values: Tensor, n: int, lead: int) -> Tensor:
+        """(lead..., *shape) -> (lead..., N, T, the other axes)."""
+        values, example, position = self._unflatten(values, n, lead)
+        return values.movedim((example, position), (lead, lead + 1))
+
+    def reduce(self, values: Tensor, n: int, shape: torch.Size) -> Tensor | None:
+        """Sum (K, *out) over all but examples and a broadcast operand's axes: (K, N, numel of `shape`).
+
+        None if the operand has an axis of its own where the examples lie.
+        """
+        values, example, _ = self._unflatten(values, n, 1)
+        values = values.movedim(example, 1)
+        axes = values.ndim - 2
+        aligned = (1,) * (axes - len(shape)) + tuple(shape)
+        if len(aligned) != axes or any(s not in (1, v) for s, v in zip(aligned, values.shape[2:], strict=True)):
+            return None
+        gone = [axis + 2 for axis, s in enumerate(aligned) if s == 1]
+        return (values.sum(gone) if gone else values).flatten(2) if values.ndim > 2 else values.unsqueeze(2)
+
+    def _unflatten(self, values: Tensor, n: int, lead: int) -> tuple[Tensor, int, int]:
+        axis = lead + self.dim
+        positions = values.shape[axis] // n
+        if self.positions_first:
+            return values.unflatten(axis, (positions, n)), axis + 1, axis
+        return values.unflatten(axis, (n, positions)), axis, axis + 1
+
+
+def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor) -> Layout | None:
+    """The axis along which ``scaled = weights[example] * plain``, or None if examples are mixed there.
+
+    Parameters
+    ----------
+    plain, scaled : Tensor
+        Gradients at one node, seeded with r and with weights_n r_n.
+    weights : Tensor, (N,)
+        One distinct weight per example.
+    """
+    n = len(weights)
+    size = float(scaled.abs().max())
+    if size == 0.0:
+        return None
+    tolerance = _TOLERANCE.get(plain.dtype, 3e-2) * size
+    for dim, length in enumerate(plain.shape):
+        if length % n or length == 0:
+            continue
+        for positions_first in (False, True) if length != n else (False,):
+            per_row = weights.repeat(length // n) if positions_first else weights.repeat_interleave(length // n)
+            shape = [1] * plain.ndim
+            shape[dim] = length
+            if float((scaled - plain * per_row.reshape(shape)).abs().max()) <= tolerance:
+                return Layout(dim, positions_first)
+    return None

@@ -1,0 +1,203 @@
+"""One pass over data: from inputs to rows. The only place that differentiates the network."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
+from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.factors.blocks import Block, Dense, Outer
+from ntk_laplace.factors.fallback import Fallback
+from ntk_laplace.factors.graph import Graph, output_shape
+from ntk_laplace.factors.plan import Plan, make_plan
+from ntk_laplace.factors.rows import Rows, compact
+from ntk_laplace.network import Network, preserved_rng
+
+__all__ = ["FactorPass"]
+
+_PROBE = 4  # examples whose graph decides the plan
+_WORKING_SET = 256 * 2**20  # bytes of output gradients per batch
+
+
+class FactorPass:
+    """Turns inputs into rows of the Jacobian, or of SᵀJ, of one network.
+
+    Parameters
+    ----------
+    network : Network
+    dtype : torch.dtype
+        Floating type of the rows; the network itself runs in its own.
+    """
+
+    def __init__(self, network: Network, dtype: torch.dtype) -> None:
+        self.network, self.dtype = network, dtype
+        self._plans: dict[tuple, Plan] = {}
+        self._fallbacks: dict[tuple[str, ...], Fallback] = {}
+        self._bytes_per_seed: int | None = None
+
+    def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None) -> Rows:
+        """Rows of all examples of `x`.
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors
+        root : Tensor, (N, C, R), optional
+            Columns seed the backward passes, so that the rows are those of SᵀJ; by default the identity.
+        batch_size : int, optional
+            Examples per pass; by default as many as fit a working set of 256 MiB.
+
+        Raises
+        ------
+        NonFiniteError
+            If an output or a row is NaN or infinite, with the index of the example.
+        """
+        n = num_examples(x)
+        parts = []
+        for start in self._starts(x, n, batch_size):
+            part = slice(*start)
+            parts.append(self._batch(take(x, part), None if root is None else root[part], start[0]))
+        return Rows.concatenate(parts)
+
+    def _starts(self, x: Inputs, n: int, batch_size: int | None) -> Iterator[tuple[int, int]]:
+        if batch_size is None:
+            self._prepare(x)
+            seeds = self.network.num_outputs or 1
+            batch_size = max(1, _WORKING_SET // max(1, (self._bytes_per_seed or 1) * seeds))
+        for start in range(0, n, batch_size):
+            yield start, min(start + batch_size, n)
+
+    def _prepare(self, x: Inputs) -> None:
+        """Probe the network and make its plan on a few examples, once."""
+        if self._bytes_per_seed is not None:
+            return
+        self.network.probe(x)
+        few = take(x, slice(0, _PROBE))
+        if num_examples(few) == 1:
+            few = take(x, torch.zeros(2, dtype=torch.long))
+        with preserved_rng(self.network.device), _plain_kernels(self.network.module):
+            out = self.network.evaluate(few)
+            graph = Graph(out, self.network.parameters)
+            plan = self._plan(graph, out)
+            sizes = [output_shape(graph.nodes[number], 0).numel() for number in plan.edges(graph)]
+        self._bytes_per_seed = max(1, sum(sizes) * out.element_size() // len(out))
+
+    def _plan(self, graph: Graph, out: Tensor) -> Plan:
+        signature = graph.signature()
+        if signature not in self._plans:
+            plan = make_plan(graph, out, self.network.parameters)
+            self._plans[signature] = plan
+            if plan.unmatched and plan.unmatched not in self._fallbacks:
+                self._fallbacks[plan.unmatched] = Fallback(self.network, plan.unmatched)
+                self._announce(plan.unmatched)
+        return self._plans[signature]
+
+    def _announce(self, names: tuple[str, ...]) -> None:
+        modules = dict(self.network.module.named_modules())
+        owners = sorted({f"{type(modules[name.rpartition('.')[0]]).__name__} {name!r}" for name in names})
+        count = sum(self.network.parameters[name].numel() for name in names)
+        warnings.warn(
+            f"no factor rule covers {', '.join(owners)}: their {count:,} parameters take the exact per-example "
+            f"fallback, which costs one backward pass per example and output and stores N x C x {count:,} numbers",
+            NTKLaplaceWarning, stacklevel=2,
+        )  # fmt: skip
+
+    def _batch(self, x: Inputs, root: Tensor | None, offset: int) -> Rows:
+        self._prepare(x)
+        network = self.network
+        with preserved_rng(network.device), _plain_kernels(network.module):
+            out = network.evaluate(x)
+            n, c = out.shape
+            seeds = torch.eye(c).to(out)[:, None].expand(c, n, c) if root is None else root.movedim(-1, 0).to(out)
+            if not out.requires_grad:
+                return Rows((), len(seeds), n, out.detach().to(self.dtype))
+            blocks = self._blocks(x, out, seeds)
+        return Rows(tuple(self._finished(blocks, offset)), len(seeds), n, out.detach().to(self.dtype))
+
+    def _blocks(self, x: Inputs, out: Tensor, seeds: Tensor) -> list[Block]:
+        graph = Graph(out, self.network.parameters)
+        # a single example says nothing about where examples lie: plans come from the probe's two or more
+        plan = self._plan(graph, out) if len(out) > 1 else self._plans.get(graph.signature())
+        if plan is None:
+            doubled = self._blocks(take(x, torch.zeros(2, dtype=torch.long)),
+                                   self.network.evaluate(take(x, torch.zeros(2, dtype=torch.long))),
+                                   seeds.expand(-1, 2, -1))
+            return [block.part(slice(0, 1)) for block in doubled]
+        gradients = _backward(out, graph, plan.edges(graph), seeds)
+        blocks = plan.blocks(graph, gradients, self.network.parameters, len(out))
+        if plan.unmatched:
+            blocks += self._fallbacks[plan.unmatched].rows(x, seeds)
+        return blocks
+
+    def _finished(self, blocks: list[Block], offset: int) -> Iterator[Block]:
+        """Check, choose each block's form, and add up what was written out for one parameter."""
+        written: dict[str, Dense] = {}
+        for small in self._small(blocks, offset):
+            if isinstance(small, Dense) and small.weight in written:
+                small = replace(small, rows=small.rows + written[small.weight].rows)
+            if isinstance(small, Dense):
+                written[small.weight] = small
+            else:
+                yield small
+        yield from written.values()
+
+    def _small(self, blocks: list[Block], offset: int) -> Iterator[Block]:
+        for block in blocks:
+            for values in _per_example(block):
+                check_finite(values, "Jacobians", "Look at that input, or at diverged weights.", offset)
+            for small in compact(_share_constant(block)):
+                yield small.to(self.dtype)
+
+
+def _per_example(block: Block) -> list[Tensor]:
+    if isinstance(block, Dense):
+        return [block.rows.transpose(0, 1)]
+    return [block.b.transpose(0, 1)]
+
+
+def _share_constant(block: Block) -> Block:
+    """Hold b once where it is the same for all examples: the last linear layer's b is the seeds."""
+    if not isinstance(block, Outer) or not block.single or block.b.shape[1] < 2:
+        return block
+    if torch.equal(block.b[:, 0], block.b[:, 1]) and bool((block.b == block.b[:, :1]).all()):
+        return replace(block, b=block.b[:, :1], constant=True)
+    return block
+
+
+def _backward(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> dict[int, Tensor]:
+    """Output gradients (K, *shape) at the numbered nodes: a loop over seeds, faster than one batched pass here."""
+    if not numbers:
+        return {}
+    edges = [GradientEdge(graph.nodes[number], 0) for number in numbers]
+    found: dict[int, Tensor] = {}
+    for k, seed in enumerate(seeds):
+        gradients = torch.autograd.grad(out, edges, seed, retain_graph=True, allow_unused=True)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            if gradient is None:
+                continue
+            if number not in found:
+                found[number] = gradient.new_zeros(len(seeds), *gradient.shape)
+            found[number][k] = gradient
+    return {number: found.get(number, _zeros(graph, number, seeds)) for number in numbers}
+
+
+def _zeros(graph: Graph, number: int, seeds: Tensor) -> Tensor:
+    return seeds.new_zeros(len(seeds), *output_shape(graph.nodes[number], 0))
+
+
+@contextlib.contextmanager
+def _plain_kernels(module: nn.Module) -> Iterator[None]:
+    """Recurrent layers run from their matrix products, not as one opaque kernel, so that rules see their weights."""
+    if not any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+        yield
+        return
+    with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=False):
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch warns of its own flag context
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield

@@ -1,0 +1,122 @@
+"""Rows: a data set's Jacobian rows, in blocks, with the few verbs that all algebra needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, concatenate_examples
+
+__all__ = ["Rows", "compact"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows J_nk of N examples and K seeds: outputs if K = C and seeds are the identity, else columns of a root.
+
+    Attributes
+    ----------
+    blocks : tuple of Block
+        Each parameter's rows are the sum over the blocks that name it; a parameter in none has zero rows.
+    num_seeds, num_examples : int
+    f : Tensor, (N, C)
+        Network outputs.
+    """
+
+    blocks: tuple[Block, ...]
+    num_seeds: int
+    num_examples: int
+    f: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the algebra."""
+        return self.f.dtype
+
+    def weighted(self, root: Tensor) -> Rows:
+        """Rows of SᵀJ for root S (N, C, R); these rows must be those of J."""
+        return replace(self, blocks=tuple(block.weighted(root) for block in self.blocks), num_seeds=root.shape[-1])
+
+    def part(self, index: slice | Tensor) -> Rows:
+        """Rows of some of the examples."""
+        f = self.f[index]
+        return replace(self, blocks=tuple(b.part(index) for b in self.blocks), num_examples=len(f), f=f)
+
+    def to(self, dtype: torch.dtype) -> Rows:
+        """The same rows in another floating type."""
+        return replace(self, blocks=tuple(block.to(dtype) for block in self.blocks), f=self.f.to(dtype))
+
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        """J v for parameter tensors v by name: (N, K)."""
+        total = self.f.new_zeros(self.num_seeds, self.num_examples)
+        for block in self.blocks:
+            total += block.jvp(vector)
+        return total.T
+
+    def vjp(self, cotangent: Tensor, shapes: dict[str, torch.Size]) -> Tensor:
+        """Jᵀ c for cotangents c (N, K), flat (P,), in the order of `shapes`."""
+        total = {name: self.f.new_zeros(shape.numel()) for name, shape in shapes.items()}
+        for block in self.blocks:
+            for name, values in block.vjp(cotangent.T).items():
+                total[name] += values
+        return torch.cat(list(total.values()))
+
+    def dense(self, shapes: dict[str, torch.Size]) -> Tensor:
+        """The rows written out, (K, N, P), parameters in the order of `shapes`."""
+        total = {}
+        for block in self.blocks:
+            for name, values in block.dense().items():
+                total[name] = total[name] + values if name in total else values
+        k, n = self.num_seeds, self.num_examples
+        return torch.cat([total.get(m, self.f.new_zeros(k, n, s.numel())) for m, s in shapes.items()], -1)
+
+    @staticmethod
+    def concatenate(parts: Sequence[Rows]) -> Rows:
+        """Rows of several batches as one."""
+        if len(parts) == 1:
+            return parts[0]
+        if len({tuple(block.kind for block in part.blocks) for part in parts}) != 1:
+            # batches of other lengths were compacted differently: the dense form is common to all
+            parts = [part.densified() for part in parts]
+        blocks = tuple(concatenate_examples(list(same)) for same in zip(*(part.blocks for part in parts), strict=True))
+        f = torch.cat([part.f for part in parts])
+        return Rows(blocks, parts[0].num_seeds, len(f), f)
+
+    def densified(self) -> Rows:
+        """Every block written out."""
+        total: dict[str, Tensor] = {}
+        for block in self.blocks:
+            for name, values in block.dense().items():
+                total[name] = total[name] + values if name in total else values
+        return replace(self, blocks=tuple(Dense(name, total[name]) for name in sorted(total)))
+
+
+def compact(block: Block) -> list[Block]:
+    """Keep shared positions as factors, or write the rows out, whichever makes a pair of examples cheaper.
+
+    Multiply-adds per pair (design section 7): written out K² o i; contracted T² (i + K o) + K² T o. The contraction
+    moves more memory per operation, so it must win by a factor of two; rows that would take over four times the
+    factors' memory are written out only if the contraction is far dearer.
+    """
+    k = block.shape[0]
+    if isinstance(block, Outer) and not block.single:
+        g, t, o = block.b.shape[2:]
+        i = block.a.shape[3]
+        dense_cost, dense_size = k * k * g * o * i, k * g * o * i
+        factor_cost, factor_size = g * (t * t * (i + k * o) + k * k * t * o), g * t * (k * o + i)
+    elif isinstance(block, Lookup):
+        t, d = block.b.shape[2:]
+        dense_cost, dense_size = k * k * block.vocabulary * d, k * block.vocabulary * d
+        factor_cost, factor_size = t * t * (1 + k * d) + k * k * t * d, k * t * d
+    else:
+        return [block]
+    keep = dense_cost > 2 * factor_cost or (dense_size > 4 * factor_size and dense_cost > factor_cost / 8)
+    return [block] if keep else [Dense(name, rows) for name, rows in block.dense().items()]
