@@ -32,7 +32,7 @@ HOUSE = [
     ["gp"],
     ["metrics", "plotting"],
     ["report"],
-    [""],  # the table of contents, ntk_laplace/__init__.py; what stands below uses the library as anyone would
+    [""],  # ntk_laplace/__init__.py; what stands below calls the library as you do
     ["demo"],
     ["cli"],
 ]
