@@ -18,6 +18,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 
+def call(network: nn.Module, x: Any) -> Tensor:
+    """Networks of the table take a dict by keyword and a tuple as one argument."""
+    return network(**x) if isinstance(x, dict) else network(x)
+
+
 def take(x: Any, index: Any) -> Any:
     """Return the examples ``index`` of a tensor, a tuple or a dict."""
     if isinstance(x, dict):
@@ -40,7 +45,7 @@ def join(x: Any, z: Any) -> Any:
 def outputs(network: nn.Module, x: Any) -> Tensor:
     """f, (N, C), in float64."""
     with torch.no_grad():
-        f = network(x).double()
+        f = call(network, x).double()
     return f[:, None] if f.dim() == 1 else f
 
 
@@ -49,7 +54,7 @@ def jacobian(network: nn.Module, x: Any) -> Tensor:
     weights = [p for p in network.parameters() if p.requires_grad]
     rows = []
     for n in range(num_examples(x)):
-        f = network(take(x, slice(n, n + 1))).reshape(-1)
+        f = call(network, take(x, slice(n, n + 1))).reshape(-1)
         grads = (
             torch.autograd.grad(f_c, weights, retain_graph=True, materialize_grads=True, allow_unused=True)
             for f_c in f
@@ -63,7 +68,9 @@ def jacobian_by_func(network: nn.Module, x: Any) -> Tensor:
     weights = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
 
     def single(weights: dict[str, Tensor], x: Any) -> Tensor:
-        return functional_call(network, weights, (take(x, None),)).reshape(-1)
+        batch = take(x, None)
+        arguments, keywords = ((), batch) if isinstance(batch, dict) else ((batch,), {})
+        return functional_call(network, weights, arguments, keywords).reshape(-1)
 
     jac = vmap(jacrev(single), (None, 0))(weights, x)
     return torch.cat([each.reshape(*each.shape[:2], -1) for each in jac.values()], 2).double()

@@ -100,8 +100,7 @@ class Decoder(nn.Module):
         self.layer = nn.TransformerDecoderLayer(4, 2, 3, dropout=0.0, batch_first=True)
         self.out = nn.Linear(4, 2)
 
-    def forward(self, x: dict[str, Tensor]) -> Tensor:
-        words, memory = x["words"], x["memory"]
+    def forward(self, words: Tensor, memory: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], dtype=memory.dtype)
         return self.out(self.layer(self.embedding(words), memory, tgt_mask=mask, tgt_is_causal=True)[:, -1])
 

@@ -1,0 +1,29 @@
+"""Seeds and threads that every test starts from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+# the networks are tiny: threads would only wait for each other
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Start every test from the same random numbers, and hold it to the default dtype it found."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 -- scikit-learn and pandas read the global state
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    yield
+    assert torch.get_default_dtype() == before
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out what torch says about the test networks themselves."""
+    config.addinivalue_line("filterwarnings", "ignore:Using padding='same' with even kernel lengths")

@@ -1,0 +1,364 @@
+"""Rows of the Jacobian from one pass over data: exact for every network, or the network is refused in words."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ntk_laplace.errors import NetworkError, NTKLaplaceWarning
+from ntk_laplace.factors.passes import FactorPass
+from ntk_laplace.network import Network
+from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
+from registry import NETWORKS, fresh, problem
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+
+
+def rows(module: nn.Module, x, **options) -> Tensor:
+    """J, (N, C, P), by the library."""
+    network = Network(module)
+    return FactorPass(network, torch.float64).rows(x, **options).dense(network.shapes).transpose(0, 1)
+
+
+def limit(name: str) -> float:
+    return 1e-10 if NETWORKS[name].dtype == torch.float64 else 1e-6
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rows_are_the_jacobian(name):
+    case = problem(name)
+    truth = jacobian(case.network, case.x)
+    for batch_size in (None, 1, 3):
+        assert relative_error(rows(case.network, case.x, batch_size=batch_size), truth) < limit(name)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_root_goes_into_the_seeds(name):
+    """Rows seeded with S, and rows weighted with S afterwards, are both SᵀJ."""
+    case = problem(name)
+    n, c = case.case.examples, case.case.outputs
+    root = torch.randn(n, c, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    truth = torch.einsum("ncr,ncp->nrp", root, jacobian(case.network, case.x))
+    assert relative_error(rows(case.network, case.x, root=root), truth) < limit(name)
+    network = Network(case.network)
+    weighted = FactorPass(network, torch.float64).rows(case.x).weighted(root)
+    assert weighted.num_seeds == 2
+    assert relative_error(weighted.dense(network.shapes).transpose(0, 1), truth) < limit(name)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_products_with_vectors(name):
+    case = problem(name)
+    network, jac = Network(case.network), jacobian(case.network, case.x)
+    found = FactorPass(network, torch.float64).rows(case.x)
+    generator = torch.Generator().manual_seed(2)
+    vector = torch.randn(jac.shape[2], generator=generator, dtype=torch.float64)
+    cotangent = torch.randn(jac.shape[:2], generator=generator, dtype=torch.float64)
+    assert relative_error(found.jvp(network.unflatten(vector)), jac @ vector) < limit(name)
+    assert relative_error(found.vjp(cotangent, network.shapes), torch.einsum("nc,ncp->p", cotangent, jac)) < limit(name)
+    index = torch.tensor([4, 0, 0, 5])
+    part = found.part(index).dense(network.shapes).transpose(0, 1)
+    assert relative_error(part, jac[index]) < limit(name)
+
+
+@pytest.mark.parametrize("name", [name for name, case in NETWORKS.items() if case.func])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_the_two_reference_jacobians_agree(name):
+    """Autograd one output at a time against ``vmap(jacrev)``: a mistake in the yardstick shows here."""
+    case = problem(name)
+    truth = jacobian(case.network, case.x)
+    assert relative_error(jacobian_by_func(case.network, case.x), truth) < (1e-13 if limit(name) < 1e-9 else 1e-6)
+
+
+# networks whose every parameter a rule covers: the fallback there would be a loss of speed that no other test sees
+COVERED = sorted(
+    set(NETWORKS) - {"unused_parameters", "norms", "direct_parameters", "prelu_bilinear", "custom_function", "gru"}
+    - {"self_attention_sequence_first", "embedding_bag"}
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_rules_cover_the_common_layers(name):
+    case = problem(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows(case.network, case.x)
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("custom_function", ["Custom 'w'", "4 parameters"]),
+        ("prelu_bilinear", ["Bilinear 'bilinear.weight'"]),
+        ("embedding_bag", ["EmbeddingBag 'bag.weight'"]),
+    ],
+)
+def test_the_fallback_is_announced_once_by_name(name, named):
+    case = problem(name)
+    network = Network(case.network)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        factors = FactorPass(network, torch.float64)
+        factors.rows(case.x, batch_size=2)
+        factors.rows(case.x_new)
+    assert [each.category for each in caught] == [NTKLaplaceWarning], [str(each.message) for each in caught]
+    for text in [*named, "fallback", "costs"]:
+        assert text in str(caught[0].message)
+
+
+# ----------------------------------------------------------------------------------------------- inputs of every form
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 3), nn.Linear(4, 3)
+
+
+class Apart(Sum):
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.left(left) * self.right(right)
+
+
+class Whole(Sum):
+    def forward(self, x) -> Tensor:
+        left, right = (x["left"], x["right"]) if isinstance(x, dict) else x
+        return self.left(left) * self.right(right)
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict])
+@pytest.mark.parametrize("kind", [Apart, Whole])
+def test_tuples_lists_and_dicts(kind, form):
+    torch.manual_seed(0)
+    network = kind().double()
+    left, right = torch.randn(5, 2).double(), torch.randn(5, 4).double()
+    x = {"left": left, "right": right} if form is dict else form((left, right))
+    reference = Whole().double()
+    reference.load_state_dict(network.state_dict())
+    assert relative_error(rows(network, x), torch.stack([
+        jacobian(reference, (left[n : n + 1], right[n : n + 1]))[0] for n in range(5)
+    ])) < 1e-12  # fmt: skip
+
+
+# --------------------------------------------------------------------------- traps: the first examples mislead the search
+
+
+class SequenceFirst(nn.Module):
+    """(T, N, D) throughout, a ReLU, and only the first position is read: most rows have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.relu(self.one(x.transpose(0, 1))))[0]
+
+
+def alive(pattern: list[int], length: int = 3) -> Tensor:
+    """Inputs whose hidden units are alive where the pattern says so."""
+    signs = torch.tensor([1.0 if each else -1.0 for each in pattern]).double()
+    base = 1 + torch.rand(len(pattern), length, 2, generator=torch.Generator().manual_seed(3)).double()
+    return base * signs[:, None, None]
+
+
+@pytest.mark.parametrize("pattern", list(itertools.product([0, 1], repeat=4)), ids=str)
+@pytest.mark.parametrize("order", ["examples first", "positions first"])
+def test_dead_units_among_the_first_examples(order, pattern):
+    """Whichever of the first examples are dead, rows of the later ones are right."""
+    torch.manual_seed(1)
+    network = SequenceFirst().double()
+    with torch.no_grad():
+        network.one.weight.abs_()
+        network.one.bias.zero_()
+    module = network if order == "positions first" else nn.Sequential(network.one, nn.ReLU(), network.two, nn.Flatten())
+    x = alive([*pattern, 1, 0, 1, 1, 1])
+    assert relative_error(rows(module, x), jacobian(module, x)) < 1e-12
+
+
+class TwoViews(nn.Module):
+    """One square matrix used as it is, transposed, and with its entries in a third order; all of the same shape."""
+
+    def __init__(self, views: str) -> None:
+        super().__init__()
+        self.w, self.views = nn.Parameter(torch.randn(4, 4)), views
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = {
+            "plain": lambda: self.w,
+            "transposed": lambda: self.w.T,
+            "mixed": lambda: self.w.reshape(2, 2, 2, 2).permute(0, 2, 1, 3).reshape(4, 4),
+            "swapped": lambda: self.w.reshape(2, 2, 2, 2).permute(1, 0, 3, 2).reshape(4, 4),
+            "rows": lambda: self.w[:, :2],
+        }
+        for name in self.views.split("+"):
+            w = views[name]()
+            x = torch.tanh(F.linear(x[:, : w.shape[1]], w)) + x
+        return x
+
+
+@pytest.mark.parametrize("views", ["mixed+transposed", "swapped+mixed+plain", "rows+plain+rows", "transposed+swapped"])
+def test_views_of_one_parameter_are_told_apart(views):
+    torch.manual_seed(2)
+    network, x = TwoViews(views).double(), torch.randn(6, 4).double()
+    assert relative_error(rows(network, x), jacobian(network, x)) < 1e-12
+
+
+class Module(nn.Module):
+    """A function of x and one parameter."""
+
+    def __init__(self, shape: tuple[int, ...], function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w, self.function = nn.Parameter(torch.randn(shape)), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.w)
+
+
+USES: dict[str, tuple[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "x + w": ((3,), lambda x, w: (x + w).tanh()),
+    "w - x": ((3,), lambda x, w: (w - x).tanh()),
+    "x - 2 w": ((3,), lambda x, w: torch.sub(x, w, alpha=2).tanh()),
+    "w * x": ((3,), lambda x, w: (w * x).tanh()),
+    "scalar * x": ((), lambda x, w: (w * x).tanh()),
+    "one * x": ((1,), lambda x, w: (w * x).tanh()),
+    "column * x": ((1, 1), lambda x, w: (w * x).tanh()),
+    "x / w": ((3,), lambda x, w: x / (w + 5)),
+    "w / x": ((3,), lambda x, w: w / (x + 9)),
+    "x ** w": ((3,), lambda x, w: (x.abs() + 1) ** w),
+    "exp(w) x": ((3,), lambda x, w: w.exp() * x),
+    "w itself": ((3,), lambda x, w: w.expand(len(x), -1)),
+    "w itself + 0 x": ((3,), lambda x, w: w + 0 * x),
+    "w as initial state": ((3,), lambda x, w: (w.repeat(len(x), 1) * x).cumsum(1)),
+    "x @ w": ((3, 2), lambda x, w: (x @ w).tanh()),
+    "x @ vector": ((3,), lambda x, w: (x @ w).tanh()),
+    "(w @ xT).T": ((2, 3), lambda x, w: (w @ x.T).T.tanh()),
+    "einsum": ((2, 3), lambda x, w: torch.einsum("ni,oi->no", x, w).tanh()),
+    "batched einsum": ((2, 3, 3), lambda x, w: torch.einsum("ni,hij,nj->nh", x, w, x)),
+    "addmm with beta": ((3, 2), lambda x, w: torch.addmm(torch.ones(2).double(), x, w, beta=0.5, alpha=2.0).tanh()),
+    "baddbmm": ((1, 3, 2), lambda x, w: torch.bmm(x[:, None], w.expand(len(x), -1, -1)).tanh()[:, 0]),
+    "outer": ((3,), lambda x, w: (x[:, :, None] * w).tanh().sum(2)),
+    "where": ((3,), lambda x, w: torch.where(x > 0, w, x) * x),
+    "clamp": ((3,), lambda x, w: torch.maximum(x, w)),
+    "stack": ((3,), lambda x, w: torch.stack([x, w.expand_as(x)], 1).prod(1)),
+    "cat": ((1, 3), lambda x, w: torch.cat([x, w.expand(len(x), -1)], 1).tanh()),
+    "softmax(w)": ((3,), lambda x, w: x * w.softmax(0)),
+    "normalized w": ((2, 3), lambda x, w: F.linear(x, w / w.norm(dim=1, keepdim=True))),
+    "w wT": ((3, 2), lambda x, w: x @ (w @ w.T)),
+    "w[i]": ((2, 3), lambda x, w: x * w[0] + w[1].tanh()),
+    "w[::2]": ((5, 3), lambda x, w: F.linear(x, w[::2])),
+    "w.flip": ((3,), lambda x, w: x * w.flip(0)),
+    "gathered": ((5,), lambda x, w: x * w[(x.abs() * 2).long().clamp(max=4)]),
+    "lerp": ((3,), lambda x, w: torch.lerp(x, w.expand_as(x), 0.3).tanh()),
+    "addcmul": ((3,), lambda x, w: torch.addcmul(x, x, w, value=0.5).tanh()),
+    "in place": ((3,), lambda x, w: x.tanh().mul_(w).add_(w)),
+    "integers of examples": ((7, 3), lambda x, w: F.embedding((x * 3).long().abs().clamp(max=6), w).sum(1)),
+    "conv by w": ((2, 1, 2), lambda x, w: F.conv1d(x[:, None], w, stride=2).flatten(1).tanh()),
+    "conv of w": ((1, 1, 4), lambda x, w: F.conv1d(w, x[:, None, :2])[0, :, :2]),
+    "checkpoint": ((3, 3), lambda x, w: torch.utils.checkpoint.checkpoint(lambda y: (y @ w).tanh(), x, use_reentrant=False)),
+    "reordered examples": ((3, 2), lambda x, w: (x.flip(0) @ w).tanh().flip(0)),
+    "chunks of examples": ((3, 2), lambda x, w: torch.cat([(part @ w).tanh() for part in x.split(2)])),
+    "examples one by one": ((3, 2), lambda x, w: torch.stack([(row @ w).tanh() for row in x])),
+    "doubled examples": ((3, 2), lambda x, w: (torch.cat([x, -x]) @ w).tanh().unflatten(0, (2, len(x))).square().sum(0)),
+    "detached": ((3, 2), lambda x, w: (x @ w) * (x @ w).detach()),
+    "double backward": ((3, 2), lambda x, w: (x @ w).square() * 0.5),
+    "second use behind the first": ((3, 3), lambda x, w: ((x @ w).tanh() @ w.T).tanh() @ w),
+    "view of view": ((6,), lambda x, w: x @ w.view(2, 3).t().contiguous().view(3, 2)),
+    "complex": ((3,), lambda x, w: torch.fft.rfft(x * w).abs()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_parameters_used_in_any_way(use):
+    """Every differentiable use of a parameter: by a rule or by the fallback, the rows are exact."""
+    shape, function = USES[use]
+    torch.manual_seed(4)
+    network, x = Module(shape, function).double(), torch.randn(6, 3).double()
+    for batch_size in (None, 1, 4):
+        assert relative_error(rows(network, x, batch_size=batch_size), jacobian(network, x)) < 1e-10
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 12])
+@pytest.mark.parametrize("name", ["encoder_sequence_first", "cnn_groups", "direct_parameters", "transformer_tied"])
+def test_any_number_of_examples(name, n):
+    """Numbers of examples that equal a number of positions, of channels, of classes, or one."""
+    case = problem(name)
+    x = torch.cat([case.x, case.x_new, case.x])[:n]
+    assert relative_error(rows(case.network, x), jacobian(case.network, x)) < 1e-10
+
+
+def test_sequences_of_other_lengths_in_later_batches():
+    """Plans belong to a graph, not to a shape: the same network on longer inputs."""
+    torch.manual_seed(5)
+    network = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(3, 2)).double()
+    factors, shapes = FactorPass(Network(network), torch.float64), Network(network).shapes
+    for length in (5, 9, 3):
+        x = torch.randn(4, 2, length).double()
+        assert relative_error(factors.rows(x).dense(shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
+
+
+class Branches(nn.Module):
+    """Another graph for batches whose first entry is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(3, 4), nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = (x[:, :1] > 0).to(x)
+        if bool(positive.all()):
+            return self.out(self.one(x).tanh())
+        return self.out(positive * self.one(x).tanh() + (1 - positive) * self.two(x).sin())
+
+
+def test_graphs_that_depend_on_the_data():
+    torch.manual_seed(6)
+    network, x = Branches().double(), torch.randn(9, 3).double()
+    x[:3, 0] = x[:3, 0].abs()
+    for batch_size in (1, 3, 9):
+        assert relative_error(rows(network, x, batch_size=batch_size), jacobian(network, x)) < 1e-12
+
+
+# ------------------------------------------------------------------------------------------------ networks that are refused
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x + x.roll(1, 0),
+        lambda x: x / x.norm(),
+        lambda x: x.softmax(0),
+        lambda x: x.sort(0).values,
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: x + 1e-4 * x.sum(0),
+    ],
+    ids=["centered", "neighbor", "norm", "softmax", "sorted", "batch norm", "a little"],
+)
+def test_mixing_is_refused(mix):
+    torch.manual_seed(7)
+    network = Module((3, 2), lambda x, w: mix(x) @ w).double()
+    with pytest.raises(NetworkError, match="own example"):
+        rows(network, torch.randn(6, 3).double())
+
+
+def test_mixing_of_far_apart_examples_is_refused_or_exact():
+    """Only the first examples are probed at the door: mixing that starts later must not pass in silence."""
+    network = Module((3, 2), lambda x, w: torch.cat([x[:20] @ w, x[20:] @ w + x[20:].mean(0) @ w])).double()
+    with pytest.raises(NetworkError, match="own example"):
+        rows(network, torch.randn(24, 3, generator=torch.Generator().manual_seed(8)).double())
+
+
+@pytest.mark.parametrize("name", ["deep_mlp", "cnn_groups"])
+def test_an_untracked_caller_gets_rows_all_the_same(name):
+    case = fresh(name)
+    truth = jacobian(case.network, case.x)
+    with torch.no_grad():
+        assert relative_error(rows(case.network, case.x), truth) < 1e-12
+    assert num_examples(take(case.x, slice(0, 2))) == 2
+    assert call(case.network, case.x).requires_grad

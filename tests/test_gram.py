@@ -1,0 +1,198 @@
+"""Identity 3: the Gram from factors is J P0⁻¹ Jᵀ, whole, across, on the diagonal, in tiles and as a product."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from ntk_laplace import gram as engine
+from ntk_laplace.errors import MemoryBudgetError
+from ntk_laplace.factors import FactorPass, Rows
+from ntk_laplace.factors.blocks import Dense, Lookup, Outer
+from ntk_laplace.network import Network
+from reference import jacobian, jacobian_by_func, relative_error
+from registry import NETWORKS, PRIORS, Problem, problem
+from torch import Tensor, nn
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),
+]
+
+
+@functools.cache
+def jacobians(name: str) -> tuple[Tensor, Tensor]:
+    """J at both sets of inputs, by ``vmap(jacrev)`` where that can differentiate the network."""
+    case = problem(name)
+    derive = jacobian_by_func if case.case.func else jacobian
+    return derive(case.network, case.x), derive(case.network, case.x_new)
+
+
+@functools.cache
+def rows(name: str) -> tuple[Rows, Rows]:
+    case = problem(name)
+    factors = FactorPass(Network(case.network), torch.float64)
+    return factors.rows(case.x), factors.rows(case.x_new)
+
+
+def variances(case: Problem, prior: str) -> dict[str, Tensor]:
+    """1/δ by parameter name: a number where the prior has one per tensor, else one per entry."""
+    flat = 1 / PRIORS[prior].dense(case)[0]
+    parts = flat.split([p.numel() for p in case.parameters.values()])
+    return {
+        name: part if prior == "parameter" else part[:1].clone()
+        for name, part in zip(case.parameters, parts, strict=True)
+    }
+
+
+def truth(name: str, prior: str, left: int, right: int) -> Tensor:
+    """J P0⁻¹ Jᵀ, interleaved."""
+    one, two = (jacobians(name)[side].flatten(0, 1) for side in (left, right))
+    return (one / PRIORS[prior].dense(problem(name))[0]) @ two.T
+
+
+def limit(name: str) -> float:
+    return 1e-10 if NETWORKS[name].dtype == torch.float64 else 1e-6
+
+
+CASES = [pytest.param(name, prior, id=f"{name}-{prior}") for name in NETWORKS for prior in PRIORS]
+
+
+@pytest.mark.parametrize(("name", "prior"), CASES)
+def test_whole_and_across(name, prior):
+    one, two = rows(name)
+    delta = variances(problem(name), prior)
+    whole = engine.gram(one, None, delta)
+    assert relative_error(whole, truth(name, prior, 0, 0)) < limit(name)
+    assert relative_error(whole.T, whole) < 1e-14
+    assert relative_error(engine.gram(one, two, delta), truth(name, prior, 0, 1)) < limit(name)
+    assert relative_error(engine.gram(two, one, delta), truth(name, prior, 1, 0)) < limit(name)
+
+
+@pytest.mark.parametrize(("name", "prior"), CASES)
+def test_diagonal_blocks_and_products(name, prior):
+    one, two = rows(name)
+    delta, (n, c) = variances(problem(name), prior), one.f.shape
+    square = truth(name, prior, 0, 0).reshape(n, c, n, c)
+    blocks = torch.stack([square[i, :, i] for i in range(n)])
+    assert relative_error(engine.diagonal_blocks(one, delta), blocks) < limit(name)
+    matrix = torch.randn(c, len(two.f), 3, dtype=torch.float64)
+    product = torch.einsum("xy,ym->xm", truth(name, prior, 0, 1), matrix.transpose(0, 1).flatten(0, 1))
+    found = engine.multiply(one, two, delta, matrix).transpose(0, 1).flatten(0, 1)
+    assert relative_error(found, product) < limit(name)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_tiles_of_any_size_are_the_same(name, monkeypatch):
+    """Small tiles cut every block at every place."""
+    one, two = rows(name)
+    delta = variances(problem(name), "tensor")
+    whole = engine.gram(one, None, delta), engine.gram(one, two, delta)
+    for examples in (1, 2, 5):
+        monkeypatch.setattr(engine, "_TILE_ROWS", examples * one.num_seeds)
+        assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
+        assert relative_error(engine.gram(one, two, delta), whole[1]) < 1e-13
+        lower = engine.gram_lower(one, delta).tril()
+        k, n = one.num_seeds, one.num_examples
+        seed_major = whole[0].reshape(n, k, n, k).permute(1, 0, 3, 2).reshape(k * n, k * n)
+        assert relative_error(lower, seed_major.tril()) < 1e-13
+    monkeypatch.setattr(engine, "_TILE_BYTES", 1)
+    assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
+    assert relative_error(engine.diagonal_blocks(one, delta), engine.diagonal_blocks(one, delta)) == 0
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_weighted_rows_fold_the_root(name):
+    """SᵀKS from rows of SᵀJ."""
+    one, _ = rows(name)
+    n, c = one.f.shape
+    root = torch.randn(n, c, 2, dtype=torch.float64)
+    big = torch.block_diag(*root)
+    found = engine.gram(one.weighted(root), None, variances(problem(name), "layer"))
+    assert relative_error(found, big.T @ truth(name, "layer", 0, 0) @ big) < limit(name)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_groups_add_up(name):
+    """K = Σ_g K_g: a parameter that is absent from the variances is left out."""
+    one, two = rows(name)
+    delta = variances(problem(name), "tensor")
+    total = sum(engine.gram(one, two, {key: value}) for key, value in delta.items())
+    assert relative_error(total, truth(name, "tensor", 0, 1)) < limit(name)
+
+
+def test_every_contraction_is_met():
+    """The registry reaches each way of contracting; without this a rule could rot unseen."""
+    met = set()
+    for name in NETWORKS:
+        one, two = rows(name)
+        delta = variances(problem(name), "scalar")
+        for left, right in ((one, two), (one, one)):
+            tiles = engine._Tiles(left, right, engine._plan(left, right, delta), delta)
+            met |= {how for how, _ in tiles.jobs}
+    assert met >= {"hadamard", "dense"}
+    assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Dense, Outer}
+
+
+# ------------------------------------------------------------------------------------- rows that stay factors, made large
+
+
+class Wide(nn.Module):
+    """Few positions and wide layers, so that factors are cheaper than rows: tokens, positions, groups and a tie."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(60, 24), nn.Linear(24, 24)
+        self.conv = nn.Conv1d(24, 32, 2, groups=2, stride=2)
+        self.head = nn.Linear(24, 60, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+        self.out, self.tied = nn.Linear(32, 2), tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(self.table(x)).tanh()
+        h = h + (self.head(h).tanh() @ self.head.weight) / 8
+        return self.out(self.conv(h.transpose(1, 2)).tanh().mean(2))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("prior", PRIORS)
+def test_positions_and_tokens_without_rows(tied, prior):
+    torch.manual_seed(3)
+    network = Wide(tied).double()
+    x, z = torch.randint(0, 60, (6, 4)), torch.randint(0, 60, (3, 6))
+    case = Problem(NETWORKS["deep_mlp"], network, x, z)
+    delta, precision = variances(case, prior), PRIORS[prior].dense(case)[0]
+    factors = FactorPass(Network(network), torch.float64)
+    one, two = factors.rows(x), factors.rows(z)
+    kinds = {type(block) for block in one.blocks}
+    assert Lookup in kinds and any(isinstance(b, Outer) and not b.single for b in one.blocks)
+    jac, jac_z = jacobian(network, x).flatten(0, 1), jacobian(network, z).flatten(0, 1)
+    assert relative_error(engine.gram(one, None, delta), (jac / precision) @ jac.T) < 1e-10
+    assert relative_error(engine.gram(one, two, delta), (jac / precision) @ jac_z.T) < 1e-10
+    square = ((jac / precision) @ jac.T).reshape(6, 2, 6, 2)
+    blocks = torch.stack([square[i, :, i] for i in range(6)])
+    assert relative_error(engine.diagonal_blocks(one, delta), blocks) < 1e-10
+
+
+def test_a_gram_too_large_is_refused_before_it_is_allocated():
+    one, _ = rows("deep_mlp")
+    size = 35 * 35 * 8
+    engine.gram(one, None, variances(problem("deep_mlp"), "scalar"), budget=size)
+    with pytest.raises(MemoryBudgetError, match=r"expected a Gram matrix of 35 x 35 .*; got .*9\.6 KiB.*gram_tiles"):
+        engine.gram(one, None, variances(problem("deep_mlp"), "scalar"), budget=size - 1)
+
+
+@pytest.mark.parametrize("name", ["deep_mlp", "transformer_tied", "scalar_outputs", "decoder_dict", "mlp_float32"])
+def test_the_public_kernel(name):
+    """``empirical_ntk``: interleaved, with and without a prior."""
+    import ntk_laplace as ntkl
+
+    case = problem(name)
+    one, two = (each.flatten(0, 1) for each in jacobians(name))
+    assert relative_error(ntkl.empirical_ntk(case.network, case.x), one @ one.T) < limit(name)
+    assert relative_error(ntkl.empirical_ntk(case.network, case.x, case.x_new), one @ two.T) < limit(name)
+    prior = PRIORS["layer"].build(case)
+    found = ntkl.empirical_ntk(case.network, case.x, case.x_new, prior=prior)
+    assert relative_error(found, truth(name, "layer", 0, 1)) < limit(name)

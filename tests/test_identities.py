@@ -1,0 +1,376 @@
+"""Identities 1, 2, 6, 7 and 8 of the mathematics, over networks x likelihoods x priors, at 1e-9 and 1e-8."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import ntk_laplace as ntkl
+import pytest
+import torch
+from reference import Dense, dense, jacobian, join, num_examples, outputs, relative_error, take
+from registry import LIKELIHOODS, NETWORKS, PRIORS, Problem, problem, targets
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+STRUCTURES = ("gp", "full")
+PAIRS = [
+    (network, likelihood)
+    for network, case in NETWORKS.items()
+    for likelihood in LIKELIHOODS
+    if case.outputs >= LIKELIHOODS[likelihood].least_outputs
+]
+CASES = [(network, likelihood, prior) for network, likelihood in PAIRS for prior in PRIORS]
+# every network and every likelihood, in turn: for checks that need no full crossing
+TURNS = [pair for i, pair in enumerate(PAIRS) if i % 5 in (0, 1)]
+
+
+def ids(case: tuple[str, ...]) -> str:
+    return "-".join(case)
+
+
+def tolerance(name: str, double: float) -> float:
+    """The design's tolerance for float64; a float32 network rounds its own outputs and Jacobians."""
+    return double if NETWORKS[name].dtype == torch.float64 else 2e-5
+
+
+@functools.cache
+def jacobians(network: str) -> tuple[Tensor, Tensor]:
+    case = problem(network)
+    return jacobian(case.network, case.x), jacobian(case.network, case.x_new)
+
+
+@functools.cache
+def truth(network: str, likelihood: str, prior: str) -> Dense:
+    case = problem(network)
+    y = targets(LIKELIHOODS[likelihood], case)
+    f = outputs(case.network, case.x)
+    density = LIKELIHOODS[likelihood].log_density
+    return dense(density, f, y, jacobians(network)[0], case.theta, PRIORS[prior].dense(case))
+
+
+@functools.cache
+def fit(network: str, likelihood: str, prior: str, structure: str):
+    case = problem(network)
+    y = targets(LIKELIHOODS[likelihood], case)
+    model = LIKELIHOODS[likelihood].build()
+    return ntkl.laplace(case.network, (case.x, y), model, prior=PRIORS[prior].build(case), structure=structure)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_evidence_of_both_spaces_is_the_dense_one(case):
+    """Identity 1, and 2: the evidence with correction is Gaussian-process regression on pseudo-targets."""
+    reference, limit = truth(*case), tolerance(case[0], 1e-9)
+    for structure in STRUCTURES:
+        posterior = fit(*case, structure)
+        assert relative_error(posterior.log_marginal_likelihood(), reference.evidence()) < limit
+        corrected = posterior.log_marginal_likelihood(correction=True)
+        assert relative_error(corrected, reference.evidence(correction=True)) < limit
+        assert relative_error(corrected, reference.regression_evidence()) < limit
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_moments_of_both_spaces_are_the_dense_ones(case):
+    """Identity 1: mean, joint covariance and blocks of f at new inputs."""
+    reference, limit = truth(*case), tolerance(case[0], 1e-8)
+    x_new, jac = problem(case[0]).x_new, jacobians(case[0])[1]
+    f, covariance = outputs(problem(case[0]).network, x_new), reference.latent_covariance(jac)
+    n, c = f.shape
+    blocks = torch.stack([covariance[i * c : i * c + c, i * c : i * c + c] for i in range(n)])
+    for structure in STRUCTURES:
+        posterior = fit(*case, structure)
+        joint = posterior.latent(x_new)
+        assert relative_error(joint.mean, f) < limit
+        assert relative_error(joint.covariance_matrix, covariance) < limit
+        mean, variance = posterior.latent_moments(x_new)
+        assert relative_error(mean, f) < limit
+        assert relative_error(variance, blocks) < limit
+
+
+@pytest.mark.parametrize("case", [(n, like, "parameter") for n, like in TURNS], ids=ids)
+def test_mean_of_the_refitted_linear_model(case):
+    """f + J(θ̄ - θ*) away from the MAP, with a prior mean of its own for every parameter."""
+    problem_, reference = problem(case[0]), truth(*case)
+    mean = reference.latent_mean(outputs(problem_.network, problem_.x_new), jacobians(case[0])[1])
+    for structure in STRUCTURES:
+        found = fit(*case, structure).latent(problem_.x_new, mean="posterior").mean
+        assert relative_error(found, mean) < tolerance(case[0], 1e-8)
+
+
+def test_the_registry_covers_what_it_claims():
+    assert len(NETWORKS) >= 16
+    assert {likelihood for _, likelihood in TURNS} == set(LIKELIHOODS)
+    assert {network for network, _ in TURNS} == set(NETWORKS)
+    p = LIKELIHOODS["categorical"].response(outputs(problem("saturated").network, problem("saturated").x))
+    assert 1e-14 < p.min() < 2e-12
+    assert 1 in targets(LIKELIHOODS["categorical"], problem("saturated")), "no label hits the improbable class"
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[0] in ("deep_mlp", "saturated", "scalar_outputs")], ids=ids)
+def test_references_agree_with_each_other(case):
+    """The references are derived apart, so a mistake in one of them shows here."""
+    reference = truth(*case)
+    assert relative_error(reference.regression_evidence(), reference.evidence(correction=True)) < 1e-11
+    if case[1] == "gaussian":
+        assert relative_error(reference.regression_evidence_literally(), reference.evidence(correction=True)) < 1e-11
+
+
+# ------------------------------------------------------------------------------------------------------ known in full
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_bayesian_linear_regression(structure):
+    """Linear model, Gaussian noise: the evidence is the density of y, wherever the weights stand."""
+    case = problem("linear_model")
+    precision, mean = PRIORS["parameter"].dense(case)
+    y, noise = targets(LIKELIHOODS["gaussian"], case), 0.3
+    jac = jacobians("linear_model")[0].flatten(0, 1)
+    marginal = torch.distributions.MultivariateNormal(
+        jac @ mean, (jac / precision) @ jac.T + noise * torch.eye(len(jac), dtype=torch.float64)
+    )
+    posterior = fit("linear_model", "gaussian", "parameter", structure)
+    evidence = posterior.log_marginal_likelihood(correction=True)
+    assert relative_error(evidence, marginal.log_prob(y.reshape(-1))) < 1e-9
+
+
+NOISES = {
+    "output": torch.tensor([0.2, 0.7, 1.3]),
+    "point": 0.2 + torch.rand(7, generator=torch.Generator().manual_seed(1)),
+    "point and output": 0.2 + torch.rand(7, 3, generator=torch.Generator().manual_seed(2)),
+    "covariance": torch.tensor([[1.0, 0.3, 0.0], [0.3, 0.5, 0.1], [0.0, 0.1, 0.4]]),
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_of_every_shape(noise, structure):
+    """Noise per output, per point, per both, and as a covariance between outputs."""
+    case, value = problem("far_from_optimum"), NOISES[noise].double()
+    y, f = targets(LIKELIHOODS["gaussian"], case), outputs(case.network, case.x)
+    per_example = {
+        "output": lambda n: torch.diag(value),
+        "point": lambda n: value[n] * torch.eye(3, dtype=torch.float64),
+        "point and output": lambda n: torch.diag(value[n]),
+        "covariance": lambda n: value,
+    }[noise]
+    covariance = torch.stack([per_example(n) for n in range(7)])
+    inverse = torch.linalg.inv(covariance)
+    residual = torch.einsum("ncd,nd->nc", inverse, y - f)
+    log_prob = torch.distributions.MultivariateNormal(f, covariance).log_prob(y)
+    precision, mean = PRIORS["tensor"].dense(case)
+    reference = Dense(log_prob, residual, inverse, jacobians("far_from_optimum")[0], case.theta - mean, precision)
+    prior = PRIORS["tensor"].build(case)
+    posterior = ntkl.laplace(
+        case.network, (case.x, y), ntkl.Gaussian(noise=value), prior=prior, structure=structure
+    )
+    assert relative_error(posterior.log_marginal_likelihood(), reference.evidence()) < 1e-9
+    assert relative_error(posterior.log_marginal_likelihood(True), reference.regression_evidence_literally()) < 1e-9
+    variance = reference.latent_covariance(jacobians("far_from_optimum")[1])
+    assert relative_error(posterior.latent(case.x_new).covariance_matrix, variance) < 1e-8
+
+
+def trained(likelihood: str) -> tuple[Problem, Tensor]:
+    """``far_from_optimum``'s network brought to its MAP under the scalar prior, to a gradient of rounding size."""
+    from registry import fresh
+
+    case, density = fresh("far_from_optimum"), LIKELIHOODS[likelihood].log_density
+    y = targets(LIKELIHOODS[likelihood], case)
+    weights = list(case.network.parameters())
+    optimizer = torch.optim.LBFGS(
+        weights, max_iter=3000, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        f = case.network(case.x)
+        loss = 0.35 * sum(w.square().sum() for w in weights) - sum(density(f[n], y[n]) for n in range(len(f)))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return case, y
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_at_the_map_the_correction_vanishes(likelihood, structure):
+    """[T20] Theorem 3.3 without correction at the MAP, and one mean instead of two."""
+    case, y = trained(likelihood)
+    model, prior = LIKELIHOODS[likelihood].build(), PRIORS["scalar"].build(case)
+    posterior = ntkl.laplace(case.network, (case.x, y), model, prior=prior, structure=structure)
+    f, jac = outputs(case.network, case.x), jacobian(case.network, case.x)
+    reference = dense(LIKELIHOODS[likelihood].log_density, f, y, jac, case.theta, PRIORS["scalar"].dense(case))
+    assert reference.gradient.abs().max() < 1e-5
+    assert relative_error(posterior.log_marginal_likelihood(), reference.regression_evidence()) < 1e-9
+    assert relative_error(posterior.log_marginal_likelihood(True), posterior.log_marginal_likelihood()) < 1e-9
+    means = [posterior.latent(case.x_new, mean=mean).mean for mean in ("map", "posterior")]
+    assert (means[0] - means[1]).abs().max() < 1e-5
+
+
+# -------------------------------------------------------------------------------------------------- order and batches
+
+
+def loader(x, y, **options) -> DataLoader:
+    """A loader over tensors, tuples and dicts alike, with the collation that torch does by default."""
+    return DataLoader([(take(x, n), y[n]) for n in range(num_examples(x))], **options)
+
+
+def answers(network: str, data, likelihood: str, structure: str) -> list[Tensor]:
+    case = problem(network)
+    model, prior = LIKELIHOODS[likelihood].build(), PRIORS["tensor"].build(case)
+    posterior = ntkl.laplace(case.network, data, model, prior=prior, structure=structure)
+    joint = posterior.latent(case.x_new)
+    both = [posterior.log_marginal_likelihood(), posterior.log_marginal_likelihood(correction=True)]
+    return [*both, joint.mean, joint.covariance_matrix, posterior.latent_moments(case.x_new)[1]]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("pair", TURNS, ids=ids)
+def test_order_and_batches_change_nothing(pair, structure):
+    """Identity 6: permuted data, batches of three (the last of one), batches of one, a shuffled loader."""
+    network, likelihood = pair
+    case = problem(network)
+    y, n = targets(LIKELIHOODS[likelihood], case), case.case.examples
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(4))
+    variants = {
+        "permuted": (take(case.x, order), y[order]),
+        "batches of three": loader(case.x, y, batch_size=3),
+        "batches of one": loader(case.x, y, batch_size=1),
+        "shuffled": loader(case.x, y, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    }
+    want = answers(network, (case.x, y), likelihood, structure)
+    for name, data in variants.items():
+        for found, expected in zip(answers(network, data, likelihood, structure), want, strict=True):
+            assert relative_error(found, expected) < tolerance(network, 1e-9), name
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["bernoulli", "categorical", "poisson"])
+def test_points_without_curvature_change_nothing(likelihood, structure):
+    """Identity 7: a point whose Λ is exactly zero adds its log density to the evidence and nothing else."""
+    case = problem("linear_model")
+    y = targets(LIKELIHOODS[likelihood], case)
+    # two far points at which every p (1 - p), or every rate, is zero in float64
+    side = torch.linalg.lstsq(case.network.weight.detach(), torch.tensor([-1.0, -2.0, -3.0]).double()[:, None]).solution
+    far = 2000.0 * side.T.expand(2, -1)
+    label = torch.tensor([0, 1]) if likelihood == "categorical" else torch.tensor([[0.0] * 3, [1.0] * 3]).double()
+    density = LIKELIHOODS[likelihood].log_density
+    f = outputs(case.network, far)
+    reference = dense(density, f, label, jacobian(case.network, far), case.theta, PRIORS["layer"].dense(case))
+    assert reference.hessian.abs().max() == 0
+    prior = [PRIORS["layer"].build(case) for _ in range(2)]
+    both = torch.cat([case.x, far]), torch.cat([y, label])
+    less = ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), prior=prior[0], structure=structure)
+    more = ntkl.laplace(case.network, both, LIKELIHOODS[likelihood].build(), prior=prior[1], structure=structure)
+    added = more.log_marginal_likelihood() - less.log_marginal_likelihood()
+    assert relative_error(added, reference.log_prob.sum()) < 1e-9
+    for verb in ("covariance_matrix", "mean"):
+        assert relative_error(getattr(more.latent(case.x_new), verb), getattr(less.latent(case.x_new), verb)) < 1e-12
+    more.log_marginal_likelihood().backward()
+    less.log_marginal_likelihood().backward()
+    assert relative_error(prior[1].log_precision.grad, prior[0].log_precision.grad) < 1e-9
+    for one, two in zip(more.likelihood.parameters(), less.likelihood.parameters(), strict=True):
+        assert one.grad.isfinite().all() and two.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_more_data_is_never_less_certain(structure):
+    """Conditioning shrinks the covariance, so an eigenvalue of the difference below zero is a mistake."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    covariances = []
+    for n in (3, 7):
+        posterior = ntkl.laplace(case.network, (case.x[:n], y[:n]), ntkl.Categorical(), structure=structure)
+        covariances.append(posterior.latent(case.x_new).covariance_matrix)
+    values = torch.linalg.eigvalsh(covariances[0] - covariances[1])
+    assert values.min() > -1e-12 * values.max()
+    assert torch.equal(join(case.x[:3], case.x[3:]), case.x)
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+
+
+def hyperparameters(posterior) -> list[Tensor]:
+    return [*posterior.prior.parameters(), *posterior.likelihood.parameters()]
+
+
+def difference(value, parameter: Tensor, direction: Tensor, step: float = 2e-3) -> Tensor:
+    """Central difference of fourth order along a direction: its error is of the order step⁴ and rounding / step."""
+
+    def at(scale: float) -> Tensor:
+        with torch.no_grad():
+            parameter.add_(scale * step * direction)
+            result = value()
+            parameter.sub_(scale * step * direction)
+        return result.detach().clone()
+
+    return (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * step)
+
+
+GRADIENTS = [
+    (network, likelihood, prior)
+    for network in ("deep_mlp", "transformer_tied", "saturated", "frozen_part", "scalar_outputs")
+    for likelihood in LIKELIHOODS
+    for prior in PRIORS
+    if (network, likelihood) in PAIRS
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("correction", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize("case", GRADIENTS, ids=ids)
+def test_evidence_gradients_are_finite_differences(case, correction, structure):
+    """Identity 8: in log precisions of every grouping, log noise and log temperature."""
+    network, likelihood, prior = case
+    data = problem(network).x, targets(LIKELIHOODS[likelihood], problem(network))
+    posterior = ntkl.laplace(
+        problem(network).network, data, LIKELIHOODS[likelihood].build(),
+        prior=PRIORS[prior].build(problem(network)), structure=structure,
+    )  # fmt: skip
+    variables = hyperparameters(posterior)
+    gradients = torch.autograd.grad(posterior.log_marginal_likelihood(correction), variables)
+
+    def value() -> Tensor:
+        return posterior.log_marginal_likelihood(correction)
+
+    for variable, gradient in zip(variables, gradients, strict=True):
+        generator = torch.Generator().manual_seed(6)
+        random = torch.randn(2, *variable.shape, generator=generator, dtype=torch.float64)
+        units = torch.eye(variable.numel(), dtype=torch.float64).reshape(-1, *variable.shape)[:2]
+        for direction in [*(r / r.norm() for r in random), *units]:
+            slope = difference(value, variable, direction)
+            scale = gradient.norm().clamp_min(1e-3)
+            assert ((gradient * direction).sum() - slope).abs() < 1e-7 * scale
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_every_change_of_a_hyperparameter_is_seen(likelihood, structure):
+    """Changed in place after the fit: every later answer is that of a fresh fit with the new values."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS[likelihood], case)
+    late = {"gaussian": lambda: ntkl.Gaussian(noise=0.9), "categorical": lambda: ntkl.Categorical(temperature=0.6)}
+
+    def fresh_fit(model, precision):
+        prior = ntkl.GaussianPrior(precision=precision, groups="layer")
+        return ntkl.laplace(case.network, (case.x, y), model, prior=prior, structure=structure)
+
+    precisions = torch.tensor([0.3, 2.0, 5.0, 0.8], dtype=torch.float64)
+    posterior = fresh_fit(LIKELIHOODS[likelihood].build(), 1.0)
+    before = posterior.log_marginal_likelihood(), posterior.latent(case.x_new)
+    assert torch.equal(before[0], posterior.log_marginal_likelihood())
+    with torch.no_grad():
+        posterior.prior.log_precision.copy_(precisions.log())
+        for name, parameter in late[likelihood]().named_parameters():
+            dict(posterior.likelihood.named_parameters())[name].copy_(parameter)
+    want = fresh_fit(late[likelihood](), precisions)
+    assert relative_error(posterior.log_marginal_likelihood(), want.log_marginal_likelihood()) < 1e-12
+    assert relative_error(posterior.log_marginal_likelihood(), before[0]) > 1e-3
+    for mean in ("map", "posterior"):
+        found, expected = (each.latent(case.x_new, mean=mean) for each in (posterior, want))
+        assert relative_error(found.mean, expected.mean) < 1e-11
+        assert relative_error(found.covariance_matrix, expected.covariance_matrix) < 1e-11
+    assert relative_error(posterior.latent_moments(case.x_new)[1], want.latent_moments(case.x_new)[1]) < 1e-11
+    found, expected = (each.predict(case.x_new, method="map").mean for each in (posterior, want))
+    assert relative_error(found, expected) < 1e-11
+    assert math.isfinite(float(before[1].mean.sum()))

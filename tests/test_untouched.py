@@ -1,0 +1,289 @@
+"""The caller's network, and the state of the process, come back as they were, from every path and from every error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import ntk_laplace as ntkl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.data import DataLoader, Dataset
+
+HOOKS = [name for name, value in vars(nn.Module()).items() if name.endswith(("hooks", "hooks_with_kwargs"))]
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, a frozen layer, a parametrization, a tied weight, a buffer, hooks and old gradients."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.lift, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.frozen, self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.normalized, self.out = weight_norm(nn.Linear(4, 4)), nn.Linear(4, outputs)
+        self.register_buffer("shift", torch.randn(4))
+        self.note = {"kept": [1, 2]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.drop(self.norm(self.lift(x))))
+        h = torch.tanh(self.second(torch.tanh(self.first(self.frozen(h) + self.shift))))
+        return self.out(torch.tanh(self.normalized(h)))
+
+
+def build(outputs: int) -> tuple[Net, Tensor]:
+    torch.manual_seed(3)
+    network, x = Net(outputs).double(), torch.randn(8, 3).double()
+    network(x).sum().backward()
+    network.frozen.requires_grad_(False)
+    network.out.bias.grad = None
+    network.first.register_forward_hook(lambda module, args, out: None)
+    network.out.register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    network.lift.weight.register_hook(lambda grad: grad)
+    # a mode of its own for every kind of module: nothing here behaves differently in train mode
+    network.train()
+    network.norm.eval()
+    network.drop.eval()
+    return network, x
+
+
+def parameter_state(parameter: nn.Parameter) -> dict[str, Any]:
+    grad = parameter.grad
+    return {
+        "object": id(parameter),
+        "storage": parameter.data_ptr(),
+        "version": parameter._version,
+        "values": parameter.detach().numpy().tobytes(),
+        "requires_grad": parameter.requires_grad,
+        "grad": None if grad is None else (id(grad), grad._version, grad.numpy().tobytes()),
+        "hooks": list(parameter._backward_hooks or {}),
+        "attributes": sorted(vars(parameter)),
+    }
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    return {
+        "object": id(module),
+        "class": type(module),
+        "training": module.training,
+        "attributes": sorted(vars(module)),
+        "children": {name: id(child) for name, child in module.named_children()},
+        **{name: {key: id(hook) for key, hook in getattr(module, name).items()} for name in HOOKS},
+    }
+
+
+def network_state(network: nn.Module) -> dict[str, Any]:
+    return {
+        "modules": {name: module_state(module) for name, module in network.named_modules()},
+        "parameters": {name: parameter_state(p) for name, p in network.named_parameters(remove_duplicate=False)},
+        "buffers": {name: (id(b), b._version, b.numpy().tobytes()) for name, b in network.named_buffers()},
+    }
+
+
+def process_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "numpy": repr(np.random.get_state()),
+        "python": random.getstate(),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "attention": (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.mha.get_fastpath_enabled(),
+        ),
+    }
+
+
+LIKELIHOODS: dict[str, tuple[Callable[[], Any], Callable[[int], Tensor], int]] = {
+    "gaussian": (lambda: ntkl.Gaussian(noise=0.5), lambda n: torch.randn(n, 2).double(), 2),
+    "bernoulli": (lambda: ntkl.Bernoulli(), lambda n: torch.randint(0, 2, (n, 2)).double(), 2),
+    "categorical": (lambda: ntkl.Categorical(), lambda n: torch.randint(0, 3, (n,)), 3),
+    "poisson": (lambda: ntkl.Poisson(), lambda n: torch.randint(0, 4, (n, 2)).double(), 2),
+}
+NEW = torch.randn(3, 3, generator=torch.Generator().manual_seed(7)).double()
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(8)
+
+
+PATHS: dict[str, Callable[[Any], Any]] = {
+    "evidence": lambda p: p.log_marginal_likelihood(),
+    "corrected evidence": lambda p: p.log_marginal_likelihood(correction=True),
+    "gradient of the evidence": lambda p: p.log_marginal_likelihood().backward(),
+    "latent": lambda p: p.latent(NEW).covariance_matrix,
+    "posterior mean": lambda p: p.latent(NEW, mean="posterior").mean,
+    "latent moments": lambda p: p.latent_moments(NEW),
+    "glm": lambda p: p.predict(NEW, method="glm", samples=20, generator=generator()).mean,
+    "blr": lambda p: p.predict(NEW, method="blr").mean,
+    "nn": lambda p: p.predict(NEW, method="nn", samples=20, generator=generator()).mean,
+    "probit": lambda p: p.predict(NEW, method="probit").mean,
+    "map": lambda p: p.predict(NEW, method="map").mean,
+    "function samples": lambda p: p.sample(4, NEW, generator=generator()),
+    "weight samples": lambda p: p.sample(4, generator=generator()),
+    "hyperparameters": lambda p: p.fit_hyperparameters(),
+    "explanation": lambda p: p.explain(NEW, k=2).to_dataframe(),
+    "leave one out": lambda p: p.leave_one_out(),
+}
+ONLY = {
+    "nn": lambda structure, likelihood: structure == "full",
+    "weight samples": lambda structure, likelihood: structure == "full",
+    "explanation": lambda structure, likelihood: structure == "gp",
+    "leave one out": lambda structure, likelihood: structure == "gp",
+    "probit": lambda structure, likelihood: likelihood in ("bernoulli", "categorical"),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_every_path_leaves_everything_as_it_was(likelihood, structure, path):
+    if not ONLY.get(path, lambda *_: True)(structure, likelihood):
+        pytest.skip("this structure or likelihood does not offer the path")
+    model, draw, outputs = LIKELIHOODS[likelihood]
+    network, x = build(outputs)
+    y = draw(len(x))
+    before = network_state(network), process_state()
+    posterior = ntkl.laplace(network, (x, y), model(), structure=structure)
+    assert (network_state(network), process_state()) == before
+    PATHS[path](posterior)
+    assert network_state(network) == before[0]
+    assert process_state() == before[1]
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "auto"])
+@pytest.mark.parametrize("parameters", [None, "last_layer", ["lift.weight"], lambda name, p: "first" in name])
+def test_choosing_parameters_freezes_nothing_of_the_callers(parameters, structure):
+    network, x = build(2)
+    before = network_state(network), process_state()
+    ntkl.laplace(
+        network, (x, torch.randn(8, 2, generator=generator()).double()), ntkl.Gaussian(),
+        structure=structure, parameters=parameters,
+    ).latent(NEW)  # fmt: skip
+    assert (network_state(network), process_state()) == before
+
+
+def test_the_kernel_alone():
+    network, x = build(2)
+    before = network_state(network), process_state()
+    ntkl.empirical_ntk(network, x, NEW)
+    assert (network_state(network), process_state()) == before
+
+
+def test_the_gpytorch_kernel():
+    network, x = build(2)
+    before = network_state(network), process_state()
+    kernel = ntkl.gp.NTKKernel(network, ntkl.GaussianPrior(groups="layer"))
+    kernel.train()
+    covariance = kernel(x, NEW).to_dense()
+    covariance.sum().backward()
+    kernel.eval()
+    assert (network_state(network), process_state()) == before
+    assert not {id(p) for p in network.parameters()} & {id(p) for p in kernel.parameters()}
+
+
+def test_the_gpytorch_model():
+    network, x = build(3)
+    y = torch.randint(0, 3, (8,), generator=generator())
+    before = network_state(network), process_state()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="gp")
+    model = ntkl.gp.LaplaceGP(posterior)
+    model.train()
+    model.eval()
+    with torch.no_grad():
+        model(NEW).covariance_matrix
+    assert (network_state(network), process_state()) == before
+
+
+def test_a_network_that_draws_random_numbers_is_refused_without_a_trace():
+    network, x = build(2)
+    network.drop.train()
+    before = network_state(network), process_state()
+    with pytest.raises(ntkl.errors.NonDeterministicError):
+        ntkl.laplace(network, (x, torch.zeros(8, 2).double()), ntkl.Gaussian())
+    assert (network_state(network), process_state()) == before
+
+
+def test_a_network_that_mixes_examples_is_refused_without_a_trace():
+    network, x = build(2)
+    network.norm.train()
+    before = network_state(network), process_state()
+    with pytest.raises(ntkl.errors.MixedExamplesError):
+        ntkl.laplace(network, (x, torch.zeros(8, 2).double()), ntkl.Gaussian())
+    assert (network_state(network), process_state()) == before
+
+
+class Interrupted(Dataset):
+    """Someone presses Ctrl-C in the middle of the pass."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        if n == 5:
+            raise KeyboardInterrupt
+        return torch.full((3,), float(n)).double(), torch.zeros(2).double()
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_an_interrupted_pass_leaves_no_trace(structure):
+    network, _ = build(2)
+    before = network_state(network), process_state()
+    with pytest.raises(KeyboardInterrupt):
+        ntkl.laplace(network, DataLoader(Interrupted(), batch_size=2), ntkl.Gaussian(), structure=structure)
+    # the loader itself draws a seed for its workers, from torch's generator
+    after = process_state()
+    assert network_state(network) == before[0]
+    assert {**after, "torch": None} == {**before[1], "torch": None}
+
+
+@pytest.mark.parametrize("path", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_a_caller_without_gradients_gets_the_same(structure, path):
+    network, x = build(2)
+    y = torch.randn(8, 2, generator=generator()).double()
+    want = ntkl.laplace(network, (x, y), ntkl.Gaussian(), structure=structure)
+    before = network_state(network)
+    with getattr(torch, path)():
+        posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(), structure=structure)
+        covariance = posterior.latent(NEW).covariance_matrix
+        evidence = posterior.log_marginal_likelihood()
+    assert network_state(network) == before
+    assert torch.allclose(evidence, want.log_marginal_likelihood(), rtol=1e-12)
+    assert torch.allclose(covariance, want.latent(NEW).covariance_matrix, rtol=1e-10, atol=1e-14)
+
+
+def test_changing_the_network_after_the_fit_changes_no_answer():
+    """The posterior is that of the weights it was fitted at."""
+    network, x = build(2)
+    y = torch.randn(8, 2, generator=generator()).double()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(), structure="gp")
+    before = posterior.latent(NEW)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(2.0)
+    network.train()
+    x.mul_(3.0)
+    y.add_(1.0)
+    after = posterior.latent(NEW)
+    assert torch.equal(before.mean, after.mean)
+    assert torch.equal(before.covariance_matrix, after.covariance_matrix)
+
+
+def test_fast_settings_of_attention_come_back():
+    layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
+    network = nn.Sequential(layer, nn.Flatten(), nn.Linear(12, 2)).double().eval()
+    x = torch.randn(5, 3, 4, generator=generator()).double()
+    before = network_state(network), process_state()
+    posterior = ntkl.laplace(network, (x, torch.zeros(5, 2).double()), ntkl.Gaussian(), structure="gp")
+    posterior.latent_moments(x)
+    assert (network_state(network), process_state()) == before
