@@ -33,6 +33,8 @@ napoleon_use_ivar = True
 default_role = "code"
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
 html_title = "ntk_laplace"
 html_show_copyright = False
 pygments_style = "friendly"
