@@ -1,0 +1,40 @@
+"""The demo's networks: small, smooth (tanh, so that L-BFGS reaches a stationary point), float64, seeded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["cnn", "mlp", "seeded"]
+
+
+def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build a float64 network with initial weights that `seed` decides, and leave torch's random state alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().double()
+
+
+def mlp(widths: Sequence[int]) -> nn.Module:
+    """Layers of the given widths, input and output included, with tanh between; images are flattened first."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in zip(widths[:-1], widths[1:], strict=True):
+        layers += [nn.Linear(before, after), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(channels: tuple[int, int], outputs: int) -> nn.Module:
+    """Two convolutions with average pooling and a linear head, for images (N, 1, 8, 8)."""
+    first, second = channels
+    return nn.Sequential(
+        nn.Conv2d(1, first, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(first, second, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(second * 4, outputs),
+    )
