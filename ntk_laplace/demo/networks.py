@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 def mlp(widths: Sequence[int]) -> nn.Module:
     """Layers of the given widths, input and output included, with tanh between; images are flattened first."""
     layers: list[nn.Module] = [nn.Flatten()]
-    for before, after in zip(widths[:-1], widths[1:], strict=True):
+    for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
