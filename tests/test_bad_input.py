@@ -1,0 +1,529 @@
+"""Bad input gets an error of its own, held by its text: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import ntk_laplace as ntkl
+import pytest
+import torch
+from ntk_laplace import errors
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+N = 9
+
+
+@contextmanager
+def refused(error: type[Exception], expected: str, got: str, remedy: str) -> Iterator[None]:
+    """Hold an error to its class and to the three parts of its text (regular expressions)."""
+    with pytest.raises(error) as caught:
+        yield
+    message = str(caught.value)
+    assert isinstance(caught.value, errors.NTKLaplaceError)
+    parts = re.fullmatch(r"expected (?P<expected>.*?); got (?P<got>.*?)\. (?P<remedy>[A-Z].*\.)", message, re.DOTALL)
+    assert parts, f"not of the form 'expected ...; got .... Remedy.': {message}"
+    for name, pattern in (("expected", expected), ("got", got), ("remedy", remedy)):
+        assert re.search(pattern, parts[name]), f"{name}: {pattern!r} not in {message!r}"
+
+
+def network(outputs: int = 3, inputs: int = 4) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+
+
+def inputs(n: int = N) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(2)).double()
+
+
+def labels(n: int = N, classes: int = 3) -> Tensor:
+    return torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(3))
+
+
+def changed(values: Tensor, index: Any, value: float) -> Tensor:
+    values = values.clone()
+    values[index] = value
+    return values
+
+
+class Function(nn.Module):
+    """A network that is one linear layer and then anything."""
+
+    def __init__(self, function: Callable[[Tensor], Any], outputs: int = 3) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, outputs).double(), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+def fit(net: Any = None, data: Any = None, likelihood: Any = None, structure: str = "gp", **options: Any) -> Any:
+    net = network() if net is None else net
+    data = (inputs(), torch.zeros(N, 3).double()) if data is None else data
+    return ntkl.laplace(net, data, likelihood or ntkl.Gaussian(), structure=structure, **options)
+
+
+# --------------------------------------------------------------------------------------------------------- not a number
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_targets_that_are_not_numbers(value, structure):
+    y = changed(torch.zeros(N, 3).double(), (6, 1), value)
+    with refused(errors.NonFiniteError, "finite targets", "example 6", "Remove or impute"):
+        fit(data=(inputs(), y), structure=structure)
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 20])
+def test_the_first_bad_example_is_counted_over_all_batches(batch_size):
+    y = changed(torch.zeros(N, 3).double(), (slice(5, None), 0), float("nan"))
+    with refused(errors.NonFiniteError, "finite targets", "example 5", "."):
+        fit(data=DataLoader(TensorDataset(inputs(), y), batch_size=batch_size))
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 20])
+def test_inputs_that_are_not_numbers(batch_size):
+    x = changed(inputs(), (slice(7, None), 2), float("nan"))
+    data = TensorDataset(x, torch.zeros(N, 3).double())
+    with refused(errors.NonFiniteError, "finite inputs", "NaN at example 7", "Remove or impute"):
+        fit(data=DataLoader(data, batch_size=batch_size))
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("batch_size", [2, 4, 20])
+def test_outputs_that_are_not_numbers(batch_size, structure):
+    """exp overflows at one example in the middle of the data."""
+    x = changed(inputs(), 5, 1e4)
+    net = Function(lambda h: torch.exp(h.abs()))
+    data = DataLoader(TensorDataset(x, torch.zeros(N, 3).double()), batch_size=batch_size)
+    with refused(errors.NonFiniteError, "finite network outputs", "infinity at example 5", "input"):
+        fit(net, data, structure=structure)
+
+
+class Kink(nn.Module):
+    """sqrt of the first weight's square: finite where the inputs vanish, its derivative is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3, bias=False).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).abs().sqrt()
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("batch_size", [2, 20])
+def test_jacobians_that_are_not_numbers(batch_size, structure):
+    x = changed(inputs(), 7, 0.0)
+    data = DataLoader(TensorDataset(x, torch.zeros(N, 3).double()), batch_size=batch_size)
+    with refused(errors.NonFiniteError, "finite Jacobians", "example 7", "input"):
+        fit(Kink(), data, structure=structure)
+
+
+def test_weights_that_are_not_numbers():
+    net = network()
+    with torch.no_grad():
+        net[2].weight[0, 0] = float("nan")
+    with refused(errors.NonFiniteError, "finite network outputs", "NaN at example 0", "weights"):
+        fit(net)
+
+
+def test_new_inputs_that_are_not_numbers():
+    posterior = fit()
+    for verb in (posterior.latent, posterior.latent_moments, posterior.predict):
+        with refused(errors.NonFiniteError, "finite", "NaN at example 4", "."):
+            verb(changed(inputs(), (4, 0), float("nan")))
+
+
+# --------------------------------------------------------------------------------------------------------------- targets
+
+CLASS, REAL, BINARY, COUNT = ntkl.Categorical, ntkl.Gaussian, ntkl.Bernoulli, ntkl.Poisson
+ZEROS = torch.zeros(N, 3).double()
+TARGETS: dict[str, tuple[Any, Any, str, str, str]] = {
+    "class 3 of 3": (CLASS, changed(labels(), 4, 3), r"0\.\.2", "3 at example 4", "from 0"),
+    "class -1": (CLASS, changed(labels(), 2, -1), r"0\.\.2", "-1 at example 2", "from 0"),
+    "half a class": (CLASS, changed(labels().double(), 5, 0.5), "whole numbers", "0.5 at example 5", "Gaussian"),
+    "one-hot classes": (CLASS, torch.eye(3)[labels()], r"shape \(9,\)", r"\(9, 3\)", r"argmax"),
+    "a column of classes": (CLASS, labels()[:, None].expand(-1, 2), r"shape \(9,\)", r"\(9, 2\)", "one label"),
+    "one output short": (REAL, ZEROS[:, :2], r"\(9, 3\)", r"\(9, 2\)", "one target per"),
+    "a vector for three outputs": (REAL, ZEROS[:, 0], r"\(9, 3\)", r"\(9,\)", "one target per"),
+    "transposed": (REAL, ZEROS.T, "9", "3", "."),
+    "a third axis": (REAL, ZEROS[:, :, None], r"\(9, 3\)", r"\(9, 3, 1\)", "one target per"),
+    "complex": (REAL, ZEROS.to(torch.complex128), "real targets", "complex128", "two outputs"),
+    "neither 0 nor 1": (BINARY, changed(ZEROS, (3, 2), 2.0), "0 or 1|0 and 1|in {0, 1}", "example 3", "."),
+    "minus one for no": (BINARY, changed(ZEROS, (1, 0), -1.0), "0 or 1|0 and 1|in {0, 1}", "example 1", "."),
+    "a probability": (BINARY, changed(ZEROS, (8, 0), 0.4), "0 or 1|0 and 1|in {0, 1}", "example 8", "."),
+    "a negative count": (COUNT, changed(ZEROS, (2, 1), -1.0), "count|whole|integer", "example 2", "."),
+    "half a count": (COUNT, changed(ZEROS, (6, 1), 1.5), "count|whole|integer", "example 6", "."),
+    "too few": (REAL, ZEROS[:7], "9|as many targets", "7", "one target|one row"),
+    "a number": (REAL, torch.tensor(0.0), "as many targets|targets for", r"shape \(\)", "one target|one row"),
+}
+
+
+@pytest.mark.parametrize("case", TARGETS)
+def test_targets(case):
+    likelihood, y, expected, got, remedy = TARGETS[case]
+    with refused(errors.DataError, expected, got, remedy):
+        fit(data=(inputs(), y), likelihood=likelihood())
+
+
+@pytest.mark.parametrize("case", ["class 3 of 3", "neither 0 nor 1", "a negative count", "half a class"])
+@pytest.mark.parametrize("batch_size", [2, 20])
+def test_bad_targets_are_counted_over_all_batches(case, batch_size):
+    likelihood, y, expected, got, remedy = TARGETS[case]
+    with refused(errors.TargetError, expected, got, remedy):
+        fit(data=DataLoader(TensorDataset(inputs(), y), batch_size=batch_size), likelihood=likelihood())
+
+
+def test_one_output_for_classes():
+    with refused(errors.NTKLaplaceError, "two|2", "1", "Bernoulli"):
+        fit(network(1), (inputs(), labels(classes=1)), ntkl.Categorical())
+
+
+# ------------------------------------------------------------------------------------------------------------------ data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (torch.zeros(0, 4).double(), torch.zeros(0, 3).double()),
+        TensorDataset(torch.zeros(0, 4).double(), torch.zeros(0, 3).double()),
+        DataLoader(TensorDataset(torch.zeros(0, 4).double(), torch.zeros(0, 3).double())),
+        DataLoader(TensorDataset(inputs(3), torch.zeros(3, 3).double()), batch_size=4, drop_last=True),
+    ],
+    ids=["pair", "dataset", "loader", "loader that drops its only batch"],
+)
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_empty_data(data, structure):
+    with refused(errors.DataError, "at least one example", "empty data", "Pass data"):
+        fit(data=data, structure=structure)
+
+
+@pytest.mark.parametrize("data", [inputs(), 3, "mnist", None, [inputs(), ZEROS, ZEROS]], ids=str)
+def test_data_of_another_kind(data):
+    with refused(errors.DataError, "DataLoader, a Dataset, or a pair", "a ", "DataLoader|pass"):
+        ntkl.laplace(network(), data, ntkl.Gaussian())
+
+
+def test_inputs_and_targets_of_other_lengths():
+    with refused(errors.DataError, "as many targets as inputs", "9 inputs", "one target"):
+        fit(data=(inputs(), torch.zeros(8, 3).double()))
+
+
+def test_inputs_of_other_lengths_among_themselves():
+    with refused(errors.DataError, "share their first axis", r"\(9, 4\).*\(5, 4\)", "one row per example"):
+        fit(data=((inputs(), inputs(5)), ZEROS))
+
+
+def test_batches_that_are_no_pairs():
+    with refused(errors.DataError, "pairs", "length 3", "Group several inputs"):
+        fit(data=DataLoader(TensorDataset(inputs(), inputs(), ZEROS), batch_size=3))
+
+
+def test_arrays_are_welcome():
+    """NumPy arrays and lists are data too; float32 arrays for a float64 network follow the network."""
+    want = fit().log_marginal_likelihood()
+    for x, y in ((inputs().numpy(), ZEROS.numpy()), (inputs().tolist(), ZEROS.tolist())):
+        assert torch.allclose(fit(data=(x, y)).log_marginal_likelihood(), want, rtol=1e-6)
+    assert isinstance(inputs().numpy(), np.ndarray)
+
+
+def test_no_new_inputs():
+    posterior = fit()
+    for verb in (posterior.latent, posterior.latent_moments, posterior.predict):
+        with refused(errors.DataError, "at least one", "none|empty", "Pass one or more"):
+            verb(inputs(0))
+
+
+# --------------------------------------------------------------------------------------------------------------- networks
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_networks_that_are_not_deterministic(structure):
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double().train()
+    with refused(errors.NonDeterministicError, "deterministic", "differ by", r"network\.eval\(\)"):
+        fit(net, structure=structure)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_networks_that_mix_examples(structure):
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double().train()
+    with refused(errors.MixedExamplesError, "own example", "batch statistics", r"network\.eval\(\)"):
+        fit(net, structure=structure)
+
+
+def test_networks_that_mix_examples_without_statistics():
+    with refused(errors.MixedExamplesError, "own example", "other examples of the batch", "."):
+        fit(Function(lambda h: h - h.mean(0)))
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)
+
+
+def test_networks_that_change_their_buffers():
+    with refused(errors.NetworkError, "buffers", "calls", r"eval\(\)"):
+        fit(Counter())
+
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a third axis": (lambda h: h[:, None], r"\(9, 1, 3\)|\(\d, 1, 3\)"),
+    "one number": (lambda h: h.sum(), r"\(\)"),
+    "one row too few": (lambda h: h[1:], r"\(\d, 3\)"),
+    "whole numbers": (lambda h: h.round().long(), "int64"),
+    "complex": (lambda h: torch.complex(h, h), "complex128"),
+    "a tuple": (lambda h: (h, h), "tuple"),
+    "a dict": (lambda h: {"logits": h}, "dict"),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_outputs_of_another_shape(case):
+    function, got = OUTPUTS[case]
+    with refused(errors.NetworkError, r"outputs of shape \(\d+, C\) or \(\d+,\)", got, "Wrap the network"):
+        fit(Function(function))
+
+
+@pytest.mark.parametrize("net", [lambda x: x, 3, None], ids=["function", "number", "None"])
+def test_networks_that_are_no_modules(net):
+    with refused(errors.NetworkError, r"torch\.nn\.Module", "a ", "Wrap"):
+        ntkl.laplace(net, (inputs(), ZEROS), ntkl.Gaussian())
+
+
+@pytest.mark.parametrize("net", [network().requires_grad_(False), nn.Tanh()], ids=["all frozen", "none"])
+def test_no_parameter_left(net):
+    with refused(errors.NetworkError, "at least one parameter that requires a gradient", "none of", "requires_grad"):
+        fit(net, (inputs(), torch.zeros(N, 4).double()))
+
+
+def test_names_of_no_parameter():
+    with refused(errors.NetworkError, "parameter names among 0.weight", "'3.weight'", "named_parameters"):
+        fit(parameters=["3.weight"])
+
+
+def test_frozen_parameters_asked_for_by_name():
+    """They are left out in silence only where nobody asked for them."""
+    net = network()
+    net[0].requires_grad_(False)
+    assert fit(net).network.names == ["2.weight", "2.bias"]
+    with refused(errors.NetworkError, "require", "0.weight|0.bias|none of", "requires_grad"):
+        fit(net, parameters=["0.weight"])
+
+
+def test_frozen_parameters_among_those_asked_for():
+    net = network()
+    net[0].weight.requires_grad_(False)
+    with refused(errors.NetworkError, "require", "0.weight", "requires_grad"):
+        fit(net, parameters=["0.weight", "2.weight"])
+
+
+def test_unsupported_layers_are_named_with_their_cost():
+    net = nn.Sequential(nn.Linear(4, 3), nn.PReLU(), nn.Flatten()).double()
+    net.append(nn.Bilinear(3, 3, 3).double())
+    net = Square(net[0], net[3])
+    with pytest.warns(errors.NTKLaplaceWarning, match=r"no factor rule covers Bilinear.*30 parameters.*costs.*N x C x 30"):
+        fit(net)
+
+
+class Square(nn.Module):
+    def __init__(self, layer: nn.Module, product: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.product = layer, product
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return self.product(h, h)
+
+
+# -------------------------------------------------------------------------------------------------------- hyperparameters
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_precisions(value):
+    with refused(errors.HyperparameterError, "precision.*positive|positive.*precision", re.escape(f"{value:g}"), "."):
+        ntkl.GaussianPrior(precision=value)
+    prior = ntkl.GaussianPrior(precision=1.0)
+    with refused(errors.HyperparameterError, "precision.*positive|positive.*precision", re.escape(f"{value:g}"), "."):
+        prior.precision = value
+    assert float(prior.precision) == 1.0
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_noises(value):
+    with refused(errors.HyperparameterError, "noise variances that are positive", re.escape(f"{value:g}"), "above 0"):
+        ntkl.Gaussian(noise=value)
+    with refused(errors.HyperparameterError, "noise variances that are positive", re.escape(f"{value:g}"), "above 0"):
+        ntkl.Gaussian(noise=torch.tensor([0.1, value]))
+    likelihood = ntkl.Gaussian(noise=1.0)
+    with refused(errors.HyperparameterError, "noise variances that are positive", re.escape(f"{value:g}"), "above 0"):
+        likelihood.noise = value
+    assert float(likelihood.noise) == 1.0
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_temperatures(value):
+    with refused(errors.HyperparameterError, "temperature", re.escape(f"{value:g}"), "."):
+        ntkl.Categorical(temperature=value)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), torch.triu(torch.ones(3, 3))],
+    ids=["indefinite", "not symmetric"],
+)
+def test_noise_covariances(noise):
+    with refused(errors.HyperparameterError, "symmetric and positive definite", "not", "point"):
+        ntkl.Gaussian(noise=noise, kind="covariance")
+
+
+def test_noise_that_fits_no_shape():
+    with refused(errors.HyperparameterError, r"\(3,\), \(9,\), \(9, 3\) or \(3, 3\)", r"\(4,\)", "one per output"):
+        fit(likelihood=ntkl.Gaussian(noise=torch.ones(4)))
+
+
+def test_noise_that_could_mean_two_things():
+    data = inputs(3), torch.zeros(3, 3).double()
+    with refused(errors.HyperparameterError, "3 examples of 3 outputs", r"\(3,\)", 'kind="output".*kind="point"'):
+        fit(data=data, likelihood=ntkl.Gaussian(noise=torch.ones(3)))
+    assert fit(data=data, likelihood=ntkl.Gaussian(noise=torch.ones(3), kind="point")).likelihood.kind == "point"
+
+
+def test_noise_per_point_says_nothing_about_new_points():
+    posterior = fit(likelihood=ntkl.Gaussian(noise=torch.ones(N)))
+    with refused(errors.UnsupportedError, "9 points", "new points|other points", r"predict\(x, likelihood="):
+        posterior.predict(inputs(4))
+    predicted = posterior.predict(inputs(4), likelihood=ntkl.Gaussian(noise=0.5))
+    assert predicted.variance.min() > 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "got"),
+    [
+        ({"groups": "module"}, "all.*layer.*tensor.*parameter", "'module'"),
+        ({"groups": {"a": ["0.weight", "0.bias"]}}, "every parameter|exactly one|once", r"2\.weight"),
+        ({"groups": {"a": ["0", "2"], "b": ["2.bias"]}}, "every parameter|exactly one|once", r"2\.bias"),
+        ({"groups": {"a": ["0", "2", "4"]}}, "parameter", "4"),
+        ({"groups": "layer", "precision": torch.ones(3)}, "2", "3"),
+        ({"groups": "layer", "precision": {"0": 1.0}}, "precision|group", "2"),
+        ({"groups": "layer", "precision": {"0": 1.0, "2": 1.0, "9": 1.0}}, "group|precision", "9"),
+        ({"mean": torch.zeros(7)}, "mean|42|43", "7"),
+        ({"mean": {"0.weight": torch.zeros(2, 2)}}, "mean", r"2, 2|\(2, 2\)"),
+        ({"mean": {"9.weight": torch.zeros(2, 2)}}, "mean|parameter", r"9\.weight"),
+        ({"mean": float("nan")}, "mean", "nan"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_priors_that_do_not_fit(options, expected, got):
+    with refused(errors.HyperparameterError, expected, got, "."):
+        fit(prior=ntkl.GaussianPrior(**options))
+
+
+# ---------------------------------------------------------------------------------------------------------------- choices
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "got"),
+    [
+        ({"structure": "fulll"}, "gp.*full", "'fulll'"),
+        ({"curvature": "hessian"}, "ggn", "'hessian'"),
+    ],
+)
+def test_unknown_choices(options, expected, got):
+    with refused(errors.UnsupportedError, expected, got, "."):
+        fit(**options)
+
+
+def test_unknown_methods_and_means():
+    posterior = fit()
+    with refused(errors.UnsupportedError, "glm.*blr", "'laplace'", "."):
+        posterior.predict(inputs(), method="laplace")
+    with refused(errors.UnsupportedError, "map.*posterior", "'median'", "."):
+        posterior.latent(inputs(), mean="median")
+    with refused(errors.UnsupportedError, "class|Bernoulli", "Gaussian", "."):
+        posterior.predict(inputs(), method="probit")
+    with refused(errors.UnsupportedError, "weight samples", "'gp'", "full"):
+        posterior.predict(inputs(), method="nn")
+    with refused(errors.UnsupportedError, "weight samples", "'gp'", "full"):
+        posterior.sample(3)
+    for verb in ("explain", "leave_one_out"):
+        with refused(errors.UnsupportedError, "structure=\"gp\"", "'full'", "Fit with"):
+            getattr(fit(structure="full"), verb)(*([inputs()] if verb == "explain" else []))
+
+
+@pytest.mark.parametrize("likelihood", [None, "gaussian", nn.MSELoss()], ids=["None", "text", "loss"])
+def test_likelihoods_that_are_none(likelihood):
+    with refused(errors.NTKLaplaceError, "likelihood", "a |'gaussian'|None", "Gaussian"):
+        ntkl.laplace(network(), (inputs(), ZEROS), likelihood)
+
+
+# ----------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_problem_too_large_is_refused_before_it_is_allocated(monkeypatch):
+    """Predicted bytes, and which structure would fit: here 60,000 outputs against 43 parameters."""
+    from ntk_laplace import resources
+
+    monkeypatch.setattr(resources, "available_memory", lambda device: 2**20)
+    big = inputs(2000), torch.zeros(2000, 3).double()
+    with refused(errors.MemoryBudgetError, r"1\.0 MiB", r"MiB|GiB", 'structure="full"'):
+        fit(data=big, structure="gp")
+    assert fit(data=big, structure="full").num_parameters == 43
+
+
+def test_too_many_parameters_are_refused_before_they_are_allocated(monkeypatch):
+    from ntk_laplace import resources
+
+    net = nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 3)).double()
+    monkeypatch.setattr(resources, "available_memory", lambda device: 2**20)
+    with refused(errors.MemoryBudgetError, r"1\.0 MiB", "MiB", 'structure="gp"'):
+        fit(net, structure="full")
+    assert fit(net, structure="gp").num_parameters == 1603
+
+
+def test_a_joint_covariance_too_large_is_refused(monkeypatch):
+    from ntk_laplace import resources
+
+    posterior = fit()
+    monkeypatch.setattr(resources, "available_memory", lambda device: 2**20)
+    with refused(errors.MemoryBudgetError, r"1\.0 MiB", "MiB", "latent_moments"):
+        posterior.latent(inputs(500))
+    mean, blocks = posterior.latent_moments(inputs(500))
+    assert blocks.shape == (500, 3, 3) and mean.shape == (500, 3)
+
+
+# ------------------------------------------------------------------------------------------------------ no silent repair
+
+
+def test_float32_that_cannot_be_factored_says_so():
+    """No jitter: in float32 a curvature of 1e9 beside 1 is lost, and the error names float64 as the way out."""
+    torch.manual_seed(5)
+    net = network().float()
+    prior = ntkl.GaussianPrior(precision=1e-12)
+    x, y = inputs(), ZEROS
+    with pytest.raises(errors.NTKLaplaceError) as caught:
+        posterior = fit(net, (x.float(), y.float()), ntkl.Gaussian(noise=1e-8), "full", prior=prior, dtype=torch.float32)
+        posterior.log_marginal_likelihood()
+    assert "float64" in str(caught.value)
+
+
+def test_every_error_is_of_one_family():
+    family = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
+    for error in family:
+        assert issubclass(error, (errors.NTKLaplaceError, Warning))
+        assert error.__doc__
+    error = errors.TargetError("this", "that", "Do so.")
+    assert str(error) == "expected this; got that. Do so."
+    assert (error.expected, error.got, error.remedy) == ("this", "that", "Do so.")
