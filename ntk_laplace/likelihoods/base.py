@@ -1,0 +1,144 @@
+"""What every likelihood knows: one contract, with defaults by automatic differentiation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Size, Tensor, nn
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.likelihoods import differentiation
+from ntk_laplace.likelihoods.linearized import LinearizedResponse
+from ntk_laplace.likelihoods.mixture import MixtureResponse
+from ntk_laplace.likelihoods.responses import Response
+from ntk_laplace.likelihoods.targets import read
+
+__all__ = ["Likelihood"]
+
+
+class Likelihood(nn.Module):
+    """An observation model p(y given f), f being the natural parameter (N, C) a network puts out.
+
+    To make your own, override `log_prob` alone: residual, hessian and root then come by automatic
+    differentiation. Override `mean` and `response_covariance` too for predictions with moments, `targets` to
+    check what users bring, and `distribution` for samples of y.
+
+    Everything follows the dtype and device of f, and is differentiable in the hyperparameters, which are
+    parameters of this module on a log scale. Examples never mix.
+    """
+
+    classifies: bool = False
+    """Whether `mean` holds class probabilities."""
+
+    # --- the door -------------------------------------------------------------------------------------
+
+    def bind(self, num_examples: int, num_outputs: int) -> None:
+        """Check that hyperparameters fit the training data's size.
+
+        Raises
+        ------
+        HyperparameterError, NetworkError
+            If they do not.
+        """
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Check targets and bring them into canonical form, one row per example.
+
+        By default they stay as they are, but (N,) becomes (N, 1) where f has one output, so that
+        ``y - f`` pairs each target with its own output.
+
+        Raises
+        ------
+        TargetError
+            If shape, type or values do not fit; values name the first bad example.
+        NonFiniteError
+            If an entry is NaN or infinite.
+        """
+        y = read(y, num_examples)
+        return y.unsqueeze(1) if y.dim() == 1 and num_outputs == 1 else y
+
+    def event_shape(self, num_outputs: int) -> Size | None:
+        """Shape of one example's target in canonical form; None if the likelihood does not say."""
+        return None
+
+    def at(self, index: Tensor | slice) -> Likelihood:
+        """Return the likelihood of a subset of the examples it was bound to: itself unless noise is per point."""
+        return self
+
+    def for_new_points(self) -> Likelihood:
+        """Return the likelihood at points it was not bound to: itself unless noise is per point.
+
+        Raises
+        ------
+        UnsupportedError
+            If the noise belongs to the training points.
+        """
+        return self
+
+    # --- the density and its derivatives in f -----------------------------------------------------------
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log density (or probability) of each example, with all constants, (N,), nats."""
+        raise NotImplementedError(f"{type(self).__name__} must override log_prob(f, y)")
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """Gradient of `log_prob` in f, (N, C)."""
+        return differentiation.gradient(lambda f: self.log_prob(f, y), f)
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Minus the second derivative of `log_prob` in f, (N, C, C). Canonical ones need no `y`."""
+        return differentiation.negative_hessian(lambda f: self.log_prob(f, y), f)
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """S (N, C, R) with ``S Sᵀ`` equal to `hessian`, exact where it is singular."""
+        return differentiation.root_of_hessian(self.hessian(f, y))
+
+    def rank(self, num_outputs: int) -> int:
+        """R, the number of columns of `root`."""
+        return num_outputs
+
+    # --- the response -----------------------------------------------------------------------------------
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Mean response, the inverse link of f, (N, C)."""
+        raise self._unsupported("a mean response", "Override mean(f), or pass mean= to CustomLikelihood.")
+
+    def mean_jacobian(self, f: Tensor) -> Tensor:
+        """Derivative of `mean` in f, (N, C, C)."""
+        return differentiation.jacobian(self.mean, f)
+
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """Covariance of the response given f, (N, C, C)."""
+        remedy = "Override response_covariance(f), or pass covariance= to CustomLikelihood."
+        raise self._unsupported("a response covariance", remedy)
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """Variance of each response given f, (N, C): the diagonal of `response_covariance`."""
+        return self.response_covariance(f).diagonal(dim1=-2, dim2=-1)
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> Response:
+        """Return the response given f, of batch shape (N,); `scalar` for a network with outputs of shape (N,)."""
+        return MixtureResponse(self, f.unsqueeze(0), scalar)
+
+    # --- the response when f is uncertain -----------------------------------------------------------------
+
+    def average(self, f: Tensor, scalar: bool = False) -> Response:
+        """Average the response over equally likely samples of f (S, n, C) ([T20] 3.14, 3.15)."""
+        return MixtureResponse(self, f, scalar)
+
+    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
+        """Response for f ~ N(mean, covariance) in closed form; None if there is no such form."""
+        return None
+
+    def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Moments of the response for f ~ N(mean, covariance), linearized through the link ([T20] 3.16)."""
+        slope = self.mean_jacobian(mean)
+        latent = slope @ covariance @ slope.mT
+        return LinearizedResponse(self, self.mean(mean), latent, self.response_covariance(mean), scalar)
+
+    def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
+        raise self._unsupported("a probit approximation", 'Predict with method="glm".')
+
+    def _unsupported(self, what: str, remedy: str) -> UnsupportedError:
+        return UnsupportedError(f"a likelihood with {what}", type(self).__name__, remedy)

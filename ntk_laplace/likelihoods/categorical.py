@@ -1,0 +1,168 @@
+"""Categorical: one of C classes, f the logits, with a temperature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Size, Tensor, nn
+from torch.nn.functional import one_hot
+
+from ntk_laplace.errors import HyperparameterError, NetworkError
+from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.responses import CategoricalResponse, Response
+from ntk_laplace.likelihoods.targets import read_labels
+
+__all__ = ["Categorical"]
+
+
+class Categorical(Likelihood):
+    """Categorical likelihood of C classes, ``p = softmax(f / T)`` ([T20] Table 2.1).
+
+    Targets are labels 0..C-1 of shape (N,).
+
+    Parameters
+    ----------
+    temperature : float
+        T; above 1 the classes' probabilities are more even. A hyperparameter, `log_temperature`.
+
+    Raises
+    ------
+    HyperparameterError
+        If the temperature is not positive and finite.
+    """
+
+    classifies = True
+
+    def __init__(self, temperature: float | Tensor = 1.0) -> None:
+        super().__init__()
+        self.log_temperature = nn.Parameter(_checked(temperature).log())
+
+    @property
+    def temperature(self) -> Tensor:
+        """T, a 0-d tensor; assign a number to change it in place."""
+        return self.log_temperature.exp()
+
+    @temperature.setter
+    def temperature(self, value: float | Tensor) -> None:
+        with torch.no_grad():
+            self.log_temperature.copy_(_checked(value).log())
+
+    def bind(self, num_examples: int, num_outputs: int) -> None:
+        """Check that there are at least two classes."""
+        if num_outputs < 2:
+            raise NetworkError(
+                "a network with one output per class for Categorical(), at least 2",
+                f"{num_outputs} output",
+                "Use Bernoulli() for two classes with one output.",
+            )
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Check class labels 0..C-1, (N,)."""
+        self.bind(num_examples, num_outputs)
+        return read_labels(y, num_examples, num_outputs)
+
+    def event_shape(self, num_outputs: int) -> Size:
+        """Return (): a label is one number."""
+        return Size()
+
+    def rank(self, num_outputs: int) -> int:
+        """C - 1: adding a constant to all logits changes nothing."""
+        return num_outputs - 1
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log probability of each example's label, (N,), nats."""
+        return self._log_probabilities(f).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """``(e_y - p) / T`` ([T20] 2.5), (N, C), without cancellation where p is near 1."""
+        p = self.mean(f)
+        label = one_hot(y.long(), f.shape[-1]).bool()
+        return torch.where(label, complement(p), -p) / self._temperature(f)
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), (N, C, C)."""
+        return self.response_covariance(f) / self._temperature(f) ** 2
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """S (N, C, C-1) with ``S Sᵀ`` equal to `hessian`, by a Householder reflection of A = diag(√p) - p √pᵀ.
+
+        Q = I - v vᵀ/(1 + √p_m) with v = √p + e_m maps A's null vector √p to -e_m, m being the most probable
+        class. The other columns of A Q are, with s = √p,
+        ``-s_m s_j`` in row m and ``δ_ij s_i - p_i s_j / (1 + s_m)`` in the others.
+        """
+        # half the logarithm and not √p: its gradient is finite where p underflows
+        s = (0.5 * self._log_probabilities(f)).exp()
+        p = s.square()
+        top = f.argmax(-1, keepdim=True)
+        s_top = s.gather(-1, top)
+        columns = torch.diag_embed(s) - (p / (1 + s_top)).unsqueeze(-1) * s.unsqueeze(-2)
+        row = top.unsqueeze(-1).expand(*s.shape[:-1], 1, s.shape[-1])
+        columns = columns.scatter(-2, row, -(s_top * s).unsqueeze(-2))
+        keep = torch.arange(f.shape[-1] - 1, device=f.device)
+        keep = keep + (keep >= top)  # every column but m
+        keep = keep.unsqueeze(-2).expand(*s.shape, s.shape[-1] - 1)
+        return columns.gather(-1, keep) / self._temperature(f)
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Class probabilities, ``softmax(f / T)``, (N, C)."""
+        return torch.softmax(f / self._temperature(f), -1)
+
+    def mean_jacobian(self, f: Tensor) -> Tensor:
+        """``(diag(p) - p pᵀ) / T``, (N, C, C)."""
+        return self.response_covariance(f) / self._temperature(f)
+
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """Covariance of the class indicators, ``diag(p) - p pᵀ``, (N, C, C)."""
+        p = self.mean(f)
+        outer = -p.unsqueeze(-1) * p.unsqueeze(-2)
+        return outer.diagonal_scatter(p * complement(p), dim1=-2, dim2=-1)
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """Variance of the class indicators, ``p (1 - p)``, (N, C)."""
+        p = self.mean(f)
+        return p * complement(p)
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> Response:
+        """Return the class given f."""
+        return CategoricalResponse(self, f / self._temperature(f), torch.zeros_like(f), self.response_variance(f))
+
+    def average(self, f: Tensor, scalar: bool = False) -> Response:
+        """Average the probabilities over samples of f (S, n, C)."""
+        logits = self._log_probabilities(f).logsumexp(0) - math.log(f.shape[0])
+        epistemic = self.mean(f).var(0, correction=0)
+        return CategoricalResponse(self, logits, epistemic, self.response_variance(f).mean(0))
+
+    def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """``softmax(κ f/T)`` with ``κ_c = (1 + π v_c/(8 T²))^-½``, v the variances of f."""
+        temperature = self._temperature(mean)
+        variance = covariance.diagonal(dim1=-2, dim2=-1) / temperature**2
+        kappa = (1 + math.pi / 8 * variance).rsqrt()
+        logits = kappa * mean / temperature
+        p = torch.softmax(logits, -1)
+        # E[p_c (1 - p_c)] = T d E[p_c]/d mean_c = κ_c p_c (1 - p_c), which is the aleatoric part
+        total = p * complement(p)
+        return CategoricalResponse(self, logits, (1 - kappa) * total, kappa * total)
+
+    def _temperature(self, f: Tensor) -> Tensor:
+        return self.log_temperature.to(f).exp()
+
+    def _log_probabilities(self, f: Tensor) -> Tensor:
+        return torch.log_softmax(f / self._temperature(f), -1)
+
+
+def complement(p: Tensor) -> Tensor:
+    """``1 - p`` for probabilities that sum to one over the last dimension, exact where one is near 1."""
+    top = p.argmax(-1, keepdim=True)
+    others = p.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+    return (1 - p).scatter(-1, top, others)
+
+
+def _checked(temperature: float | Tensor) -> Tensor:
+    value = torch.as_tensor(temperature, dtype=torch.float64).detach()
+    if value.numel() != 1 or not (value.isfinite().all() and (value > 0).all()):
+        raise HyperparameterError(
+            "one temperature that is positive and finite", f"{temperature}", "Pass a positive number, such as 1."
+        )
+    return value.reshape(())

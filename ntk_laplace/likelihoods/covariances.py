@@ -1,0 +1,72 @@
+"""Roots of small covariances, one per input, with nothing added to them."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NTKLaplaceWarning, NumericalError
+from ntk_laplace.likelihoods.targets import first_bad
+
+__all__ = ["cholesky", "covariance_root", "require_positive"]
+
+
+def covariance_root(covariance: Tensor) -> Tensor:
+    """Symmetric W with ``W W`` equal to positive semidefinite `covariance` (n, C, C); singular is welcome.
+
+    Unlike other roots it is unique and continuous, so covariances that agree up to rounding give samples that
+    agree too. Eigenvalues that rounding made negative count as zero; beyond that a warning names the size.
+
+    Raises
+    ------
+    NumericalError
+        If a covariance is not finite, or has an eigenvalue that no rounding explains.
+    """
+    if not covariance.isfinite().all():
+        raise NumericalError(
+            "finite covariances",
+            f"NaN or infinity at input {first_bad(~covariance.isfinite())}",
+            "Check the inputs and the network's outputs there.",
+        )
+    values, vectors = torch.linalg.eigh(covariance)
+    spectrum = values.detach()
+    least, largest = float(spectrum.min()), float(spectrum.abs().max())
+    eps = torch.finfo(covariance.dtype).eps
+    if least < -(eps**0.5) * largest:
+        raise NumericalError(
+            "positive semidefinite covariances",
+            f"an eigenvalue {least:.3g} beside {largest:.3g} at input {first_bad(spectrum == spectrum.min())}",
+            "Use dtype=torch.float64, or a larger prior precision.",
+        )
+    if least < -1e3 * eps * largest:
+        warnings.warn(
+            f"a latent covariance had an eigenvalue {least:.3g} beside {largest:.3g}; it counts as zero",
+            NTKLaplaceWarning,
+            stacklevel=2,
+        )
+    return (vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)) @ vectors.mT
+
+
+def cholesky(covariance: Tensor) -> Tensor:
+    """Lower triangular factors of covariances (n, C, C), or a `NumericalError` that names the first bad input."""
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    if info.any():
+        raise NumericalError(
+            "a positive definite covariance of the response",
+            f"a singular one at input {int((info != 0).int().argmax())}",
+            'Predict with method="glm" if class probabilities are saturated; else use dtype=torch.float64.',
+        )
+    return factor
+
+
+def require_positive(variance: Tensor) -> None:
+    """Raise a `NumericalError` that names the first input whose variance (n,) is not positive."""
+    if not (variance > 0).all():
+        index = first_bad(~(variance > 0))
+        raise NumericalError(
+            "positive variances of the response",
+            f"{float(variance.detach()[index]):.3g} at input {index}",
+            "Use dtype=torch.float64, or a larger prior precision.",
+        )

@@ -1,0 +1,296 @@
+"""Gaussian: real responses with noise of one variance, one per output, one per point, or a full covariance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Size, Tensor, nn
+
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
+from ntk_laplace.likelihoods.targets import read_columns
+
+__all__ = ["Gaussian"]
+
+KINDS = ("auto", "scalar", "output", "point", "covariance")
+
+
+class Gaussian(Likelihood):
+    """Gaussian likelihood ``y = f + ε``, ε with the variance `noise` ([T20] Table 2.1).
+
+    Targets are real numbers of shape (N, C), or (N,) for one output.
+
+    Parameters
+    ----------
+    noise : float or Tensor
+        A *variance*, in squared units of y: one number, one per output (C,), one per point (N,) or (N, C), or
+        the covariance of the outputs (C, C).
+    kind : {"auto", "scalar", "output", "point", "covariance"}
+        What `noise` means; only needed where its shape leaves a choice, as when N = C.
+
+    Attributes
+    ----------
+    log_noise : nn.Parameter
+        Log variances in the shape of `noise`; for a covariance the logarithms of D in Σ = U diag(D) Uᵀ.
+    coupling : nn.Parameter or None
+        For a covariance, the entries of the unit triangular U below its diagonal, row by row.
+
+    Raises
+    ------
+    HyperparameterError
+        If a variance is not positive, a covariance not positive definite, or the shape fits no kind.
+    """
+
+    log_noise: nn.Parameter
+    coupling: nn.Parameter | None
+
+    def __init__(self, noise: float | Tensor = 1.0, kind: str = "auto") -> None:
+        super().__init__()
+        if kind not in KINDS:
+            raise HyperparameterError(f"a kind among {KINDS}", f"{kind!r}", "Pass one of them.")
+        values = torch.as_tensor(noise, dtype=torch.float64).detach().clone()
+        square = values.dim() == 2 and values.shape[0] == values.shape[1]
+        if kind == "scalar" or (kind == "auto" and values.numel() == 1):
+            kind, values = "scalar", _one(values)
+        elif kind == "auto" and values.dim() == 2:
+            kind = "auto covariance" if square else "point"
+        self._kind = kind
+        if kind.endswith("covariance"):
+            log_noise, coupling = _unit_factors(values)
+            self.log_noise, self.coupling = nn.Parameter(log_noise), nn.Parameter(coupling)
+        else:
+            self.log_noise = nn.Parameter(_positive(values).log())
+            self.register_parameter("coupling", None)
+
+    # --- the hyperparameter -----------------------------------------------------------------------------
+
+    @property
+    def kind(self) -> str:
+        """What the noise means; "auto" until `bind` if its shape leaves a choice."""
+        return self._kind.removeprefix("auto ")
+
+    @property
+    def noise(self) -> Tensor:
+        """Variance(s), in the shape they were given; assign to change them in place."""
+        if self.coupling is None:
+            return self.log_noise.exp()
+        factor = self._factor(self.log_noise)
+        return factor @ factor.mT
+
+    @noise.setter
+    def noise(self, value: float | Tensor) -> None:
+        values = torch.as_tensor(value, dtype=torch.float64).detach()
+        with torch.no_grad():
+            if self.coupling is None:
+                self.log_noise.copy_(_fill(_positive(values), self.log_noise.shape).log())
+            else:
+                size = len(self.log_noise)
+                if values.numel() == 1:
+                    values = _one(_positive(values)) * torch.eye(size, dtype=values.dtype, device=values.device)
+                log_noise, coupling = _unit_factors(_fill(values, Size((size, size))))
+                self.log_noise.copy_(log_noise)
+                self.coupling.copy_(coupling)
+
+    def bind(self, num_examples: int, num_outputs: int) -> None:
+        """Settle what the noise means for N examples and C outputs, and check its shape."""
+        self._kind = self._resolve(num_examples, num_outputs)
+
+    def at(self, index: Tensor | slice) -> Likelihood:
+        """Return this likelihood, or for noise per point that of some of the points, differentiable in `log_noise`."""
+        if self.kind != "point":
+            return self
+        part = Gaussian.__new__(Gaussian)
+        nn.Module.__init__(part)
+        # a plain tensor, so that gradients reach this module's parameter
+        part._kind, part.log_noise, part.coupling = "point", self.log_noise[index], None
+        return part
+
+    def for_new_points(self) -> Likelihood:
+        """Return this likelihood; noise per point belongs to the training points and raises."""
+        if self.kind == "point":
+            raise self._no_noise("new points")
+        return self
+
+    # --- the door -----------------------------------------------------------------------------------------
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Check real targets, (N, C), and (N,) for one output."""
+        return read_columns(y, num_examples, num_outputs)
+
+    def event_shape(self, num_outputs: int) -> Size:
+        """(C,)."""
+        return Size((num_outputs,))
+
+    # --- the density and its derivatives in f ---------------------------------------------------------------
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log density of each example, (N,), nats."""
+        # log N(y; f, Σ) = -½ (y - f)ᵀ Σ⁻¹ (y - f) - ½ log det Σ - C/2 log 2π
+        distance = (self.residual(f, y) * (y.to(f) - f)).sum(-1)
+        return -0.5 * (distance + self._log_det(f) + f.shape[-1] * math.log(2 * math.pi))
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """``Σ⁻¹ (y - f)`` ([T20] Table 2.1), (N, C)."""
+        error = y.to(f) - f
+        if self.coupling is None:
+            return error * (-self._log_variance(f)).exp()
+        self._require_fit("covariance", *f.shape)
+        return torch.cholesky_solve(error.mT, self._factor(f)).mT
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """``Σ⁻¹`` ([T20] Table 2.1), (N, C, C)."""
+        if self.coupling is None:
+            return torch.diag_embed((-self._log_variance(f)).exp())
+        root = self.root(f)
+        return root @ root.mT
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """``L⁻ᵀ`` with ``L Lᵀ = Σ``, (N, C, C)."""
+        if self.coupling is None:
+            return torch.diag_embed((-0.5 * self._log_variance(f)).exp())
+        self._require_fit("covariance", *f.shape)
+        factor = self._factor(f)
+        eye = torch.eye(len(factor), dtype=f.dtype, device=f.device)
+        return torch.linalg.solve_triangular(factor.mT, eye, upper=True).expand(len(f), -1, -1)
+
+    # --- the response -----------------------------------------------------------------------------------------
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Return f itself, (N, C)."""
+        return f
+
+    def mean_jacobian(self, f: Tensor) -> Tensor:
+        """Identity, (N, C, C)."""
+        return torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand(*f.shape, -1)
+
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """Σ, the noise, (N, C, C)."""
+        if self.coupling is None:
+            return torch.diag_embed(self._log_variance(f).exp())
+        self._require_fit("covariance", *f.shape)
+        factor = self._factor(f)
+        return (factor @ factor.mT).expand(len(f), -1, -1)
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """Diagonal of Σ, (N, C)."""
+        if self.coupling is None:
+            return self._log_variance(f).exp()
+        return super().response_variance(f)
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> Response:
+        """Normal response given f."""
+        return self.integrate(f, f.new_zeros(*f.shape, f.shape[-1]), scalar)
+
+    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Normal response for f ~ N(mean, covariance): their covariances add."""
+        noise = self.response_covariance(mean)
+        if scalar:
+            parts = (mean.squeeze(-1), covariance.flatten(), noise.flatten())
+            return NormalResponse(self, *parts)
+        return MultivariateNormalResponse(self, mean, covariance, noise)
+
+    def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Return the exact response: the link is linear already."""
+        return self.integrate(mean, covariance, scalar)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _log_variance(self, f: Tensor) -> Tensor:
+        """Log variances for each point and output of f, (N, C)."""
+        kind = self._resolve(*f.shape) if self._kind == "auto" else self._kind
+        if kind == "point" and len(self.log_noise) != len(f):
+            raise self._no_noise(f"{len(f)} other points")
+        self._require_fit(kind, *f.shape)
+        values = self.log_noise.to(f)
+        column = kind == "point" and values.dim() == 1
+        return (values.unsqueeze(1) if column else values).expand(f.shape)
+
+    def _factor(self, like: Tensor) -> Tensor:
+        """Cholesky factor U diag(√D) of the covariance, in the dtype and device of `like`."""
+        size = len(self.log_noise)
+        rows, columns = torch.tril_indices(size, size, -1, device=like.device)
+        unit = torch.eye(size, dtype=like.dtype, device=like.device)
+        unit = unit.index_put((rows, columns), self.coupling.to(like))
+        return unit * (0.5 * self.log_noise.to(like)).exp()
+
+    def _log_det(self, f: Tensor) -> Tensor:
+        if self.coupling is None:
+            return self._log_variance(f).sum(-1)
+        return self.log_noise.to(f).sum()  # det U = 1
+
+    def _resolve(self, num_examples: int, num_outputs: int) -> str:
+        """Tell what the noise means for N examples and C outputs."""
+        kind = self._kind
+        if kind.startswith("auto"):
+            if num_examples == num_outputs and self.log_noise.shape[0] == num_outputs:
+                choice = ("output", "point") if kind == "auto" else ("covariance", "point")
+                raise HyperparameterError(
+                    f"noise whose shape tells what it means for {num_examples} examples of {num_outputs} outputs",
+                    f"shape {tuple(self.noise.shape)}, which could be one per {choice[1]} or of kind {choice[0]!r}",
+                    f'Say which: Gaussian(noise, kind="{choice[0]}") or Gaussian(noise, kind="{choice[1]}").',
+                )
+            fits_outputs = kind == "auto" and self.log_noise.shape[0] == num_outputs
+            kind = "covariance" if kind != "auto" else "output" if fits_outputs else "point"
+        self._require_fit(kind, num_examples, num_outputs)
+        return kind
+
+    def _require_fit(self, kind: str, num_examples: int, num_outputs: int) -> None:
+        n, c, shape = num_examples, num_outputs, tuple(self.log_noise.shape)
+        allowed = {"scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c,)]}[kind]
+        if shape not in allowed:
+            raise HyperparameterError(
+                f"noise of shape (), ({c},), ({n},), ({n}, {c}) or ({c}, {c}) for {n} examples of {c} outputs",
+                f"shape {tuple(self.noise.shape)}",
+                "Pass one variance, one per output, one per point, or a covariance of the outputs.",
+            )
+
+    def _no_noise(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the {len(self.log_noise)} points that the noise per point was given for",
+            what,
+            "Give the noise there: predict(x, likelihood=ntkl.Gaussian(noise=...)).",
+        )
+
+
+def _one(values: Tensor) -> Tensor:
+    if values.numel() != 1:
+        raise HyperparameterError(
+            'one number for kind="scalar"', f"shape {tuple(values.shape)}", 'Pass a float, or kind="auto".'
+        )
+    return values.reshape(())
+
+
+def _fill(values: Tensor, shape: Size) -> Tensor:
+    if values.numel() != 1 and values.shape != shape:
+        raise HyperparameterError(
+            f"noise of shape {tuple(shape)}, or one number", f"shape {tuple(values.shape)}", "Pass one value for each."
+        )
+    return values.expand(shape)
+
+
+def _positive(values: Tensor) -> Tensor:
+    bad = ~(values.isfinite() & (values > 0))
+    if values.numel() == 0 or values.dim() > 2 or bad.any():
+        got = f"{float(values[bad][0]):g}" if bad.any() else f"shape {tuple(values.shape)}"
+        raise HyperparameterError("noise variances that are positive and finite", got, "Pass variances above 0.")
+    return values
+
+
+def _unit_factors(covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Log D (C,) and the strict lower triangle of U in ``Σ = U diag(D) Uᵀ``."""
+    factor, info = torch.linalg.cholesky_ex(covariance) if covariance.dim() == 2 else (covariance, 1)
+    symmetric = covariance.dim() == 2 and torch.allclose(covariance, covariance.mT, rtol=1e-10, atol=0.0)
+    if not symmetric or int(info) != 0 or not covariance.isfinite().all():
+        shape = f"shape {tuple(covariance.shape)}"
+        fault = "one that is not symmetric" if not symmetric else "one that is not positive definite"
+        raise HyperparameterError(
+            "a noise covariance (C, C) that is symmetric and positive definite",
+            fault if covariance.dim() == 2 else shape,
+            'Noise of one variance per point and output is Gaussian(noise, kind="point").',
+        )
+    scale = factor.diagonal()
+    rows, columns = torch.tril_indices(len(scale), len(scale), -1)
+    return 2.0 * scale.log(), (factor / scale)[rows, columns]

@@ -1,0 +1,76 @@
+"""The response linearized through the inverse link: a Gaussian of the response's moments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Size, Tensor
+from torch import distributions as td
+from torch.nn.functional import one_hot
+
+from ntk_laplace.likelihoods.covariances import cholesky, covariance_root
+from ntk_laplace.likelihoods.responses import Response
+
+if TYPE_CHECKING:
+    from ntk_laplace.likelihoods.base import Likelihood
+
+__all__ = ["LinearizedResponse"]
+
+
+class LinearizedResponse(Response):
+    """The response after the linearization through the inverse link, with Gaussian moments ([T20] 3.16).
+
+    `log_prob` is the density of that Gaussian at the response. For classes the response is the vector of
+    indicators, whose covariance is singular: its density is that of the first C-1 indicators, which is the
+    same whichever is left out. It is a density, not comparable with a log probability; use `probs` for that.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, likelihood: Likelihood, mean: Tensor, latent: Tensor, noise: Tensor, scalar: bool = False
+    ) -> None:
+        self.loc, self.covariance_matrix, self.scalar = mean, latent + noise, scalar
+        parts = (latent.diagonal(dim1=-2, dim2=-1), noise.diagonal(dim1=-2, dim2=-1))
+        self._own(likelihood, mean.shape[-1], *(self._drop(part) for part in parts))
+        super().__init__(mean.shape[:1], Size() if scalar else mean.shape[1:], validate_args=False)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean response, the inverse link at the mean of f."""
+        return self._drop(self.loc)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of 1, for each output, or of each class."""
+        if not self.likelihood.classifies:
+            raise AttributeError(f"{type(self.likelihood).__name__} responses have no class probabilities")
+        return self.mean
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of the Gaussian at responses, or at labels (…, n), which count as their indicators."""
+        y = torch.as_tensor(value, device=self.loc.device)
+        if self.likelihood.event_shape(self.num_outputs) == () and not y.is_floating_point():
+            labels = self.likelihood.targets(y.flatten(), y.numel(), self.num_outputs)
+            y = one_hot(labels, self.num_outputs).reshape(*y.shape, self.num_outputs)
+        sample_shape, y = self._split(y)
+        y = y.to(self.loc).reshape(*sample_shape, *self.loc.shape)
+        free = self.likelihood.rank(self.num_outputs)
+        factor = cholesky(self.covariance_matrix[:, :free, :free])
+        density = td.MultivariateNormal(self.loc[:, :free], scale_tril=factor, validate_args=False)
+        return density.log_prob(y[..., :free])
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw from the Gaussian; singular covariances are welcome."""
+        root = covariance_root(self.covariance_matrix)
+        noise = torch.randn(Size(sample_shape) + self.loc.shape, dtype=self.loc.dtype, device=self.loc.device)
+        return self._drop(self.loc + (root @ noise.unsqueeze(-1)).squeeze(-1))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw from the Gaussian, without gradients."""
+        with torch.no_grad():
+            return self.rsample(sample_shape)
+
+    def _drop(self, moments: Tensor) -> Tensor:
+        return moments.squeeze(-1) if self.scalar else moments

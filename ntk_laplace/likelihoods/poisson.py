@@ -1,0 +1,85 @@
+"""Poisson: counts, f the log rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch import distributions as td
+
+from ntk_laplace.errors import NonFiniteError
+from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.responses import FactorizedResponse, Response
+from ntk_laplace.likelihoods.targets import first_bad, read_columns, require
+
+__all__ = ["Poisson"]
+
+
+class Poisson(Likelihood):
+    """Poisson likelihood of counts, ``rate = exp(f)``, independent over outputs ([T20] Table 2.1).
+
+    Targets are whole numbers from 0, of shape (N, C), or (N,) for one output.
+    """
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Check counts, (N, C), and (N,) for one output."""
+        y = read_columns(y, num_examples, num_outputs)
+        remedy = "Poisson() is for counts; continuous targets want another likelihood, such as Gaussian()."
+        require((y >= 0) & (y == y.floor()), y, "targets that are whole numbers from 0", remedy)
+        return y
+
+    def event_shape(self, num_outputs: int) -> Size:
+        """(C,)."""
+        return Size((num_outputs,))
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log probability of each example, summed over its outputs, (N,), nats."""
+        y = y.to(f)
+        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """``y - exp(f)`` ([T20] 2.5), (N, C)."""
+        return y.to(f) - self._rate(f)
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """``exp(f)`` on the diagonal ([T20] Table 2.1), (N, C, C)."""
+        return torch.diag_embed(self._rate(f))
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """``exp(f/2)`` on the diagonal, (N, C, C)."""
+        self._rate(f)
+        return torch.diag_embed((0.5 * f).exp())
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Rate, ``exp(f)``, (N, C)."""
+        return f.exp()
+
+    def mean_jacobian(self, f: Tensor) -> Tensor:
+        """``exp(f)`` on the diagonal, (N, C, C)."""
+        return torch.diag_embed(f.exp())
+
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """``exp(f)`` on the diagonal, (N, C, C)."""
+        return torch.diag_embed(f.exp())
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """``exp(f)``, (N, C)."""
+        return f.exp()
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> Response:
+        """Independent Poisson responses given f."""
+        rate = self._rate(f)
+        base = td.Poisson(rate.squeeze(-1) if scalar else rate, validate_args=False)
+        return FactorizedResponse(self, base, torch.zeros_like(rate), rate, scalar)
+
+    def _rate(self, f: Tensor) -> Tensor:
+        rate = f.exp()
+        if not rate.isfinite().all():
+            index = first_bad(~rate.isfinite())
+            raise NonFiniteError(
+                f"rates exp(f) within {f.dtype}",
+                f"f = {float(f.detach()[index].max()):.3g} at example {index}",
+                "Scale the network's output, or use float64.",
+            )
+        return rate

@@ -1,0 +1,192 @@
+"""Distributions of a response: torch distributions that also keep epistemic and aleatoric variance apart.
+
+For a batch of n inputs each has batch shape (n,), so ``log_prob(y)`` is one number per input whatever the number
+of outputs. By the law of total variance, ``variance = epistemic + aleatoric``: the variance of the mean response
+over the posterior of f, and the mean over it of the response's own variance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Size, Tensor
+from torch import distributions as td
+
+from ntk_laplace.errors import TargetError
+from ntk_laplace.likelihoods.covariances import cholesky, require_positive
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ntk_laplace.likelihoods.base import Likelihood
+
+__all__ = [
+    "BernoulliResponse",
+    "CategoricalResponse",
+    "FactorizedResponse",
+    "MultivariateNormalResponse",
+    "NormalResponse",
+    "Response",
+]
+
+
+class Response(td.Distribution):
+    """Distribution of y given x, one per input, that reads targets as the likelihood does.
+
+    Attributes
+    ----------
+    epistemic, aleatoric : Tensor, the shape of `mean`
+        The two parts of `variance`: from not knowing f, and from the noise of y given f.
+    likelihood : Likelihood
+        Whose responses these are.
+    """
+
+    likelihood: Likelihood
+    num_outputs: int
+    epistemic: Tensor
+    aleatoric: Tensor
+
+    def _own(self, likelihood: Likelihood, num_outputs: int, epistemic: Tensor, aleatoric: Tensor) -> None:
+        # the likelihood is a module, and no distribution may register it
+        self.likelihood, self.num_outputs = likelihood, num_outputs
+        self.epistemic, self.aleatoric = epistemic, aleatoric
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of each response: epistemic + aleatoric."""
+        return self.epistemic + self.aleatoric
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density or probability of targets, in nats, one number per input.
+
+        Parameters
+        ----------
+        value : Tensor, sample_shape + (n,) + event_shape
+            Targets as the likelihood takes them; with one output, (n,) and (n, 1) are both welcome.
+
+        Raises
+        ------
+        TargetError
+            If shape, type or values do not fit.
+        """
+        return super().log_prob(self._read(value))
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Put responses for consecutive batches of inputs together."""
+        return parts[0] if len(parts) == 1 else cls._join(parts)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        raise NotImplementedError(f"{cls.__name__} cannot be joined")
+
+    def _read(self, y: Any) -> Tensor:
+        """Bring targets into the shape sample_shape + (n,) + event_shape, checked and in canonical form."""
+        sample_shape, y = self._split(y)
+        n = self.batch_shape[0]
+        canonical = self.likelihood.targets(y, math.prod(sample_shape) * n, self.num_outputs)
+        return canonical.reshape(sample_shape + self.batch_shape + self.event_shape)
+
+    def _split(self, y: Any) -> tuple[Size, Tensor]:
+        """Sample shape of `y`, and `y` with it folded into the first dimension."""
+        y = torch.as_tensor(y, device=self.epistemic.device)
+        n, event = self.batch_shape[0], self.event_shape
+        if event == (1,) and y.shape == (n,):
+            y = y.unsqueeze(-1)
+        elif event == () and self.num_outputs == 1 and y.shape == (n, 1):
+            y = y.squeeze(-1)
+        inner = self.batch_shape + event
+        if y.shape[max(y.dim() - len(inner), 0) :] != inner:
+            raise TargetError(
+                f"targets of shape {tuple(inner)}, with sample dimensions in front if any",
+                f"shape {tuple(y.shape)}",
+                "Pass one target for each predicted input.",
+            )
+        sample_shape = y.shape[: y.dim() - len(inner)]
+        return sample_shape, y.reshape((math.prod(sample_shape) * n, *event))
+
+
+class NormalResponse(Response, td.Normal):
+    """Normal response of a network whose outputs have shape (N,)."""
+
+    def __init__(self, likelihood: Likelihood, mean: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
+        variance = epistemic + aleatoric
+        require_positive(variance)
+        super().__init__(mean, variance.sqrt(), validate_args=False)
+        self._own(likelihood, 1, epistemic, aleatoric)
+
+
+class MultivariateNormalResponse(Response, td.MultivariateNormal):
+    """Normal response of C outputs, with covariance = latent covariance + noise."""
+
+    def __init__(self, likelihood: Likelihood, mean: Tensor, latent: Tensor, noise: Tensor) -> None:
+        super().__init__(mean, scale_tril=cholesky(latent + noise), validate_args=False)
+        self.latent_covariance = latent
+        parts = (latent.diagonal(dim1=-2, dim2=-1), noise.diagonal(dim1=-2, dim2=-1))
+        self._own(likelihood, mean.shape[-1], *parts)
+
+
+class FactorizedResponse(Response, td.Independent):
+    """Response whose outputs are independent: a torch distribution of batch shape (n, C).
+
+    For a network whose outputs have shape (N,) (`scalar`) the batch has shape (n, 1) here and (n,) outside.
+    """
+
+    def __init__(
+        self, likelihood: Likelihood, base: td.Distribution, epistemic: Tensor, aleatoric: Tensor, scalar: bool
+    ) -> None:
+        num_outputs = epistemic.shape[-1]
+        if scalar:
+            epistemic, aleatoric = epistemic.squeeze(-1), aleatoric.squeeze(-1)
+        super().__init__(base, 0 if scalar else 1, validate_args=False)
+        self._own(likelihood, num_outputs, epistemic, aleatoric)
+
+
+class BernoulliResponse(FactorizedResponse):
+    """Independent yes or no for each output, from the log odds (n, C)."""
+
+    def __init__(
+        self, likelihood: Likelihood, logits: Tensor, epistemic: Tensor, aleatoric: Tensor, scalar: bool = False
+    ) -> None:
+        base = td.Bernoulli(logits=logits.squeeze(-1) if scalar else logits, validate_args=False)
+        super().__init__(likelihood, base, epistemic, aleatoric, scalar)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of 1, for each output, (n, C) or (n,)."""
+        return self.base_dist.probs
+
+    @property
+    def logits(self) -> Tensor:
+        """Log odds of 1, for each output, (n, C) or (n,)."""
+        return self.base_dist.logits
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        scalar = parts[0].event_shape == ()
+        rows = (torch.cat([getattr(part, name) for part in parts]) for name in ("logits", "epistemic", "aleatoric"))
+        return cls(parts[0].likelihood, *(row.unsqueeze(-1) if scalar else row for row in rows), scalar)
+
+
+class CategoricalResponse(Response, td.Categorical):
+    """Response that is one of C classes; `probs` (n, C), and `log_prob` takes labels (n,).
+
+    Mean and variance are those of the class indicators (n, C): the probabilities and p (1 - p).
+    """
+
+    def __init__(self, likelihood: Likelihood, logits: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
+        super().__init__(logits=logits, validate_args=False)
+        self._own(likelihood, logits.shape[-1], epistemic, aleatoric)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the class indicators, (n, C): the probabilities."""
+        return self.probs
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        rows = (torch.cat([getattr(part, name) for part in parts]) for name in ("logits", "epistemic", "aleatoric"))
+        return cls(parts[0].likelihood, *rows)

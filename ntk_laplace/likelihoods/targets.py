@@ -1,0 +1,99 @@
+"""Targets at the door: shape, type and values, with the first bad example named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NonFiniteError, TargetError
+
+__all__ = ["first_bad", "read", "read_columns", "read_labels", "require"]
+
+
+def read(y: Any, num_examples: int) -> Tensor:
+    """Targets as a tensor with one row per example, finite.
+
+    Raises
+    ------
+    TargetError
+        If `y` is no array of numbers, is empty, or has another number of rows.
+    NonFiniteError
+        If an entry is NaN or infinite.
+    """
+    try:
+        y = torch.as_tensor(y)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TargetError(
+            "targets as a tensor or an array of numbers", type(y).__name__, "Convert the targets to a tensor."
+        ) from error
+    if y.is_complex():
+        raise TargetError("real targets", f"dtype {y.dtype}", "Pass real and imaginary part as two outputs.")
+    if y.dim() == 0 or y.shape[0] != num_examples or y.numel() == 0:
+        raise TargetError(
+            f"targets for {num_examples} examples" if num_examples else "targets for at least one example",
+            f"shape {tuple(y.shape)}",
+            "Pass one row of targets for each input, in the same order.",
+        )
+    if y.is_floating_point() and not y.isfinite().all():
+        index = first_bad(~y.isfinite())
+        raise NonFiniteError(
+            "finite targets",
+            f"{_row(y, index)} at example {index}",
+            "Remove or impute examples with missing targets.",
+        )
+    return y
+
+
+def read_columns(y: Any, num_examples: int, num_outputs: int) -> Tensor:
+    """Targets of shape (N, C), floating; (N,) is welcome for one output. Integers become float64."""
+    y = read(y, num_examples)
+    if num_outputs == 1 and y.dim() == 1:
+        y = y.unsqueeze(1)
+    if y.shape != (num_examples, num_outputs):
+        wanted = f"({num_examples}, {num_outputs})"
+        raise TargetError(
+            f"targets of shape {wanted}" + (f" or ({num_examples},)" if num_outputs == 1 else ""),
+            f"shape {tuple(y.shape)}",
+            "Give each example one target per network output.",
+        )
+    return y if y.is_floating_point() else y.double()
+
+
+def read_labels(y: Any, num_examples: int, num_classes: int) -> Tensor:
+    """Class labels of shape (N,), int64 in 0..C-1; whole numbers of any type are welcome."""
+    y = read(y, num_examples)
+    if y.dim() != 1:
+        one_hot = y.shape == (num_examples, num_classes)
+        raise TargetError(
+            f"class labels of shape ({num_examples},)",
+            f"shape {tuple(y.shape)}",
+            "Turn one-hot rows into labels with y.argmax(1)." if one_hot else "Pass one label per example.",
+        )
+    require(
+        y == y.floor() if y.is_floating_point() else torch.ones_like(y, dtype=torch.bool),
+        y,
+        "class labels that are whole numbers",
+        "Regression targets want another likelihood, such as Gaussian().",
+    )
+    remedy = "Number the classes from 0, and give the network one output per class."
+    require((y >= 0) & (y < num_classes), y, f"class labels in 0..{num_classes - 1}", remedy)
+    return y.long()
+
+
+def require(good: Tensor, y: Tensor, expected: str, remedy: str) -> None:
+    """Raise a `TargetError` that names the first example where `good` fails."""
+    if not good.all():
+        index = first_bad(~good)
+        raise TargetError(expected, f"{_row(y, index)} at example {index}", remedy)
+
+
+def first_bad(bad: Tensor) -> int:
+    """Index of the first row (example) with a true entry."""
+    return int(bad.flatten(1).any(1).int().argmax()) if bad.dim() > 1 else int(bad.int().argmax())
+
+
+def _row(y: Tensor, index: int) -> str:
+    row = y[index].flatten().tolist()
+    return f"{row[0]:g}" if len(row) == 1 else "[" + ", ".join(f"{value:g}" for value in row) + "]"

@@ -1,0 +1,301 @@
+"""The Gaussian prior: its precisions are hyperparameters, its mean is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Size, Tensor, nn
+
+from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.priors.names import (
+    GROUPS,
+    Value,
+    assign,
+    checked_mean,
+    checked_precision,
+    describe,
+    flat_mean,
+    flatten,
+    names_of,
+    shorten,
+    unknown,
+)
+
+__all__ = ["GaussianPrior"]
+
+
+class GaussianPrior(nn.Module):
+    """Gaussian prior ``θ ~ N(μ0, P0⁻¹)`` with diagonal P0: one precision per group of parameters.
+
+    With precision δ it is the prior whose maximum a posteriori is found by weight decay δ on the summed loss.
+
+    Parameters
+    ----------
+    precision : float, Tensor or mapping
+        In inverse squared units of the weights: one for all groups, one per group (in the order of
+        `group_names`), or by name of the group, or of a parameter that is a group of its own. With
+        ``groups="parameter"`` a mapping takes parameter names, to a number or a tensor of the parameter's shape.
+    mean : float, Tensor or mapping
+        One for all, flat (P,) in the order of the network's parameters, or by name of parameter to a number or
+        a tensor of its shape. A mapping must hold every parameter, and may hold more.
+    groups : {"all", "layer", "tensor", "parameter"} or mapping
+        Which parameters share a precision: all; those of one module (the group's name is the module's path, ""
+        for the network itself); each tensor; none; or ``{group: [names of parameters or modules]}``, which must
+        hold every parameter once.
+
+    Attributes
+    ----------
+    log_precision : nn.Parameter, (G,), float64
+        The hyperparameters; there from the start for ``groups="all"``, else after `bind`.
+
+    Raises
+    ------
+    HyperparameterError
+        If a precision is not positive and finite or a mean not finite; from `bind`, if names or sizes do not
+        fit the network.
+    """
+
+    log_precision: nn.Parameter | None
+
+    def __init__(
+        self,
+        precision: Value | Mapping[str, Value] = 1.0,
+        mean: Value | Mapping[str, Value] = 0.0,
+        groups: str | Mapping[str, Sequence[str]] = "all",
+    ) -> None:
+        super().__init__()
+        if not (isinstance(groups, Mapping) or groups in GROUPS):
+            raise HyperparameterError(
+                f"groups among {GROUPS} or a mapping from group to names", f"{groups!r}", "Pass one of them."
+            )
+        self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
+        self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
+        self._shapes: dict[str, Size] = {}
+        self._group_of: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
+        self._names = ["all"] if groups == "all" else []
+        self.register_parameter("log_precision", None)
+        if groups == "all":
+            self._make(self._values(precision))
+
+    # --- the door -------------------------------------------------------------------------------------
+
+    def bind(self, shapes: Mapping[str, Size]) -> GaussianPrior:
+        """Settle groups and mean for parameters of these names and shapes; a second time changes nothing.
+
+        Parameters
+        ----------
+        shapes : mapping
+            From parameter name to shape, in the order that flattens θ.
+
+        Returns
+        -------
+        GaussianPrior
+            Itself.
+        """
+        shapes = {name: Size(shape) for name, shape in shapes.items()}
+        if self._shapes:
+            return self._rebind(shapes)
+        if not shapes:
+            raise HyperparameterError(
+                "a network with at least one trainable parameter", "none", "Set requires_grad on some of them."
+            )
+        group_of, names = assign(self.groups, list(shapes))
+        mean = flat_mean(self._given_mean, shapes)
+        self._shapes, self._group_of, self._names = shapes, group_of, names
+        ends = accumulate(shape.numel() for shape in shapes.values())
+        self._offsets = dict(zip(shapes, [0, *ends], strict=False))
+        try:
+            if self.log_precision is None:
+                self._make(self._values(self._given_precision))
+        except HyperparameterError:
+            self._shapes, self._group_of = {}, {}  # as if it had not been tried
+            raise
+        self.register_buffer("_mean", mean.to(self.log_precision.device), persistent=False)
+        return self
+
+    def _rebind(self, shapes: dict[str, Size]) -> GaussianPrior:
+        if list(shapes.items()) != list(self._shapes.items()):
+            raise HyperparameterError(
+                f"the network this prior was bound to, {describe(self._shapes)}",
+                describe(shapes),
+                "Make a new GaussianPrior for each network.",
+            )
+        return self
+
+    @property
+    def group_names(self) -> list[str]:
+        """Names of the groups, in the order of `log_precision`."""
+        if self.groups == "parameter":
+            return [f"{name}[{i}]" for name, shape in self._shapes.items() for i in range(shape.numel())]
+        return list(self._names)
+
+    @property
+    def num_parameters(self) -> int:
+        """P, the number of parameters."""
+        return sum(shape.numel() for shape in self._bound().values())
+
+    # --- precisions --------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> Tensor:
+        """Precisions δ, (G,), differentiable in `log_precision`; assign what `precision=` takes to change them."""
+        return self._log_precision().exp()
+
+    @precision.setter
+    def precision(self, value: Value | Mapping[str, Value]) -> None:
+        value = checked_precision(value)
+        if self.log_precision is None:
+            self._given_precision = value
+            return
+        with torch.no_grad():
+            self.log_precision.copy_(self._values(value).log())
+
+    def group_of(self, name: str) -> int | slice:
+        """Where in `log_precision` a parameter's precision stands; a slice for ``groups="parameter"``."""
+        self._bound()
+        if name not in self._group_of:
+            raise unknown("parameter", name, self._shapes)
+        if self.groups != "parameter":
+            return self._group_of[name]
+        start = self._offsets[name]
+        return slice(start, start + self._shapes[name].numel())
+
+    def group_counts(self) -> Tensor:
+        """Count the parameters in each group, (G,), int64."""
+        if self.groups == "parameter":
+            return torch.ones(self.num_parameters, dtype=torch.int64, device=self._log_precision().device)
+        index, sizes = self._index()
+        return torch.zeros(len(self._names), dtype=torch.int64, device=index.device).index_add(0, index, sizes)
+
+    def tensor_precision(self, name: str) -> Tensor:
+        """Precision of a parameter, 0-d; flat (numel,) for ``groups="parameter"``. Differentiable."""
+        return self._log_precision()[self.group_of(name)].exp()
+
+    def flat_precision(self) -> Tensor:
+        """Diagonal of P0, (P,), in the order of the network's parameters. Differentiable."""
+        return self._spread(self.precision)
+
+    def log_det(self) -> Tensor:
+        """Log determinant of P0. Differentiable."""
+        return (self.group_counts() * self._log_precision()).sum()
+
+    # --- mean and energy -----------------------------------------------------------------------------------
+
+    def flat_mean(self) -> Tensor:
+        """μ0, (P,), float64."""
+        self._bound()
+        return self._mean.expand(self.num_parameters)
+
+    def group_distances(self, theta: Tensor) -> Tensor:
+        """``‖θ_g - μ0_g‖²`` for each group, (G,), float64, of flat θ (P,). Differentiable."""
+        if theta.shape != (self.num_parameters,):
+            raise HyperparameterError(
+                f"flat weights of shape ({self.num_parameters},)",
+                f"shape {tuple(theta.shape)}",
+                "Concatenate all parameters in the network's order.",
+            )
+        squares = (theta.double() - self.flat_mean().to(theta.device)).square()
+        if self.groups == "parameter":
+            return squares
+        index, sizes = self._index()
+        sums = torch.stack([part.sum() for part in squares.split(sizes.tolist())])
+        return sums.new_zeros(len(self._names)).index_add(0, index.to(sums.device), sums)
+
+    def energy(self, theta: Tensor) -> Tensor:
+        """``½ (θ-μ0)ᵀ P0 (θ-μ0)`` of flat θ (P,), nats, float64. Differentiable in θ and the precisions."""
+        return 0.5 * (self.precision.to(theta.device) * self.group_distances(theta)).sum()
+
+    def extra_repr(self) -> str:
+        """Groups and precisions in a word."""
+        kind = self.groups if isinstance(self.groups, str) else list(self.groups)
+        count = "not bound" if self.log_precision is None else f"{self.log_precision.numel()} precision(s)"
+        return f"groups={kind!r}, {count}"
+
+    # --- inside ------------------------------------------------------------------------------------------------
+
+    def _make(self, precision: Tensor) -> None:
+        self.log_precision = nn.Parameter(precision.log())
+
+    def _bound(self) -> dict[str, Size]:
+        if not self._shapes:
+            raise HyperparameterError(
+                "a prior that knows the network's parameters",
+                "one that was not bound",
+                "Call prior.bind(shapes) with names and shapes, as laplace() does.",
+            )
+        return self._shapes
+
+    def _log_precision(self) -> nn.Parameter:
+        if self.log_precision is None:
+            self._bound()
+        return self.log_precision
+
+    def _index(self) -> tuple[Tensor, Tensor]:
+        """Group and size of each parameter tensor, in order."""
+        self._bound()
+        device = self._log_precision().device
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        return torch.tensor(list(self._group_of.values()), device=device), torch.tensor(sizes, device=device)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Values per group (G,) as values per parameter (P,)."""
+        if self.groups == "parameter":
+            return values
+        index, sizes = self._index()
+        return values[index].repeat_interleave(sizes, output_size=self.num_parameters)
+
+    def _values(self, given: Value | Mapping[str, Value]) -> Tensor:
+        """Precisions of the groups, (G,), from whatever they were given as."""
+        size = self.num_parameters if self.groups == "parameter" else len(self._names)
+        if isinstance(given, Mapping):
+            return self._from_parameters(given) if self.groups == "parameter" else self._from_groups(given)
+        values = torch.as_tensor(given, dtype=torch.float64)
+        if values.numel() != 1 and values.shape != (size,):
+            raise HyperparameterError(
+                f"one precision, or one per group, ({size},)",
+                f"shape {tuple(values.shape)}",
+                f"The groups are {shorten(self.group_names)}.",
+            )
+        return values.flatten().expand(size).clone()
+
+    def _from_groups(self, given: Mapping[str, Value]) -> Tensor:
+        values: dict[str, float] = {}
+        for key, value in given.items():
+            group = self._group_named(key)
+            if group in values or torch.as_tensor(value).numel() != 1:
+                got = "two" if group in values else f"shape {tuple(torch.as_tensor(value).shape)}"
+                raise HyperparameterError(
+                    f"one precision for group {group!r}", got, 'Tensors of precisions want groups="parameter".'
+                )
+            values[group] = float(value)
+        missing = [name for name in self._names if name not in values]
+        if missing:
+            raise HyperparameterError(
+                f"a precision for every group, {shorten(self._names)}",
+                f"none for {shorten(missing)}",
+                "Name each group once.",
+            )
+        return torch.tensor([values[name] for name in self._names], dtype=torch.float64)
+
+    def _group_named(self, key: str) -> str:
+        if key in self._names:
+            return key
+        if key not in self._group_of:
+            raise unknown("group", key, self._names)
+        group = self._group_of[key]
+        if list(self._group_of.values()).count(group) > 1:
+            raise HyperparameterError(
+                f"the name of a group, such as {self._names[group]!r}",
+                f"{key!r}, one of several parameters in it",
+                'Name the group, or use groups="tensor".',
+            )
+        return self._names[group]
+
+    def _from_parameters(self, given: Mapping[str, Value]) -> Tensor:
+        for key in given:
+            if key not in self._shapes:
+                raise unknown("parameter", key, self._shapes)
+        return flatten(given, self._shapes, "precision")
