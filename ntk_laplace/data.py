@@ -191,12 +191,39 @@ class Batches:
 
     def _pairs(self) -> Iterator[tuple[Inputs, Tensor]]:
         if isinstance(self._source, DataLoader):
-            yield from map(_as_pair, self._source)
+            yield from map(_as_pair, _with_own_randomness(self._source))
             return
         x, y = self._source
         for start in range(0, self._length, self.batch_size):
             part = slice(start, start + self.batch_size)
             yield take(x, part), y[part]
+
+
+def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
+    """Batches drawn from a random stream of their own, the same in every pass.
+
+    A shuffling loader then keeps one order over passes, and the caller's random state is not touched.
+    """
+    ours = torch.Generator().manual_seed(0).get_state()
+    own = loader.generator
+    kept = None if own is None else own.get_state()
+    iterator: Iterator[Any] | None = None
+    try:
+        while True:
+            theirs = torch.get_rng_state()
+            torch.set_rng_state(ours)
+            try:
+                iterator = iter(loader) if iterator is None else iterator
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                ours = torch.get_rng_state()
+                torch.set_rng_state(theirs)
+            yield batch
+    finally:
+        if own is not None:
+            own.set_state(kept)
 
 
 def _tensors(x: Any) -> Inputs:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
 
-__all__ = ["cholesky_", "cholesky_logdet", "inverse_from_cholesky", "solve_lower", "solve_spd", "symmetric_root"]
+__all__ = ["add_outer_lower_", "cholesky_", "cholesky_logdet", "inverse_from_cholesky", "solve_lower", "solve_spd", "symmetric_root"]
 
 
 def cholesky_(matrix: Tensor, block: int = 1024) -> Tensor:
@@ -57,6 +57,22 @@ def cholesky_(matrix: Tensor, block: int = 1024) -> Tensor:
             rows = matrix[row:end, start:stop]
             matrix[row:end, stop:end].addmm_(rows, matrix[stop:end, start:stop].mT, alpha=-1.0)
     return matrix
+
+
+def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int = 1024) -> None:
+    """``matrix += rowsᵀ rows`` in the lower triangle (whole diagonal blocks), half the work of the full product.
+
+    Parameters
+    ----------
+    matrix : Tensor, (n, n)
+    rows : Tensor, (m, n)
+    block : int
+        Height of a panel.
+    """
+    n = matrix.shape[0]
+    for start in range(0, n, block):
+        stop = min(start + block, n)
+        matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
 
 
 def cholesky_logdet(factor: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class FactorPass:
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
         self._bytes_per_seed: int | None = None
 
-    def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None) -> Rows:
+    def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0) -> Rows:
         """Rows of all examples of `x`.
 
         Parameters
@@ -52,26 +52,25 @@ class FactorPass:
             Columns seed the backward passes, so that the rows are those of SᵀJ; by default the identity.
         batch_size : int, optional
             Examples per pass; by default as many as fit a working set of 256 MiB.
+        offset : int
+            Index of the first example, for messages.
 
         Raises
         ------
         NonFiniteError
             If an output or a row is NaN or infinite, with the index of the example.
         """
-        n = num_examples(x)
-        parts = []
-        for start in self._starts(x, n, batch_size):
-            part = slice(*start)
-            parts.append(self._batch(take(x, part), None if root is None else root[part], start[0]))
-        return Rows.concatenate(parts)
+        return Rows.concatenate(list(self.batches(x, root, batch_size, offset)))
 
-    def _starts(self, x: Inputs, n: int, batch_size: int | None) -> Iterator[tuple[int, int]]:
-        if batch_size is None:
-            self._prepare(x)
-            seeds = self.network.num_outputs or 1
-            batch_size = max(1, _WORKING_SET // max(1, (self._bytes_per_seed or 1) * seeds))
-        for start in range(0, n, batch_size):
-            yield start, min(start + batch_size, n)
+    def batches(self, x: Inputs, root: Tensor | None, batch_size: int | None, offset: int = 0) -> Iterator[Rows]:
+        """The same, a batch at a time."""
+        self._prepare(x)
+        n, seeds = num_examples(x), self.network.num_outputs if root is None else root.shape[2]
+        most = max(1, _WORKING_SET // (self._bytes_per_seed * max(1, seeds)))
+        step = min(most, batch_size or most)
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            yield self._batch(take(x, part), None if root is None else root[part], offset + start)
 
     def _prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once."""

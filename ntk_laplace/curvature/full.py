@@ -1,0 +1,105 @@
+"""Weight space in full: the Laplace-GGN posterior from H = JᵀΛJ + P0, (P, P)."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.factors.rows import Rows
+from ntk_laplace.linalg import add_outer_lower_, cholesky_, cholesky_logdet, inverse_from_cholesky, solve_lower, solve_spd
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["FullWeightSpace", "accumulate_ggn"]
+
+_PANEL = 192 * 2**20
+
+
+def accumulate_ggn(ggn: Tensor, rows: Rows, shapes: dict[str, torch.Size]) -> None:
+    """JᵀΛJ += (SᵀJ)ᵀ(SᵀJ) for rows of SᵀJ; the lower triangle alone."""
+    add_outer_lower_(ggn, rows.dense(shapes).flatten(0, 1))
+
+
+class FullWeightSpace:
+    """Factorization of H for one setting of the hyperparameters.
+
+    Parameters
+    ----------
+    ggn : Tensor, (P, P)
+        JᵀΛJ, its lower triangle.
+    prior : GaussianPrior
+    shapes : dict of str to torch.Size
+        The parameters, in order.
+    theta : Tensor, (P,)
+        The weights at which the network is linearized.
+    """
+
+    def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor) -> None:
+        self.shapes, self.theta = shapes, theta
+        with torch.no_grad():
+            self.precision = prior.flat_precision().to(ggn)
+            self._log_det_prior = prior.log_det().to(ggn)
+            self._group_counts = prior.group_counts().to(ggn)
+        self._groups = torch.cat([_group_numbers(prior, name, shape) for name, shape in shapes.items()]).to(ggn.device)
+        matrix = ggn.clone()
+        matrix.diagonal().add_(self.precision)  # H = JᵀΛJ + P0 (design section 2)
+        self.factor = cholesky_(matrix)
+
+    # --- evidence
+
+    def logdet(self) -> Tensor:
+        """log det B = log det H - log det P0."""
+        return cholesky_logdet(self.factor) - self._log_det_prior
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group."""
+        used = self.precision * self.inverse.diagonal()
+        return self._group_counts - torch.zeros_like(self._group_counts).index_add_(0, self._groups, used)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """H⁻¹, (P, P)."""
+        return inverse_from_cholesky(self.factor)
+
+    def newton(self, gradient: Tensor) -> Tensor:
+        """H⁻¹ g; g and the result are (P,)."""
+        return solve_spd(self.factor, gradient.unsqueeze(1)).squeeze(1)
+
+    # --- covariance of f
+
+    def moments(self, rows: Rows) -> Tensor:
+        """V = J H⁻¹ Jᵀ, the blocks (n, C, C) alone."""
+        k, n = rows.num_seeds, rows.num_examples
+        step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
+        blocks = self.factor.new_empty(n, k, k)
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            half = self._half(rows.part(part)).view(len(self.factor), k, -1).permute(2, 1, 0)
+            blocks[part] = half @ half.mT
+        return blocks
+
+    def covariance(self, rows: Rows) -> Tensor:
+        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
+        k, n = rows.num_seeds, rows.num_examples
+        half = self._half(rows).view(-1, k, n).transpose(1, 2).reshape(-1, n * k)
+        return half.T @ half
+
+    def _half(self, rows: Rows) -> Tensor:
+        """L⁻¹Jᵀ with H = L Lᵀ, (P, K*n), seed-major."""
+        return solve_lower(self.factor, rows.dense(self.shapes).flatten(0, 1).T)
+
+    # --- samples
+
+    def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(θ*, H⁻¹), (count, P)."""
+        noise = torch.randn(len(self.theta), count, dtype=self.factor.dtype, device=self.factor.device,
+                            generator=generator)
+        return self.theta + solve_lower(self.factor, noise, transpose=True).T
+
+
+def _group_numbers(prior: GaussianPrior, name: str, shape: torch.Size) -> Tensor:
+    group = prior.group_of(name)
+    if isinstance(group, slice):
+        return torch.arange(group.start, group.stop)
+    return torch.full((shape.numel(),), group)

@@ -1,0 +1,142 @@
+"""Function space: the Laplace-GGN posterior from B = I + SᵀKS, a matrix over data instead of parameters.
+
+Everything that depends on a hyperparameter hangs on one factorization of B. The Jacobian rows are made once.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.factors.rows import Rows
+from ntk_laplace.gram import Variances, diagonal_blocks, gram, gram_lower, gram_tiles
+from ntk_laplace.linalg import cholesky_, cholesky_logdet, inverse_from_cholesky, solve_lower, solve_spd
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.resources import require_memory
+
+__all__ = ["FunctionSpace"]
+
+_PANEL = 192 * 2**20  # bytes of whitened cross-covariances held at a time
+
+
+class FunctionSpace:
+    """Factorization of B for one setting of the hyperparameters.
+
+    Parameters
+    ----------
+    rows : Rows
+        Rows of J at the training points, one seed per output; or those of SᵀJ if `root` is None.
+    root : Tensor, (N, C, R), or None
+        S with S Sᵀ = Λ.
+    prior : GaussianPrior
+    shapes : dict of str to torch.Size
+        The parameters, in order.
+    """
+
+    def __init__(self, rows: Rows, root: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size]) -> None:
+        self.rows, self.root, self.shapes = rows, root, shapes
+        self.variances: Variances = prior_variances(prior, shapes)
+        self._groups = {name: prior.group_of(name) for name in shapes}
+        self._num_groups = len(prior.log_precision)
+        self.flat_variance = torch.cat(
+            [v.expand(s.numel()) for v, s in zip(self.variances.values(), shapes.values(), strict=True)]
+        ).to(rows.f)
+        self.weighted = rows.weighted(root)
+        matrix = gram_lower(self.weighted, self.variances)
+        matrix.diagonal().add_(1.0)  # B = I + SᵀKS (design section 2)
+        self.factor = cholesky_(matrix)
+
+    # --- evidence
+
+    def logdet(self) -> Tensor:
+        """log det B."""
+        return cholesky_logdet(self.factor)
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group (design section 3)."""
+        if any(isinstance(group, slice) for group in self._groups.values()):
+            return self._effective_by_columns()
+        if self._num_groups == 1:
+            # SᵀKS = B - I
+            return (len(self.factor) - self.inverse.diagonal().sum()).reshape(1)
+        k, n = self.weighted.num_seeds, self.weighted.num_examples
+        inverse = self.inverse.view(k, n, k, n)
+        total = self.factor.new_zeros(self._num_groups)
+        for group in range(self._num_groups):
+            own = {name: v for name, v in self.variances.items() if self._groups[name] == group}
+            for part, columns, tile in gram_tiles(self.weighted, None, own):
+                twice = 1.0 if part == columns else 2.0
+                total[group] += twice * (tile * inverse[:, part, :, columns]).sum()
+        return total
+
+    def _effective_by_columns(self) -> Tensor:
+        """The same for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
+        total = self.factor.new_zeros(self._num_groups)
+        dense = self.weighted.dense(self.shapes).flatten(0, 1)
+        step = max(1, _PANEL // (dense.shape[0] * dense.element_size()))
+        for start in range(0, dense.shape[1], step):
+            panel = solve_lower(self.factor, dense[:, start : start + step])
+            total[start : start + step] = panel.square().sum(0) * self.flat_variance[start : start + step]
+        return total
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """B⁻¹, seed-major; a second matrix of B's size, made only where a gradient or an explanation asks for it."""
+        require_memory(self.factor.nbytes, self.factor.device, "the inverse of B",
+                       "Use fewer training points, or a structured posterior.")
+        return inverse_from_cholesky(self.factor)
+
+    def newton(self, gradient: Tensor) -> Tensor:
+        """H⁻¹ g by the Woodbury identity: P0⁻¹(g - JᵀS B⁻¹ SᵀJ P0⁻¹ g); g and the result are (P,)."""
+        scaled = self.flat_variance * gradient
+        inner = self.weighted.jvp(_unflatten(scaled, self.shapes))  # SᵀJ P0⁻¹ g, (N, R)
+        solved = solve_spd(self.factor, inner.T.reshape(-1, 1)).view(inner.T.shape).T
+        return scaled - self.flat_variance * self.weighted.vjp(solved, self.shapes)
+
+    # --- covariance of f
+
+    def cross(self, rows: Rows) -> Tensor:
+        """SᵀK between training points and `rows`, seed-major, (R*N, K*n)."""
+        r, n = self.weighted.num_seeds, self.weighted.num_examples
+        k, m = rows.num_seeds, rows.num_examples
+        out = self.factor.new_empty(r, n, k, m)
+        for part, columns, tile in gram_tiles(self.weighted, rows, self.variances):
+            out[:, part, :, columns] = tile
+        return out.view(r * n, k * m)
+
+    def moments(self, rows: Rows) -> Tensor:
+        """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), the blocks (n, C, C) alone."""
+        blocks = diagonal_blocks(rows, self.variances)
+        k, n = rows.num_seeds, rows.num_examples
+        step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            half = solve_lower(self.factor, self.cross(rows.part(part))).view(len(self.factor), k, -1)
+            half = half.permute(2, 1, 0)  # (m, K, R N)
+            blocks[part] -= half @ half.mT
+        return blocks
+
+    def covariance(self, rows: Rows) -> Tensor:
+        """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
+        k, n = rows.num_seeds, rows.num_examples
+        joint = gram(rows, None, self.variances)
+        half = solve_lower(self.factor, self.cross(rows))
+        half = half.view(-1, k, n).transpose(1, 2).reshape(-1, n * k)
+        return joint.addmm_(half.T, half, alpha=-1.0)
+
+    def training_moments(self) -> Tensor:
+        """V at the training points, (N, C, C)."""
+        return self.moments(self.rows)
+
+
+def prior_variances(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """One over the precision of each parameter, a number or one per entry."""
+    with torch.no_grad():
+        return {name: prior.tensor_precision(name).reciprocal().reshape(-1) for name in shapes}
+
+
+def _unflatten(vector: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    parts = vector.split([shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}

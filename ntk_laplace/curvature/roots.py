@@ -1,0 +1,67 @@
+"""Roots: what S is for each curvature. GGN, empirical Fisher and Monte-Carlo Fisher differ here alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.network import preserved_rng
+
+__all__ = ["CURVATURES", "Root"]
+
+CURVATURES = ("ggn", "ef", "mc")
+
+
+@dataclass(frozen=True)
+class Root:
+    """The root of the output Hessian, by name of the curvature.
+
+    Attributes
+    ----------
+    curvature : str
+        "ggn": S Sᵀ = Λ. "ef": S = r, the empirical Fisher. "mc": M gradients at labels drawn from the model,
+        over √M, whose S Sᵀ has expectation Λ.
+    samples : int
+        M.
+    seed : int
+        Of the drawn labels, so that they stay the same when a hyperparameter moves.
+    """
+
+    curvature: str = "ggn"
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.curvature not in CURVATURES:
+            raise UnsupportedError(f"curvature among {', '.join(CURVATURES)}", repr(self.curvature),
+                                   "Use 'ggn' for the exact Laplace-GGN.")
+
+    def columns(self, likelihood: Likelihood, num_outputs: int) -> int:
+        """R, the number of columns."""
+        return {"ggn": likelihood.rank(num_outputs), "ef": 1, "mc": self.samples}[self.curvature]
+
+    def root(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        """S, (N, C, R)."""
+        if self.curvature == "ggn":
+            return likelihood.root(f, targets)
+        return self._gradients(likelihood, f, targets)
+
+    def hessian(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        """S Sᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
+        if self.curvature == "ggn":
+            return likelihood.hessian(f, targets)
+        root = self._gradients(likelihood, f, targets)
+        return root @ root.mT
+
+    def _gradients(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        if self.curvature == "ef":
+            return likelihood.residual(f, targets).unsqueeze(-1)
+        with preserved_rng(f.device), torch.no_grad():
+            torch.manual_seed(self.seed)
+            drawn = likelihood.distribution(f).sample((self.samples,))
+        columns = [likelihood.residual(f, y) for y in drawn]
+        return torch.stack(columns, -1) / self.samples**0.5  # E[S Sᵀ] = Λ

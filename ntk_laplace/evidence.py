@@ -1,0 +1,161 @@
+"""The evidence: the log marginal likelihood of the Laplace-GGN, the same lines for every structure.
+
+[I21] Eq. 3, 8 and A.1: log q(D) = Σ log p(y_n | f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0) - ½ log det B  (+ ½ gᵀH⁻¹g).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import Root
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["Curvature", "TrainingPoints", "correction", "joint_gradient", "log_joint", "log_marginal_likelihood"]
+
+
+class Curvature(Protocol):
+    """What evidence and predictive ask of a structure, whichever space it lives in."""
+
+    def logdet(self) -> Tensor:
+        """log det B = log det H - log det P0, a scalar."""
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
+
+    def newton(self, gradient: Tensor) -> Tensor:
+        """H⁻¹ g, (P,) -> (P,)."""
+
+    def moments(self, rows: Any) -> Tensor:
+        """Blocks of V at `rows`, (n, C, C)."""
+
+    def covariance(self, rows: Any) -> Tensor:
+        """V at `rows`, joint and interleaved, (nC, nC)."""
+
+
+@dataclass(frozen=True)
+class TrainingPoints:
+    """What is kept of the training data: outputs and targets, never the inputs.
+
+    Attributes
+    ----------
+    f : Tensor, (N, C)
+        Outputs at the trained weights.
+    targets : Tensor
+        In the likelihood's canonical form.
+    """
+
+    f: Tensor
+    targets: Tensor
+
+    @classmethod
+    def checked(cls, likelihood: Likelihood, f: Tensor, targets: list[Tensor]) -> TrainingPoints:
+        """Targets of all batches, checked against the outputs and the likelihood.
+
+        Raises
+        ------
+        TargetError, NonFiniteError, HyperparameterError
+            If they do not fit together.
+        """
+        likelihood.bind(*f.shape)
+        return cls(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device))
+
+
+class _LogDet(torch.autograd.Function):
+    """log det B with its exact gradient: γ_g in each log precision, V_nn in each Λ_n (design section 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, log_precision: Tensor, hessian: Tensor, curvature: Curvature, blocks: Callable[[], Tensor]):
+        ctx.curvature, ctx.blocks = curvature, blocks
+        ctx.like = log_precision, hessian
+        return curvature.logdet().to(log_precision)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor):
+        log_precision, hessian = ctx.like
+        by_precision = by_hessian = None
+        if ctx.needs_input_grad[0]:
+            # ∂ log det B / ∂ log δ_g = -γ_g
+            by_precision = -upstream * ctx.curvature.effective_parameters().to(log_precision)
+        if ctx.needs_input_grad[1]:
+            # ∂ log det B / ∂ Λ_n = V_nn
+            by_hessian = upstream.to(hessian) * ctx.blocks().to(hessian)
+        return by_precision, by_hessian, None, None
+
+
+class _Once(torch.autograd.Function):
+    """Identity that refuses a second derivative: the terms behind it are exact to first order alone."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> Tensor:
+        return upstream
+
+
+def log_joint(points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor) -> Tensor:
+    """Σ log p(y_n | f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), without the prior's normalizer, which log det B holds ([I21] Eq. 8)."""
+    log_likelihood = likelihood.log_prob(points.f, points.targets).sum()
+    return log_likelihood - prior.energy(theta.to(points.f)).to(log_likelihood)
+
+
+def log_marginal_likelihood(
+    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, root: Root,
+    curvature: Curvature, blocks: Callable[[], Tensor],
+) -> Tensor:  # fmt: skip
+    """Laplace-GGN evidence without correction, in nats ([I21] Eq. 3, 8).
+
+    Parameters
+    ----------
+    points : TrainingPoints
+    likelihood, prior
+        Their hyperparameters carry the gradient.
+    theta : Tensor, (P,)
+        θ*.
+    root : Root
+    curvature : Curvature
+    blocks : callable
+        Gives V at the training points, (N, C, C); called by the backward pass alone.
+    """
+    joint = log_joint(points, likelihood, prior, theta)
+    hessian = root.hessian(likelihood, points.f, points.targets)
+    logdet = _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
+    return joint - 0.5 * logdet.to(joint)
+
+
+def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -> Tensor:
+    """g = P0 (θ*-μ0) - Jᵀr, gradient of the negative log joint, (P,); `backprojected` is Jᵀr."""
+    with torch.no_grad():
+        return prior.flat_precision().to(theta) * (theta - prior.flat_mean().to(theta)) - backprojected
+
+
+def correction(
+    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, root: Root,
+    step: Tensor, pushed: Tensor,
+) -> Tensor:  # fmt: skip
+    """½ gᵀH⁻¹g ([I21] A.1), differentiable in the hyperparameters.
+
+    Written as its own maximum over z, ½ gᵀH⁻¹g = max_z zᵀg - ½ zᵀHz, whose gradient at z = H⁻¹g is exact with z held.
+
+    Parameters
+    ----------
+    step : Tensor, (P,)
+        z = H⁻¹g.
+    pushed : Tensor, (N, C)
+        J z at the training points.
+    """
+    precision = prior.flat_precision().to(theta)
+    residual = likelihood.residual(points.f, points.targets)
+    hessian = root.hessian(likelihood, points.f, points.targets)
+    slope = (step * precision * (theta - prior.flat_mean().to(theta))).sum() - (pushed * residual).sum()
+    curve = (precision * step.square()).sum() + torch.einsum("nc,ncd,nd->", pushed, hessian, pushed)
+    return _Once.apply(slope - 0.5 * curve)

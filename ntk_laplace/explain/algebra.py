@@ -1,0 +1,103 @@
+"""The closed forms behind an explanation: decomposition, removal, leverage, leave-one-out (design section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FunctionSpace
+from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.factors import Rows
+from ntk_laplace.gram import gram_tiles
+from ntk_laplace.likelihoods import Likelihood
+
+__all__ = ["Decomposition", "contributions", "leverage_blocks", "leverages", "removal_effects", "without_each"]
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """f(x) = offset + Σ_i contribution_i + gap, per output.
+
+    Attributes
+    ----------
+    offset : Tensor, (n, C)
+        f - J(θ*-μ0): what the linearized network says at the prior mean.
+    contributions : Tensor, (n, N, C)
+        k(x, x_i) r_i.
+    gap : Tensor, (n, C)
+        What is left; zero where the weights are a stationary point ([T20] 5.2).
+    """
+
+    offset: Tensor
+    contributions: Tensor
+    gap: Tensor
+
+
+def _cross(space: FunctionSpace, test: Rows, train: Rows) -> Tensor:
+    """K between test rows and training rows, (n, K, N, R)."""
+    out = test.f.new_empty(test.num_examples, test.num_seeds, train.num_examples, train.num_seeds)
+    for rows, columns, tile in gram_tiles(test, train, space.variances):
+        out[rows, :, columns] = tile.permute(1, 0, 3, 2)
+    return out
+
+
+def contributions(space: FunctionSpace, test: Rows, residual: Tensor, centered: Tensor) -> Decomposition:
+    """Split each output into the training points' shares.
+
+    Parameters
+    ----------
+    residual : Tensor, (N, C)
+        r at the training points.
+    centered : Tensor, (P,)
+        θ* - μ0.
+    """
+    own = space.rows.weighted(residual.unsqueeze(-1))  # rows r_iᵀJ_i
+    shares = _cross(space, test, own).squeeze(-1).transpose(1, 2)  # k(x, x_i) r_i, (n, N, C)
+    parts = centered.split([shape.numel() for shape in space.shapes.values()])
+    named = {name: part.view(shape) for part, (name, shape) in zip(parts, space.shapes.items(), strict=True)}
+    pushed = test.jvp(named)
+    return Decomposition(test.f - pushed, shares, pushed - shares.sum(1))
+
+
+def leverage_blocks(space: FunctionSpace) -> Tensor:
+    """The blocks [B⁻¹]_ii, (N, R, R); SᵀV_iiS = I - [B⁻¹]_ii."""
+    r, n = space.weighted.num_seeds, space.weighted.num_examples
+    return space.inverse.view(r, n, r, n).diagonal(dim1=1, dim2=3).permute(2, 0, 1)
+
+
+def leverages(blocks: Tensor) -> Tensor:
+    """Eigenvalues of SᵀVS, in [0, 1), (N, R), largest last; from the blocks of B⁻¹."""
+    return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
+
+
+def removal_effects(space: FunctionSpace, test: Rows, residual: Tensor, shares: Tensor) -> Tensor:
+    """Change of f(x) when one training point leaves: -V_xi (I - Λ_iV_ii)⁻¹ r_i, (n, N, C).
+
+    With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
+    (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii, so that no inverse of Λ is taken.
+    """
+    r, n = space.weighted.num_seeds, space.weighted.num_examples
+    own = space.rows.weighted(residual.unsqueeze(-1))
+    columns = _cross(space, space.weighted, own).squeeze(-1).transpose(0, 1).reshape(r * n, n)  # SᵀK r
+    solved = space.inverse @ columns  # D, (R N, N)
+    to_train = space.cross(test).T  # K_xS, (K*n, R*N)
+    seen = shares - (to_train @ solved).view(test.num_seeds, -1, n).permute(1, 2, 0)  # V_xi r_i
+    diagonal = solved.view(r, n, n).diagonal(dim1=1, dim2=2).T  # D_ii, (N, R)
+    amplified = torch.linalg.solve(leverage_blocks(space), diagonal.unsqueeze(-1)).squeeze(-1)  # [B⁻¹]_ii⁻¹ D_ii
+    through = (to_train @ space.inverse).view(test.num_seeds, -1, r, n)  # V_xi S_i = (K_xS B⁻¹)_i
+    return -(seen + torch.einsum("cxrn,nr->xnc", through, amplified))
+
+
+def without_each(
+    points: TrainingPoints, likelihood: Likelihood, moments: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Leave-one-out mean f_i - V_-i r_i and covariance V_-i = V_ii (I - Λ_iV_ii)⁻¹, (N, C) and (N, C, C)."""
+    with torch.no_grad():
+        residual = likelihood.residual(points.f, points.targets)
+        hessian = likelihood.hessian(points.f, points.targets)
+    eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
+    covariance = torch.linalg.solve(eye - moments @ hessian, moments)  # (I - V Λ)⁻¹ V
+    covariance = (covariance + covariance.mT) / 2
+    return points.f - (covariance @ residual.unsqueeze(-1)).squeeze(-1), covariance

@@ -1,0 +1,102 @@
+"""Fit: from a trained network and its data to a posterior."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from ntk_laplace.curvature import Root
+from ntk_laplace.data import Batches
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.factors import FactorPass
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.network import Network, ParameterChoice
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, Settings, Trained
+
+__all__ = ["STRUCTURES", "laplace"]
+
+STRUCTURES = {"gp": FunctionSpaceStructure, "full": FullStructure}
+_BATCH = 512  # examples moved at a time where the caller did not make batches
+_LOG = logging.getLogger("ntk_laplace")
+
+
+def laplace(
+    network: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    prior: GaussianPrior | None = None,
+    structure: str = "gp",
+    curvature: str | Root = "ggn",
+    parameters: ParameterChoice = None,
+    dtype: torch.dtype | None = None,
+    settings: Settings | None = None,
+) -> Posterior:
+    """Laplace-GGN posterior of a trained network: a Gaussian process with the network's own Jacobians as kernel.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Trained, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
+        is copied and comes back untouched.
+    data : DataLoader, Dataset, or (X, y)
+        The training data.
+    likelihood : Likelihood
+        `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or your own.
+    prior : GaussianPrior, optional
+        By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
+    structure : str
+        "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two, which
+        ``posterior.reason`` explains.
+    curvature : str or Root
+        "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``Root("mc", samples, seed)``).
+    parameters : optional
+        Which parameters are linearized: names or prefixes, a predicate, or "last_layer". Frozen ones are left out.
+    dtype : torch.dtype, optional
+        Of the algebra; float64 by default. The network itself runs in its own.
+    settings : Settings, optional
+        Batch size, memory budget, progress bar.
+
+    Returns
+    -------
+    Posterior
+
+    Raises
+    ------
+    NTKLaplaceError
+        One of its family, which names what was expected, what came and what to do.
+    """
+    door = Network(network, parameters)
+    prior = (GaussianPrior() if prior is None else prior).bind(door.shapes)
+    root = curvature if isinstance(curvature, Root) else Root(curvature)
+    dtype = torch.float64 if dtype is None else dtype
+    settings = Settings() if settings is None else settings
+    if not isinstance(likelihood, Likelihood):
+        raise UnsupportedError("a likelihood object", f"{likelihood!r}",
+                               "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+    batches = Batches(data, settings.batch_size or _BATCH, door.device)
+    trained = Trained(door, likelihood, prior, root, FactorPass(door, dtype), settings)
+    for x, _ in batches:
+        door.probe(x)
+        break
+    name, reason = _choose(structure, trained, batches)
+    return Posterior(trained, STRUCTURES[name](trained, batches), reason)
+
+
+def _choose(structure: str, trained: Trained, batches: Batches) -> tuple[str, str]:
+    if structure in STRUCTURES:
+        return structure, ""
+    if structure != "auto":
+        raise UnsupportedError(f'structure among {", ".join([*STRUCTURES, "auto"])}', repr(structure),
+                               'Use "gp" for small data, "full" for small networks, "auto" to let cost decide.')
+    n = batches.length or sum(len(y) for _, y in batches)
+    size = n * trained.root.columns(trained.likelihood, trained.network.num_outputs)
+    p = trained.network.num_parameters
+    name = "gp" if size <= p else "full"
+    reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {name!r} factors the smaller matrix"
+    _LOG.info(reason)
+    return name, reason

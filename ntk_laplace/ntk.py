@@ -1,0 +1,51 @@
+"""The empirical neural tangent kernel of a network as one matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.curvature import prior_variances
+from ntk_laplace.data import Inputs, to_device
+from ntk_laplace.factors import FactorPass
+from ntk_laplace.gram import gram
+from ntk_laplace.network import Network, ParameterChoice
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["empirical_ntk"]
+
+
+def empirical_ntk(
+    network: nn.Module,
+    x1: Inputs,
+    x2: Inputs | None = None,
+    prior: GaussianPrior | None = None,
+    parameters: ParameterChoice = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Finite-width NTK, K = J(x1) P0⁻¹ J(x2)ᵀ (design section 2).
+
+    Parameters
+    ----------
+    network : nn.Module
+        Maps (N, ...) to (N, C) or (N,); comes back untouched.
+    x1, x2 : tensor, tuple or dict of tensors
+        N1 and N2 inputs; without `x2`, K(x1, x1), of which half is computed.
+    prior : GaussianPrior, optional
+        By default precision 1: the plain NTK, J Jᵀ.
+    parameters : optional
+        As in `laplace`.
+    dtype : torch.dtype, optional
+        Of the factors and the result; the network's own by default.
+
+    Returns
+    -------
+    Tensor, (N1*C, N2*C)
+        Interleaved: row n*C + c.
+    """
+    door = Network(network, parameters)
+    prior = (GaussianPrior() if prior is None else prior).bind(door.shapes)
+    factors = FactorPass(door, door.dtype if dtype is None else dtype)
+    left = factors.rows(to_device(x1, door.device))
+    right = None if x2 is None else factors.rows(to_device(x2, door.device))
+    return gram(left, right, prior_variances(prior, door.shapes))

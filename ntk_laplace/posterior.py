@@ -1,0 +1,297 @@
+"""The posterior people hold: one set of verbs, whichever space its algebra lives in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal
+from torch import Tensor
+from torch.distributions import Distribution
+
+from ntk_laplace import evidence
+from ntk_laplace.data import Inputs, num_examples, to_device
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.evidence import Curvature
+from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
+from ntk_laplace.factors import Rows
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.linalg import symmetric_root
+from ntk_laplace.network import Network
+from ntk_laplace.predictive import predictive, predictive_from_samples
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures import Structure, Trained
+
+__all__ = ["Posterior"]
+
+
+class Posterior:
+    """Laplace-GGN posterior of a trained network (design section 3).
+
+    Made by `ntk_laplace.laplace`. The network's Jacobians at the training points are computed once; the prior's and
+    likelihood's hyperparameters may change at any time and every later answer sees it.
+
+    Attributes
+    ----------
+    network : Network
+        Private copy of the network at its trained weights θ*.
+    likelihood : Likelihood
+    prior : GaussianPrior
+    structure : str
+        "gp" or "full".
+    """
+
+    def __init__(self, trained: Trained, structure: Structure, reason: str = "") -> None:
+        self._trained, self._structure = trained, structure
+        self.reason = reason
+        self._curvature: Curvature | None = None
+        self._seen: tuple[Tensor, ...] = ()
+
+    # --- what it is made of
+
+    @property
+    def network(self) -> Network:
+        """The private copy of the network."""
+        return self._trained.network
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood; its hyperparameters may be changed in place."""
+        return self._trained.likelihood
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior; its precisions may be changed in place."""
+        return self._trained.prior
+
+    @property
+    def structure(self) -> str:
+        """Name of the structure."""
+        return self._structure.name
+
+    @property
+    def f(self) -> Tensor:
+        """Outputs at the training points, (N, C)."""
+        return self._structure.points.f
+
+    @property
+    def targets(self) -> Tensor:
+        """Training targets in the likelihood's canonical form."""
+        return self._structure.points.targets
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return len(self.f)
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.f.shape[1]
+
+    @property
+    def num_parameters(self) -> int:
+        """P, the linearized parameters."""
+        return self.network.num_parameters
+
+    def __repr__(self) -> str:
+        why = f" ({self.reason})" if self.reason else ""
+        return (
+            f"Posterior(structure={self.structure!r}{why}, N={self.num_examples}, C={self.num_outputs}, "
+            f"P={self.num_parameters:,}, likelihood={type(self.likelihood).__name__}, dtype={self.f.dtype})"
+        )
+
+    @property
+    def curvature(self) -> Curvature:
+        """The algebra at the present hyperparameters; made anew when one of them has moved."""
+        now = self._trained.hyperparameters()
+        same = len(now) == len(self._seen) and all(torch.equal(a, b) for a, b in zip(now, self._seen, strict=True))
+        if self._curvature is None or not same:
+            self._curvature = None  # the old factorization goes before the new one comes
+            self._curvature = self._structure.curvature(self._trained)
+            self._seen = now
+        return self._curvature
+
+    # --- evidence
+
+    def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
+        """Laplace-GGN evidence log q(D) ([I21] Eq. 3, 8).
+
+        Parameters
+        ----------
+        correction : bool
+            Add ½ gᵀH⁻¹g ([I21] A.1), g the gradient of the negative log joint: exact for the linearized model away
+            from the MAP, zero at it.
+
+        Returns
+        -------
+        Tensor, ()
+            In nats, summed over the data; differentiable (once) in ``prior.log_precision`` and in the likelihood's
+            hyperparameters.
+        """
+        trained, points = self._trained, self._structure.points
+        curvature = self.curvature
+        value = evidence.log_marginal_likelihood(
+            points, trained.likelihood, trained.prior, trained.theta, trained.root, curvature,
+            lambda: self._structure.training_moments(trained, curvature),
+        )  # fmt: skip
+        if not correction:
+            return value
+        step = self._newton_step()
+        pushed = self._structure.push(trained, step)
+        added = evidence.correction(points, trained.likelihood, trained.prior, trained.theta, trained.root, step, pushed)
+        return value + added.to(value)
+
+    def _newton_step(self) -> Tensor:
+        """z = H⁻¹g, (P,); the refitted linear model's weights are θ* - z."""
+        trained, points = self._trained, self._structure.points
+        with torch.no_grad():
+            residual = trained.likelihood.residual(points.f, points.targets)
+        gradient = evidence.joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
+        return self.curvature.newton(gradient)
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g, the number of parameters of each prior group that the data determine, (G,)."""
+        return self.curvature.effective_parameters()
+
+    # --- the posterior of f
+
+    def latent(self, x: Inputs, mean: str = "map") -> MultitaskMultivariateNormal:
+        """Joint posterior of f at `x` ([T20] 3.13).
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors
+            n inputs.
+        mean : str
+            "map": the network's own outputs. "posterior": those of the refitted linear model, f + J(θ̄-θ*) with
+            θ̄ = θ* - H⁻¹g.
+
+        Returns
+        -------
+        gpytorch MultitaskMultivariateNormal
+            Over (n, C), interleaved.
+        """
+        rows = self._rows(x)
+        return MultitaskMultivariateNormal(self._mean(rows, mean), self.curvature.covariance(rows), interleaved=True)
+
+    def latent_moments(self, x: Inputs, mean: str = "map") -> tuple[Tensor, Tensor]:
+        """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, never the joint ([T20] 3.13)."""
+        rows = self._rows(x)
+        return self._mean(rows, mean), self.curvature.moments(rows)
+
+    def predict(
+        self, x: Inputs, method: str = "glm", samples: int = 1000, *, mean: str = "map",
+        likelihood: Likelihood | None = None, generator: torch.Generator | None = None,
+    ) -> Distribution:  # fmt: skip
+        """Predictive distribution of responses at `x` ([T20] 3.14 to 3.16).
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors
+        method : str
+            "glm": average the response over the linearized model's outputs; closed form for a Gaussian likelihood.
+            "blr": moments of the response in closed form. "nn": sample weights (weight space only). "probit": closed
+            form approximation for classes. "map": plug in the network's outputs.
+        samples : int
+            Draws, where the method draws.
+        mean : str
+            As in `latent`.
+        likelihood : Likelihood, optional
+            Of the responses, if it is not the training one (other noise, say).
+        generator : torch.Generator, optional
+            Source of randomness; the global state otherwise.
+
+        Returns
+        -------
+        torch Distribution
+            One per input, with ``log_prob(y)`` of shape (n,), `mean`, `variance`, and `probs` for classes.
+        """
+        likelihood = likelihood or self.likelihood
+        if method == "nn":
+            draws = self._weight_outputs(samples, x, generator)
+            return predictive_from_samples(likelihood, draws, self.network.scalar)
+        if method == "map":
+            f = self.network.without_grad(self._on_device(x)).to(self.f.dtype)
+            covariance = f.new_zeros(*f.shape, f.shape[1])
+        else:
+            f, covariance = self.latent_moments(x, mean)
+        with torch.no_grad():
+            return predictive(likelihood, f, covariance, method, samples, generator, self.network.scalar)
+
+    def sample(self, count: int, x: Inputs | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from the posterior.
+
+        Parameters
+        ----------
+        count : int
+        x : optional
+            Function samples at these inputs, (count, n, C); without it weight samples, (count, P), where the
+            structure has them.
+        """
+        if x is None:
+            return self._sample_weights(count, generator)
+        rows = self._rows(x)
+        root = symmetric_root(self.curvature.covariance(rows))
+        noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
+        return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
+
+    # --- explanation
+
+    def explain(self, x: Inputs, k: int = 8, output: int | None = None) -> Explanation:
+        """Which training points make the predictions at `x` (design section 3).
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors
+        k : int
+            Training points to show for and against.
+        output : int, optional
+            The output to explain; by default the predicted class (or the only output).
+
+        Returns
+        -------
+        Explanation
+        """
+        self._require_function_space("explain")
+        return explain(self._trained, self._structure, self.curvature, self._rows(x), k, output)
+
+    def leave_one_out(self) -> LeaveOneOut:
+        """What each training point's prediction would be without it, in closed form (design section 3)."""
+        self._require_function_space("leave_one_out")
+        return leave_one_out(self._trained, self._structure, self.curvature)
+
+    # --- inside
+
+    def _require_function_space(self, verb: str) -> None:
+        if self.structure != "gp" or self._trained.root.curvature != "ggn":
+            raise UnsupportedError(f'structure="gp" and curvature="ggn" for {verb}',
+                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                                   'Fit with ntk_laplace.laplace(..., structure="gp").')
+
+    def _on_device(self, x: Inputs) -> Inputs:
+        if num_examples(x) == 0:
+            raise DataError("at least one input", "none", "Pass one or more inputs.")
+        return to_device(x, self.network.device)
+
+    def _rows(self, x: Inputs) -> Rows:
+        return self._trained.factors.rows(self._on_device(x))
+
+    def _mean(self, rows: Rows, mean: str) -> Tensor:
+        if mean == "map":
+            return rows.f
+        if mean != "posterior":
+            raise UnsupportedError('mean "map" or "posterior"', repr(mean), "Choose one of the two.")
+        return rows.f - rows.jvp(self.network.unflatten(self._newton_step()))  # f + J(θ̄ - θ*)
+
+    def _sample_weights(self, count: int, generator: torch.Generator | None) -> Tensor:
+        draw: Callable[..., Tensor] | None = getattr(self.curvature, "sample_weights", None)
+        if draw is None:
+            raise UnsupportedError("a structure that has weight samples", f"structure={self.structure!r}",
+                                   'Pass x for function samples, or fit with structure="full".')
+        return draw(count, generator)
+
+    def _weight_outputs(self, count: int, x: Inputs, generator: torch.Generator | None) -> Tensor:
+        weights, x = self._sample_weights(count, generator), self._on_device(x)
+        return torch.stack([self.network.with_parameters(theta, x) for theta in weights]).to(self.f.dtype)
+

@@ -1,0 +1,94 @@
+"""structure="full": the data pass by, and JᵀΛJ stays.
+
+A change of a likelihood's hyperparameter, a correction, or a gradient in the noise asks for another pass over the
+data; predictions and changes of the prior do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
+from ntk_laplace.data import Batches, num_examples
+from ntk_laplace.evidence import Curvature, TrainingPoints
+from ntk_laplace.resources import require_memory
+from ntk_laplace.structures.base import Trained
+from ntk_laplace.structures.reading import read_batches
+
+__all__ = ["FullStructure"]
+
+_ROWS = 256 * 2**20  # bytes of dense rows at a time
+
+
+class FullStructure:
+    """Exact weight space over all P parameters.
+
+    Parameters
+    ----------
+    trained : Trained
+    batches : Batches
+        Read once here, and again when the likelihood moves.
+    """
+
+    name = "full"
+
+    def __init__(self, trained: Trained, batches: Batches) -> None:
+        self._batches = batches
+        p, element = trained.network.num_parameters, trained.factors.dtype.itemsize
+        n = f"N = {batches.length:,}" if batches.length else "N unknown"
+        require_memory(
+            2 * p * p * element, trained.network.device, f"the {p:,} x {p:,} matrices of weight space",
+            f'Use structure="gp" (memory (N C)², {n}) or parameters="last_layer".', trained.settings.memory_budget,
+        )
+        f, targets = [], []
+        for x, y in read_batches(trained, batches, "outputs"):
+            f.append(trained.network.without_grad(x).to(trained.factors.dtype))
+            targets.append(y)
+        self.points = TrainingPoints.checked(trained.likelihood, torch.cat(f), targets)
+        self._ggn: Tensor | None = None
+        self._seen: list[Tensor] = []
+
+    def curvature(self, trained: Trained) -> FullWeightSpace:
+        """Factor H at the present hyperparameters."""
+        now = [t.detach().clone() for t in (*trained.likelihood.parameters(), *trained.likelihood.buffers())]
+        same = len(now) == len(self._seen) and all(torch.equal(a, b) for a, b in zip(now, self._seen, strict=True))
+        if self._ggn is None or not same:
+            self._ggn, self._seen = self._accumulate(trained), now
+        return FullWeightSpace(self._ggn, trained.prior, trained.network.shapes, trained.theta)
+
+    def _accumulate(self, trained: Trained) -> Tensor:
+        p = trained.network.num_parameters
+        points = self.points
+        root = trained.root.root(trained.likelihood, points.f, points.targets).detach()
+        ggn = root.new_zeros(p, p)
+        for rows in self._pass(trained, root, "curvature"):
+            accumulate_ggn(ggn, rows, trained.network.shapes)
+        return ggn
+
+    def _pass(self, trained: Trained, root: Tensor | None, what: str):
+        """Rows of J, or of SᵀJ, in batches small enough to write out."""
+        seeds = self.points.f.shape[1] if root is None else root.shape[2]
+        most = max(1, _ROWS // (trained.network.num_parameters * seeds * trained.factors.dtype.itemsize))
+        most = min(most, trained.settings.batch_size or most)
+        seen = 0
+        for x, _ in read_batches(trained, self._batches, what):
+            n = num_examples(x)
+            yield from trained.factors.batches(x, None if root is None else root[seen : seen + n], most, seen)
+            seen += n
+
+    def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
+        """Jᵀr, (P,): one backward pass per batch, seeded with r."""
+        total = torch.zeros_like(trained.theta)
+        for rows in self._pass(trained, residual.unsqueeze(-1), "gradient"):
+            total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), trained.network.shapes)
+        return total
+
+    def push(self, trained: Trained, vector: Tensor) -> Tensor:
+        """J v, (N, C)."""
+        parts = trained.network.unflatten(vector)
+        return torch.cat([rows.jvp(parts) for rows in self._pass(trained, None, "directional derivatives")])
+
+    def training_moments(self, trained: Trained, curvature: Curvature) -> Tensor:
+        """V at the training points, (N, C, C)."""
+        return torch.cat([curvature.moments(rows) for rows in self._pass(trained, None, "training covariances")])

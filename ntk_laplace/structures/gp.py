@@ -1,0 +1,79 @@
+"""structure="gp": rows of the Jacobian are kept, and every answer is algebra on them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ntk_laplace.curvature import FunctionSpace
+from ntk_laplace.data import Batches
+from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.factors import Rows
+from ntk_laplace.resources import require_memory
+from ntk_laplace.structures.base import Trained
+from ntk_laplace.structures.reading import read_batches
+
+__all__ = ["FunctionSpaceStructure"]
+
+
+class FunctionSpaceStructure:
+    """Exact function space over stored rows; training inputs are not kept.
+
+    Parameters
+    ----------
+    trained : Trained
+    batches : Batches
+        Read once.
+    """
+
+    name = "gp"
+
+    def __init__(self, trained: Trained, batches: Batches) -> None:
+        parts: list[Rows] = []
+        targets = []
+        for x, y in read_batches(trained, batches, "Jacobians"):
+            parts.append(trained.factors.rows(x, batch_size=trained.settings.batch_size, offset=_count(parts)))
+            targets.append(y)
+            if len(parts) == 1:
+                self._require_memory(trained, batches.length or parts[0].num_examples, parts[0])
+        self.rows = Rows.concatenate(parts)
+        parts.clear()
+        self.points = TrainingPoints.checked(trained.likelihood, self.rows.f, targets)
+        self._require_memory(trained, self.rows.num_examples, None)
+
+    @staticmethod
+    def _require_memory(trained: Trained, n: int, first: Rows | None) -> None:
+        """B is N R x N R; the rows come on top."""
+        c = trained.network.num_outputs
+        size = trained.root.columns(trained.likelihood, c) * n
+        element = trained.factors.dtype.itemsize
+        rows = 0 if first is None else 2 * first.nbytes * n // max(1, first.num_examples)
+        p = trained.network.num_parameters
+        full = 2 * p * p * element
+        fits = f'structure="full" would take {full / 2**30:.2f} GiB (P = {p:,})'
+        require_memory(
+            size * size * element + rows, trained.network.device,
+            f"B of {size:,} x {size:,} (N = {n:,}, C = {c}) and its rows",
+            f'{fits}; otherwise use curvature="ef", parameters="last_layer", fewer points, or dtype=torch.float32.',
+            trained.settings.memory_budget,
+        )  # fmt: skip
+
+    def curvature(self, trained: Trained) -> FunctionSpace:
+        """Factor B at the present hyperparameters, without a new Jacobian."""
+        root = trained.root.root(trained.likelihood, self.points.f, self.points.targets).detach()
+        return FunctionSpace(self.rows, root, trained.prior, trained.network.shapes)
+
+    def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
+        """Jᵀr, (P,)."""
+        return self.rows.vjp(residual, trained.network.shapes)
+
+    def push(self, trained: Trained, vector: Tensor) -> Tensor:
+        """J v, (N, C)."""
+        return self.rows.jvp(trained.network.unflatten(vector))
+
+    def training_moments(self, trained: Trained, curvature: FunctionSpace) -> Tensor:
+        """V at the training points, (N, C, C)."""
+        return curvature.moments(self.rows)
+
+
+def _count(parts: list[Rows]) -> int:
+    return sum(part.num_examples for part in parts)
