@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import UnsupportedError
@@ -11,7 +12,7 @@ from ntk_laplace.likelihoods import differentiation
 from ntk_laplace.likelihoods.linearized import LinearizedResponse
 from ntk_laplace.likelihoods.mixture import MixtureResponse
 from ntk_laplace.likelihoods.responses import Response
-from ntk_laplace.likelihoods.targets import read
+from ntk_laplace.likelihoods.targets import first_bad, read
 
 __all__ = ["Likelihood"]
 
@@ -83,6 +84,7 @@ class Likelihood(nn.Module):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """Gradient of `log_prob` in f, (N, C)."""
+        self._require_apart(f, y)
         return differentiation.gradient(lambda f: self.log_prob(f, y), f)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
@@ -139,6 +141,23 @@ class Likelihood(nn.Module):
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
         raise self._unsupported("a probit approximation", 'Predict with method="glm".')
+
+    def _require_apart(self, f: Tensor, y: Tensor) -> None:
+        """Half of the examples must have the same log densities without the others."""
+        half = len(f) // 2
+        with torch.no_grad():
+            whole = self.log_prob(f, y)[:half]
+            try:
+                part = self.at(slice(0, half)).log_prob(f[:half], y[:half])
+            except (RuntimeError, IndexError) as error:
+                raise self._mixing(f"an error for {half} of {len(f)} examples: {error}") from error
+        bad = ~torch.isclose(part, whole, rtol=torch.finfo(f.dtype).eps ** 0.5, equal_nan=True)
+        if bad.any():
+            raise self._mixing(f"one that changes at example {first_bad(bad)} when others are left out")
+
+    def _mixing(self, got: str) -> UnsupportedError:
+        remedy = "Check for broadcasts of (N,) against (N, 1), and for sums over examples."
+        return UnsupportedError("a log density that treats examples apart", got, remedy)
 
     def _unsupported(self, what: str, remedy: str) -> UnsupportedError:
         return UnsupportedError(f"a likelihood with {what}", type(self).__name__, remedy)

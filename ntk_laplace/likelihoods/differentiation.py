@@ -17,21 +17,11 @@ def gradient(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
     """Gradient in f of ``log_density(f)`` (N,), one example at a time, (N, C).
 
     Differentiable in whatever else the density depends on, if gradients are enabled.
-
-    Raises
-    ------
-    UnsupportedError
-        If an example's log density depends on another example's f.
     """
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
         f = _leaf(f)
-        scores = log_density(f)
-        rows = _rows(scores, f, create_graph=keep, retain_graph=True)
-        weights = torch.linspace(1.0, 2.0, len(f), dtype=f.dtype, device=f.device)
-        weighted = _rows(weights * scores, f, create_graph=False, retain_graph=keep)
-    _require_apart(rows.detach(), weighted, weights)
-    return rows
+        return _rows(log_density(f), f, create_graph=keep)
 
 
 def jacobian(function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
@@ -84,18 +74,6 @@ def root_of_hessian(hessian: Tensor) -> Tensor:
             "Choose a log-concave likelihood, or override `hessian` with the Fisher information.",
         )
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
-
-
-def _require_apart(rows: Tensor, weighted: Tensor, weights: Tensor) -> None:
-    """Weighting example n by w_n must scale its gradient by w_n, and no other's."""
-    difference = (weighted - weights.unsqueeze(1) * rows).abs()
-    bad = difference > torch.finfo(rows.dtype).eps ** 0.5 * rows.abs().max()
-    if bad.any():
-        raise UnsupportedError(
-            "a log density that treats examples apart",
-            f"one where example {first_bad(bad)} shares its f with another's log density",
-            "Check for broadcasts of (N,) against (N, 1), and for sums over examples.",
-        )
 
 
 def _leaf(f: Tensor) -> Tensor:

@@ -184,6 +184,12 @@ class Gaussian(Likelihood):
         """Normal response given f."""
         return self.integrate(f, f.new_zeros(*f.shape, f.shape[-1]), scalar)
 
+    def average(self, f: Tensor, scalar: bool = False) -> Response:
+        """Average over samples of f (S, n, C): an equal mixture of normals."""
+        if self._kind.startswith("auto"):
+            self.bind(*f.shape[1:])  # the mixture asks for each sample's noise by index
+        return super().average(f, scalar)
+
     def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Normal response for f ~ N(mean, covariance): their covariances add."""
         noise = self.response_covariance(mean)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Size, Tensor
 
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.likelihoods.responses import Response
 
 if TYPE_CHECKING:
@@ -104,7 +105,12 @@ class MixtureResponse(Response):
         repeats = math.prod(shape)
         index = torch.arange(n, device=self.f.device).repeat(repeats)
         pick = torch.randint(samples, (repeats * n,), device=self.f.device)
-        y = self._at(index).distribution(self.f[pick, index], self.scalar).sample()
+        response = self._at(index).distribution(self.f[pick, index], self.scalar)
+        if isinstance(response, MixtureResponse):  # a log density alone tells no way to draw
+            raise UnsupportedError(
+                "a likelihood that can draw responses", type(self.likelihood).__name__, "Override distribution(f)."
+            )
+        y = response.sample()
         return y.reshape(shape + self.batch_shape + y.shape[1:])
 
     def _at(self, index: Tensor) -> Likelihood:
