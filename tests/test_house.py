@@ -23,15 +23,17 @@ HOUSE = [
     ["data"],
     ["network"],
     ["likelihoods", "priors"],
-    ["factors"],
+    ["predictive", "factors"],
     ["gram"],
-    ["predictive"],
     ["curvature"],
-    ["evidence", "explain"],
+    ["evidence"],
+    ["structures"],
+    ["explain"],
     ["posterior"],
+    ["fit", "ntk"],
     ["gp"],
-    ["metrics", "plotting"],
-    ["report"],
+    ["metrics"],
+    ["plotting", "report"],
     [""],  # ntk_laplace/__init__.py; what stands below calls the library as you do
     ["demo"],
     ["cli"],
@@ -43,7 +45,11 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
     """Modules of the package that a file imports, with the line (``from a import b`` is ``a.b`` if that is one)."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    tree = ast.parse(path.read_text(), str(path))
+    for node in list(ast.walk(tree)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []  # names for annotations alone: nothing is imported when the code runs
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
