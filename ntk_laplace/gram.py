@@ -1,7 +1,7 @@
 """The Gram engine: K = J P0⁻¹ Jᵀ from blocks of rows, in tiles, without a row of length P where it can be helped.
 
-Inside, rows are numbered seed-major (k*N + n): a tile of a layer with one position is then a matrix product times a
-small matrix that is broadcast along contiguous memory. Results for callers are interleaved (n*K + k).
+Rows are numbered n*K + k ("interleaved"), so the tile of two sets of examples is one plain block of the result: layers
+add themselves to it in place, and nothing is reordered afterwards.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.resources import require_memory
 
-__all__ = ["Variances", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
+__all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
 
 Variances = Mapping[str, Tensor]
-"""Prior variance (one over precision) of each parameter: a number, or one per entry. Absent or zero: left out."""
+"""Prior variance (one over precision) of each parameter: a number, or one per entry. Absent: left out."""
 
 _TILE_ROWS = 1024  # rows of a tile: its buffers stay in cache
 _TILE_BYTES = 96 * 2**20  # and the contraction buffers of shared positions within this
+_MIRROR = 512  # rows of a block that is transposed at once
 
 
 def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | None = None) -> Tensor:
@@ -47,53 +48,70 @@ def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | Non
         If the result would not fit, before it is allocated.
     """
     other = left if right is None else right
-    shape = (left.num_examples, left.num_seeds, other.num_examples, other.num_seeds)
-    needed = torch.Size(shape).numel() * left.f.element_size()
-    require_memory(needed, left.f.device, f"a Gram matrix of {shape[0] * shape[1]} x {shape[2] * shape[3]}",
+    height, width = left.num_examples * left.num_seeds, other.num_examples * other.num_seeds
+    require_memory(height * width * left.f.element_size(), left.f.device, f"a Gram matrix of {height} x {width}",
                    "Ask for tiles (gram_tiles), or for fewer examples at a time.", budget)
-    out = left.f.new_empty(shape)
-    for rows, columns, tile in gram_tiles(left, right, variances):
-        out[rows, :, columns, :] = tile.permute(1, 0, 3, 2)
-        if right is None and rows != columns:
-            out[columns, :, rows, :] = tile.permute(3, 2, 1, 0)
-    return out.reshape(shape[0] * shape[1], shape[2] * shape[3])
+    if right is not None:
+        return cross_gram(left, right, variances)
+    return _mirror_lower_(gram_lower(left, variances))
 
 
 def gram_lower(rows: Rows, variances: Variances) -> Tensor:
-    """K of rows with themselves, seed-major, (K*N, K*N); only the lower triangle is sure to be filled."""
-    k, n = rows.num_seeds, rows.num_examples
-    out = rows.f.new_empty(k * n, k * n)
-    whole = out.view(k, n, k, n)
-    for part, columns, tile in gram_tiles(rows, None, variances):
-        whole[:, part, :, columns] = tile
-        if part != columns:
-            # seed-major: the tile of (part, columns) meets both triangles, so its mirror image is needed too
-            whole[:, columns, :, part] = tile.permute(2, 3, 0, 1)
+    """K of rows with themselves, (N*K, N*K), of which only the lower triangle is sure to be filled."""
+    return _fill_whole(rows, None, variances)
+
+
+def cross_gram(left: Rows, right: Rows, variances: Variances) -> Tensor:
+    """K between two sets of rows, (N1*K1, N2*K2)."""
+    return _fill_whole(left, right, variances)
+
+
+def _fill_whole(left: Rows, right: Rows | None, variances: Variances) -> Tensor:
+    other = left if right is None else right
+    k1, k2 = left.num_seeds, other.num_seeds
+    out = left.f.new_empty(left.num_examples * k1, other.num_examples * k2)
+    tiles = _Tiles(left, other, variances)
+    for rows, columns in tiles.pairs(lower=right is None):
+        tiles.fill(rows, columns, out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2])
     return out
 
 
+def _mirror_lower_(matrix: Tensor) -> Tensor:
+    """Copy the lower triangle onto the upper one, in place, block by block."""
+    n = len(matrix)
+    for start in range(0, n, _MIRROR):
+        stop = min(start + _MIRROR, n)
+        diagonal = matrix[start:stop, start:stop]
+        diagonal.copy_(diagonal.tril() + diagonal.tril(-1).T)
+        for first in range(stop, n, _MIRROR):
+            last = min(first + _MIRROR, n)
+            matrix[start:stop, first:last] = matrix[first:last, start:stop].T
+    return matrix
+
+
 def gram_tiles(left: Rows, right: Rows | None, variances: Variances) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles of K as (rows, columns, values (K1, n1, K2, n2)); `right` None yields the lower tiles of K alone.
+    """Tiles of K as (rows, columns, values (n1, K1, n2, K2)); `right` None yields the lower tiles of K alone.
 
     The values share one buffer: copy what you keep.
     """
     other = left if right is None else right
-    plan = _plan(left, other, variances)
-    step = _tile_examples(left, other, plan)
-    tiles = _Tiles(left, other, plan, variances)
-    for start in range(0, left.num_examples, step):
-        rows = slice(start, min(start + step, left.num_examples))
-        stop = other.num_examples if right is not None else rows.stop
-        for first in range(0, stop, step):
-            columns = slice(first, min(first + step, other.num_examples))
-            yield rows, columns, tiles.fill(rows, columns)
+    k1, k2 = left.num_seeds, other.num_seeds
+    tiles = _Tiles(left, other, variances)
+    out = left.f.new_empty(tiles.step * k1 * tiles.step * k2)
+    for rows, columns in tiles.pairs(lower=right is None):
+        n1, n2 = rows.stop - rows.start, columns.stop - columns.start
+        tile = out[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
+        tiles.fill(rows, columns, tile)
+        yield rows, columns, tile.view(n1, k1, n2, k2)
 
 
 def multiply(left: Rows, right: Rows, variances: Variances, matrix: Tensor) -> Tensor:
-    """K(left, right) times a matrix, without K: (K2, N2, m) seed-major gives (K1, N1, m)."""
-    out = matrix.new_zeros(left.num_seeds, left.num_examples, matrix.shape[-1])
+    """K(left, right) times a matrix (N2*K2, m), without K: (N1*K1, m)."""
+    k1, k2 = left.num_seeds, right.num_seeds
+    out = matrix.new_zeros(left.num_examples * k1, matrix.shape[-1])
     for rows, columns, tile in gram_tiles(left, right, variances):
-        out[:, rows] += torch.einsum("knlm,lmx->knx", tile, matrix[:, columns])
+        flat = tile.reshape(tile.shape[0] * k1, -1)
+        out[rows.start * k1 : rows.stop * k1].addmm_(flat, matrix[columns.start * k2 : columns.stop * k2])
     return out
 
 
@@ -195,84 +213,118 @@ def _tile_examples(left: Rows, right: Rows, plan: list[Pairing]) -> int:
     step = max(1, _TILE_ROWS // k)
     size = left.f.element_size()
     for ours, theirs in plan:
-        if isinstance(ours[0], Dense) and isinstance(theirs[0], Dense):
-            continue
-        positions = [b.b.shape[3] if isinstance(b, Outer) else b.b.shape[2] for b in (*ours, *theirs)
-                     if not isinstance(b, Dense)]
-        t = max(positions, default=1)
+        both = [block for block in (*ours, *theirs) if not isinstance(block, Dense)]
         if len(ours) > 1 or len(theirs) > 1:
             entries = sum(rows.shape[-1] for rows in _written_out(tuple(b.part(slice(0, 1)) for b in ours)).values())
             step = min(step, max(1, _TILE_BYTES // (size * k * entries)))
-        elif t > 1:
-            o = max(b.b.shape[-1] for b in (*ours, *theirs) if not isinstance(b, Dense))
-            g = max(b.b.shape[2] if isinstance(b, Outer) else 1 for b in ours if not isinstance(b, Dense))
+            continue
+        t = max((block.b.shape[-2] for block in both), default=1)
+        if t > 1:
+            o = max(block.b.shape[-1] for block in both)
+            g = max(block.b.shape[2] if isinstance(block, Outer) else 1 for block in both)
             per_pair = size * g * (t * t + 2 * t * k * o)
             step = min(step, max(1, int((_TILE_BYTES / per_pair) ** 0.5)))
     return step
 
 
 class _Tiles:
-    """Fills one tile after another into buffers that are allocated once."""
+    """Fills one tile after another, with buffers that are allocated once."""
 
-    def __init__(self, left: Rows, right: Rows, plan: list[Pairing], variances: Variances) -> None:
+    def __init__(self, left: Rows, right: Rows, variances: Variances) -> None:
         self.left, self.right, self.variances = left, right, variances
-        self.jobs = [(_contraction(pair, variances), pair) for pair in plan]
-        self._buffers: dict[tuple, tuple[Tensor, Tensor]] = {}
-        self._cut: tuple[slice, list] | None = None
+        plan = _plan(left, right, variances)
+        self.step = _tile_examples(left, right, plan)
+        jobs = [(_contraction(pair, variances), pair) for pair in plan]
+        # written-out rows come first: one product for all of them, which also initializes the tile
+        self.jobs = sorted(jobs, key=lambda job: job[0] != "dense")
+        self._buffer = left.f.new_empty(self.step * left.num_seeds * self.step * right.num_seeds)
+        self._cut: tuple[slice, list[tuple[Block, ...]]] | None = None
 
-    def fill(self, rows: slice, columns: slice) -> Tensor:
-        """Values (K1, n1, K2, n2) of one tile."""
-        k1, k2 = self.left.num_seeds, self.right.num_seeds
-        shape = (k1, rows.stop - rows.start, k2, columns.stop - columns.start)
-        if shape not in self._buffers:
-            self._buffers[shape] = (self.left.f.new_empty(shape), self.left.f.new_empty(shape))
-        out, buffer = self._buffers[shape]
-        out.zero_()
+    def pairs(self, lower: bool) -> Iterator[tuple[slice, slice]]:
+        """Slices of examples whose tiles make up K, or its lower triangle."""
+        n1, n2 = self.left.num_examples, self.right.num_examples
+        for start in range(0, n1, self.step):
+            rows = slice(start, min(start + self.step, n1))
+            for first in range(0, rows.stop if lower else n2, self.step):
+                yield rows, slice(first, min(first + self.step, n2))
+
+    def fill(self, rows: slice, columns: slice, out: Tensor) -> None:
+        """Write the tile of these examples into `out` (n1*K1, n2*K2), which may be a block of a bigger matrix."""
         if self._cut is None or self._cut[0] != rows:
             self._cut = (rows, [tuple(b.part(rows) for b in ours) for _, (ours, _) in self.jobs])
-        for (how, (_, theirs)), ours in zip(self.jobs, self._cut[1], strict=True):
-            other = tuple(block.part(columns) for block in theirs)
+        kinds = [how for how, _ in self.jobs]
+        cut = list(zip(self._cut[1], [tuple(b.part(columns) for b in theirs) for _, (_, theirs) in self.jobs],
+                       strict=True))
+        written = kinds.count("dense")
+        fresh = not (written and _write_dense(out, cut[:written], self.variances))
+        for how, (ours, theirs) in zip(kinds[written:], cut[written:], strict=True):
             if how == "hadamard":
-                _add_hadamard(out, buffer, ours[0], other[0], self.variances)
-            elif how == "dense":
-                _add_dense(out, ours, other, self.variances)
+                _add_hadamard(out, self._buffer, ours[0], theirs[0], self.variances, fresh)
             else:
-                _add_positions(out, ours[0], other[0], self.variances)
-        return out
+                if fresh:
+                    out.zero_()
+                _add_positions(out, ours[0], theirs[0], self.variances)
+            fresh = False
+        if fresh:
+            out.zero_()
 
 
-def _add_hadamard(out: Tensor, buffer: Tensor, left: Outer, right: Outer, variances: Variances) -> None:
+def _interleaved(b: Tensor) -> Tensor:
+    """(K, n, o) -> (n*K, o)."""
+    return b.transpose(0, 1).flatten(0, 1)
+
+
+def _add_hadamard(
+    out: Tensor, buffer: Tensor, left: Outer, right: Outer, variances: Variances, fresh: bool
+) -> None:
     """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ, the last layer's constant b as a Kronecker product."""
     weight, bias = _number(_variance(variances, left.weight)), _number(_variance(variances, left.bias))
     inputs = left.a[:, 0, 0] @ right.a[:, 0, 0].T
     inputs.mul_(weight)
     if bias:
         inputs.add_(bias)
-    b_left, b_right = left.b[:, :, 0, 0], right.b[:, :, 0, 0]
+    n1, n2 = inputs.shape
+    k1, k2 = left.b.shape[0], right.b.shape[0]
     if left.constant and right.constant:
-        pairs = b_left[:, 0] @ b_right[:, 0].T
-        for k, l in pairs.nonzero().tolist():
-            out[k, :, l, :].add_(inputs, alpha=float(pairs[k, l]))
+        _add_kronecker(out.unflatten(0, (n1, k1)).unflatten(2, (n2, k2)), inputs,
+                       left.b[:, 0, 0, 0] @ right.b[:, 0, 0, 0].T, fresh)
         return
-    n1, n2 = left.a.shape[0], right.a.shape[0]
-    b_left = b_left.expand(-1, n1, -1).flatten(0, 1)
-    b_right = b_right.expand(-1, n2, -1).flatten(0, 1)
-    torch.mm(b_left, b_right.T, out=buffer.view(len(b_left), len(b_right)))
-    out.addcmul_(buffer, inputs[None, :, None, :])
+    products = buffer[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
+    b_left, b_right = left.b[:, :, 0, 0].expand(-1, n1, -1), right.b[:, :, 0, 0].expand(-1, n2, -1)
+    torch.mm(_interleaved(b_left), _interleaved(b_right).T, out=products)
+    # each input product spread over K2 columns once, so that the big multiplication runs along contiguous memory
+    spread = inputs.unsqueeze(2).expand(n1, n2, k2).reshape(n1, 1, n2 * k2)
+    target, products = out.unflatten(0, (n1, k1)), products.view(n1, k1, n2 * k2)
+    if fresh:
+        torch.mul(products, spread, out=target)
+    else:
+        target.addcmul_(products, spread)
 
 
-def _add_dense(out: Tensor, left: tuple[Block, ...], right: tuple[Block, ...], variances: Variances) -> None:
-    ours, theirs = _written_out(left), _written_out(right)
-    flat = out.view(out.shape[0] * out.shape[1], out.shape[2] * out.shape[3])
-    for name in ours.keys() & theirs.keys():
-        variance = _variance(variances, name)
-        if variance is None:
-            continue
-        one, two = ours[name].flatten(0, 1), theirs[name].flatten(0, 1)
-        if variance.numel() == 1:
-            flat.addmm_(one, two.T, alpha=float(variance))
-        else:
-            flat.addmm_(one * variance.to(one).flatten(), two.T)
+def _add_kronecker(out: Tensor, inputs: Tensor, pairs: Tensor, fresh: bool) -> None:
+    """out (n1, K1, n2, K2) += inputs ⊗ pairs."""
+    if fresh:
+        out.zero_()
+    if pairs.shape[0] == pairs.shape[1] and not bool((pairs - torch.diag(pairs.diagonal())).any()):
+        out.diagonal(dim1=1, dim2=3).addcmul_(inputs.unsqueeze(2), pairs.diagonal())
+    else:
+        out.addcmul_(inputs[:, None, :, None], pairs[None, :, None, :])
+
+
+def _write_dense(out: Tensor, cut: list[Pairing], variances: Variances) -> bool:
+    """All written-out parameters in one product; False if none has a prior variance."""
+    ours, theirs = [], []
+    for left, right in cut:
+        one, two = _written_out(left), _written_out(right)
+        for name in sorted(one.keys() & two.keys()):
+            variance = _variance(variances, name)
+            if variance is not None:
+                ours.append(_interleaved(one[name] * variance.to(one[name]).flatten()))
+                theirs.append(_interleaved(two[name]))
+    if not ours:
+        return False
+    torch.mm(torch.cat(ours, 1), torch.cat(theirs, 1).T, out=out)
+    return True
 
 
 def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Tensor, Tensor, Tensor]:
@@ -301,10 +353,10 @@ def _add_positions(out: Tensor, left: Block, right: Block, variances: Variances)
     first = inputs.permute(0, 3, 1, 2, 4).reshape(g, n2, n1 * t1, t2)
     second = b_right.permute(2, 1, 3, 0, 4).reshape(g, n2, t2, k2 * o)
     inner = (first @ second).view(g, n2, n1, t1, k2, o)
-    # (n, k, G T1 o) @ (n, G T1 o, l m)
+    # (n, k, G T1 o) @ (n, G T1 o, m l)
     outer = b_left.permute(1, 0, 2, 3, 4).reshape(n1, k1, g * t1 * o)
-    inner = inner.permute(2, 0, 3, 5, 4, 1).reshape(n1, g * t1 * o, k2 * n2)
-    out.add_((outer @ inner).view(n1, k1, k2, n2).transpose(0, 1))
+    inner = inner.permute(2, 0, 3, 5, 1, 4).reshape(n1, g * t1 * o, n2 * k2)
+    out.unflatten(0, (n1, k1)).add_(outer @ inner)
 
 
 def _self_blocks(cluster: tuple[Block, ...], variances: Variances) -> Tensor:

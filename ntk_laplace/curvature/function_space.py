@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.factors.rows import Rows
-from ntk_laplace.gram import Variances, diagonal_blocks, gram, gram_lower, gram_tiles
+from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.linalg import cholesky_, cholesky_logdet, inverse_from_cholesky, solve_lower, solve_spd
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import require_memory
@@ -62,19 +62,19 @@ class FunctionSpace:
             # SᵀKS = B - I
             return (len(self.factor) - self.inverse.diagonal().sum()).reshape(1)
         k, n = self.weighted.num_seeds, self.weighted.num_examples
-        inverse = self.inverse.view(k, n, k, n)
+        inverse = self.inverse.view(n, k, n, k)
         total = self.factor.new_zeros(self._num_groups)
         for group in range(self._num_groups):
             own = {name: v for name, v in self.variances.items() if self._groups[name] == group}
             for part, columns, tile in gram_tiles(self.weighted, None, own):
                 twice = 1.0 if part == columns else 2.0
-                total[group] += twice * (tile * inverse[:, part, :, columns]).sum()
+                total[group] += twice * (tile * inverse[part, :, columns]).sum()
         return total
 
     def _effective_by_columns(self) -> Tensor:
         """The same for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
         total = self.factor.new_zeros(self._num_groups)
-        dense = self.weighted.dense(self.shapes).flatten(0, 1)
+        dense = self.weighted.dense(self.shapes).transpose(0, 1).flatten(0, 1)
         step = max(1, _PANEL // (dense.shape[0] * dense.element_size()))
         for start in range(0, dense.shape[1], step):
             panel = solve_lower(self.factor, dense[:, start : start + step])
@@ -83,7 +83,7 @@ class FunctionSpace:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """B⁻¹, seed-major; a second matrix of B's size, made only where a gradient or an explanation asks for it."""
+        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, made only where a gradient or an explanation asks for it."""
         require_memory(self.factor.nbytes, self.factor.device, "the inverse of B",
                        "Use fewer training points, or a structured posterior.")
         return inverse_from_cholesky(self.factor)
@@ -92,19 +92,14 @@ class FunctionSpace:
         """H⁻¹ g by the Woodbury identity: P0⁻¹(g - JᵀS B⁻¹ SᵀJ P0⁻¹ g); g and the result are (P,)."""
         scaled = self.flat_variance * gradient
         inner = self.weighted.jvp(_unflatten(scaled, self.shapes))  # SᵀJ P0⁻¹ g, (N, R)
-        solved = solve_spd(self.factor, inner.T.reshape(-1, 1)).view(inner.T.shape).T
+        solved = solve_spd(self.factor, inner.reshape(-1, 1)).view(inner.shape)
         return scaled - self.flat_variance * self.weighted.vjp(solved, self.shapes)
 
     # --- covariance of f
 
     def cross(self, rows: Rows) -> Tensor:
-        """SᵀK between training points and `rows`, seed-major, (R*N, K*n)."""
-        r, n = self.weighted.num_seeds, self.weighted.num_examples
-        k, m = rows.num_seeds, rows.num_examples
-        out = self.factor.new_empty(r, n, k, m)
-        for part, columns, tile in gram_tiles(self.weighted, rows, self.variances):
-            out[:, part, :, columns] = tile
-        return out.view(r * n, k * m)
+        """SᵀK between training points and `rows`, interleaved, (N*R, n*K)."""
+        return cross_gram(self.weighted, rows, self.variances)
 
     def moments(self, rows: Rows) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), the blocks (n, C, C) alone."""
@@ -113,17 +108,15 @@ class FunctionSpace:
         step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
-            half = solve_lower(self.factor, self.cross(rows.part(part))).view(len(self.factor), k, -1)
-            half = half.permute(2, 1, 0)  # (m, K, R N)
+            half = solve_lower(self.factor, self.cross(rows.part(part))).view(len(self.factor), -1, k)
+            half = half.permute(1, 2, 0)  # (m, K, N R)
             blocks[part] -= half @ half.mT
         return blocks
 
     def covariance(self, rows: Rows) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
-        k, n = rows.num_seeds, rows.num_examples
         joint = gram(rows, None, self.variances)
         half = solve_lower(self.factor, self.cross(rows))
-        half = half.view(-1, k, n).transpose(1, 2).reshape(-1, n * k)
         return joint.addmm_(half.T, half, alpha=-1.0)
 
     def training_moments(self) -> Tensor:

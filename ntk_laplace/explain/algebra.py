@@ -10,7 +10,7 @@ from torch import Tensor
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.factors import Rows
-from ntk_laplace.gram import gram_tiles
+from ntk_laplace.gram import cross_gram
 from ntk_laplace.likelihoods import Likelihood
 
 __all__ = ["Decomposition", "contributions", "leverage_blocks", "leverages", "removal_effects", "without_each"]
@@ -35,12 +35,10 @@ class Decomposition:
     gap: Tensor
 
 
-def _cross(space: FunctionSpace, test: Rows, train: Rows) -> Tensor:
-    """K between test rows and training rows, (n, K, N, R)."""
-    out = test.f.new_empty(test.num_examples, test.num_seeds, train.num_examples, train.num_seeds)
-    for rows, columns, tile in gram_tiles(test, train, space.variances):
-        out[rows, :, columns] = tile.permute(1, 0, 3, 2)
-    return out
+def _cross(space: FunctionSpace, left: Rows, right: Rows) -> Tensor:
+    """K between two sets of rows, (n1, K1, n2, K2)."""
+    flat = cross_gram(left, right, space.variances)
+    return flat.view(left.num_examples, left.num_seeds, right.num_examples, right.num_seeds)
 
 
 def contributions(space: FunctionSpace, test: Rows, residual: Tensor, centered: Tensor) -> Decomposition:
@@ -64,7 +62,7 @@ def contributions(space: FunctionSpace, test: Rows, residual: Tensor, centered: 
 def leverage_blocks(space: FunctionSpace) -> Tensor:
     """The blocks [B⁻¹]_ii, (N, R, R); SᵀV_iiS = I - [B⁻¹]_ii."""
     r, n = space.weighted.num_seeds, space.weighted.num_examples
-    return space.inverse.view(r, n, r, n).diagonal(dim1=1, dim2=3).permute(2, 0, 1)
+    return space.inverse.view(n, r, n, r).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def leverages(blocks: Tensor) -> Tensor:
@@ -80,14 +78,14 @@ def removal_effects(space: FunctionSpace, test: Rows, residual: Tensor, shares: 
     """
     r, n = space.weighted.num_seeds, space.weighted.num_examples
     own = space.rows.weighted(residual.unsqueeze(-1))
-    columns = _cross(space, space.weighted, own).squeeze(-1).transpose(0, 1).reshape(r * n, n)  # SᵀK r
-    solved = space.inverse @ columns  # D, (R N, N)
-    to_train = space.cross(test).T  # K_xS, (K*n, R*N)
-    seen = shares - (to_train @ solved).view(test.num_seeds, -1, n).permute(1, 2, 0)  # V_xi r_i
-    diagonal = solved.view(r, n, n).diagonal(dim1=1, dim2=2).T  # D_ii, (N, R)
+    columns = _cross(space, space.weighted, own).view(n * r, n)  # SᵀK r
+    solved = space.inverse @ columns  # D, (N R, N)
+    to_train = space.cross(test).T  # K_xS, (n*K, N*R)
+    seen = shares - (to_train @ solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
+    diagonal = solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
     amplified = torch.linalg.solve(leverage_blocks(space), diagonal.unsqueeze(-1)).squeeze(-1)  # [B⁻¹]_ii⁻¹ D_ii
-    through = (to_train @ space.inverse).view(test.num_seeds, -1, r, n)  # V_xi S_i = (K_xS B⁻¹)_i
-    return -(seen + torch.einsum("cxrn,nr->xnc", through, amplified))
+    through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
+    return -(seen + torch.einsum("xcnr,nr->xnc", through, amplified))
 
 
 def without_each(
