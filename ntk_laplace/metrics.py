@@ -192,9 +192,7 @@ def interval_coverage(
     middle, spread, truth = _array(mean).ravel(), _array(variance).ravel(), _array(targets).ravel()
     wanted = torch.as_tensor(list(levels), dtype=torch.float64)
     if not ((wanted > 0) & (wanted < 1)).all():
-        raise DataError(
-            "levels strictly between 0 and 1", f"{list(levels)}", "Pass probabilities such as 0.9."
-        )
+        raise DataError("levels strictly between 0 and 1", f"{list(levels)}", "Pass probabilities such as 0.9.")
     if not middle.size == spread.size == truth.size or truth.size == 0:
         raise TargetError(
             f"as many targets and variances as means, {middle.size}",
@@ -217,9 +215,7 @@ def _labels(labels: ArrayLike, table: NDArray[np.float64]) -> NDArray[np.int64]:
     values = _array(labels).ravel()
     examples, classes = table.shape
     if values.size != examples:
-        raise TargetError(
-            f"{examples} labels, one per prediction", f"{values.size}", "Pass one label per example."
-        )
+        raise TargetError(f"{examples} labels, one per prediction", f"{values.size}", "Pass one label per example.")
     bad = ~((values == np.floor(values)) & (values >= 0) & (values < classes))
     if bad.any():
         first = int(bad.argmax())

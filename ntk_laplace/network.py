@@ -152,7 +152,7 @@ class Network:
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """A flat vector (..., P) as tensors by name."""
         shapes = self.shapes
-        return {n: vector[..., s].reshape(*vector.shape[:-1], *shapes[n]) for n, s in self.slices().items()}
+        return {n: vector[..., s].reshape((*vector.shape[:-1], *shapes[n])) for n, s in self.slices().items()}
 
     def evaluate(self, x: Inputs) -> Tensor:
         """Outputs (N, C) with their autograd graph; buffers of the copy stay as they were.
@@ -170,7 +170,7 @@ class Network:
     def without_grad(self, x: Inputs) -> Tensor:
         """Outputs (N, C) without a graph."""
         with torch.no_grad():
-            return self._shape(self.caller(x), x)
+            return self._shape(self.caller(x), x).detach()
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) at other values (P,) of the chosen parameters, without a graph."""

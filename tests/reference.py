@@ -56,8 +56,7 @@ def jacobian(network: nn.Module, x: Any) -> Tensor:
     for n in range(num_examples(x)):
         f = call(network, take(x, slice(n, n + 1))).reshape(-1)
         grads = (
-            torch.autograd.grad(f_c, weights, retain_graph=True, materialize_grads=True, allow_unused=True)
-            for f_c in f
+            torch.autograd.grad(f_c, weights, retain_graph=True, materialize_grads=True, allow_unused=True) for f_c in f
         )
         rows.append(torch.stack([torch.cat([g.reshape(-1) for g in each]) for each in grads]))
     return torch.stack(rows).double()
@@ -183,23 +182,10 @@ class Dense:
         return jac @ torch.linalg.solve(self.posterior_precision, jac.T)
 
 
-def dense(
-    log_density: Callable[[Tensor, Tensor], Tensor],
-    f: Tensor,
-    y: Tensor,
-    jac: Tensor,
-    theta: Tensor,
-    prior: tuple[Tensor, Tensor],
-) -> Dense:
-    """Write the model out: ``f`` (N, C), ``y`` (N,) or (N, C), ``prior`` = precisions and means, (P,)."""
+def differentiate(
+    log_density: Callable[[Tensor, Tensor], Tensor], f: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """log p (N,), its gradient r (N, C) and minus its second derivative Λ (N, C, C) in ``f`` (N, C), by autograd."""
     y = y.double() if y.is_floating_point() else y
     y = y[:, None] if y.dim() == 1 and y.is_floating_point() else y
-    precision, mean = prior
-    return Dense(
-        vmap(log_density)(f, y),
-        vmap(grad(log_density))(f, y),
-        -vmap(hessian(log_density))(f, y),
-        jac,
-        theta - mean,
-        precision,
-    )
+    return vmap(log_density)(f, y), vmap(grad(log_density))(f, y), -vmap(hessian(log_density))(f, y)

@@ -120,16 +120,14 @@ LIKELIHOODS = {
         LikelihoodCase(
             "bernoulli",
             lambda: _library().Bernoulli(),
-            lambda f, y: (y * f - torch.logaddexp(f, torch.zeros_like(f))).sum(),
+            lambda f, y: (y * f - f.clamp_min(0) - torch.log1p(torch.exp(-f.abs()))).sum(),
             lambda n, c: _draw(2, torch.randint, 0, 2, (n, c)).double(),
             lambda f: 1 / (1 + torch.exp(-f)),
         ),
         LikelihoodCase(
             "categorical",
             lambda: _library().Categorical(temperature=TEMPERATURE),
-            lambda f, y: (
-                ((torch.arange(len(f)) == y) * f).sum() / TEMPERATURE - torch.logsumexp(f / TEMPERATURE, 0)
-            ),
+            lambda f, y: ((torch.arange(len(f)) == y) * f).sum() / TEMPERATURE - torch.logsumexp(f / TEMPERATURE, 0),
             lambda n, c: _draw(3, torch.randint, 0, c, (n,)),
             lambda f: torch.softmax(f / TEMPERATURE, -1),
             least_outputs=2,
@@ -179,10 +177,7 @@ def _tensor_means(problem: Problem) -> dict[str, Tensor]:
 
 def _flat(problem: Problem, value_of: Callable[[str], float]) -> Tensor:
     return torch.cat(
-        [
-            torch.full((p.numel(),), value_of(name), dtype=torch.float64)
-            for name, p in problem.parameters.items()
-        ]
+        [torch.full((p.numel(),), value_of(name), dtype=torch.float64) for name, p in problem.parameters.items()]
     )
 
 
@@ -208,9 +203,7 @@ PRIORS = {
         ),
         PriorCase(
             "layer",
-            lambda problem: _library().GaussianPrior(
-                precision=_layer_precisions(problem), mean=0.25, groups="layer"
-            ),
+            lambda problem: _library().GaussianPrior(precision=_layer_precisions(problem), mean=0.25, groups="layer"),
             lambda problem: (
                 _flat(problem, lambda name: _layer_precisions(problem)[_layer(name)]),
                 torch.full_like(problem.theta, 0.25),

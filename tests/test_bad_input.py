@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import ntk_laplace as ntkl
 import pytest
 import torch
-from ntk_laplace import errors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import ntk_laplace as ntkl
+from ntk_laplace import errors
 
 N = 9
 

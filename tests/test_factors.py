@@ -9,12 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ntk_laplace.errors import NetworkError, NTKLaplaceWarning
 from ntk_laplace.factors.passes import FactorPass
 from ntk_laplace.network import Network
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
 from registry import NETWORKS, fresh, problem
-from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 

@@ -6,6 +6,8 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.factors import FactorPass, Rows
@@ -13,7 +15,6 @@ from ntk_laplace.factors.blocks import Dense, Lookup, Outer
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem
-from torch import Tensor, nn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning"),

@@ -55,9 +55,7 @@ def test_binary_probabilities_are_two_classes() -> None:
         assert metrics.accuracy(form, y) == 0.5
         np.testing.assert_allclose(metrics.class_probabilities(form), pair.numpy(), atol=1e-7)
     # confidences .9 and .8 are right, .6 and .6 are wrong; all in bins of their own but the last two
-    assert metrics.expected_calibration_error(p, y, bins=10) == pytest.approx(
-        (0.1 + 0.2 + 2 * 0.6) / 4, abs=1e-6
-    )
+    assert metrics.expected_calibration_error(p, y, bins=10) == pytest.approx((0.1 + 0.2 + 2 * 0.6) / 4, abs=1e-6)
 
 
 def test_reliability_counts_every_example_once(table: tuple[np.ndarray, np.ndarray]) -> None:
@@ -90,9 +88,7 @@ def test_rmse_ignores_a_trailing_one_and_broadcasts_nothing() -> None:
 def test_coverage_of_gaussian_intervals() -> None:
     # ±1 standard deviation holds 68.27 %, so targets at 0.99 and 1.01 deviations tell the level's edge
     mean, variance, y = np.zeros(2), np.full(2, 4.0), np.array([1.98, -2.02])
-    np.testing.assert_array_equal(
-        metrics.interval_coverage(mean, variance, y, [0.6827, 0.99, 0.1]), [0.5, 1.0, 0.0]
-    )
+    np.testing.assert_array_equal(metrics.interval_coverage(mean, variance, y, [0.6827, 0.99, 0.1]), [0.5, 1.0, 0.0])
     draws = torch.distributions.Normal(1.0, 3.0).sample((20000,)) if torch.manual_seed(0) else None
     found = metrics.interval_coverage(torch.ones(20000), torch.full((20000,), 9.0), draws, [0.5, 0.9])
     np.testing.assert_allclose(found, [0.5, 0.9], atol=0.01)

@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import ntk_laplace as ntkl
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, Dataset
+
+import ntk_laplace as ntkl
 
 HOOKS = [name for name, value in vars(nn.Module()).items() if name.endswith(("hooks", "hooks_with_kwargs"))]
 

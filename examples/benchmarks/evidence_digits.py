@@ -35,7 +35,7 @@ def fit(network: nn.Module, x: Tensor, y: Tensor, structure: str = "gp") -> Any:
 
 def fit_evidence(network: nn.Module, x: Tensor, y: Tensor) -> float:
     """Fit and evidence, nothing cached before."""
-    return float(fit(network, x, y).log_marginal_likelihood())
+    return fit(network, x, y).log_marginal_likelihood().item()
 
 
 def ours(network: nn.Module, x: Tensor, y: Tensor, x_test: Tensor, repeats: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def main() -> None:
     network = train(mlp((64, 64, 64, 10)).double(), x, y, PRECISION)
     double = {
         "gp": fit_evidence(network, x, y),
-        "full": float(fit(network, x, y, "full").log_marginal_likelihood()),
+        "full": fit(network, x, y, "full").log_marginal_likelihood().item(),
     }
     theirs_double: dict[str, Any] = {}
     if options.peers_python:

@@ -43,7 +43,7 @@ def evidence(network: nn.Module, x: Tensor, y: Tensor) -> float:
     """Fit and evidence in function space."""
     prior = ntkl.GaussianPrior(precision=1.0)
     posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), prior=prior, structure="gp")
-    return float(posterior.log_marginal_likelihood())
+    return posterior.log_marginal_likelihood().item()
 
 
 def times(num_examples: int, repeats: int) -> dict[str, float]:

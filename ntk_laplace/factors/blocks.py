@@ -6,7 +6,7 @@ Rows are indexed by a seed k (a column of the root, or an output) and an example
 * `Lookup`: an embedding's rows, where a is a one-hot token;
 * `Dense`: the rows themselves.
 
-All three speak the same verbs, in the same order: `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
+All three speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class Dense:
     def nbytes(self) -> int:
         return self.rows.nbytes
 
+    def sizes(self) -> dict[str, int]:
+        return {self.weight: self.rows.shape[-1]}
+
     def dense(self) -> dict[str, Tensor]:
         return {self.weight: self.rows}
 
@@ -121,7 +124,7 @@ class Outer:
 
     @property
     def kind(self) -> tuple:
-        key = None if self.index is None else (self.index.numel(), int(self.index[0]), int(self.index[-1]))
+        key = None if self.index is None else hash(self.index.cpu().numpy().tobytes())
         return ("outer", self.weight, self.bias, self.b.shape[2], self.b.shape[4], self.a.shape[3], key)
 
     @property
@@ -141,6 +144,10 @@ class Outer:
     def full_b(self) -> Tensor:
         """b with its example axis written out, if it was shared."""
         return self.b.expand(-1, self.a.shape[0], -1, -1, -1) if self.constant else self.b
+
+    def sizes(self) -> dict[str, int]:
+        found = {self.weight: self.size}
+        return found if self.bias is None else found | {self.bias: self.b.shape[2] * self.b.shape[4]}
 
     def dense(self) -> dict[str, Tensor]:
         b = self.full_b()
@@ -223,6 +230,9 @@ class Lookup:
     @property
     def nbytes(self) -> int:
         return self.b.nbytes + self.tokens.nbytes
+
+    def sizes(self) -> dict[str, int]:
+        return {self.weight: self.vocabulary * self.b.shape[3]}
 
     def dense(self) -> dict[str, Tensor]:
         k, n, t, d = self.b.shape

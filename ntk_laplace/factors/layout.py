@@ -40,7 +40,8 @@ class Layout:
         if len(aligned) != axes or any(s not in (1, v) for s, v in zip(aligned, values.shape[2:], strict=True)):
             return None
         gone = [axis + 2 for axis, s in enumerate(aligned) if s == 1]
-        return (values.sum(gone) if gone else values).flatten(2) if values.ndim > 2 else values.unsqueeze(2)
+        kept = values.sum(gone) if gone else values
+        return kept.reshape(*kept.shape[:2], -1)
 
     def _unflatten(self, values: Tensor, n: int, lead: int) -> tuple[Tensor, int, int]:
         axis = lead + self.dim
@@ -61,7 +62,7 @@ def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor) -> Layout | None
         One distinct weight per example.
     """
     n = len(weights)
-    size = float(scaled.abs().max())
+    size = float(scaled.abs().max()) if scaled.numel() else 0.0
     if size == 0.0:
         return None
     tolerance = _TOLERANCE.get(plain.dtype, 3e-2) * size

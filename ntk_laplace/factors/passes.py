@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
 from ntk_laplace.factors.blocks import Block, Dense, Outer
 from ntk_laplace.factors.fallback import Fallback
 from ntk_laplace.factors.graph import Graph, output_shape
-from ntk_laplace.factors.plan import Plan, make_plan
+from ntk_laplace.factors.plan import Plan, agree, loudest, make_plan
 from ntk_laplace.factors.rows import Rows, compact
 from ntk_laplace.network import Network, preserved_rng
 
@@ -92,10 +92,13 @@ class FactorPass:
         if signature not in self._plans:
             plan = make_plan(graph, out, self.network.parameters)
             self._plans[signature] = plan
-            if plan.unmatched and plan.unmatched not in self._fallbacks:
-                self._fallbacks[plan.unmatched] = Fallback(self.network, plan.unmatched)
-                self._announce(plan.unmatched)
         return self._plans[signature]
+
+    def _fallback(self, names: tuple[str, ...]) -> Fallback:
+        if names not in self._fallbacks:
+            self._fallbacks[names] = Fallback(self.network, names)
+            self._announce(names)
+        return self._fallbacks[names]
 
     def _announce(self, names: tuple[str, ...]) -> None:
         modules = dict(self.network.module.named_modules())
@@ -121,18 +124,56 @@ class FactorPass:
 
     def _blocks(self, x: Inputs, out: Tensor, seeds: Tensor) -> list[Block]:
         graph = Graph(out, self.network.parameters)
-        # a single example says nothing about where examples lie: plans come from the probe's two or more
-        plan = self._plan(graph, out) if len(out) > 1 else self._plans.get(graph.signature())
-        if plan is None:
-            doubled = self._blocks(take(x, torch.zeros(2, dtype=torch.long)),
-                                   self.network.evaluate(take(x, torch.zeros(2, dtype=torch.long))),
-                                   seeds.expand(-1, 2, -1))
+        signature = graph.signature()
+        if len(out) == 1 and signature not in self._plans:
+            # a single example says nothing about where examples lie in a tensor
+            twice = take(x, torch.zeros(2, dtype=torch.long))
+            doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1))
             return [block.part(slice(0, 1)) for block in doubled]
+        blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
+        if self._disagreeing(blocks, out, seeds):
+            # the few examples of the probe did not show where this batch's lie: plan on the batch itself
+            del self._plans[signature]
+            blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
+        wrong = self._disagreeing(blocks, out, seeds)
+        if wrong:
+            redone = _touching(wrong, blocks)
+            blocks = [block for block in blocks if not set(block.names) & redone]
+            blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds)
+            wrong = self._disagreeing(blocks, out, seeds)
+        if wrong:
+            raise MixedExamplesError(
+                "a network whose outputs depend on their own example alone",
+                f"gradients of {', '.join(wrong[:3])} over the batch that differ from the examples' own",
+                "Call network.eval() before the fit, or remove the operation that looks across examples.",
+            )
+        return blocks
+
+    def _planned_blocks(self, x: Inputs, out: Tensor, graph: Graph, plan: Plan, seeds: Tensor) -> list[Block]:
         gradients = _backward(out, graph, plan.edges(graph), seeds)
         blocks = plan.blocks(graph, gradients, self.network.parameters, len(out))
-        if plan.unmatched:
-            blocks += self._fallbacks[plan.unmatched].rows(x, seeds)
-        return blocks
+        return blocks + (list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else [])
+
+    def _disagreeing(self, blocks: list[Block], out: Tensor, seeds: Tensor) -> tuple[str, ...]:
+        """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
+
+        One more backward pass per batch; random weights make rows of the wrong example, and mixing, show.
+        """
+        parameters = self.network.parameters
+        generator = torch.Generator().manual_seed(len(out))
+        weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
+        truth = torch.autograd.grad(
+            out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, seeds), retain_graph=True,
+            allow_unused=True,
+        )  # fmt: skip
+        total = {name: torch.zeros_like(parameter).flatten() for name, parameter in parameters.items()}
+        for block in blocks:
+            for name, values in block.vjp(weights).items():
+                total[name] += values.detach()
+        return tuple(
+            name for (name, own), expected in zip(total.items(), truth, strict=True)
+            if not agree(own, expected, loudest(truth))
+        )
 
     def _finished(self, blocks: list[Block], offset: int) -> Iterator[Block]:
         """Check, choose each block's form, and add up what was written out for one parameter."""
@@ -152,6 +193,16 @@ class FactorPass:
                 check_finite(values, "Jacobians", "Look at that input, or at diverged weights.", offset)
             for small in compact(_share_constant(block)):
                 yield small.to(self.dtype)
+
+
+def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
+    """The named parameters, and all that share a block with one of them."""
+    found = set(names)
+    while True:
+        more = {name for block in blocks if set(block.names) & found for name in block.names}
+        if more <= found:
+            return found
+        found |= more
 
 
 def _per_example(block: Block) -> list[Tensor]:

@@ -7,6 +7,7 @@ rows are then compared with autograd's own gradient, for two seeds: what does no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +19,32 @@ from ntk_laplace.factors.graph import Graph, Step, is_view, node_kind, output_sh
 from ntk_laplace.factors.layout import Layout, find_layout
 from ntk_laplace.factors.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Use
 
-__all__ = ["Plan", "UsePlan", "find_uses", "make_plan"]
+__all__ = ["Plan", "UsePlan", "agree", "find_uses", "loudest", "make_plan"]
 
 _AGREEMENT = {torch.float64: 1e-8, torch.float32: 2e-3}
+
+
+def loudest(gradients: Sequence[Tensor | None]) -> float:
+    """Largest entry of all gradients."""
+    return max((float(g.abs().max()) for g in gradients if g is not None and g.numel()), default=0.0)
+
+
+def agree(own: Tensor, expected: Tensor | None, loud: float) -> bool:
+    """Whether a flat sum of rows equals autograd's gradient, up to rounding.
+
+    Parameters
+    ----------
+    own, expected : Tensor
+        `expected` None means zero.
+    loud : float
+        The largest gradient of the network: what lies below its rounding cannot be compared.
+    """
+    truth = torch.zeros_like(own) if expected is None else expected.flatten()
+    if not own.numel():
+        return True
+    scale = max(float(truth.abs().max()), float(own.abs().max()))
+    floor = 100 * torch.finfo(own.dtype).eps * loud
+    return float((own - truth).abs().max()) <= max(_AGREEMENT.get(own.dtype, 5e-2) * scale, floor)
 
 
 @dataclass(frozen=True)
@@ -260,7 +284,7 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
-        if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, expected):
+        if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, (expected, loudest(truth))):
             good.extend(uses[name])
         else:
             unmatched.append(name)
@@ -274,7 +298,7 @@ def _stack_gradients(out: Tensor, graph: Graph, number: int, seeds: Tensor) -> T
 
 def _confirmed(
     uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, cotangent: Tensor,
-    expected: Tensor | None,
+    expected: tuple[Tensor | None, float],
 ) -> bool:  # fmt: skip
     total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     n = cotangent.shape[1]
@@ -285,9 +309,5 @@ def _confirmed(
             return False  # a node laid out in a way the rule does not know: the fallback is exact
         if block is None or block.shape != (2, n):
             return False
-        total += block.vjp(cotangent)[use.name]
-    truth = torch.zeros_like(total) if expected is None else expected.flatten()
-    scale = float(truth.abs().max())
-    if scale == 0.0:
-        return float(total.abs().max()) == 0.0 and bool(uses)
-    return float((total - truth).abs().max()) <= _AGREEMENT.get(parameter.dtype, 5e-2) * scale
+        total += block.vjp(cotangent)[use.name].detach()
+    return bool(uses) and agree(total, *expected)

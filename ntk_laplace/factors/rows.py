@@ -84,19 +84,20 @@ class Rows:
         if len(parts) == 1:
             return parts[0]
         if len({tuple(block.kind for block in part.blocks) for part in parts}) != 1:
-            # batches of other lengths were compacted differently: the dense form is common to all
-            parts = [part.densified() for part in parts]
+            # batches of other lengths, or through other branches of the network: the dense form is common to all
+            sizes = {n: size for part in parts for block in part.blocks for n, size in block.sizes().items()}
+            parts = [part.densified(sizes) for part in parts]
         blocks = tuple(concatenate_examples(list(same)) for same in zip(*(part.blocks for part in parts), strict=True))
         f = torch.cat([part.f for part in parts])
         return Rows(blocks, parts[0].num_seeds, len(f), f)
 
-    def densified(self) -> Rows:
-        """Every block written out."""
-        total: dict[str, Tensor] = {}
+    def densified(self, sizes: dict[str, int]) -> Rows:
+        """Every parameter of `sizes` written out; one that no block names has zero rows."""
+        total = {name: self.f.new_zeros(self.num_seeds, self.num_examples, size) for name, size in sizes.items()}
         for block in self.blocks:
             for name, values in block.dense().items():
-                total[name] = total[name] + values if name in total else values
-        return replace(self, blocks=tuple(Dense(name, total[name]) for name in sorted(total)))
+                total[name] = total[name] + values
+        return replace(self, blocks=tuple(Dense(name, rows) for name, rows in total.items()))
 
 
 def compact(block: Block) -> list[Block]:
