@@ -15,6 +15,8 @@ from ntk_laplace.likelihoods.responses import Response
 
 __all__ = ["METHODS", "normal_points", "predictive", "predictive_from_samples"]
 
+CHUNK = 2**22  # numbers f held at a time while averaging: 32 MB in float64
+
 
 def predictive(
     likelihood: Likelihood,
@@ -43,8 +45,8 @@ def predictive(
     samples : int
         Points of f for ``glm``.
     generator : Generator, optional
-        Seeds these points; PyTorch's global one by default. One seed gives the same points at every input, so
-        splitting a batch changes nothing.
+        Seeds these points; by default they are always the same. They are shared by all inputs, so splitting a
+        batch changes nothing.
     scalar : bool
         The network's outputs have shape (N,): means and events are scalars.
 
@@ -85,10 +87,12 @@ def predictive_from_samples(likelihood: Likelihood, f: Tensor, scalar: bool = Fa
 def normal_points(samples: int, dimension: int, generator: Generator | None = None) -> Tensor:
     """Points that fill a standard normal evenly (scrambled Sobol), (samples, dimension), float64.
 
-    Averages over them are unbiased, and closer to the integral than over independent draws.
+    Averages over them are unbiased over seeds, and closer to the integral than over independent draws. Without a
+    generator the seed is 0: an answer does not depend on random numbers drawn elsewhere, nor disturbs them.
     """
-    device = generator.device if generator is not None else "cpu"
-    seed = int(torch.randint(2**31 - 1, (1,), generator=generator, device=device))
+    seed = 0
+    if generator is not None:
+        seed = int(torch.randint(2**31 - 1, (1,), generator=generator, device=generator.device))
     uniform = SobolEngine(dimension, scramble=True, seed=seed).draw(samples, dtype=torch.float64)
     return torch.special.ndtri(uniform + 2.0**-31)  # the middle of the engine's cells of width 2⁻³⁰, never 0
 
@@ -106,7 +110,7 @@ def _glm(
     if closed_form is not None:
         return closed_form
     z, root = points(), covariance_root(covariance)
-    rows = max(1, 2**22 // z.numel())  # 32 MB of samples at a time
+    rows = max(1, CHUNK // z.numel())
     parts = [
         # f = mean + V^½ z, the same z at every input
         likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), scalar)

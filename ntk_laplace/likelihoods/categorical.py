@@ -135,7 +135,10 @@ class Categorical(Likelihood):
         return CategoricalResponse(self, logits, epistemic, self.response_variance(f).mean(0))
 
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
-        """``softmax(κ f/T)`` with ``κ_c = (1 + π v_c/(8 T²))^-½``, v the variances of f."""
+        """``softmax(κ f/T)`` with ``κ_c = (1 + π v_c/(8 T²))^-½``, v the variances of f.
+
+        The usual extension to more classes; it ignores the covariances between logits, and ``glm`` does not.
+        """
         temperature = self._temperature(mean)
         variance = covariance.diagonal(dim1=-2, dim2=-1) / temperature**2
         kappa = (1 + math.pi / 8 * variance).rsqrt()

@@ -88,6 +88,8 @@ class Response(td.Distribution):
         sample_shape, y = self._split(y)
         n = self.batch_shape[0]
         canonical = self.likelihood.targets(y, math.prod(sample_shape) * n, self.num_outputs)
+        if canonical.is_floating_point():
+            canonical = canonical.to(self.epistemic.dtype)
         return canonical.reshape(sample_shape + self.batch_shape + self.event_shape)
 
     def _split(self, y: Any) -> tuple[Size, Tensor]:
