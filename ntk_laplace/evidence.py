@@ -16,7 +16,7 @@ from ntk_laplace.curvature import Root
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["Curvature", "TrainingPoints", "correction", "joint_gradient", "log_joint", "log_marginal_likelihood"]
+__all__ = ["Curvature", "TrainingPoints", "correction", "joint_gradient", "log_det", "log_joint"]
 
 
 class Curvature(Protocol):
@@ -52,6 +52,11 @@ class TrainingPoints:
 
     f: Tensor
     targets: Tensor
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TrainingPoints:
+        """The same points elsewhere; labels stay whole numbers."""
+        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
+        return TrainingPoints(self.f.to(device, dtype), targets)
 
     @classmethod
     def checked(cls, likelihood: Likelihood, f: Tensor, targets: list[Tensor]) -> TrainingPoints:
@@ -108,28 +113,24 @@ def log_joint(points: TrainingPoints, likelihood: Likelihood, prior: GaussianPri
     return log_likelihood - prior.energy(theta.to(points.f)).to(log_likelihood)
 
 
-def log_marginal_likelihood(
-    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, root: Root,
+def log_det(
+    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, root: Root,
     curvature: Curvature, blocks: Callable[[], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Laplace-GGN evidence without correction, in nats ([I21] Eq. 3, 8).
+    """Differentiable log det B = log det H - log det P0, of a factorization that stands.
 
     Parameters
     ----------
     points : TrainingPoints
     likelihood, prior
         Their hyperparameters carry the gradient.
-    theta : Tensor, (P,)
-        θ*.
     root : Root
     curvature : Curvature
     blocks : callable
         Gives V at the training points, (N, C, C); called by the backward pass alone.
     """
-    joint = log_joint(points, likelihood, prior, theta)
     hessian = root.hessian(likelihood, points.f, points.targets)
-    logdet = _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
-    return joint - 0.5 * logdet.to(joint)
+    return _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
 
 
 def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -> Tensor:

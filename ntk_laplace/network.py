@@ -141,6 +141,15 @@ class Network:
         """The chosen parameters, flat, (P,)."""
         return torch.cat([parameter.detach().flatten() for parameter in self._parameters.values()])
 
+    def to(self, device: torch.device) -> Network:
+        """The same network on another device; itself if it is there."""
+        if device == self.device:
+            return self
+        moved = copy.deepcopy(self)
+        moved.module.to(device)
+        moved.device = next(iter(moved._parameters.values())).device
+        return moved
+
     def slices(self) -> dict[str, slice]:
         """Where each chosen parameter lies in a flat vector of length P."""
         found, start = {}, 0

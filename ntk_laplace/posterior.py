@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal
@@ -14,7 +15,7 @@ from ntk_laplace.data import Inputs, num_examples, to_device
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
-from ntk_laplace.factors import Rows
+from ntk_laplace.factors import FactorPass, Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.network import Network
@@ -112,7 +113,46 @@ class Posterior:
             self._seen = now
         return self._curvature
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Posterior:
+        """Move to another device, or do the algebra in another floating type; in place, as modules do.
+
+        Parameters
+        ----------
+        device : optional
+            The network's, the hyperparameters' and the stored rows' new place.
+        dtype : torch.dtype, optional
+            Of the algebra. The network itself, and the hyperparameters, keep theirs.
+
+        Returns
+        -------
+        Posterior
+            Itself. Nothing is computed again but the factorization.
+        """
+        trained = self._trained
+        device = trained.network.device if device is None else torch.device(device)
+        dtype = trained.factors.dtype if dtype is None else dtype
+        network = trained.network.to(device)
+        self._trained = replace(trained, network=network, factors=FactorPass(network, dtype))
+        for module in (trained.prior, trained.likelihood):
+            module.to(device)
+        self._structure.to(device, dtype)
+        self._curvature, self._seen = None, ()
+        return self
+
     # --- evidence
+
+    def log_joint(self) -> Tensor:
+        """Σ log p(y_n given f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), the evidence's first part; differentiable like it."""
+        trained = self._trained
+        return evidence.log_joint(self._structure.points, trained.likelihood, trained.prior, trained.theta)
+
+    def log_det(self) -> Tensor:
+        """log det B, from the factorization that stands; the evidence is `log_joint` less half of it."""
+        trained, curvature = self._trained, self.curvature
+        return evidence.log_det(
+            self._structure.points, trained.likelihood, trained.prior, trained.root, curvature,
+            lambda: self._structure.training_moments(trained, curvature),
+        )  # fmt: skip
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Laplace-GGN evidence log q(D) ([I21] Eq. 3, 8).
@@ -129,14 +169,11 @@ class Posterior:
             In nats, summed over the data; differentiable (once) in ``prior.log_precision`` and in the likelihood's
             hyperparameters.
         """
-        trained, points = self._trained, self._structure.points
-        curvature = self.curvature
-        value = evidence.log_marginal_likelihood(
-            points, trained.likelihood, trained.prior, trained.theta, trained.root, curvature,
-            lambda: self._structure.training_moments(trained, curvature),
-        )  # fmt: skip
+        joint = self.log_joint()
+        value = joint - 0.5 * self.log_det().to(joint)  # [I21] Eq. 8
         if not correction:
             return value
+        trained, points = self._trained, self._structure.points
         step = self._newton_step()
         pushed = self._structure.push(trained, step)
         added = evidence.correction(points, trained.likelihood, trained.prior, trained.theta, trained.root, step, pushed)

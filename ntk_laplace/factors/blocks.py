@@ -78,8 +78,8 @@ class Dense:
     def part(self, index: slice | Tensor) -> Dense:
         return replace(self, rows=self.rows[:, index])
 
-    def to(self, dtype: torch.dtype) -> Dense:
-        return replace(self, rows=self.rows.to(dtype))
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Dense:
+        return replace(self, rows=self.rows.to(device, dtype))
 
     def jvp(self, vector: dict[str, Tensor]) -> Tensor:
         return self.rows @ vector[self.weight].flatten()
@@ -167,8 +167,9 @@ class Outer:
     def part(self, index: slice | Tensor) -> Outer:
         return replace(self, b=self.b if self.constant else self.b[:, index], a=self.a[index])
 
-    def to(self, dtype: torch.dtype) -> Outer:
-        return replace(self, b=self.b.to(dtype), a=self.a.to(dtype))
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Outer:
+        index = None if self.index is None else self.index.to(device)
+        return replace(self, b=self.b.to(device, dtype), a=self.a.to(device, dtype), index=index)
 
     def _shaped(self, vector: Tensor) -> Tensor:
         flat = vector.flatten() if self.index is None else vector.flatten()[self.index]
@@ -246,8 +247,8 @@ class Lookup:
     def part(self, index: slice | Tensor) -> Lookup:
         return replace(self, b=self.b[:, index], tokens=self.tokens[index])
 
-    def to(self, dtype: torch.dtype) -> Lookup:
-        return replace(self, b=self.b.to(dtype))
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Lookup:
+        return replace(self, b=self.b.to(device, dtype), tokens=self.tokens.to(device))
 
     def jvp(self, vector: dict[str, Tensor]) -> Tensor:
         table = vector[self.weight].reshape(self.vocabulary, -1)

@@ -50,9 +50,10 @@ class Rows:
         f = self.f[index]
         return replace(self, blocks=tuple(b.part(index) for b in self.blocks), num_examples=len(f), f=f)
 
-    def to(self, dtype: torch.dtype) -> Rows:
-        """The same rows in another floating type."""
-        return replace(self, blocks=tuple(block.to(dtype) for block in self.blocks), f=self.f.to(dtype))
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Rows:
+        """The same rows in another floating type, or on another device."""
+        blocks = tuple(block.to(dtype, device) for block in self.blocks)
+        return replace(self, blocks=blocks, f=self.f.to(device, dtype))
 
     def jvp(self, vector: dict[str, Tensor]) -> Tensor:
         """J v for parameter tensors v by name: (N, K)."""

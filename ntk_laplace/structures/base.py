@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Root
@@ -98,3 +99,6 @@ class Structure(Protocol):
 
     def training_moments(self, trained: Trained, curvature: Curvature) -> Tensor:
         """V at the training points, (N, C, C)."""
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move what is kept."""

@@ -92,3 +92,9 @@ class FullStructure:
     def training_moments(self, trained: Trained, curvature: Curvature) -> Tensor:
         """V at the training points, (N, C, C)."""
         return torch.cat([curvature.moments(rows) for rows in self._pass(trained, None, "training covariances")])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move JᵀΛJ, and where batches go."""
+        self._batches.device, self.points = device, self.points.to(device, dtype)
+        self._ggn = None if self._ggn is None else self._ggn.to(device, dtype)
+        self._seen = [tensor.to(device) for tensor in self._seen]

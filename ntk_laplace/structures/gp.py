@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
@@ -73,6 +74,10 @@ class FunctionSpaceStructure:
     def training_moments(self, trained: Trained, curvature: FunctionSpace) -> Tensor:
         """V at the training points, (N, C, C)."""
         return curvature.moments(self.rows)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the rows; none is made anew."""
+        self.rows, self.points = self.rows.to(dtype, device), self.points.to(device, dtype)
 
 
 def _count(parts: list[Rows]) -> int:
