@@ -1,5 +1,6 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
+from ntk_laplace import gp
 from ntk_laplace.curvature import Root
 from ntk_laplace.errors import (
     DataError,
@@ -51,5 +52,6 @@ __all__ = [
     "TargetError",
     "UnsupportedError",
     "empirical_ntk",
+    "gp",
     "laplace",
 ]

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from ntk_laplace import evidence
+from ntk_laplace.curvature import prior_variances
 from ntk_laplace.data import Inputs, num_examples, to_device
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
 from ntk_laplace.factors import FactorPass, Rows
+from ntk_laplace.gram import gram
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.network import Network
@@ -216,6 +218,14 @@ class Posterior:
         """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, never the joint ([T20] 3.13)."""
         rows = self._rows(x)
         return self._mean(rows, mean), self.curvature.moments(rows)
+
+    def prior_latent(self, x: Inputs) -> MultitaskMultivariateNormal:
+        """Joint prior of f at `x` under the linearized network: mean f + J(μ0-θ*), covariance K = J P0⁻¹ Jᵀ."""
+        rows, trained = self._rows(x), self._trained
+        with torch.no_grad():
+            back = trained.prior.flat_mean().to(trained.theta) - trained.theta
+        covariance = gram(rows, None, prior_variances(trained.prior, self.network.shapes))
+        return MultitaskMultivariateNormal(rows.f + rows.jvp(self.network.unflatten(back)), covariance)
 
     def predict(
         self, x: Inputs, method: str = "glm", samples: int = 1000, *, mean: str = "map",

@@ -1,0 +1,6 @@
+"""GPyTorch: the network's tangent kernel, and its Laplace posterior, as citizens of GPyTorch."""
+
+from ntk_laplace.gp.kernel import NTKKernel
+from ntk_laplace.gp.model import LaplaceGP
+
+__all__ = ["LaplaceGP", "NTKKernel"]

@@ -1,0 +1,80 @@
+"""The door for GPyTorch's inputs: (N, features) as the host has them, and what the network takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.network import Network
+
+__all__ = ["InputForm", "refuse_input_gradients"]
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """How a row of features becomes one input of the network.
+
+    Attributes
+    ----------
+    shape : tuple of int, optional
+        Of one input, without the example axis, such as (1, 28, 28); by default the row of features itself.
+    dtype : torch.dtype, optional
+        Such as torch.long for token ids, which GPyTorch carries as floats; by default the network's own for
+        floating inputs, and that of integers as they come.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...] | torch.Size | None, dtype: torch.dtype | None) -> InputForm:
+        """Read the arguments ``input_shape`` and ``input_dtype``."""
+        return cls(None if shape is None else tuple(int(size) for size in shape), dtype)
+
+    @property
+    def num_features(self) -> int | None:
+        """Features of a row, if the shape says so."""
+        return None if self.shape is None else torch.Size(self.shape).numel()
+
+    def restore(self, x: Tensor, network: Network) -> Tensor:
+        """Inputs of the network from rows of features (n, d).
+
+        Raises
+        ------
+        DataError
+            If the rows do not have this shape, or are not the integers that `dtype` asks for.
+        UnsupportedError
+            If a gradient in the inputs is asked for.
+        """
+        refuse_input_gradients(x)
+        if self.shape is not None:
+            if x.shape[-1] != self.num_features:
+                raise DataError(
+                    f"rows of {self.num_features} features, input_shape {self.shape} flattened",
+                    f"shape {tuple(x.shape)}",
+                    "Pass x.flatten(1); GPyTorch reads further axes as batches.",
+                )
+            x = x.reshape(len(x), *self.shape)
+        return self.cast(x, network)
+
+    def cast(self, x: Tensor, network: Network) -> Tensor:
+        """The same values on the network's device, in the type it takes."""
+        if self.dtype is None:
+            return x.to(network.device, network.dtype if x.is_floating_point() else x.dtype)
+        cast = x.to(self.dtype)
+        if x.is_floating_point() and not self.dtype.is_floating_point:
+            wrong = (cast.to(x.dtype) != x).flatten(1).any(1)
+            if bool(wrong.any()):
+                raise DataError(f"whole numbers, to be read as {self.dtype}",
+                                f"others at example {int(wrong.nonzero()[0])}", "Pass ids, or leave input_dtype out.")
+        return cast.to(network.device)
+
+
+def refuse_input_gradients(x: Tensor) -> None:
+    """A gradient in the inputs would be zero in silence: rows are made without a graph through them."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError("inputs that require no gradient", "x.requires_grad=True",
+                               "Pass x.detach(); gradients reach hyperparameters alone.")

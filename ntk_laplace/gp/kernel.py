@@ -1,0 +1,148 @@
+"""The network's tangent kernel as a GPyTorch kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from gpytorch.kernels import Kernel
+from torch import Size, Tensor, nn
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.gp.cache import CachedRows
+from ntk_laplace.gp.contraction import Diagonal, Joint, weighted_by_prior
+from ntk_laplace.gp.inputs import InputForm
+from ntk_laplace.network import Network, ParameterChoice
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["NTKKernel"]
+
+
+class NTKKernel(Kernel):
+    """Finite-width NTK of a network under a prior, K = J P0⁻¹ Jᵀ (design section 2), for GPyTorch.
+
+    A multi-output kernel: ``kernel(x1, x2)`` is (N1*C, N2*C), in the order n*C + c ("interleaved"), as GPyTorch's
+    multitask models have it. It adds to and multiplies with other kernels of C tasks. Its hyperparameters are the
+    prior's log precisions; the network's weights are none, and no mode of the network is ever switched. Jacobians at
+    the last few inputs are kept, so that training hyperparameters computes them once.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Maps (N, ...) to (N, C) or (N,). It is copied and comes back untouched.
+    prior : GaussianPrior, optional
+        By default precision 1. Shared with the caller; its log precisions take the kernel's floating type, as
+        GPyTorch wants of hyperparameters.
+    input_shape : tuple of int, optional
+        Shape of one input, such as (1, 28, 28), where it is not a vector: GPyTorch's inputs are (N, features).
+    input_dtype : torch.dtype, optional
+        Type of the network's inputs if it is not the network's own, such as torch.long for token ids.
+    parameters : optional
+        Which parameters are linearized, as in `ntk_laplace.laplace`.
+    dtype : torch.dtype, optional
+        Of the kernel's values; the network's own by default. ``kernel.to(dtype)`` changes it.
+    batch_shape : torch.Size, optional
+        Batch dimensions of the values. All batches share the precisions; a `ScaleKernel` with this batch shape gives
+        each its own scale.
+    active_dims : sequence of int, optional
+        Features that the network sees.
+
+    Raises
+    ------
+    DataError, UnsupportedError
+        On evaluation, if features do not fit `input_shape`, or a gradient in the inputs is asked for.
+    """
+
+    has_lengthscale = False
+
+    def __init__(
+        self,
+        network: nn.Module,
+        prior: GaussianPrior | None = None,
+        input_shape: tuple[int, ...] | Size | None = None,
+        input_dtype: torch.dtype | None = None,
+        parameters: ParameterChoice = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        door = Network(network, parameters)  # a plain object: nothing of the network is registered
+        dtype = door.dtype if dtype is None else dtype
+        self._rows = CachedRows(door, InputForm.of(input_shape, input_dtype), dtype)
+        self.prior = (GaussianPrior() if prior is None else prior).bind(door.shapes).to(door.device)
+        self.prior.log_precision.data = self.prior.log_precision.data.to(dtype)
+
+    def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
+        """C; sums of kernels ask with all features, others with the active ones."""
+        if self.active_dims is not None and x1.shape[-1] != len(self.active_dims):
+            x1 = x1.index_select(-1, self.active_dims)
+        return self._rows.num_outputs(x1)
+
+    def forward(
+        self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
+    ) -> Tensor:
+        """K(x1, x2) (..., N1*C, N2*C), or its diagonal (..., N*C), differentiable in the prior's log precisions."""
+        if last_dim_is_batch:
+            raise UnsupportedError("a kernel over whole inputs", "last_dim_is_batch=True",
+                                   "Use active_dims to give the network some of the features.")
+        left, right = self._rows(x1.reshape(-1, x1.shape[-1])), self._rows(x2.reshape(-1, x2.shape[-1]))
+        make = Diagonal if diag else Joint
+        batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
+        values = [
+            weighted_by_prior(make(one, None if one is two else two, self._rows.network.shapes), self.prior)
+            for one, two in _pairs(left, right, x1.shape, x2.shape, batch)
+        ]
+        stacked = torch.stack(values).view(*batch, *values[0].shape)
+        return stacked.expand(*torch.broadcast_shapes(batch, self.batch_shape), *values[0].shape)
+
+    # --- dtype, device and batches: what other kernels read off their parameters
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the values."""
+        found = {self._rows.dtype} | {parameter.dtype for parameter in self.parameters()}
+        if len(found) > 1:
+            raise RuntimeError(f"The kernel's parameters have multiple dtypes: {found}.")
+        return self._rows.dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> NTKKernel:
+        super()._apply(fn, *args, **kwargs)
+        there = fn(torch.empty(0, dtype=self._rows.dtype, device=self._rows.device))
+        self._rows = self._rows.to(there.device, there.dtype)
+        return self
+
+    def expand_batch(self, *sizes: Any) -> Kernel:
+        """The kernel over a larger batch shape; it shares the prior."""
+        shape = Size(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
+        if torch.broadcast_shapes(shape, self.batch_shape) != shape:
+            raise RuntimeError(f"Cannot expand a kernel with batch shape {self.batch_shape} to new shape {shape}")
+        return self._over(shape)
+
+    def __getitem__(self, index: Any) -> Kernel:
+        if not self.batch_shape:
+            return self
+        return self._over(torch.empty(()).expand(self.batch_shape)[index].shape)
+
+    def _over(self, batch_shape: Size) -> NTKKernel:
+        """The same kernel with another batch shape: gradients reach the same prior."""
+        if batch_shape == self.batch_shape:
+            return self
+        other = object.__new__(type(self))
+        own = {name: dict(self.__dict__[name]) for name in ("_modules", "_parameters", "_buffers")}
+        other.__dict__.update(self.__dict__, _batch_shape=batch_shape, **own)
+        return other
+
+
+def _pairs(left: Any, right: Any, shape1: Size, shape2: Size, batch: Size) -> list[tuple[Any, Any]]:
+    """Rows of each batch, those of equal content as one object."""
+    if not batch:
+        return [(left, right)]
+    places = [torch.arange(s[:-2].numel()).view(s[:-2]).expand(batch).flatten().tolist() for s in (shape1, shape2)]
+    ours, theirs = {}, {}
+    for place in set(places[0]):
+        ours[place] = left.part(slice(place * shape1[-2], (place + 1) * shape1[-2]))
+    for place in set(places[1]):
+        same = left is right and shape1 == shape2
+        theirs[place] = ours[place] if same else right.part(slice(place * shape2[-2], (place + 1) * shape2[-2]))
+    return [(ours[i], theirs[j]) for i, j in zip(*places, strict=True)]

@@ -1,0 +1,114 @@
+"""What GPyTorch takes for a likelihood: unit noise on whitened rows, the model's own responses elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import _GaussianLikelihoodBase
+from gpytorch.likelihoods.noise_models import Noise
+from linear_operator.operators import ConstantDiagLinearOperator, LinearOperator
+from torch import Generator, Size, Tensor
+from torch.distributions import Distribution
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
+from ntk_laplace.likelihoods import Gaussian, Likelihood
+from ntk_laplace.predictive import predictive
+
+__all__ = ["ResponseLikelihood"]
+
+
+class _UnitNoise(Noise):
+    """Noise 1, which is no hyperparameter: the root S holds the noise that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.ones(1, dtype=torch.float64), persistent=False)
+
+    def forward(self, *params: Any, shape: Size | None = None, **kwargs: Any) -> LinearOperator:
+        return ConstantDiagLinearOperator(self.one.expand(*shape[:-1], 1), diag_shape=shape[-1])
+
+
+class ResponseLikelihood(_GaussianLikelihoodBase):
+    """The likelihood of a `LaplaceGP`.
+
+    Parameters
+    ----------
+    observation : Likelihood
+        Of the responses given f. Its hyperparameters are this module's.
+    scalar : bool
+        The network's outputs have shape (N,).
+    """
+
+    def __init__(self, observation: Likelihood, scalar: bool = False) -> None:
+        super().__init__(_UnitNoise())
+        self.observation, self.scalar = observation, scalar
+
+    def marginal(
+        self, function_dist: MultivariateNormal, *params: Any, method: str = "glm", samples: int = 1000,
+        generator: Generator | None = None, likelihood: Likelihood | None = None, **kwargs: Any,
+    ) -> Distribution:  # fmt: skip
+        """Whitened rows with unit noise, for the evidence; responses for the posterior of f at new inputs.
+
+        Parameters
+        ----------
+        function_dist : MultivariateNormal
+            What the model returned: ``gp(*gp.train_inputs)`` in training mode, or ``gp(x)`` in eval mode.
+        method, samples, generator, likelihood
+            As in `Posterior.predict`, for responses.
+
+        Returns
+        -------
+        Distribution
+            Joint and Gaussian over (n, C) for a Gaussian likelihood; else one response per input.
+        """
+        covariance = function_dist.lazy_covariance_matrix
+        if isinstance(covariance, WhitenedGram):
+            return WhitenedNormal(function_dist.loc, covariance.with_noise())
+        if not isinstance(function_dist, MultitaskMultivariateNormal):
+            raise UnsupportedError("what the LaplaceGP returned", type(function_dist).__name__,
+                                   "Pass gp(*gp.train_inputs) in training mode or gp(x) in eval mode.")
+        likelihood = self.observation if likelihood is None else likelihood
+        if isinstance(likelihood, Gaussian) and method == "glm":
+            return _with_noise(function_dist, likelihood.for_new_points())
+        if function_dist.batch_shape:
+            raise UnsupportedError("one batch of inputs", f"batch shape {tuple(function_dist.batch_shape)}",
+                                   "Call the model and this likelihood for one batch at a time.")
+        blocks = _blocks(function_dist.covariance_matrix, *function_dist.event_shape).permute(2, 0, 1)
+        with torch.no_grad():
+            return predictive(likelihood, function_dist.mean, blocks, method, samples, generator, self.scalar)
+
+    def forward(self, function_samples: Tensor, *params: Any, **kwargs: Any) -> Distribution:
+        """Responses given f (n, C)."""
+        if function_samples.dim() != 2:
+            raise UnsupportedError("one sample of f, (n, C)", f"shape {tuple(function_samples.shape)}",
+                                   "Pass one sample at a time.")
+        return self.observation.for_new_points().distribution(function_samples, self.scalar)
+
+    def log_marginal(
+        self, observations: Tensor, function_dist: MultivariateNormal, *params: Any, **kwargs: Any
+    ) -> Tensor:
+        """Log density of responses under `marginal`; joint for a Gaussian likelihood, else one per input."""
+        return self.marginal(function_dist, *params, **kwargs).log_prob(observations)
+
+    def expected_log_prob(self, target: Tensor, input: MultivariateNormal, *params: Any, **kwargs: Any) -> Tensor:
+        """Not there: the posterior is exact for the linearized model, and no variational objective is asked for."""
+        raise UnsupportedError("the evidence as objective", "expected_log_prob, of variational inference",
+                               "Use ExactMarginalLogLikelihood(gp.likelihood, gp).")
+
+
+def _blocks(joint: Tensor, n: int, c: int) -> Tensor:
+    """View the blocks of an interleaved joint covariance that pair an input with itself, (..., C, C, n)."""
+    return joint.view(*joint.shape[:-2], n, c, n, c).diagonal(dim1=-4, dim2=-2)
+
+
+def _with_noise(latent: MultitaskMultivariateNormal, likelihood: Likelihood) -> MultitaskMultivariateNormal:
+    """y = f + noise: the noise's covariance on each input's own block ([T20] 3.15, in closed form)."""
+    n, c = latent.event_shape
+    joint = latent.covariance_matrix.clone()
+    with torch.no_grad():
+        noise = likelihood.response_covariance(latent.mean.reshape(-1, c)).view(*latent.batch_shape, n, c, c)
+    _blocks(joint, n, c).add_(noise.movedim(-3, -1))
+    return MultitaskMultivariateNormal(latent.mean, joint)

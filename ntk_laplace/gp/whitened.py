@@ -1,0 +1,199 @@
+"""Whitened training rows as GPyTorch sees them: SᵀKS with noise 1, on the posterior's own factorization of B.
+
+A host that asks for a determinant or a solve gets the exact one, whatever `gpytorch.settings` say: no conjugate
+gradients, no stochastic log determinant, no second Cholesky.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gpytorch.distributions import MultivariateNormal
+from linear_operator.operators import DenseLinearOperator, LinearOperator, RootLinearOperator, TriangularLinearOperator
+from torch import Size, Tensor
+
+from ntk_laplace.curvature import FunctionSpace
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.gram import diagonal_blocks, gram, multiply
+from ntk_laplace.linalg import solve_lower, solve_spd
+from ntk_laplace.posterior import Posterior
+
+__all__ = ["WhitenedGram", "WhitenedNormal"]
+
+
+class WhitenedGram(LinearOperator):
+    """SᵀKS over the training rows in the order n*R + r, or B = I + SᵀKS, at the posterior's present hyperparameters.
+
+    Parameters
+    ----------
+    anchor : Tensor
+        A hyperparameter, by which GPyTorch knows whether gradients are wanted.
+    posterior : Posterior
+        Its curvature holds the rows of SᵀJ and the Cholesky factor of B.
+    size : int
+        N*R.
+    noise : bool
+        Whether the identity is added.
+    """
+
+    def __init__(self, anchor: Tensor, *, posterior: Posterior, size: int, noise: bool = False) -> None:
+        super().__init__(anchor, posterior=posterior, size=size, noise=noise)
+        self._anchor, self._posterior, self._side, self._noise = anchor, posterior, size, noise
+
+    def with_noise(self) -> WhitenedGram:
+        """B = I + SᵀKS; its factor is there already."""
+        return WhitenedGram(self._anchor, posterior=self._posterior, size=self._side, noise=True)
+
+    @property
+    def _curvature(self) -> FunctionSpace:
+        return self._posterior.curvature
+
+    # --- what GPyTorch asks for: exact
+
+    def inv_quad_logdet(
+        self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
+    ) -> tuple[Tensor, Tensor]:
+        """Quadratic form in B⁻¹, and log det B with its exact gradient in every hyperparameter."""
+        factor = self._factor("a quadratic form or a log determinant")
+        quadratic = determinant = factor.new_zeros(())
+        if inv_quad_rhs is not None:
+            right = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.dim() == 1 else inv_quad_rhs
+            quadratic = solve_lower(factor, right).square().sum(-2)
+            quadratic = quadratic.sum(-1) if reduce_inv_quad else quadratic
+            # zero targets, as the model has them, leave no gradient to lose
+            quadratic = self._value_alone(quadratic) if bool(right.any()) else quadratic
+        if logdet:
+            determinant = self._posterior.log_det().to(factor)
+        return quadratic, determinant
+
+    def logdet(self) -> Tensor:
+        """Log det B, with its exact gradient."""
+        return self.inv_quad_logdet(logdet=True)[1]
+
+    def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
+        """B⁻¹ right, or left B⁻¹ right."""
+        right = right_tensor.unsqueeze(-1) if right_tensor.dim() == 1 else right_tensor
+        solved = solve_spd(self._factor("a solve"), right)
+        solved = self._value_alone(solved.squeeze(-1) if right_tensor.dim() == 1 else solved)
+        return solved if left_tensor is None else left_tensor @ solved
+
+    def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
+        """Draws, (num_samples, N*R): SᵀJ times weights drawn from the prior, and white noise for B."""
+        curvature = self._curvature
+        scale = curvature.flat_variance.sqrt()
+        draws = []
+        for _ in range(num_samples):
+            weights = (scale * torch.randn_like(scale)).split([shape.numel() for shape in curvature.shapes.values()])
+            named = {n: w.view(s) for w, (n, s) in zip(weights, curvature.shapes.items(), strict=True)}
+            draws.append(curvature.weighted.jvp(named).reshape(-1))
+        latent = torch.stack(draws)
+        return self._value_alone(latent + torch.randn_like(latent) if self._noise else latent)
+
+    def root_decomposition(self, method: str | None = None) -> LinearOperator:
+        """B = L Lᵀ by the factor that stands; SᵀKS by its rows over √precision."""
+        if self._noise:
+            return RootLinearOperator(TriangularLinearOperator(self._lower()))
+        curvature = self._curvature
+        rows = curvature.weighted.dense(curvature.shapes).transpose(0, 1).flatten(0, 1)
+        return RootLinearOperator(self._value_alone(rows * curvature.flat_variance.sqrt()))
+
+    def to_dense(self) -> Tensor:
+        """The matrix, (N*R, N*R); without a gradient, which it refuses instead."""
+        matrix = gram(self._curvature.weighted, None, self._curvature.variances)
+        if self._noise:
+            matrix.diagonal().add_(1.0)
+        return self._value_alone(matrix)
+
+    # --- what the base class builds the rest from
+
+    def _cholesky(self, upper: bool = False) -> LinearOperator:
+        lower = self._lower()
+        return TriangularLinearOperator(lower.mT if upper else lower, upper=upper)
+
+    def _lower(self) -> Tensor:
+        return self._value_alone(self._factor("a Cholesky factor").tril())
+
+    def _matmul(self, rhs: Tensor) -> Tensor:
+        right = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
+        weighted = self._curvature.weighted
+        product = multiply(weighted, weighted, self._curvature.variances, right)
+        product = product + right if self._noise else product
+        return product.squeeze(-1) if rhs.dim() == 1 else product
+
+    def _diagonal(self) -> Tensor:
+        blocks = diagonal_blocks(self._curvature.weighted, self._curvature.variances)
+        return self._value_alone(blocks.diagonal(dim1=-2, dim2=-1).reshape(-1) + float(self._noise))
+
+    def _size(self) -> Size:
+        return Size((self._side, self._side))
+
+    def _transpose_nonbatch(self) -> LinearOperator:
+        return self
+
+    def _getitem(self, row_index: Any, col_index: Any, *batch_indices: Any) -> LinearOperator:
+        return DenseLinearOperator(self.to_dense())._getitem(row_index, col_index, *batch_indices)
+
+    def _get_indices(self, row_index: Any, col_index: Any, *batch_indices: Any) -> Tensor:
+        return self.to_dense()[row_index, col_index]
+
+    def _bilinear_derivative(self, left_vecs: Tensor, right_vecs: Tensor) -> tuple[Tensor | None, ...]:
+        raise _no_gradient()
+
+    def evaluate_kernel(self) -> LinearOperator:
+        """Itself."""
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the algebra, not of the hyperparameters."""
+        return self._posterior.f.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the factor stands."""
+        return self._posterior.f.device
+
+    def _factor(self, what: str) -> Tensor:
+        if not self._noise:
+            raise UnsupportedError(f"{what} of B = I + SᵀKS", f"{what} of SᵀKS, which may be singular",
+                                   "Pass the distribution through gp.likelihood first.")
+        return self._curvature.factor
+
+    def _value_alone(self, value: Tensor) -> Tensor:
+        return _Refuse.apply(value, self._anchor)
+
+
+class _Refuse(torch.autograd.Function):
+    """A value whose gradient in the hyperparameters is not there: it is refused, not taken for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None]:
+        raise _no_gradient()
+
+
+def _no_gradient() -> UnsupportedError:
+    return UnsupportedError(
+        "gradients through the evidence", "a gradient through a matrix, solve or sample of whitened rows",
+        "Use ExactMarginalLogLikelihood(gp.likelihood, gp) or posterior.log_marginal_likelihood().",
+    )  # fmt: skip
+
+
+class WhitenedNormal(MultivariateNormal):
+    """Zero-mean Gaussian over whitened rows, whose log density no setting of GPyTorch turns into an estimate."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of rows (..., N*R), nats."""
+        covariance = self.lazy_covariance_matrix
+        if not isinstance(covariance, WhitenedGram):
+            return super().log_prob(value)
+        offset = value - self.loc
+        columns = offset.reshape(-1, offset.shape[-1]).T
+        quadratic, determinant = covariance.inv_quad_logdet(columns, logdet=True, reduce_inv_quad=False)
+        constant = offset.shape[-1] * math.log(2 * math.pi)
+        return -0.5 * (quadratic.reshape(offset.shape[:-1]) + determinant + constant)
