@@ -25,13 +25,14 @@ __all__ = [
     "VERMILION",
     "ImageExplanation",
     "Panel",
+    "confidence_histograms",
     "coverage_diagram",
-    "evidence_curves",
     "image_explanations",
     "png",
     "predictive_1d",
     "predictive_2d",
     "reliability_diagram",
+    "selection_curves",
 ]
 
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#5B6470"
@@ -207,33 +208,53 @@ def coverage_diagram(levels: ArrayLike, series: Mapping[str, ArrayLike], title: 
     return figure
 
 
-# --- model selection
-
-
-def evidence_curves(curves: Mapping[str, tuple[ArrayLike, ArrayLike, ArrayLike]]) -> Figure:
-    """Evidence on the training data and log likelihood on held-out data, against the prior precision.
+def confidence_histograms(panels: Mapping[str, Mapping[str, ArrayLike]]) -> Figure:
+    """Distribution of the confidence in groups of inputs, one panel for each prediction.
 
     Parameters
     ----------
-    curves : mapping of title to (precision, evidence, held_out), each (G,)
-        Evidence and held-out log likelihood in nats per example.
+    panels : mapping of title to mapping of group to array_like, (n,)
+        Probabilities of the predicted class, of two groups of inputs at most.
+    """
+    low = min(float(_flat(values).min()) for groups in panels.values() for values in groups.values())
+    edges = np.linspace(min(low, 0.5), 1.0, 21)
+    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+    rows = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for index, (axes, (title, groups)) in enumerate(zip(rows, panels.items(), strict=True)):
+        _tidy(axes, title)
+        for (name, values), colour, hatch in zip(groups.items(), (BLUE, VERMILION), ("", "////"), strict=False):
+            share = np.histogram(_flat(values), edges)[0] / _flat(values).size
+            axes.stairs(100 * share, edges, fill=True, color=colour, alpha=0.3, hatch=hatch, lw=0)
+            axes.stairs(100 * share, edges, color=colour, lw=1.8, label=f"{name}: mean {_flat(values).mean():.2f}")
+        axes.set(xlabel="confidence of the prediction", ylabel="% of images" if index == 0 else "")
+        axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
+    return figure
+
+
+# --- model selection
+
+
+def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLike]]]) -> Figure:
+    """Scores of a model against its prior precision, the best of each ringed.
+
+    Parameters
+    ----------
+    curves : mapping of title to (precision, mapping of name to score), each (G,)
+        Scores in nats per example; at most three, with the same names in each panel.
     """
     figure = Figure(figsize=(4.6 * len(curves), 3.9), layout="constrained")
-    for index, (title, values) in enumerate(curves.items()):
-        precision, evidence, held_out = map(_flat, values)
+    for index, (title, (precision, scores)) in enumerate(curves.items()):
         axes = _tidy(figure.add_subplot(1, len(curves), index + 1), title)
-        for name, line, (colour, marker, style) in (
-            ("held-out log likelihood", held_out, SERIES[0]),
-            ("evidence (training data alone)", evidence, SERIES[1]),
-        ):
-            axes.plot(precision, line, style, marker=marker, ms=5.5, color=colour, lw=1.7, label=name)
+        for (name, score), (colour, marker, style) in zip(scores.items(), SERIES, strict=False):
+            line = _flat(score)
+            axes.plot(_flat(precision), line, style, marker=marker, ms=5.5, color=colour, lw=1.7, label=name)
             best = int(line.argmax())
-            axes.plot(precision[best], line[best], "o", ms=14, mfc="none", mec=colour, mew=1.6)
+            axes.plot(_flat(precision)[best], line[best], "o", ms=14, mfc="none", mec=colour, mew=1.6)
         axes.set(xscale="log", xlabel="prior precision δ (1 / weight²)")
         if index == 0:
-            axes.set_ylabel("nats per example")
+            axes.set_ylabel("nats per example (higher is better)")
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 

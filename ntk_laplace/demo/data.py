@@ -25,6 +25,8 @@ class Split:
         Held-out inputs and targets.
     classes : tuple of str
         What the labels stand for; empty for a regression.
+    x_unseen : Tensor, optional
+        Inputs of a kind that is in neither part, such as other digits.
     """
 
     x_train: Tensor
@@ -32,28 +34,34 @@ class Split:
     x_test: Tensor
     y_test: Tensor
     classes: tuple[str, ...] = ()
+    x_unseen: Tensor | None = None
 
 
-def digits(seed: int, train: int, pair: tuple[int, int] | None = None) -> Split:
+def digits(seed: int, train: int, held_out: int, pair: tuple[int, int] | None = None) -> Split:
     """Handwritten digits, 8 x 8 pixels with grey values in [0, 1], as images (N, 1, 8, 8).
 
     Parameters
     ----------
     seed : int
-        Chooses which images are held out; every class keeps its share.
-    train : int
-        Number of training images; all others are held out.
+        Chooses the images; every class keeps its share.
+    train, held_out : int
+        Numbers of images; there are 1,797 in all, and about 180 of each digit.
     pair : (int, int), optional
-        Keep these two digits alone, labelled 0 and 1 in this order.
+        Keep these two digits alone, labelled 0 and 1 in this order. Three hundred images of the other digits are
+        then the split's `x_unseen`.
     """
     bunch = load_digits()
     images, labels = bunch.images[:, None] / 16.0, bunch.target
     classes = tuple(range(10)) if pair is None else pair
     chosen = np.isin(labels, classes)
+    others = None
+    if pair is not None:
+        order = np.random.default_rng(seed).permutation(np.flatnonzero(~chosen))
+        others = torch.as_tensor(images[order[:300]])
     images, labels = images[chosen], np.searchsorted(classes, labels[chosen])
-    parts = train_test_split(images, labels, train_size=train, stratify=labels, random_state=seed)
+    parts = train_test_split(images, labels, train_size=train, test_size=held_out, stratify=labels, random_state=seed)
     x_train, x_test, y_train, y_test = (torch.as_tensor(part) for part in parts)
-    return Split(x_train, y_train, x_test, y_test, tuple(str(c) for c in classes))
+    return Split(x_train, y_train, x_test, y_test, tuple(str(c) for c in classes), others)
 
 
 def diabetes(seed: int, train: int) -> Split:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -109,18 +110,30 @@ def train_map(
         tolerance_change=0.0,
         line_search_fn="strong_wolfe",
     )
-    loss, norm, falling = float(closure()), _norm(parameters), True
-    while norm > tolerance and evaluations < max_evaluations and falling:
-        optimizer.step(closure)
-        before, loss = loss, float(closure())
-        norm = _norm(parameters)
-        # below this the line search compares rounding errors
-        falling = before - loss > 1e-13 * abs(loss)
-        if report is not None:
-            report(norm)
+    with _one_thread():
+        loss, norm, falling = float(closure()), _norm(parameters), True
+        while norm > tolerance and evaluations < max_evaluations and falling:
+            optimizer.step(closure)
+            before, loss = loss, float(closure())
+            norm = _norm(parameters)
+            # below this the line search compares rounding errors
+            falling = before - loss > 1e-13 * abs(loss)
+            if report is not None:
+                report(norm)
     for parameter in parameters:
         parameter.grad = None
     return Training(loss, norm, evaluations, time.perf_counter() - begin)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one thread: for networks this small, waking a second one costs more than it brings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _norm(parameters: list[nn.Parameter]) -> float:

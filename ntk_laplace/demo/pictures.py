@@ -1,0 +1,250 @@
+"""The demo's pictures: what each shows, in pixels and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import ntk_laplace as ntkl
+from ntk_laplace import metrics, plotting
+from ntk_laplace.demo.problems import Problem
+from ntk_laplace.demo.study import LEVELS, Choice, Study, confidence
+
+__all__ = [
+    "Picture",
+    "calibration",
+    "coverage",
+    "explanation",
+    "selection",
+    "uncertainty_1d",
+    "uncertainty_2d",
+    "unseen",
+]
+
+METHODS = {"MAP": "map", "posterior": "glm"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture and its words.
+
+    Attributes
+    ----------
+    name : str
+        Of the file, without its ending.
+    image : bytes
+        PNG.
+    alt : str
+        What it shows, for those who cannot see it.
+    caption : str
+        What to see in it.
+    """
+
+    name: str
+    image: bytes
+    alt: str
+    caption: str
+
+
+def uncertainty_1d(problem: Problem, choice: Choice) -> Picture:
+    """Draw the prediction along one input, with what is uncertain in the function and what is noise."""
+    split = problem.split
+    posterior = choice.posterior(problem, "gp")
+    predictive = posterior.predict(split.x_test)
+    figure = plotting.predictive_1d(
+        split.x_test,
+        predictive.mean,
+        predictive.epistemic.sqrt(),
+        predictive.variance.sqrt(),
+        (split.x_train, split.y_train),
+        split.y_test,
+        "Sure where there are data, unsure in the gap and outside",
+    )
+    x, spread = split.x_test.ravel(), predictive.epistemic.sqrt().ravel()
+    gap, near = float(spread[(x > -0.9) & (x < 1.1)].max()), float(spread[(x > -3.5) & (x < -1.7)].mean())
+    return Picture(
+        "uncertainty_1d",
+        plotting.png(figure),
+        "Curve of a network's prediction over one input with two bands around it. The inner band is narrow at the "
+        "training data on the left and on the right, and wide in the gap between them and beyond both ends.",
+        f"A 1-16-16-1 network trained on {len(split.x_train)} points. The dark band is what the posterior leaves open "
+        f"about the function: its standard deviation is {near:.2f} amid the data and {gap:.2f} in the gap. "
+        "The light band adds the observation noise.",
+    )
+
+
+def uncertainty_2d(problem: Problem, choice: Choice, seed: int) -> Picture:
+    """Draw class probabilities over two inputs, of the MAP and of the posterior, and the latent deviation."""
+    split = problem.split
+    posterior = choice.posterior(problem, "gp")
+    across, up = split.x_test[:, 0].unique(), split.x_test[:, 1].unique()
+    shape = (len(up), len(across))
+    _, covariance = posterior.latent_moments(split.x_test)
+    plugged = posterior.predict(split.x_test, method="map").probs
+    averaged = posterior.predict(split.x_test, generator=torch.Generator().manual_seed(seed)).probs
+    label = "probability of class 1"
+    panels = [
+        plotting.Panel(plugged.reshape(shape), "MAP: sure almost everywhere", label, True),
+        plotting.Panel(averaged.reshape(shape), "Posterior: unsure away from data", label, True),
+        plotting.Panel(covariance.sqrt().reshape(shape), "What is not known", "sd of the log odds", False),
+    ]
+    figure = plotting.predictive_2d(across, up, panels, split.x_train, split.y_train)
+    sure = [float((metrics.class_probabilities(p).max(1) > 0.95).mean()) for p in (plugged, averaged)]
+    return Picture(
+        "uncertainty_2d",
+        plotting.png(figure),
+        "Three maps over the plane with two interleaved half circles of training points. The first, the plain "
+        "network's probability, is saturated nearly everywhere. The second, the posterior's, is saturated at the data "
+        "and fades to one half away from them. The third, the standard deviation of the log odds, is small at the "
+        "data and grows with distance.",
+        f"A 2-16-16-1 network trained on {len(split.x_train)} points; the black line is probability one half. The MAP "
+        f"is more than 95 % sure on {sure[0]:.0%} of this area, the posterior on {sure[1]:.0%}.",
+    )
+
+
+def calibration(studies: Sequence[Study]) -> Picture:
+    """Draw reliability diagrams of the MAP's and the posterior's predictions."""
+    panels, words = {}, []
+    for found in studies:
+        truth = found.problem.split.y_test
+        pair = {"MAP": found.map_predictive, "posterior": found.predictive}
+        bins = {name: metrics.reliability(predictive.probs, truth) for name, predictive in pair.items()}
+        panels[found.problem.title] = bins
+        words.append(f"{found.problem.title}: {bins['MAP'].error:.3f} and {bins['posterior'].error:.3f}")
+    return Picture(
+        "reliability",
+        plotting.png(plotting.reliability_diagram(panels)),
+        "Reliability diagrams, one for each set of digits: fraction of right predictions against confidence, for the "
+        "MAP and for the posterior, with the diagonal of perfect calibration and the number of images in each bin.",
+        "Above the diagonal a prediction is too cautious, below it too sure. Expected calibration error of the MAP and "
+        f"of the posterior, {'; '.join(words)}. Both are cautious here: the digits are easy, and a Gaussian around the "
+        "mode of a saturated likelihood puts too much of its mass near the boundary (Kuss and Rasmussen, 2005).",
+    )
+
+
+def unseen(found: Study, seed: int) -> Picture:
+    """Draw how sure the predictions are on held-out digits, and on digits of classes never seen."""
+    split, classes = found.problem.split, found.problem.split.classes
+    groups = {f"held-out {classes[0]} and {classes[1]}": split.x_test, "all other digits": split.x_unseen}
+    panels = {
+        name: {group: confidence(found.posterior, x, seed, method) for group, x in groups.items()}
+        for name, method in METHODS.items()
+    }
+    scores = found.summary
+    return Picture(
+        "unseen",
+        plotting.png(plotting.confidence_histograms(panels)),
+        "Two histograms of confidence, for the MAP and for the posterior. Held-out digits of the two known classes "
+        "crowd at confidence one in both. Digits of other classes do so for the MAP too, and less for the posterior.",
+        f"A network that knows {classes[0]} and {classes[1]} alone is shown the other eight digits. Ranking images by "
+        f"confidence tells known from unknown with an area under the ROC curve of {scores['map_unseen_auroc']:.3f} for "
+        f"the MAP and {scores['unseen_auroc']:.3f} for the posterior.",
+    )
+
+
+def coverage(found: Study) -> Picture:
+    """Draw how often the regression's intervals hold the truth."""
+    truth, series = found.problem.split.y_test, {}
+    for name, predictive in (("MAP with noise alone", found.map_predictive), ("posterior", found.predictive)):
+        series[name] = metrics.interval_coverage(predictive.mean, predictive.variance, truth, LEVELS)
+    wanted = LEVELS.index(0.9)
+    return Picture(
+        "coverage",
+        plotting.png(plotting.coverage_diagram(LEVELS, series, f"{found.problem.title}: intervals that hold")),
+        "Fraction of held-out targets inside predictive intervals against the intervals' nominal probability, for the "
+        "MAP and for the posterior; both curves run near the diagonal.",
+        f"Of {len(truth)} held-out patients, the nominal 90 % interval holds "
+        f"{series['MAP with noise alone'][wanted]:.0%} (MAP) and {series['posterior'][wanted]:.0%} (posterior).",
+    )
+
+
+def selection(studies: Sequence[Study]) -> Picture:
+    """Draw evidence, leave-one-out and held-out log likelihood against the prior precision."""
+    curves, words = {}, []
+    for found in studies:
+        used = [c for c in found.choice.candidates if c.noise == found.choice.noise]
+        scores = {
+            "evidence (training data alone)": [c.evidence for c in used],
+            "leave-one-out (training data alone)": [c.leave_one_out for c in used],
+            "held-out log likelihood": [c.held_out_log_likelihood for c in used],
+        }
+        precisions = [c.precision for c in used]
+        curves[found.problem.title] = precisions, scores
+        best = [f"{precisions[int(np.argmax(score))]:g}" for score in scores.values()]
+        words.append(f"{found.problem.title}: {', '.join(best[:2])} and {best[2]}")
+    return Picture(
+        "model_selection",
+        plotting.png(plotting.selection_curves(curves)),
+        "Evidence, leave-one-out log density and held-out log likelihood, per example, against the prior precision on "
+        "a logarithmic axis, one panel for each problem, with the best candidate of each curve ringed.",
+        "Two scores that need no held-out data, and the one they stand in for. Best precision by evidence, by "
+        f"leave-one-out, and on held-out data, {'; '.join(words)}. Leave-one-out decides in this demo.",
+    )
+
+
+def explanation(found: Study, many: int = 5) -> Picture:
+    """Draw test images beside the training images that speak for and against their predictions."""
+    split, classes = found.problem.split, found.problem.split.classes
+    probabilities = metrics.class_probabilities(found.predictive.probs)
+    chosen = _telling(probabilities, split.y_test.numpy())
+    explained = found.posterior.explain(split.x_test[chosen], k=many)
+    rows = []
+    for row, (index, support) in enumerate(zip(chosen, support_of_prediction(explained), strict=True)):
+        first, second = probabilities[index].argsort()[::-1][:2]
+        order = support.argsort(descending=True)
+        sides = [
+            [_training(split.x_train, split.y_train, classes, explained, support, int(j)) for j in side]
+            for side in (order[:many], order.flip(0)[:many])
+        ]
+        caption = (
+            f"is {classes[int(split.y_test[index])]}, said {classes[first]}\n"
+            f"({probabilities[index, first]:.0%}, {classes[second]}: {probabilities[index, second]:.0%})"
+        )
+        rows.append(plotting.ImageExplanation(split.x_test[chosen[row], 0], caption, *sides))
+    flagged = int(explained.flagged.sum())
+    return Picture(
+        f"explanation_{found.problem.name}",
+        plotting.png(plotting.image_explanations(rows, "log odds")),
+        f"Three test images. Beside each are the {many} training images that raise the log odds of its prediction "
+        f"most, and the {many} that lower them most, with their labels and effects.",
+        "From top to bottom: a sure prediction, the least sure right one, and the worst error (or the next least sure "
+        "one). Above each training image: its label, and by how much it moves the log odds of the predicted class over "
+        "the runner-up, that is, how far they would fall if it were left out. The parts add up to the prediction: "
+        f"offset and contributions leave a gap of {float(explained.gap.abs().max()):.0e} logits at most. "
+        + (
+            f"{flagged} training images of high leverage, whose effect is an extrapolation, bear a !."
+            if flagged
+            else ""
+        ),
+    )
+
+
+def support_of_prediction(explained: ntkl.Explanation) -> Tensor:
+    """How much each training point raises the log odds of the predicted class over the runner-up, (n, N).
+
+    With one output f is the log odds of class 1 itself.
+    """
+    if explained.f.shape[1] == 1:
+        return -explained.removal[:, :, 0] * explained.f.sign()
+    top = explained.f.topk(2, dim=1).indices
+    each = explained.removal.gather(2, top[:, None, :].expand(-1, explained.removal.shape[1], -1))
+    return each[:, :, 1] - each[:, :, 0]
+
+
+def _telling(probabilities: np.ndarray, truth: np.ndarray) -> list[int]:
+    """Pick a sure prediction, the least sure right one, and the surest wrong one (else the next least sure)."""
+    sure, right = probabilities.max(1), probabilities.argmax(1) == truth
+    doubtful = [int(i) for i in sure.argsort() if right[i]]
+    wrong = [int(i) for i in sure.argsort()[::-1] if not right[i]]
+    return [doubtful[-1], doubtful[0], wrong[0] if wrong else doubtful[1]]
+
+
+def _training(
+    images: Tensor, labels: Tensor, classes: Sequence[str], explained: ntkl.Explanation, support: Tensor, index: int
+) -> tuple[Tensor, str]:
+    mark = " !" if bool(explained.flagged[index]) else ""
+    return images[index, 0], f"{classes[int(labels[index])]}: {float(support[index]):+.2f}{mark}"

@@ -1,0 +1,90 @@
+"""The demo from end to end: studies, pictures, summary, report, and the tables on the screen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import ntk_laplace as ntkl
+from ntk_laplace.demo import page, pictures
+from ntk_laplace.demo.pictures import Picture
+from ntk_laplace.demo.problems import DIABETES, DIGITS, DIGITS_PAIR, Problem, miniature, problems, toys
+from ntk_laplace.demo.screen import Screen, evidence_table, score_table
+from ntk_laplace.demo.study import Study, settled, study
+
+__all__ = ["run_demo"]
+
+
+def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bool = False) -> dict[str, Any]:
+    """Run everything and write ``summary.json``, pictures and ``report.html``.
+
+    Parameters
+    ----------
+    out : Path
+        Directory, made if it is not there; files of an earlier run are replaced.
+    seed : int
+        Decides splits, initial weights and the points of averages: the same seed gives the same numbers.
+    console : Console, optional
+        Where progress and tables go.
+    small : bool
+        A few examples and candidates of each problem, to see it work.
+
+    Returns
+    -------
+    dict
+        What is written to ``summary.json``.
+    """
+    console = Console() if console is None else console
+    chosen, (wave, moons) = problems(seed), toys(seed)
+    if small:
+        chosen = [miniature(problem) for problem in chosen]
+    out.mkdir(parents=True, exist_ok=True)
+    steps = sum(len(problem.candidates) + 4 for problem in chosen) + 3
+    with Screen(console, steps) as screen:
+        studies = [study(problem, seed, screen.step) for problem in chosen]
+        drawn = _draw({found.problem.name: found for found in studies}, (wave, moons), seed, screen)
+        summary = {
+            "version": ntkl.__version__,
+            "torch": torch.__version__,
+            "seed": seed,
+            "runs": {found.problem.name: found.summary for found in studies},
+            "pictures": [f"{picture.name}.png" for picture in drawn],
+            "seconds": screen.seconds,
+        }
+    for picture in drawn:
+        (out / f"{picture.name}.png").write_bytes(picture.image)
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    page.build(studies, {picture.name: picture for picture in drawn}, summary).write(out / "report.html")
+    _show(console, studies, summary, out)
+    return summary
+
+
+def _draw(found: dict[str, Study], problems: tuple[Problem, Problem], seed: int, screen: Screen) -> list[Picture]:
+    wave, moons = problems
+    first = pictures.uncertainty_1d(wave, settled(wave, seed, screen.step))
+    second = pictures.uncertainty_2d(moons, settled(moons, seed, screen.step), seed)
+    screen.step("drawing")
+    pair, ten, regression = found[DIGITS_PAIR], found[DIGITS], found[DIABETES]
+    return [
+        first,
+        second,
+        pictures.calibration([pair, ten]),
+        pictures.unseen(pair, seed),
+        pictures.coverage(regression),
+        pictures.selection(list(found.values())),
+        pictures.explanation(pair),
+        pictures.explanation(ten),
+    ]
+
+
+def _show(console: Console, studies: list[Study], summary: dict[str, Any], out: Path) -> None:
+    titles = {found.problem.name: found.problem.title for found in studies}
+    console.print(evidence_table(summary["runs"], titles))
+    console.print(score_table(page.score_rows(studies), page.SCORES))
+    console.print(f"{summary['seconds']:.0f} s; written to {out}:", soft_wrap=True, highlight=False, markup=False)
+    for name in ("report.html", "summary.json", *summary["pictures"]):
+        console.print(f"  {out / name}", soft_wrap=True, highlight=False, markup=False)

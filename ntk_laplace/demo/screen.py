@@ -1,0 +1,87 @@
+"""The demo on the screen: progress while it runs, one table of evidences at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+__all__ = ["Screen", "evidence_table", "score_table"]
+
+
+class Screen:
+    """Shows how far the work is: a bar on a terminal, a line for each step where the output is a file.
+
+    Parameters
+    ----------
+    console : Console
+    steps : int
+        Steps in all, as far as is known beforehand.
+    """
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.console = console
+        columns = (
+            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn()
+        )  # fmt: skip
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("starting", total=steps)
+        self._begin = time.perf_counter()
+        self._started = False
+
+    def __enter__(self) -> Screen:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the start."""
+        return time.perf_counter() - self._begin
+
+    def step(self, what: str) -> None:
+        """Say what begins now; what went before is done."""
+        self._bar.update(self._task, description=what, advance=1 if self._started else 0)
+        self._started = True
+        if not self.console.is_terminal:
+            self.console.print(f"[{self.seconds:5.1f} s] {what}", markup=False, highlight=False, soft_wrap=True)
+
+
+def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> Table:
+    """Evidence of every run from both spaces, in nats."""
+    table = _table("Evidence of one network from two spaces (nats)")
+    for name in ("run", "N", "C", "P", "function space", "weight space", "difference", "seconds"):
+        table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
+    for name, run in runs.items():
+        table.add_row(
+            titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:.8f}",
+            f"{run['evidence_full']:.8f}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
+        )  # fmt: skip
+    table.caption = "N examples, C outputs, P parameters; difference is relative; seconds include all training."
+    return table
+
+
+def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
+    """Held-out scores of the posterior beside those of its own MAP."""
+    table = _table("Held-out scores of the trained network (MAP) and of its posterior")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, caption_justify="left"
+    )

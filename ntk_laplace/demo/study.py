@@ -1,0 +1,228 @@
+"""One study: choose hyperparameters without held-out data, train to the MAP, fit in both spaces, evaluate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.distributions import Distribution
+
+import ntk_laplace as ntkl
+from ntk_laplace import metrics
+from ntk_laplace.demo.networks import seeded
+from ntk_laplace.demo.problems import Problem
+from ntk_laplace.demo.training import Training, train_map
+from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.explain.algebra import without_each
+from ntk_laplace.predictive import predictive
+
+__all__ = ["Candidate", "Choice", "Study", "choose", "confidence", "settled", "study"]
+
+Report = Callable[[str], None]
+LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+ROUGH, FINE = 0.05, 1e-4
+"""Norms of the gradient to which candidates, and the chosen one, are trained."""
+_QUIET = ntkl.Settings(progress=False)  # the demo shows progress of its own
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of the hyperparameters and what came of it, in nats per example.
+
+    Attributes
+    ----------
+    precision : float
+        Of the prior.
+    noise : float or None
+        Variance of the observations, where there is one.
+    evidence : float
+        Log marginal likelihood of the training data.
+    leave_one_out : float
+        Mean log predictive density of each training point given the others, in closed form.
+    held_out_log_likelihood : float
+        Of the posterior's predictive; noted for the picture, never used in a choice.
+    """
+
+    precision: float
+    noise: float | None
+    evidence: float
+    leave_one_out: float
+    held_out_log_likelihood: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen candidate, trained to its MAP."""
+
+    network: nn.Module
+    likelihood: ntkl.Likelihood
+    precision: float
+    noise: float | None
+    training: Training
+    candidates: list[Candidate]
+
+    def posterior(self, problem: Problem, structure: str) -> ntkl.Posterior:
+        """Fit the Laplace posterior to the training data."""
+        data = (problem.split.x_train, problem.split.y_train)
+        prior = ntkl.GaussianPrior(self.precision)
+        return ntkl.laplace(self.network, data, self.likelihood, prior, structure, settings=_QUIET)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study found; `summary` holds the numbers, the rest is for the pictures."""
+
+    problem: Problem
+    choice: Choice
+    posterior: ntkl.Posterior
+    predictive: Distribution
+    map_predictive: Distribution
+    summary: dict[str, Any] = field(repr=False)
+
+
+def settled(problem: Problem, seed: int, report: Report) -> Choice:
+    """Train a problem of one candidate, roughly; a picture needs no vanishing gradient."""
+    ((precision, noise),) = problem.candidates
+    report(f"{problem.title}: training")
+    network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
+    data = (problem.split.x_train, problem.split.y_train)
+    training = train_map(network, data, likelihood, ntkl.GaussianPrior(precision), ROUGH, max_evaluations=1000)
+    return Choice(network, likelihood, precision, noise, training, [])
+
+
+def choose(problem: Problem, seed: int, report: Report, tolerance: float = FINE) -> Choice:
+    """Train every candidate from the same initial weights; keep the best by leave-one-out, and finish its training.
+
+    Leave-one-out asks what the demo then asks of held-out data, how well the posterior predicts; the evidence asks
+    how well the prior does ([L22]). Both come from training data alone, and the pictures show both.
+    """
+    split, found = problem.split, []
+    data = (split.x_train, split.y_train)
+    for precision, noise in problem.candidates:
+        report(f"{problem.title}: prior precision {precision:g}" + (f", noise {noise:g}" if noise else ""))
+        network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
+        training = train_map(network, data, likelihood, ntkl.GaussianPrior(precision), max(ROUGH, tolerance))
+        posterior = Choice(network, likelihood, precision, noise, training, []).posterior(problem, "auto")
+        evidence = posterior.log_marginal_likelihood().item() / posterior.num_examples
+        held_out = metrics.mean_log_likelihood(_predict(posterior, split.x_test, seed), split.y_test)
+        scored = Candidate(precision, noise, evidence, _leave_one_out(posterior, split.x_train, seed), held_out)
+        found.append((scored, network, likelihood))
+    best, network, likelihood = max(found, key=lambda item: item[0].leave_one_out)
+    report(f"{problem.title}: training to the MAP at precision {best.precision:g}")
+    training = train_map(network, data, likelihood, ntkl.GaussianPrior(best.precision), tolerance)
+    return Choice(network, likelihood, best.precision, best.noise, training, [candidate for candidate, *_ in found])
+
+
+def study(problem: Problem, seed: int, report: Report) -> Study:
+    """Run a whole study.
+
+    Parameters
+    ----------
+    problem : Problem
+    seed : int
+        Decides initial weights and the points of the predictive's average.
+    report : callable
+        Told what happens, in words.
+    """
+    begin = time.perf_counter()
+    choice = choose(problem, seed, report)
+    seconds = {"selection_and_training": time.perf_counter() - begin}
+    posteriors, evidences = {}, {}
+    for structure, words in (("gp", "function space"), ("full", "weight space")):
+        report(f"{problem.title}: evidence in {words}")
+        start = time.perf_counter()
+        posteriors[structure] = choice.posterior(problem, structure)
+        evidences[structure] = posteriors[structure].log_marginal_likelihood().item()
+        seconds[f"fit_and_evidence_{structure}"] = time.perf_counter() - start
+    report(f"{problem.title}: predicting {len(problem.split.x_test)} held-out examples")
+    start = time.perf_counter()
+    posterior = posteriors["gp"]
+    predictive = _predict(posterior, problem.split.x_test, seed)
+    map_predictive = posterior.predict(problem.split.x_test, method="map")
+    seconds["prediction"] = time.perf_counter() - start
+    summary = {
+        "evidence_gp": evidences["gp"],
+        "evidence_full": evidences["full"],
+        "relative_difference": abs(evidences["gp"] - evidences["full"]) / abs(evidences["full"]),
+        "variance_relative_difference": _variance_difference(posteriors, problem.split.x_test[:50]),
+        "n": posterior.num_examples,
+        "n_held_out": len(problem.split.x_test),
+        "outputs": posterior.num_outputs,
+        "parameters": posterior.num_parameters,
+        "effective_parameters": float(posterior.effective_parameters().sum()),
+        "prior_precision": choice.precision,
+        "noise_variance": choice.noise,
+        "gradient_norm": choice.training.gradient_norm,
+        **evaluate(problem, predictive),
+        **{f"map_{name}": value for name, value in evaluate(problem, map_predictive).items()},
+        **_unseen(problem, posterior, seed),
+        "candidates": [vars(candidate) for candidate in choice.candidates],
+        "seconds": time.perf_counter() - begin,
+        "seconds_of_parts": seconds,
+    }
+    return Study(problem, choice, posterior, predictive, map_predictive, summary)
+
+
+def evaluate(problem: Problem, predictive: Distribution) -> dict[str, float]:
+    """Score a prediction of the held-out data: accuracy and ECE for classes, RMSE and coverage for a regression."""
+    truth = problem.split.y_test
+    scores = {"log_likelihood": metrics.mean_log_likelihood(predictive, truth)}
+    if problem.classifies:
+        scores["accuracy"] = metrics.accuracy(predictive.probs, truth)
+        scores["ece"] = metrics.expected_calibration_error(predictive.probs, truth)
+    else:
+        scores["rmse"] = metrics.rmse(predictive.mean, truth)
+        (scores["coverage_90"],) = metrics.interval_coverage(
+            predictive.mean, predictive.variance, truth, [0.9]
+        ).tolist()
+    return scores
+
+
+def _predict(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm") -> Distribution:
+    generator = torch.Generator().manual_seed(seed)
+    return posterior.predict(x, method=method, samples=1000, generator=generator)
+
+
+def _leave_one_out(posterior: ntkl.Posterior, x: Tensor, seed: int) -> float:
+    """Mean log predictive density of each training point given the others, from blocks that either space gives.
+
+    `Posterior.leave_one_out` is the same in function space; the candidates are fitted in the cheaper space.
+    """
+    points = TrainingPoints(posterior.f, posterior.targets)
+    mean, covariance = without_each(points, posterior.likelihood, posterior.latent_moments(x)[1])
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        others = predictive(posterior.likelihood, mean, covariance, "glm", 1000, generator)
+        return metrics.mean_log_likelihood(others, posterior.targets)
+
+
+def _unseen(problem: Problem, posterior: ntkl.Posterior, seed: int) -> dict[str, float]:
+    """Confidence in inputs of a kind never seen, and how well it tells them from held-out ones (area under ROC)."""
+    if problem.split.x_unseen is None:
+        return {}
+    scores = {}
+    for prefix, method in (("", "glm"), ("map_", "map")):
+        known, strange = (
+            confidence(posterior, x, seed, method) for x in (problem.split.x_test, problem.split.x_unseen)
+        )
+        truth = np.repeat([1, 0], [len(known), len(strange)])
+        scores[f"{prefix}unseen_confidence"] = float(strange.mean())
+        scores[f"{prefix}unseen_auroc"] = float(roc_auc_score(truth, np.concatenate([known, strange])))
+    return scores
+
+
+def confidence(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm") -> np.ndarray:
+    """Probability of the predicted class at each input, (n,)."""
+    return metrics.class_probabilities(_predict(posterior, x, seed, method).probs).max(1)
+
+
+def _variance_difference(posteriors: dict[str, ntkl.Posterior], x: Tensor) -> float:
+    """Largest difference of latent covariances between the two spaces, relative to the largest entry."""
+    (_, first), (_, second) = (posterior.latent_moments(x) for posterior in posteriors.values())
+    return float((first - second).abs().max() / second.abs().max())
