@@ -459,6 +459,9 @@ def test_temperature_is_set_in_place() -> None:
     [
         (lambda: Gaussian(0.0), "expected noise variances that are positive and finite; got 0. Pass variances above"),
         (lambda: Gaussian(torch.tensor([1.0, -2.0])), "positive and finite; got -2. Pass"),
+        (lambda: Gaussian("loud"), "expected noise as a number or a tensor; got 'loud'. Pass variances"),
+        (lambda: setattr(Gaussian(), "noise", None), "expected noise as a number or a tensor; got None. Pass"),
+        (lambda: Categorical("hot"), "expected one temperature that is positive and finite; got 'hot'. Pass"),
         (lambda: Gaussian(float("nan")), "positive and finite; got nan. Pass"),
         (lambda: Gaussian(torch.ones(2, 2, 2)), "got shape (2, 2, 2). Pass"),
         (lambda: Gaussian(torch.tensor([])), "got shape (0,). Pass"),

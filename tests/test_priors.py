@@ -261,6 +261,8 @@ ERRORS = [
     (make(float("inf")), "positive and finite; got inf. Pass"),
     (make(torch.tensor([1.0, float("nan"), 2.0, 3.0]), groups="layer"), "positive and finite; got nan. Pass"),
     (make({**LAYERS, "head": -2.0}, groups="layer"), "positive and finite, for 'head' too; got -2. Pass"),
+    (make("strong"), "positive and finite; got 'strong'. Pass a number, a tensor, or a mapping from names to them."),
+    (make(mean=[None]), "expected prior means that are finite; got [None]. Pass a number, a tensor"),
     (make(torch.tensor([])), "got an empty tensor. Pass"),
     (make(torch.ones(3), groups="layer"), "expected one precision, or one per group, (4,); got shape (3,). The groups"),
     (make(torch.ones(3), groups="parameter"), "or one per group, (19,); got shape (3,). The groups are 'scale[0]', "),

@@ -162,10 +162,12 @@ def complement(p: Tensor) -> Tensor:
     return (1 - p).scatter(-1, top, others)
 
 
-def _checked(temperature: float | Tensor) -> Tensor:
-    value = torch.as_tensor(temperature, dtype=torch.float64).detach()
+def _checked(temperature: Any) -> Tensor:
+    expected, remedy = "one temperature that is positive and finite", "Pass a positive number, such as 1."
+    try:
+        value = torch.as_tensor(temperature, dtype=torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise HyperparameterError(expected, repr(temperature)[:80], remedy) from error
     if value.numel() != 1 or not (value.isfinite().all() and (value > 0).all()):
-        raise HyperparameterError(
-            "one temperature that is positive and finite", f"{temperature}", "Pass a positive number, such as 1."
-        )
+        raise HyperparameterError(expected, f"{temperature}", remedy)
     return value.reshape(())

@@ -51,7 +51,7 @@ class Gaussian(Likelihood):
         super().__init__()
         if kind not in KINDS:
             raise HyperparameterError(f"a kind among {KINDS}", f"{kind!r}", "Pass one of them.")
-        values = torch.as_tensor(noise, dtype=torch.float64).detach().clone()
+        values = _numbers(noise)
         square = values.dim() == 2 and values.shape[0] == values.shape[1]
         if kind == "scalar" or (kind == "auto" and values.numel() == 1):
             kind, values = "scalar", _one(values)
@@ -82,7 +82,7 @@ class Gaussian(Likelihood):
 
     @noise.setter
     def noise(self, value: float | Tensor) -> None:
-        values = torch.as_tensor(value, dtype=torch.float64).detach()
+        values = _numbers(value)
         with torch.no_grad():
             if self.coupling is None:
                 self.log_noise.copy_(_fill(_positive(values), self.log_noise.shape).log())
@@ -259,6 +259,15 @@ class Gaussian(Likelihood):
             what,
             "Give the noise there: predict(x, likelihood=ntkl.Gaussian(noise=...)).",
         )
+
+
+def _numbers(noise: Any) -> Tensor:
+    try:
+        return torch.as_tensor(noise, dtype=torch.float64).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise HyperparameterError(
+            "noise as a number or a tensor", repr(noise)[:80], "Pass variances, such as 0.1."
+        ) from error
 
 
 def _one(values: Tensor) -> Tensor:

@@ -104,7 +104,11 @@ def _checked(value: Any, good: Any, expected: str) -> Any:
     """Detached copies in float64, every entry of which is `good`."""
     if isinstance(value, Mapping):
         return {str(key): _checked(part, good, f"{expected}, for {key!r} too") for key, part in value.items()}
-    numbers = torch.as_tensor(value, dtype=torch.float64).detach().clone()
+    try:
+        numbers = torch.as_tensor(value, dtype=torch.float64).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        remedy = "Pass a number, a tensor, or a mapping from names to them."
+        raise HyperparameterError(expected, repr(value)[:80], remedy) from error
     bad = ~good(numbers)
     if bad.any() or numbers.numel() == 0:
         got = f"{float(numbers[bad][0]):g}" if numbers.numel() else "an empty tensor"
