@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.factors import FactorPass, Rows
-from ntk_laplace.gp.inputs import InputForm
+from ntk_laplace.gp.inputs import InputForm, refuse_input_gradients
 from ntk_laplace.network import Network
 
 __all__ = ["CachedRows"]
@@ -42,13 +42,14 @@ class CachedRows:
 
     def __call__(self, x: Tensor) -> Rows:
         """Rows at x (n, d); the same object for the same content."""
-        x = x.detach() if not torch.is_grad_enabled() else x
+        refuse_input_gradients(x)
         for place, (known, rows) in enumerate(self._kept):
             if known.shape == x.shape and known.dtype == x.dtype and torch.equal(known, x):
                 self._kept.append(self._kept.pop(place))
                 return rows
-        rows = self._factors.rows(self.form.restore(x, self.network))
-        self._kept = [*self._kept[1 - _KEPT :], (x.detach().clone(), rows)]  # x may be changed in place later
+        own = x.detach().clone()  # rows hold on to their inputs, and x may be changed in place later
+        rows = self._factors.rows(self.form.restore(own, self.network))
+        self._kept = [*self._kept[1 - _KEPT :], (own, rows)]
         return rows
 
     def num_outputs(self, x: Tensor) -> int:

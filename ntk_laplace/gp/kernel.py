@@ -115,7 +115,11 @@ class NTKKernel(Kernel):
     def expand_batch(self, *sizes: Any) -> Kernel:
         """The kernel over a larger batch shape; it shares the prior."""
         shape = Size(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
-        if torch.broadcast_shapes(shape, self.batch_shape) != shape:
+        try:
+            fits = torch.broadcast_shapes(shape, self.batch_shape) == shape
+        except RuntimeError:
+            fits = False
+        if not fits:
             raise RuntimeError(f"Cannot expand a kernel with batch shape {self.batch_shape} to new shape {shape}")
         return self._over(shape)
 
