@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from ntk_laplace.errors import DataError, NonFiniteError
 
-__all__ = ["Batches", "check_finite", "concatenate", "leaves", "map_tensors", "num_examples", "take", "to_device"]
+__all__ = ["Batches", "as_tensors", "check_finite", "concatenate", "leaves", "map_tensors", "num_examples", "take", "to_device"]
 
 Inputs = Any
 
@@ -76,6 +76,8 @@ def to_device(x: Inputs, device: torch.device, dtype: torch.dtype | None = None)
     """Move to a device; floating tensors also take `dtype`, if given."""
 
     def move(tensor: Tensor) -> Tensor:
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            tensor = tensor.clone()  # tensors of inference mode cannot enter an autograd graph
         cast = dtype is not None and tensor.is_floating_point()
         return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
 
@@ -125,7 +127,7 @@ class Batches:
     device : torch.device
         Where batches go.
     dtype : torch.dtype, optional
-        Taken by floating inputs of (X, y); a loader's tensors keep theirs.
+        Taken by floating inputs: the network's own.
 
     Raises
     ------
@@ -133,11 +135,11 @@ class Batches:
         If nothing is there, or pairs cannot be read.
     """
 
-    def __init__(self, data: Any, batch_size: int, device: torch.device) -> None:
-        self.device, self.batch_size = device, batch_size
+    def __init__(self, data: Any, batch_size: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.device, self.batch_size, self.dtype = device, batch_size, dtype
         self._source: Any
-        if isinstance(data, (tuple, list)) and len(data) == 2 and not isinstance(data, Dataset):
-            x, y = map_tensors(lambda t: t, _tensors(data[0])), torch.as_tensor(data[1])
+        if isinstance(data, (tuple, list)) and len(data) == 2:
+            x, y = as_tensors(data[0]), torch.as_tensor(data[1])
             n, m = num_examples(x), len(y) if y.ndim else -1
             if n != m:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
@@ -185,7 +187,7 @@ class Batches:
             for tensor in leaves(x):
                 check_finite(tensor, "inputs", "Remove or impute that example.", seen)
             seen += n
-            yield to_device(x, self.device), y.to(self.device)
+            yield to_device(x, self.device, self.dtype), y.to(self.device)
         if seen == 0:
             raise _empty()
 
@@ -226,7 +228,7 @@ def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
             own.set_state(kept)
 
 
-def _tensors(x: Any) -> Inputs:
+def as_tensors(x: Any) -> Inputs:
     """NumPy arrays and nested lists of numbers become tensors; tuples and dicts keep their shape."""
     if isinstance(x, (Tensor, Mapping)) or (isinstance(x, (tuple, list)) and leaves(x)):
         return x

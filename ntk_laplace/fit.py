@@ -78,13 +78,14 @@ def laplace(
     if not isinstance(likelihood, Likelihood):
         raise UnsupportedError("a likelihood object", f"{likelihood!r}",
                                "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
-    batches = Batches(data, settings.batch_size or _BATCH, door.device)
+    batches = Batches(data, settings.batch_size or _BATCH, door.device, door.dtype)
     trained = Trained(door, likelihood, prior, root, FactorPass(door, dtype), settings)
-    for x, _ in batches:
-        door.probe(x)
-        break
-    name, reason = _choose(structure, trained, batches)
-    return Posterior(trained, STRUCTURES[name](trained, batches), reason)
+    with torch.inference_mode(False):
+        door.probe(next(iter(batches))[0])
+        name, reason = _choose(structure, trained, batches)
+        posterior = Posterior(trained, STRUCTURES[name](trained, batches), reason)
+        posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
+    return posterior
 
 
 def _choose(structure: str, trained: Trained, batches: Batches) -> tuple[str, str]:

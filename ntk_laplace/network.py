@@ -163,8 +163,8 @@ class Network:
         shapes = self.shapes
         return {n: vector[..., s].reshape((*vector.shape[:-1], *shapes[n])) for n, s in self.slices().items()}
 
-    def evaluate(self, x: Inputs) -> Tensor:
-        """Outputs (N, C) with their autograd graph; buffers of the copy stay as they were.
+    def evaluate(self, x: Inputs, offset: int = 0) -> Tensor:
+        """Outputs (N, C) with their autograd graph; `offset` is the index of the first example, for messages.
 
         Raises
         ------
@@ -174,12 +174,12 @@ class Network:
             If an output is NaN or infinite.
         """
         with torch.enable_grad():
-            return self._shape(self.caller(x), x)
+            return self._shape(self.caller(x), x, offset)
 
-    def without_grad(self, x: Inputs) -> Tensor:
+    def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) without a graph."""
         with torch.no_grad():
-            return self._shape(self.caller(x), x).detach()
+            return self._shape(self.caller(x), x, offset).detach()
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) at other values (P,) of the chosen parameters, without a graph."""
@@ -205,7 +205,11 @@ class Network:
         x = take(x, slice(0, min(n, 16)))
         if n == 1:
             x = take(x, torch.zeros(2, dtype=torch.long))
-        n = num_examples(x)
+        with preserved_rng(self.device):
+            self._probe_few(x)
+        self._probed = True
+
+    def _probe_few(self, x: Inputs) -> None:
         before = {name: b.clone() for name, b in self.module.named_buffers()}
         first, second = self.without_grad(x), self.without_grad(x)
         moved = [m for m, b in self.module.named_buffers() if not torch.equal(b, before[m])]
@@ -227,9 +231,8 @@ class Network:
         if moved:
             raise NetworkError("a network that leaves its buffers alone",
                                f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
-        self._probed = True
 
-    def _shape(self, out: Tensor, x: Inputs) -> Tensor:
+    def _shape(self, out: Tensor, x: Inputs, offset: int = 0) -> Tensor:
         n = num_examples(x)
         if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
             got = f"{tuple(out.shape)} ({out.dtype})" if isinstance(out, Tensor) else f"a {type(out).__name__}"
@@ -238,7 +241,7 @@ class Network:
         self.scalar = out.ndim == 1
         out = out.unsqueeze(1) if out.ndim == 1 else out
         self.num_outputs = out.shape[1]
-        check_finite(out.detach(), "network outputs", "Look at that input, or at diverged weights.")
+        check_finite(out.detach(), "network outputs", "Look at that input, or at diverged weights.", offset)
         return out
 
 
@@ -251,12 +254,21 @@ def _mixes(network: Network, x: Inputs, out: Tensor, tolerance: float) -> bool:
 
 def _private_copy(module: nn.Module) -> nn.Module:
     try:
-        with torch.no_grad():
-            return copy.deepcopy(module)
+        with torch.inference_mode(False), torch.no_grad():
+            twin = copy.deepcopy(module)
     except (RuntimeError, TypeError) as cause:
         raise NetworkError("a module that copy.deepcopy can copy", f"{type(cause).__name__}: {cause}",
                            "Keep only parameters, buffers and plain values on the module; replace the old "
                            "torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm.") from cause
+    return _without_backward_hooks(twin)
+
+
+def _without_backward_hooks(module: nn.Module) -> nn.Module:
+    """Backward hooks belong to the caller's training: here they would run on, and could change, our gradients."""
+    for part in module.modules():
+        part._backward_hooks.clear()
+        part._backward_pre_hooks.clear()
+    return module
 
 
 def _choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
@@ -277,6 +289,9 @@ def _choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
             if not hits:
                 raise NetworkError(f"parameter names among {', '.join(list(named)[:6])}, ...", f"{want!r}",
                                    "Use names or module prefixes of network.named_parameters().")
+            if want in named and want not in free:
+                raise NetworkError("parameters that require a gradient", f"{want!r}, which is frozen",
+                                   "Call requires_grad_(True) on it, or leave it out of parameters=.")
             chosen |= hits & set(free)
     if not chosen:
         raise NetworkError("at least one parameter that requires a gradient",

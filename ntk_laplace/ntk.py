@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import Inputs, to_device
+from ntk_laplace.data import Inputs, as_tensors, to_device
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.gram import gram
 from ntk_laplace.network import Network, ParameterChoice
@@ -46,6 +46,6 @@ def empirical_ntk(
     door = Network(network, parameters)
     prior = (GaussianPrior() if prior is None else prior).bind(door.shapes)
     factors = FactorPass(door, door.dtype if dtype is None else dtype)
-    left = factors.rows(to_device(x1, door.device))
-    right = None if x2 is None else factors.rows(to_device(x2, door.device))
+    left = factors.rows(to_device(as_tensors(x1), door.device, door.dtype))
+    right = None if x2 is None else factors.rows(to_device(as_tensors(x2), door.device, door.dtype))
     return gram(left, right, prior_variances(prior, door.shapes))

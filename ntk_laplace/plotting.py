@@ -86,7 +86,10 @@ def predictive_1d(
         axes.plot(grid, _flat(truth), color=GREY, lw=1.4, ls=(0, (4, 2)), label="truth without noise")
     axes.plot(grid, mean, color=BLUE, lw=2.0, label="network's prediction")
     axes.plot(*map(_flat, data), "o", ms=4.2, color="black", mec="white", mew=0.5, label="training data")
-    axes.set(xlabel="input x", ylabel="target y", xlim=(grid.min(), grid.max()))
+    # far from the data the bands may dwarf everything; what matters is on the scale of targets and predictions
+    shown = np.concatenate([_flat(data[1]), mean, *([] if truth is None else [_flat(truth)])])
+    middle, reach = (shown.max() + shown.min()) / 2, 1.1 * (shown.max() - shown.min())
+    axes.set(xlabel="input x", ylabel="target y", xlim=(grid.min(), grid.max()), ylim=(middle - reach, middle + reach))
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     return figure
@@ -171,16 +174,15 @@ def reliability_diagram(panels: Mapping[str, Mapping[str, Reliability]]) -> Figu
     for column, (title, series) in enumerate(panels.items()):
         top, bottom = _tidy(tops[0, column], title), _tidy(tops[1, column])
         top.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 2)), label="perfectly calibrated")
-        width = 0.028
         for index, (name, bins) in enumerate(series.items()):
             colour, marker, line = SERIES[index]
             label = f"{name}: ECE {bins.error:.3f}"
             top.plot(bins.confidence, bins.accuracy, line, marker=marker, ms=6, color=colour, lw=1.7, label=label)
-            spread = bins.confidence + (index - (len(series) - 1) / 2) * width
-            bottom.bar(spread, bins.count, width=width, color=colour, alpha=0.85)
+            bottom.vlines(bins.confidence, 0.7, bins.count, color=colour, lw=1.6, ls=line)
+            bottom.plot(bins.confidence, bins.count, marker, ms=5, color=colour)
         low = min(float(bins.confidence.min()) for bins in series.values())
         top.set(ylim=(-0.03, 1.05), xlim=(max(0.0, low - 0.08), 1.05), ylabel="fraction that is right")
-        bottom.set(yscale="log", ylabel="images", xlabel="confidence of the prediction")
+        bottom.set(yscale="log", ylim=(0.7, None), ylabel="images", xlabel="confidence of the prediction")
         top.legend(loc="lower right", fontsize=9, framealpha=0.9)
     return figure
 
@@ -224,7 +226,7 @@ def confidence_histograms(panels: Mapping[str, Mapping[str, ArrayLike]]) -> Figu
         _tidy(axes, title)
         for (name, values), colour, hatch in zip(groups.items(), (BLUE, VERMILION), ("", "////"), strict=False):
             share = np.histogram(_flat(values), edges)[0] / _flat(values).size
-            axes.stairs(100 * share, edges, fill=True, color=colour, alpha=0.3, hatch=hatch, lw=0)
+            axes.stairs(100 * share, edges, fill=True, fc=(colour, 0.25), ec=(colour, 0.5), hatch=hatch, lw=0)
             axes.stairs(100 * share, edges, color=colour, lw=1.8, label=f"{name}: mean {_flat(values).mean():.2f}")
         axes.set(xlabel="confidence of the prediction", ylabel="% of images" if index == 0 else "")
         axes.legend(loc="upper left", fontsize=9, framealpha=0.9)

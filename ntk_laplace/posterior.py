@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal
+from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 from torch.distributions import Distribution
 
 from ntk_laplace import evidence
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import Inputs, num_examples, to_device
+from ntk_laplace.data import Inputs, as_tensors, num_examples, to_device
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
@@ -23,6 +24,7 @@ from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.network import Network
 from ntk_laplace.predictive import predictive, predictive_from_samples
 from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.resources import require_memory
 from ntk_laplace.structures import Structure, Trained
 
 __all__ = ["Posterior"]
@@ -212,7 +214,9 @@ class Posterior:
             Over (n, C), interleaved.
         """
         rows = self._rows(x)
-        return MultitaskMultivariateNormal(self._mean(rows, mean), self.curvature.covariance(rows), interleaved=True)
+        # a lazy covariance: torch would factor a dense one at once, and V may be singular
+        covariance = DenseLinearOperator(self._joint(rows))
+        return MultitaskMultivariateNormal(self._mean(rows, mean), covariance, interleaved=True)
 
     def latent_moments(self, x: Inputs, mean: str = "map") -> tuple[Tensor, Tensor]:
         """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, never the joint ([T20] 3.13)."""
@@ -279,7 +283,7 @@ class Posterior:
         if x is None:
             return self._sample_weights(count, generator)
         rows = self._rows(x)
-        root = symmetric_root(self.curvature.covariance(rows))
+        root = symmetric_root(self._joint(rows))
         noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
         return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
 
@@ -319,10 +323,20 @@ class Posterior:
     def _on_device(self, x: Inputs) -> Inputs:
         if num_examples(x) == 0:
             raise DataError("at least one input", "none", "Pass one or more inputs.")
-        return to_device(x, self.network.device)
+        return to_device(x, self.network.device, self.network.dtype)
 
     def _rows(self, x: Inputs) -> Rows:
+        x = as_tensors(x)
         return self._trained.factors.rows(self._on_device(x))
+
+    def _joint(self, rows: Rows) -> Tensor:
+        size = rows.num_examples * rows.num_seeds
+        # K**, and the whitened cross-covariance whose square is subtracted from it
+        needed = (size + max(self.f.numel(), 1)) * size * rows.f.element_size()
+        require_memory(needed, rows.f.device, f"the joint covariance of {size:,} outputs",
+                       "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
+                       self._trained.settings.memory_budget)
+        return self.curvature.covariance(rows)
 
     def _mean(self, rows: Rows, mean: str) -> Tensor:
         if mean == "map":

@@ -80,7 +80,7 @@ def wave(seed: int) -> Split:
     """Sixty noisy points of a wave with a gap in the middle, (N, 1) -> (N, 1); noise of standard deviation 0.15."""
     rng = np.random.default_rng(seed)
     x = np.sort(np.concatenate([rng.uniform(-4.0, -1.2, 35), rng.uniform(1.4, 3.6, 25)]))
-    grid = np.linspace(-6.5, 6.5, 400)
+    grid = np.linspace(-5.2, 4.8, 400)
     y = _wave(x) + 0.15 * rng.standard_normal(x.size)
     inputs, targets = torch.as_tensor(x)[:, None], torch.as_tensor(y)[:, None]
     return Split(inputs, targets, torch.as_tensor(grid)[:, None], torch.as_tensor(_wave(grid))[:, None])

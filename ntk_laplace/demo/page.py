@@ -129,7 +129,7 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
     page.paragraph(
         "The gradient norm is that of the summed loss at the end of training. Effective parameters are those that "
         "the data determine rather than the prior. Variances differ by: the largest difference between the two spaces' "
-        "latent covariances at held-out inputs, relative to the largest entry. Seconds include all candidates' training."
+        "latent covariances at held-out inputs, relative to the largest entry. Seconds include all training."
     )
 
 

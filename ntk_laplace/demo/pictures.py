@@ -11,6 +11,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics, plotting
+from ntk_laplace.demo.data import Split
 from ntk_laplace.demo.problems import Problem
 from ntk_laplace.demo.study import LEVELS, Choice, Study, confidence
 
@@ -25,7 +26,7 @@ __all__ = [
     "unseen",
 ]
 
-METHODS = {"MAP": "map", "posterior": "glm"}
+METHODS = {"MAP": "map", "Posterior": "glm"}
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ def uncertainty_2d(problem: Problem, choice: Choice, seed: int) -> Picture:
     averaged = posterior.predict(split.x_test, generator=torch.Generator().manual_seed(seed)).probs
     label = "probability of class 1"
     panels = [
-        plotting.Panel(plugged.reshape(shape), "MAP: sure almost everywhere", label, True),
-        plotting.Panel(averaged.reshape(shape), "Posterior: unsure away from data", label, True),
+        plotting.Panel(plugged.reshape(shape), "MAP: one sharp boundary", label, True),
+        plotting.Panel(averaged.reshape(shape), "Posterior: it fans out away from data", label, True),
         plotting.Panel(covariance.sqrt().reshape(shape), "What is not known", "sd of the log odds", False),
     ]
     figure = plotting.predictive_2d(across, up, panels, split.x_train, split.y_train)
@@ -97,10 +98,10 @@ def uncertainty_2d(problem: Problem, choice: Choice, seed: int) -> Picture:
     return Picture(
         "uncertainty_2d",
         plotting.png(figure),
-        "Three maps over the plane with two interleaved half circles of training points. The first, the plain "
-        "network's probability, is saturated nearly everywhere. The second, the posterior's, is saturated at the data "
-        "and fades to one half away from them. The third, the standard deviation of the log odds, is small at the "
-        "data and grows with distance.",
+        "Three maps over the plane with two interleaved half circles of training points. In the first, the plain "
+        "network's probability changes from 0 to 1 across a narrow boundary everywhere. In the second, that of the "
+        "posterior, the boundary is as narrow between the points and widens to a fan beyond them. The third, the "
+        "standard deviation of the log odds, is small at the points and large along the fan.",
         f"A 2-16-16-1 network trained on {len(split.x_train)} points; the black line is probability one half. The MAP "
         f"is more than 95 % sure on {sure[0]:.0%} of this area, the posterior on {sure[1]:.0%}.",
     )
@@ -114,15 +115,20 @@ def calibration(studies: Sequence[Study]) -> Picture:
         pair = {"MAP": found.map_predictive, "posterior": found.predictive}
         bins = {name: metrics.reliability(predictive.probs, truth) for name, predictive in pair.items()}
         panels[found.problem.title] = bins
-        words.append(f"{found.problem.title}: {bins['MAP'].error:.3f} and {bins['posterior'].error:.3f}")
+        mean = {name: float(np.average(b.confidence, weights=b.count)) for name, b in bins.items()}
+        words.append(
+            f"{found.problem.title}: {bins['MAP'].error:.3f} and {bins['posterior'].error:.3f} (mean confidence "
+            f"{mean['MAP']:.1%} and {mean['posterior']:.1%}, right {found.summary['accuracy']:.1%} of the time)"
+        )
     return Picture(
         "reliability",
         plotting.png(plotting.reliability_diagram(panels)),
         "Reliability diagrams, one for each set of digits: fraction of right predictions against confidence, for the "
         "MAP and for the posterior, with the diagonal of perfect calibration and the number of images in each bin.",
         "Above the diagonal a prediction is too cautious, below it too sure. Expected calibration error of the MAP and "
-        f"of the posterior, {'; '.join(words)}. Both are cautious here: the digits are easy, and a Gaussian around the "
-        "mode of a saturated likelihood puts too much of its mass near the boundary (Kuss and Rasmussen, 2005).",
+        f"of the posterior, {'; '.join(words)}. A Gaussian around the mode of a saturated likelihood puts too much of "
+        "its mass near the boundary, so on easy classes the posterior is the more cautious one (Kuss and Rasmussen, "
+        "2005); where it pays is the next picture.",
     )
 
 
@@ -188,35 +194,31 @@ def selection(studies: Sequence[Study]) -> Picture:
 
 def explanation(found: Study, many: int = 5) -> Picture:
     """Draw test images beside the training images that speak for and against their predictions."""
-    split, classes = found.problem.split, found.problem.split.classes
-    probabilities = metrics.class_probabilities(found.predictive.probs)
-    chosen = _telling(probabilities, split.y_test.numpy())
+    split = found.problem.split
+    pair = [metrics.class_probabilities(predictive.probs) for predictive in (found.map_predictive, found.predictive)]
+    chosen = _telling(pair[0], split.y_test.numpy())
     explained = found.posterior.explain(split.x_test[chosen], k=many)
     rows = []
-    for row, (index, support) in enumerate(zip(chosen, support_of_prediction(explained), strict=True)):
-        first, second = probabilities[index].argsort()[::-1][:2]
+    for index, support in zip(chosen, support_of_prediction(explained), strict=True):
         order = support.argsort(descending=True)
         sides = [
-            [_training(split.x_train, split.y_train, classes, explained, support, int(j)) for j in side]
+            [_training(split, explained, support, int(j)) for j in side]
             for side in (order[:many], order.flip(0)[:many])
         ]
-        caption = (
-            f"is {classes[int(split.y_test[index])]}, said {classes[first]}\n"
-            f"({probabilities[index, first]:.0%}, {classes[second]}: {probabilities[index, second]:.0%})"
-        )
-        rows.append(plotting.ImageExplanation(split.x_test[chosen[row], 0], caption, *sides))
+        caption = _verdict(split, int(split.y_test[index]), [probabilities[index] for probabilities in pair])
+        rows.append(plotting.ImageExplanation(split.x_test[index, 0], caption, *sides))
     flagged = int(explained.flagged.sum())
     return Picture(
         f"explanation_{found.problem.name}",
         plotting.png(plotting.image_explanations(rows, "log odds")),
         f"Three test images. Beside each are the {many} training images that raise the log odds of its prediction "
         f"most, and the {many} that lower them most, with their labels and effects.",
-        "From top to bottom: a sure prediction, the least sure right one, and the worst error (or the next least sure "
+        "From top to bottom: a sure prediction, the least sure right one, and the surest error (or the next least sure "
         "one). Above each training image: its label, and by how much it moves the log odds of the predicted class over "
-        "the runner-up, that is, how far they would fall if it were left out. The parts add up to the prediction: "
-        f"offset and contributions leave a gap of {float(explained.gap.abs().max()):.0e} logits at most. "
+        "the runner-up, that is, how far they would fall if it were left out. The shares behind it add up to the "
+        f"prediction: offset and contributions leave {float(explained.gap.abs().max()):.0e} logits at most. "
         + (
-            f"{flagged} training images of high leverage, whose effect is an extrapolation, bear a !."
+            f"Effects of {flagged} training images of high leverage are extrapolations; they bear a !."
             if flagged
             else ""
         ),
@@ -243,8 +245,17 @@ def _telling(probabilities: np.ndarray, truth: np.ndarray) -> list[int]:
     return [doubtful[-1], doubtful[0], wrong[0] if wrong else doubtful[1]]
 
 
-def _training(
-    images: Tensor, labels: Tensor, classes: Sequence[str], explained: ntkl.Explanation, support: Tensor, index: int
-) -> tuple[Tensor, str]:
+def _verdict(split: Split, truth: int, pair: Sequence[np.ndarray]) -> str:
+    """Truth, predicted class and runner-up, with how sure the MAP and the posterior are of the prediction."""
+    first, second = pair[0].argsort()[::-1][:2]
+    sure = [f"{probabilities[first]:.0%}" for probabilities in pair]
+    return (
+        f"is {split.classes[truth]}; said {split.classes[first]}, not {split.classes[second]}\n"
+        f"MAP {sure[0]}, posterior {sure[1]}"
+    )
+
+
+def _training(split: Split, explained: ntkl.Explanation, support: Tensor, index: int) -> tuple[Tensor, str]:
     mark = " !" if bool(explained.flagged[index]) else ""
-    return images[index, 0], f"{classes[int(labels[index])]}: {float(support[index]):+.2f}{mark}"
+    value = f"{float(support[index]):+.2f}".replace("-", "\N{MINUS SIGN}")
+    return split.x_train[index, 0], f"{split.classes[int(split.y_train[index])]}: {value}{mark}"

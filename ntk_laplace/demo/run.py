@@ -14,7 +14,7 @@ from ntk_laplace.demo import page, pictures
 from ntk_laplace.demo.pictures import Picture
 from ntk_laplace.demo.problems import DIABETES, DIGITS, DIGITS_PAIR, Problem, miniature, problems, toys
 from ntk_laplace.demo.screen import Screen, evidence_table, score_table
-from ntk_laplace.demo.study import Study, settled, study
+from ntk_laplace.demo.study import Choice, Study, settled, study
 
 __all__ = ["run_demo"]
 
@@ -46,7 +46,10 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     steps = sum(len(problem.candidates) + 4 for problem in chosen) + 3
     with Screen(console, steps) as screen:
         studies = [study(problem, seed, screen.step) for problem in chosen]
-        drawn = _draw({found.problem.name: found for found in studies}, (wave, moons), seed, screen)
+        effort = 150 if small else 1000
+        trained = [(toy, settled(toy, seed, screen.step, effort)) for toy in (wave, moons)]
+        screen.step("drawing")
+        drawn = _draw({found.problem.name: found for found in studies}, trained, seed)
         summary = {
             "version": ntkl.__version__,
             "torch": torch.__version__,
@@ -63,15 +66,12 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     return summary
 
 
-def _draw(found: dict[str, Study], problems: tuple[Problem, Problem], seed: int, screen: Screen) -> list[Picture]:
-    wave, moons = problems
-    first = pictures.uncertainty_1d(wave, settled(wave, seed, screen.step))
-    second = pictures.uncertainty_2d(moons, settled(moons, seed, screen.step), seed)
-    screen.step("drawing")
+def _draw(found: dict[str, Study], trained: list[tuple[Problem, Choice]], seed: int) -> list[Picture]:
+    wave, moons = trained
     pair, ten, regression = found[DIGITS_PAIR], found[DIGITS], found[DIABETES]
     return [
-        first,
-        second,
+        pictures.uncertainty_1d(*wave),
+        pictures.uncertainty_2d(*moons, seed),
         pictures.calibration([pair, ten]),
         pictures.unseen(pair, seed),
         pictures.coverage(regression),

@@ -60,20 +60,20 @@ class Screen:
 def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> Table:
     """Evidence of every run from both spaces, in nats."""
     table = _table("Evidence of one network from two spaces (nats)")
-    for name in ("run", "N", "C", "P", "function space", "weight space", "difference", "seconds"):
+    for name in ("run", "N", "C", "P", "function space", "weight space", "rel. diff.", "sec."):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
     for name, run in runs.items():
         table.add_row(
-            titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:.8f}",
-            f"{run['evidence_full']:.8f}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
+            titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:.10g}",
+            f"{run['evidence_full']:.10g}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
         )  # fmt: skip
-    table.caption = "N examples, C outputs, P parameters; difference is relative; seconds include all training."
+    table.caption = "N examples, C outputs, P parameters; seconds include all training"
     return table
 
 
 def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
     """Held-out scores of the posterior beside those of its own MAP."""
-    table = _table("Held-out scores of the trained network (MAP) and of its posterior")
+    table = _table("Held-out scores: trained network (MAP), posterior")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for row in rows:
@@ -83,5 +83,11 @@ def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
 
 def _table(title: str) -> Table:
     return Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, caption_justify="left"
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        caption_justify="left",
     )

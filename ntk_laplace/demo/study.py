@@ -86,13 +86,13 @@ class Study:
     summary: dict[str, Any] = field(repr=False)
 
 
-def settled(problem: Problem, seed: int, report: Report) -> Choice:
+def settled(problem: Problem, seed: int, report: Report, max_evaluations: int = 1000) -> Choice:
     """Train a problem of one candidate, roughly; a picture needs no vanishing gradient."""
     ((precision, noise),) = problem.candidates
     report(f"{problem.title}: training")
     network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
     data = (problem.split.x_train, problem.split.y_train)
-    training = train_map(network, data, likelihood, ntkl.GaussianPrior(precision), ROUGH, max_evaluations=1000)
+    training = train_map(network, data, likelihood, ntkl.GaussianPrior(precision), ROUGH, max_evaluations)
     return Choice(network, likelihood, precision, noise, training, [])
 
 

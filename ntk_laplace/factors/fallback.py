@@ -29,9 +29,9 @@ class Fallback:
         self.network, self.names = network, names
         self.vectorized = True
 
-    def rows(self, x: Inputs, seeds: Tensor) -> list[Dense]:
-        """Rows (K, N, p) of every named parameter for seeds (K, N, C)."""
-        if self.vectorized:
+    def rows(self, x: Inputs, seeds: Tensor, careful: bool = False) -> list[Dense]:
+        """Rows (K, N, p) of every named parameter for seeds (K, N, C); `careful` ones by the loop."""
+        if self.vectorized and not careful:
             try:
                 return self._dense(self._by_vmap(x, seeds))
             except (RuntimeError, NotImplementedError, ValueError, TypeError):
@@ -49,7 +49,9 @@ class Fallback:
 
         def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
             _, pull = vjp(lambda values: outputs(values, example), chosen)
-            return vmap(lambda cotangent: pull(cotangent)[0])(cotangents)
+            # a plain loop over seeds: a vmap within a vmap is slower, and torch gets some layers wrong there
+            found = [pull(cotangent)[0] for cotangent in cotangents]
+            return {name: torch.stack([rows[name] for rows in found]) for name in self.names}
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="There is a performance drop")  # slow, exact, and announced

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
-from ntk_laplace.factors.blocks import Block, Dense, Outer
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.factors.fallback import Fallback
 from ntk_laplace.factors.graph import Graph, output_shape
 from ntk_laplace.factors.plan import Plan, agree, loudest, make_plan
@@ -80,7 +80,7 @@ class FactorPass:
         few = take(x, slice(0, _PROBE))
         if num_examples(few) == 1:
             few = take(x, torch.zeros(2, dtype=torch.long))
-        with preserved_rng(self.network.device), _plain_kernels(self.network.module):
+        with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
             out = self.network.evaluate(few)
             graph = Graph(out, self.network.parameters)
             plan = self._plan(graph, out)
@@ -113,24 +113,26 @@ class FactorPass:
     def _batch(self, x: Inputs, root: Tensor | None, offset: int) -> Rows:
         self._prepare(x)
         network = self.network
-        with preserved_rng(network.device), _plain_kernels(network.module):
-            out = network.evaluate(x)
+        with torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module):
+            out = network.evaluate(x, offset)
             n, c = out.shape
             seeds = torch.eye(c).to(out)[:, None].expand(c, n, c) if root is None else root.movedim(-1, 0).to(out)
             if not out.requires_grad:
                 return Rows((), len(seeds), n, out.detach().to(self.dtype))
-            blocks = self._blocks(x, out, seeds)
-        return Rows(tuple(self._finished(blocks, offset)), len(seeds), n, out.detach().to(self.dtype))
+            blocks = self._blocks(x, out, seeds, offset)
+        blocks = [_apart_from(block, x) for block in blocks]
+        return Rows(tuple(_finished(blocks, self.dtype)), len(seeds), n, out.detach().to(self.dtype, copy=True))
 
-    def _blocks(self, x: Inputs, out: Tensor, seeds: Tensor) -> list[Block]:
+    def _blocks(self, x: Inputs, out: Tensor, seeds: Tensor, offset: int) -> list[Block]:
         graph = Graph(out, self.network.parameters)
         signature = graph.signature()
         if len(out) == 1 and signature not in self._plans:
             # a single example says nothing about where examples lie in a tensor
             twice = take(x, torch.zeros(2, dtype=torch.long))
-            doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1))
+            doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1), offset)
             return [block.part(slice(0, 1)) for block in doubled]
         blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
+        _require_finite(blocks, offset)
         if self._disagreeing(blocks, out, seeds):
             # the few examples of the probe did not show where this batch's lie: plan on the batch itself
             del self._plans[signature]
@@ -139,7 +141,7 @@ class FactorPass:
         if wrong:
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
-            blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds)
+            blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
             wrong = self._disagreeing(blocks, out, seeds)
         if wrong:
             raise MixedExamplesError(
@@ -175,24 +177,36 @@ class FactorPass:
             if not agree(own, expected, loudest(truth))
         )
 
-    def _finished(self, blocks: list[Block], offset: int) -> Iterator[Block]:
-        """Check, choose each block's form, and add up what was written out for one parameter."""
-        written: dict[str, Dense] = {}
-        for small in self._small(blocks, offset):
-            if isinstance(small, Dense) and small.weight in written:
-                small = replace(small, rows=small.rows + written[small.weight].rows)
-            if isinstance(small, Dense):
-                written[small.weight] = small
-            else:
-                yield small
-        yield from written.values()
 
-    def _small(self, blocks: list[Block], offset: int) -> Iterator[Block]:
-        for block in blocks:
-            for values in _per_example(block):
-                check_finite(values, "Jacobians", "Look at that input, or at diverged weights.", offset)
-            for small in compact(_share_constant(block)):
-                yield small.to(self.dtype)
+def _finished(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
+    """Choose each block's form, and add up what was written out for one parameter."""
+    written: dict[str, Dense] = {}
+    for block in blocks:
+        for small in compact(_share_constant(block)):
+            small = small.to(dtype)
+            if not isinstance(small, Dense):
+                yield small
+                continue
+            if small.weight in written:
+                small = replace(small, rows=small.rows + written[small.weight].rows)
+            written[small.weight] = small
+    yield from written.values()
+
+
+def _require_finite(blocks: list[Block], offset: int) -> None:
+    for block in blocks:
+        values = block.rows if isinstance(block, Dense) else block.b
+        check_finite(values.transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.", offset)
+
+
+def _apart_from(block: Block, x: Inputs) -> Block:
+    """A first layer's inputs are the caller's own memory: take a copy, which later changes cannot reach."""
+    theirs = {tensor.untyped_storage().data_ptr() for tensor in leaves(x)}
+    if isinstance(block, Outer) and block.a.untyped_storage().data_ptr() in theirs:
+        return replace(block, a=block.a.clone())
+    if isinstance(block, Lookup) and block.tokens.untyped_storage().data_ptr() in theirs:
+        return replace(block, tokens=block.tokens.clone())
+    return block
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
@@ -203,12 +217,6 @@ def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
         if more <= found:
             return found
         found |= more
-
-
-def _per_example(block: Block) -> list[Tensor]:
-    if isinstance(block, Dense):
-        return [block.rows.transpose(0, 1)]
-    return [block.b.transpose(0, 1)]
 
 
 def _share_constant(block: Block) -> Block:
@@ -230,9 +238,11 @@ def _backward(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> d
         gradients = torch.autograd.grad(out, edges, seed, retain_graph=True, allow_unused=True)
         for number, gradient in zip(numbers, gradients, strict=True):
             if gradient is None:
+                if number in found:
+                    found[number][k] = 0.0
                 continue
             if number not in found:
-                found[number] = gradient.new_zeros(len(seeds), *gradient.shape)
+                found[number] = _zeros(graph, number, seeds) if k else gradient.new_empty(len(seeds), *gradient.shape)
             found[number][k] = gradient
     return {number: found.get(number, _zeros(graph, number, seeds)) for number in numbers}
 

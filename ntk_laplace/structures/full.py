@@ -43,7 +43,7 @@ class FullStructure:
         )
         f, targets = [], []
         for x, y in read_batches(trained, batches, "outputs"):
-            f.append(trained.network.without_grad(x).to(trained.factors.dtype))
+            f.append(trained.network.without_grad(x, sum(map(len, f))).to(trained.factors.dtype))
             targets.append(y)
         self.points = TrainingPoints.checked(trained.likelihood, torch.cat(f), targets)
         self._ggn: Tensor | None = None

@@ -9,7 +9,7 @@ from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.data import Batches
 from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.factors import Rows
-from ntk_laplace.resources import require_memory
+from ntk_laplace.resources import format_bytes, require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
 
@@ -50,11 +50,11 @@ class FunctionSpaceStructure:
         rows = 0 if first is None else 2 * first.nbytes * n // max(1, first.num_examples)
         p = trained.network.num_parameters
         full = 2 * p * p * element
-        fits = f'structure="full" would take {full / 2**30:.2f} GiB (P = {p:,})'
         require_memory(
             size * size * element + rows, trained.network.device,
             f"B of {size:,} x {size:,} (N = {n:,}, C = {c}) and its rows",
-            f'{fits}; otherwise use curvature="ef", parameters="last_layer", fewer points, or dtype=torch.float32.',
+            f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), or with curvature="ef", '
+            'parameters="last_layer", fewer points or dtype=torch.float32.',
             trained.settings.memory_budget,
         )  # fmt: skip
 
