@@ -14,7 +14,17 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from ntk_laplace.errors import DataError, NonFiniteError
 
-__all__ = ["Batches", "as_tensors", "check_finite", "concatenate", "leaves", "map_tensors", "num_examples", "take", "to_device"]
+__all__ = [
+    "Batches",
+    "as_tensors",
+    "check_finite",
+    "concatenate",
+    "leaves",
+    "map_tensors",
+    "num_examples",
+    "take",
+    "to_device",
+]
 
 Inputs = Any
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
 
-__all__ = ["add_outer_lower_", "cholesky_", "cholesky_logdet", "inverse_from_cholesky", "solve_lower", "solve_spd", "symmetric_root"]
+__all__ = [
+    "add_outer_lower_",
+    "cholesky_",
+    "cholesky_logdet",
+    "inverse_from_cholesky",
+    "solve_lower",
+    "solve_spd",
+    "symmetric_root",
+]
 
 
 def cholesky_(matrix: Tensor, block: int = 1024) -> Tensor:
@@ -20,7 +28,7 @@ def cholesky_(matrix: Tensor, block: int = 1024) -> Tensor:
     Parameters
     ----------
     matrix : Tensor, (n, n)
-        Only the lower triangle is read. It is overwritten by L; the strict upper triangle holds nothing of use afterwards.
+        Only the lower triangle is read. It is overwritten by L; the strict upper triangle is then of no use.
     block : int
         Width of a panel.
 

@@ -122,7 +122,7 @@ class Reliability:
 
     @property
     def error(self) -> float:
-        """Expected calibration error: the mean of |accuracy - confidence|, weighted by count."""
+        """Expected calibration error: the mean of `|accuracy - confidence|`, weighted by count."""
         return float(np.average(np.abs(self.accuracy - self.confidence), weights=self.count))
 
 

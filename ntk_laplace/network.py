@@ -185,7 +185,8 @@ class Network:
         """Outputs (N, C) at other values (P,) of the chosen parameters, without a graph."""
         values = {n: v.to(self.dtype) for n, v in self.unflatten(theta).items()}
         with torch.no_grad():
-            return self._shape(torch.func.functional_call(self.caller, {f"module.{n}": v for n, v in values.items()}, (x,)), x)
+            values = {f"module.{name}": value for name, value in values.items()}
+            return self._shape(torch.func.functional_call(self.caller, values, (x,)), x)
 
     def probe(self, x: Inputs) -> None:
         """Hold the network to what linearization needs, once, on the first examples it sees.

@@ -180,7 +180,9 @@ class Posterior:
         trained, points = self._trained, self._structure.points
         step = self._newton_step()
         pushed = self._structure.push(trained, step)
-        added = evidence.correction(points, trained.likelihood, trained.prior, trained.theta, trained.root, step, pushed)
+        added = evidence.correction(
+            points, trained.likelihood, trained.prior, trained.theta, trained.root, step, pushed
+        )
         return value + added.to(value)
 
     def _newton_step(self) -> Tensor:

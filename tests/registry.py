@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from networks import NETWORKS, NetworkCase
 from torch import Tensor, nn
+
+from networks import NETWORKS, NetworkCase
 
 Inputs = Any  # a tensor, a tuple of tensors or a dict of tensors
 

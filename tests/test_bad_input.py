@@ -68,7 +68,7 @@ def fit(net: Any = None, data: Any = None, likelihood: Any = None, structure: st
     return ntkl.laplace(net, data, likelihood or ntkl.Gaussian(), structure=structure, **options)
 
 
-# --------------------------------------------------------------------------------------------------------- not a number
+# ------------------------------------------------------------------------------------------------- not a number
 
 
 @pytest.mark.parametrize("structure", ["gp", "full"])
@@ -140,7 +140,7 @@ def test_new_inputs_that_are_not_numbers():
             verb(changed(inputs(), (4, 0), float("nan")))
 
 
-# --------------------------------------------------------------------------------------------------------------- targets
+# ------------------------------------------------------------------------------------------------------- targets
 
 CLASS, REAL, BINARY, COUNT = ntkl.Categorical, ntkl.Gaussian, ntkl.Bernoulli, ntkl.Poisson
 ZEROS = torch.zeros(N, 3).double()
@@ -185,7 +185,7 @@ def test_one_output_for_classes():
         fit(network(1), (inputs(), labels(classes=1)), ntkl.Categorical())
 
 
-# ------------------------------------------------------------------------------------------------------------------ data
+# ---------------------------------------------------------------------------------------------------------- data
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_no_new_inputs():
             verb(inputs(0))
 
 
-# --------------------------------------------------------------------------------------------------------------- networks
+# ------------------------------------------------------------------------------------------------------- networks
 
 
 @pytest.mark.parametrize("structure", ["gp", "full"])
@@ -351,7 +351,7 @@ class Square(nn.Module):
         return self.product(h, h)
 
 
-# -------------------------------------------------------------------------------------------------------- hyperparameters
+# ------------------------------------------------------------------------------------------------ hyperparameters
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -440,7 +440,7 @@ def test_priors_that_do_not_fit(options, expected, got):
         fit(prior=ntkl.GaussianPrior(**options))
 
 
-# ---------------------------------------------------------------------------------------------------------------- choices
+# -------------------------------------------------------------------------------------------------------- choices
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_likelihoods_that_are_none(likelihood):
         ntkl.laplace(network(), (inputs(), ZEROS), likelihood)
 
 
-# ----------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------- memory
 
 
 def test_a_problem_too_large_is_refused_before_it_is_allocated(monkeypatch):
@@ -513,7 +513,7 @@ def test_a_joint_covariance_too_large_is_refused(monkeypatch):
     assert blocks.shape == (500, 3, 3) and mean.shape == (500, 3)
 
 
-# ------------------------------------------------------------------------------------------------------ no silent repair
+# ---------------------------------------------------------------------------------------------- no silent repair
 
 
 def test_float32_that_cannot_be_factored_says_so():

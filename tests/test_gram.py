@@ -130,7 +130,7 @@ def test_every_contraction_is_met():
     assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Dense, Outer}
 
 
-# ------------------------------------------------------------------------------------- rows that stay factors, made large
+# ----------------------------------------------------------------------------- rows that stay factors, made large
 
 
 class Wide(nn.Module):
@@ -172,7 +172,7 @@ def test_positions_and_tokens_without_rows(tied, prior):
 
 
 class WideAttention(nn.Module):
-    """Cross-attention with layers wide enough to stay factors: three disjoint slices of one weight, each its own use."""
+    """Cross-attention with layers wide enough to stay factors: three slices of one weight, each its own use."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,6 +37,7 @@ HOUSE = [
     [""],  # ntk_laplace/__init__.py; what stands below calls the library as you do
     ["demo"],
     ["cli"],
+    ["__main__"],
 ]
 FLOOR = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.factors.rows import Rows
-from ntk_laplace.linalg import add_outer_lower_, cholesky_, cholesky_logdet, inverse_from_cholesky, solve_lower, solve_spd
+from ntk_laplace.linalg import (
+    add_outer_lower_,
+    cholesky_,
+    cholesky_logdet,
+    inverse_from_cholesky,
+    solve_lower,
+    solve_spd,
+)
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["FullWeightSpace", "accumulate_ggn"]

@@ -83,7 +83,7 @@ class FunctionSpace:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, made only where a gradient or an explanation asks for it."""
+        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, made only for a gradient or an explanation."""
         require_memory(self.factor.nbytes, self.factor.device, "the inverse of B",
                        "Use fewer training points, or a structured posterior.")
         return inverse_from_cholesky(self.factor)

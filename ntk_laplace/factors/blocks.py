@@ -2,7 +2,7 @@
 
 Rows are indexed by a seed k (a column of the root, or an output) and an example n. Three forms hold them exactly:
 
-* `Outer`: J_nk = Σ_t b_nkt ⊗ a_nt (design section 3), a layer's output gradients b and inputs a over shared positions t;
+* `Outer`: J_nk = Σ_t b_nkt ⊗ a_nt, a layer's output gradients b and inputs a over shared positions t;
 * `Lookup`: an embedding's rows, where a is a one-hot token;
 * `Dense`: the rows themselves.
 

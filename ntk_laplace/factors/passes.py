@@ -132,17 +132,16 @@ class FactorPass:
             doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1), offset)
             return [block.part(slice(0, 1)) for block in doubled]
         blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
-        _require_finite(blocks, offset)
-        if self._disagreeing(blocks, out, seeds):
+        if self._disagreeing(blocks, out, seeds, offset):
             # the few examples of the probe did not show where this batch's lie: plan on the batch itself
             del self._plans[signature]
             blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
-        wrong = self._disagreeing(blocks, out, seeds)
+        wrong = self._disagreeing(blocks, out, seeds, offset)
         if wrong:
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
             blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
-            wrong = self._disagreeing(blocks, out, seeds)
+            wrong = self._disagreeing(blocks, out, seeds, offset)
         if wrong:
             raise MixedExamplesError(
                 "a network whose outputs depend on their own example alone",
@@ -156,7 +155,7 @@ class FactorPass:
         blocks = plan.blocks(graph, gradients, self.network.parameters, len(out))
         return blocks + (list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else [])
 
-    def _disagreeing(self, blocks: list[Block], out: Tensor, seeds: Tensor) -> tuple[str, ...]:
+    def _disagreeing(self, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int) -> tuple[str, ...]:
         """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
 
         One more backward pass per batch; random weights make rows of the wrong example, and mixing, show.
@@ -168,6 +167,8 @@ class FactorPass:
             out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, seeds), retain_graph=True,
             allow_unused=True,
         )  # fmt: skip
+        if not all(bool(torch.isfinite(gradient).all()) for gradient in truth if gradient is not None):
+            _require_finite(blocks, offset)
         total = {name: torch.zeros_like(parameter).flatten() for name, parameter in parameters.items()}
         for block in blocks:
             for name, values in block.vjp(weights).items():

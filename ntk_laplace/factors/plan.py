@@ -80,7 +80,9 @@ class Plan:
         """Numbers of the consuming nodes, each once."""
         return sorted({use.step.consumer for use in self.uses})
 
-    def blocks(self, graph: Graph, gradients: dict[int, Tensor], parameters: dict[str, nn.Parameter], n: int) -> list[Block]:
+    def blocks(
+        self, graph: Graph, gradients: dict[int, Tensor], parameters: dict[str, nn.Parameter], n: int
+    ) -> list[Block]:
         """Rows of every matched parameter, uses of one parameter joined.
 
         Parameters
@@ -154,7 +156,8 @@ def _use_block(use: UsePlan, graph: Graph, gradient: Tensor, parameter: nn.Param
     if hasattr(source, "variable"):
         return _plain_block(use.name, rows, parameter)
     if isinstance(rows, OperandOuter):
-        if rows.order == "gio" and node_kind(source) == "TBackward" and shape.numel() == parameter.numel() and _direct(source):
+        transposed = node_kind(source) == "TBackward" and _direct(source)
+        if rows.order == "gio" and transposed and shape.numel() == parameter.numel():
             return Outer(use.name, None, rows.b, rows.a, None, parameter.numel())
         positions = view_positions(source, use.step.output, parameter) if _all_views(source) else None
         if positions is not None:
@@ -284,7 +287,8 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
-        if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, (expected, loudest(truth))):
+        reference = expected, loudest(truth)
+        if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, reference):
             good.extend(uses[name])
         else:
             unmatched.append(name)

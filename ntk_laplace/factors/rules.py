@@ -136,7 +136,7 @@ def _windows(x: Tensor, kernel: tuple, stride: tuple, dilation: tuple, padding: 
 
 def _grouped(windows: Tensor, groups: int, axes: int) -> Tensor:
     """(M, G*c, *out, *kernel) -> (M, G, positions, c * kernel entries)."""
-    m, channels = windows.shape[:2]
+    channels = windows.shape[1]
     split = windows.unflatten(1, (groups, channels // groups))
     order = [0, 1, *range(3, 3 + axes), 2, *range(3 + axes, 3 + 2 * axes)]
     return split.permute(order).flatten(2 + axes).flatten(2, 1 + axes)
