@@ -60,14 +60,14 @@ class Screen:
 def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> Table:
     """Evidence of every run from both spaces, in nats."""
     table = _table("Evidence of one network from two spaces (nats)")
-    for name in ("run", "N", "C", "P", "function space", "weight space", "rel. diff.", "sec."):
+    for name in ("run", "N", "C", "P", "function space", "weight space", "diff.", "sec."):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
     for name, run in runs.items():
         table.add_row(
             titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:.10g}",
             f"{run['evidence_full']:.10g}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
         )  # fmt: skip
-    table.caption = "N examples, C outputs, P parameters; seconds include all training"
+    table.caption = "N examples, C outputs, P parameters; the difference is relative; seconds with all training"
     return table
 
 

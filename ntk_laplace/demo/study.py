@@ -22,7 +22,7 @@ from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.explain.algebra import without_each
 from ntk_laplace.predictive import predictive
 
-__all__ = ["Candidate", "Choice", "Study", "choose", "confidence", "settled", "study"]
+__all__ = ["Candidate", "Choice", "Study", "choose", "confidence", "mean_leave_one_out", "settled", "study"]
 
 Report = Callable[[str], None]
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -111,7 +111,7 @@ def choose(problem: Problem, seed: int, report: Report, tolerance: float = FINE)
         posterior = Choice(network, likelihood, precision, noise, training, []).posterior(problem, "auto")
         evidence = posterior.log_marginal_likelihood().item() / posterior.num_examples
         held_out = metrics.mean_log_likelihood(_predict(posterior, split.x_test, seed), split.y_test)
-        scored = Candidate(precision, noise, evidence, _leave_one_out(posterior, split.x_train, seed), held_out)
+        scored = Candidate(precision, noise, evidence, mean_leave_one_out(posterior, split.x_train, seed), held_out)
         found.append((scored, network, likelihood))
     best, network, likelihood = max(found, key=lambda item: item[0].leave_one_out)
     report(f"{problem.title}: training to the MAP at precision {best.precision:g}")
@@ -189,7 +189,7 @@ def _predict(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm
     return posterior.predict(x, method=method, samples=1000, generator=generator)
 
 
-def _leave_one_out(posterior: ntkl.Posterior, x: Tensor, seed: int) -> float:
+def mean_leave_one_out(posterior: ntkl.Posterior, x: Tensor, seed: int) -> float:
     """Mean log predictive density of each training point given the others, from blocks that either space gives.
 
     `Posterior.leave_one_out` is the same in function space; the candidates are fitted in the cheaper space.

@@ -1,0 +1,116 @@
+"""Pictures: figures of their own that hold the numbers they were given, and touch nothing global."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from ntk_laplace import plotting
+from ntk_laplace.errors import DataError
+from ntk_laplace.metrics import Reliability
+
+
+def panels(figure: Figure) -> list:
+    """Axes that hold a picture, not a colour bar, in reading order."""
+    return [axes for axes in figure.axes if axes.get_label() != "<colorbar>"]
+
+
+def drawn(axes, label: str) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of the line with this label."""
+    (line,) = [line for line in axes.lines if line.get_label() == label]
+    return np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+
+
+def line_figure() -> Figure:
+    x = np.linspace(-1, 1, 20)
+    return plotting.predictive_1d(x, x**2, 0.1 + 0 * x, 0.2 + 0 * x, ([0.0], [0.1]), x**2, "a title")
+
+
+BINS = Reliability(np.array([0.6, 0.95]), np.array([0.5, 0.97]), np.array([4, 30]))
+ROW = plotting.ImageExplanation(
+    np.eye(8), "is 4, said 4", [(np.eye(8), "4: +1")] * 3, [(np.eye(8), "9: -1"), (np.eye(8), "9: -0")]
+)
+FIGURES = {
+    "predictive_1d": line_figure,
+    "predictive_2d": lambda: plotting.predictive_2d(
+        np.arange(4), np.arange(3),
+        [plotting.Panel(np.eye(3, 4), "p", "probability", True), plotting.Panel(np.ones((3, 4)), "s", "sd", False)],
+        np.array([[0.0, 1.0], [2.0, 1.5]]), [0, 1],
+    ),
+    "reliability_diagram": lambda: plotting.reliability_diagram({"one": {"MAP": BINS, "posterior": BINS}}),
+    "coverage_diagram": lambda: plotting.coverage_diagram([0.5, 0.9], {"MAP": [0.4, 0.8]}, "title"),
+    "confidence_histograms": lambda: plotting.confidence_histograms({"MAP": {"a": [0.6, 0.9], "b": [0.99]}}),
+    "selection_curves": lambda: plotting.selection_curves({"one": ([0.1, 1.0], {"evidence": [-2.0, -1.0]})}),
+    "image_explanations": lambda: plotting.image_explanations([ROW, ROW], "log odds"),
+}  # fmt: skip
+
+
+def test_every_public_picture_is_drawn_here() -> None:
+    functions = {name for name in plotting.__all__ if name.islower() and name != "png"}
+    assert functions == set(FIGURES)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_same_numbers_give_the_same_bytes(name: str) -> None:
+    first, second = (plotting.png(FIGURES[name](), dpi=60) for _ in range(2))
+    assert first == second and first.startswith(b"\x89PNG") and len(first) > 2000
+
+
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"image_explanations"}))
+def test_axes_are_labelled_and_titled(name: str) -> None:
+    axes = panels(FIGURES[name]())
+    assert all(a.get_xlabel() for a in axes if a.get_subplotspec().is_last_row())
+    assert any(a.get_ylabel() for a in axes)
+    assert all(a.get_title(loc="left") for a in axes if a.get_subplotspec().is_first_row())
+
+
+def test_pictures_need_no_pyplot() -> None:
+    code = "import sys, ntk_laplace.plotting, ntk_laplace.report; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_bands_are_two_standard_deviations() -> None:
+    (axes,) = panels(line_figure())
+    total, epistemic = (band.get_paths()[0].vertices for band in axes.collections)
+    assert total[:, 1].max() == pytest.approx(1.4) and total[:, 1].min() == pytest.approx(0.0 - 0.4, abs=0.01)
+    assert epistemic[:, 1].max() == pytest.approx(1.2)
+
+
+def test_reliability_shows_its_bins() -> None:
+    top, bottom = panels(FIGURES["reliability_diagram"]())
+    error = (4 * 0.1 + 30 * 0.02) / 34
+    x, y = drawn(top, f"MAP: ECE {error:.3f}")
+    np.testing.assert_array_equal(x, BINS.confidence)
+    np.testing.assert_array_equal(y, BINS.accuracy)
+    assert any(np.array_equal(line.get_ydata(), BINS.count) for line in bottom.lines)
+
+
+def test_histograms_show_shares_of_each_group() -> None:
+    (axes,) = panels(FIGURES["confidence_histograms"]())
+    heights = [patch.get_data().values for patch in axes.patches]
+    assert [h.sum() for h in heights] == pytest.approx([100.0] * 4)
+    assert [patch.get_label() for patch in axes.patches if "mean" in patch.get_label()] == [
+        "a: mean 0.75", "b: mean 0.99",
+    ]  # fmt: skip
+
+
+def test_best_candidate_is_ringed() -> None:
+    (axes,) = panels(FIGURES["selection_curves"]())
+    (ring,) = [line for line in axes.lines if line.get_markerfacecolor() == "none"]
+    assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (1.0, -1.0)
+
+
+def test_explanations_show_every_image_with_its_caption() -> None:
+    axes = [a for a in panels(FIGURES["image_explanations"]()) if a.images]
+    assert len(axes) == 2 * (1 + 3 + 2)
+    assert sorted({a.get_title() for a in axes}) == ["4: +1", "9: -0", "9: -1", "is 4, said 4"]
+
+
+def test_nothing_to_explain_is_an_error() -> None:
+    with pytest.raises(DataError, match="at least one image to explain; got none"):
+        plotting.image_explanations([], "log odds")
