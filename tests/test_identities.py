@@ -22,8 +22,7 @@ STRUCTURES = ("gp", "full")
 # crossed with every likelihood and every prior; the others of the registry meet each likelihood with one prior
 CROSSED = (
     "deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "lstm", "frozen_part", "layer_twice",
-    "scalar_outputs", "cross_attention_tuple", "embedding_as_head", "direct_parameters", "conv_transpose2d",
-    "low_rank", "unused_parameters", "saturated", "far_from_optimum",
+    "scalar_outputs", "cross_attention_tuple", "direct_parameters", "saturated", "far_from_optimum",
 )  # fmt: skip
 
 
@@ -214,7 +213,7 @@ def trained(likelihood: str) -> tuple[Problem, Tensor]:
         return 0.35 * theta.square().sum() - vmap(density)(f, y).sum()
 
     theta = case.theta.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([theta], max_iter=500, tolerance_change=0, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS([theta], max_iter=200, tolerance_change=0, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -224,7 +223,7 @@ def trained(likelihood: str) -> tuple[Problem, Tensor]:
 
     optimizer.step(closure)
     theta = theta.detach()
-    for _ in range(4):
+    for _ in range(6):
         theta = theta - torch.linalg.solve(hessian(loss)(theta), grad(loss)(theta))
     torch.nn.utils.vector_to_parameters(theta, case.network.parameters())
     return case, y
@@ -255,18 +254,17 @@ def loader(x, y, **options) -> DataLoader:
     return DataLoader([(take(x, n), y[n]) for n in range(num_examples(x))], **options)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("case", TURNS, ids=ids)
-def test_order_and_batches_change_nothing(case, structure):
+@pytest.mark.parametrize("case", [(*case, STRUCTURES[i % 2]) for i, case in enumerate(TURNS)], ids=ids)
+def test_order_and_batches_change_nothing(case):
     """Identity 6: permuted data in batches of four (the last is smaller), and a loader that shuffles each pass."""
-    network, likelihood, prior = case
+    network, likelihood, prior, structure = case
     x, y = problem(network).x, targets(LIKELIHOODS[likelihood], problem(network))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(4))
     variants = {
         "permuted": loader(take(x, order), y[order], batch_size=4),
         "shuffled": loader(x, y, batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(5)),
     }
-    want = answers(fit(*case, structure), problem(network).x_new)
+    want = answers(fit(*case), problem(network).x_new)
     for name, data in variants.items():
         posterior = ntkl.laplace(
             problem(network).network, data, LIKELIHOODS[likelihood].build(),
@@ -344,7 +342,9 @@ def difference(value, parameter: Tensor, direction: Tensor, step: float = 2e-3) 
     return (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * step)
 
 
-GRADIENTS = crossed(("deep_mlp", "saturated")) + in_turn(("scalar_outputs", "transformer_tied", "frozen_part"), offered)
+GRADIENTS = crossed(("saturated",)) + in_turn(
+    ("deep_mlp", "scalar_outputs", "transformer_tied", "frozen_part"), offered
+)
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
