@@ -80,7 +80,10 @@ class WhitenedGram(LinearOperator):
         return solved if left_tensor is None else left_tensor @ solved
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        """Draws, (num_samples, N*R): SᵀJ times weights drawn from the prior, and white noise for B."""
+        """Draws, (num_samples, N*R): of B by its factor, of SᵀKS by rows of SᵀJ times weights drawn from the prior."""
+        if self._noise:
+            lower = self._lower()
+            return (lower @ torch.randn(self._side, num_samples, dtype=self.dtype, device=self.device)).T
         curvature = self._curvature
         scale = curvature.flat_variance.sqrt()
         draws = []
@@ -88,8 +91,7 @@ class WhitenedGram(LinearOperator):
             weights = (scale * torch.randn_like(scale)).split([shape.numel() for shape in curvature.shapes.values()])
             named = {n: w.view(s) for w, (n, s) in zip(weights, curvature.shapes.items(), strict=True)}
             draws.append(curvature.weighted.jvp(named).reshape(-1))
-        latent = torch.stack(draws)
-        return self._value_alone(latent + torch.randn_like(latent) if self._noise else latent)
+        return self._value_alone(torch.stack(draws))
 
     def root_decomposition(self, method: str | None = None) -> LinearOperator:
         """B = L Lᵀ by the factor that stands; SᵀKS by its rows over √precision."""
