@@ -72,7 +72,7 @@ class TrainingPoints:
 
 
 class _LogDet(torch.autograd.Function):
-    """log det B with its exact gradient: γ_g in each log precision, V_nn in each Λ_n (design section 3)."""
+    """log det B with its exact gradient: γ_g in each log precision, V_nn in each Λ_n."""
 
     @staticmethod
     def forward(ctx: Any, log_precision: Tensor, hessian: Tensor, curvature: Curvature, blocks: Callable[[], Tensor]):

@@ -40,7 +40,7 @@ def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | Non
     Returns
     -------
     Tensor, (N1*K1, N2*K2)
-        Entry (n*K1 + k, m*K2 + l) is J_nk P0⁻¹ J_mlᵀ (design section 2).
+        Entry (n*K1 + k, m*K2 + l) is J_nk P0⁻¹ J_mlᵀ.
 
     Raises
     ------
@@ -345,7 +345,7 @@ def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Ten
 
 
 def _add_positions(out: Tensor, left: Block, right: Block, variances: Variances) -> None:
-    """Shared positions without rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first (design section 7)."""
+    """Shared positions without rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first."""
     inputs, b_left, b_right = _position_gram(left, right, variances)
     g, n1, t1, n2, t2 = inputs.shape
     k1, k2, o = b_left.shape[0], b_right.shape[0], b_left.shape[-1]

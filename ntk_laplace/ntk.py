@@ -23,7 +23,7 @@ def empirical_ntk(
     parameters: ParameterChoice = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Finite-width NTK, K = J(x1) P0⁻¹ J(x2)ᵀ (design section 2).
+    """Finite-width NTK, K = J(x1) P0⁻¹ J(x2)ᵀ.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ __all__ = ["Posterior"]
 
 
 class Posterior:
-    """Laplace-GGN posterior of a trained network (design section 3).
+    """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The network's Jacobians at the training points are computed once; the prior's and
     likelihood's hyperparameters may change at any time and every later answer sees it.
@@ -292,7 +292,7 @@ class Posterior:
     # --- explanation
 
     def explain(self, x: Inputs, k: int = 8, output: int | None = None) -> Explanation:
-        """Which training points make the predictions at `x` (design section 3).
+        """Which training points make the predictions at `x`.
 
         Parameters
         ----------
@@ -310,7 +310,7 @@ class Posterior:
         return explain(self._trained, self._structure, self.curvature, self._rows(x), k, output)
 
     def leave_one_out(self) -> LeaveOneOut:
-        """What each training point's prediction would be without it, in closed form (design section 3)."""
+        """What each training point's prediction would be without it, in closed form."""
         self._require_function_space("leave_one_out")
         return leave_one_out(self._trained, self._structure, self.curvature)
 

@@ -50,7 +50,7 @@ class FullWeightSpace:
             self._group_counts = prior.group_counts().to(ggn)
         self._groups = torch.cat([_group_numbers(prior, name, shape) for name, shape in shapes.items()]).to(ggn.device)
         matrix = ggn.clone()
-        matrix.diagonal().add_(self.precision)  # H = JᵀΛJ + P0 (design section 2)
+        matrix.diagonal().add_(self.precision)  # H = JᵀΛJ + P0
         self.factor = cholesky_(matrix)
 
     # --- evidence

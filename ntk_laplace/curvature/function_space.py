@@ -45,7 +45,7 @@ class FunctionSpace:
         ).to(rows.f)
         self.weighted = rows.weighted(root)
         matrix = gram_lower(self.weighted, self.variances)
-        matrix.diagonal().add_(1.0)  # B = I + SᵀKS (design section 2)
+        matrix.diagonal().add_(1.0)  # B = I + SᵀKS
         self.factor = cholesky_(matrix)
 
     # --- evidence
@@ -55,7 +55,7 @@ class FunctionSpace:
         return cholesky_logdet(self.factor)
 
     def effective_parameters(self) -> Tensor:
-        """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group (design section 3)."""
+        """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group."""
         if any(isinstance(group, slice) for group in self._groups.values()):
             return self._effective_by_columns()
         if self._num_groups == 1:

@@ -1,4 +1,4 @@
-"""The closed forms behind an explanation: decomposition, removal, leverage, leave-one-out (design section 3)."""
+"""The closed forms behind an explanation: decomposition, removal, leverage, leave-one-out."""
 
 from __future__ import annotations
 

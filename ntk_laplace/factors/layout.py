@@ -1,7 +1,7 @@
 """Where examples lie in a tensor of the graph, found by two backward passes with known weights.
 
 Attention flattens tokens as (T*N), convolutions as (N*T); a gradient seeded with r and one seeded with α_n r differ,
-row by row, by the factor α of the example the row belongs to (design section 7).
+row by row, by the factor α of the example the row belongs to.
 """
 
 from __future__ import annotations

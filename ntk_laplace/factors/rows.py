@@ -104,7 +104,7 @@ class Rows:
 def compact(block: Block) -> list[Block]:
     """Keep shared positions as factors, or write the rows out, whichever makes a pair of examples cheaper.
 
-    Multiply-adds per pair (design section 7): written out K² o i; contracted T² (i + K o) + K² T o. The contraction
+    Multiply-adds per pair: written out K² o i; contracted T² (i + K o) + K² T o. The contraction
     moves more memory per operation, so it must win by a factor of two; rows that would take over four times the
     factors' memory are written out only if the contraction is far dearer.
     """

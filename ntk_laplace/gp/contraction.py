@@ -1,6 +1,6 @@
 """Gram matrices as functions of the log precisions, with exact first derivatives from the same rows.
 
-K(δ) = Σ_g K_g/δ_g, so ∂/∂log δ_g of <G, K> is -<G, K_g>/δ_g (design section 3): no new Jacobian, and no K_g
+K(δ) = Σ_g K_g/δ_g, so ∂/∂log δ_g of <G, K> is -<G, K_g>/δ_g: no new Jacobian, and no K_g
 that is kept.
 """
 

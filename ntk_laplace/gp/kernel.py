@@ -20,7 +20,7 @@ __all__ = ["NTKKernel"]
 
 
 class NTKKernel(Kernel):
-    """Finite-width NTK of a network under a prior, K = J P0⁻¹ Jᵀ (design section 2), for GPyTorch.
+    """Finite-width NTK of a network under a prior, K = J P0⁻¹ Jᵀ, for GPyTorch.
 
     A multi-output kernel: ``kernel(x1, x2)`` is (N1*C, N2*C), in the order n*C + c ("interleaved"), as GPyTorch's
     multitask models have it. It adds to and multiplies with other kernels of C tasks. Its hyperparameters are the
