@@ -687,6 +687,9 @@ def test_mean_and_covariance_of_your_own() -> None:
     assert likelihood_from_log_prob(student, torch.sinh).mean(f).equal(torch.sinh(f))
     torch.testing.assert_close(likelihood.mean_jacobian(f), torch.diag_embed(torch.cosh(f)))
     torch.testing.assert_close(likelihood.response_variance(f), 1 + f**2)
+    turn = draw(7, C, C)  # outputs that share their means: the Jacobian is not symmetric
+    turned = CustomLikelihood(student, mean=lambda f: f @ turn.mT)
+    torch.testing.assert_close(turned.mean_jacobian(f), turn.expand(N, C, C))
     torch.testing.assert_close(likelihood.distribution(f).variance, 1 + f**2)
 
 

@@ -363,6 +363,18 @@ def test_points_are_standard_normal_and_even() -> None:
     assert normal_points(2**17, 1).isfinite().all()
 
 
+def test_points_at_the_ends_of_the_interval_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ends:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def draw(self, *_: object, **__: object) -> Tensor:
+            return torch.tensor([[0.0], [1.0 - 2.0**-30]], dtype=torch.float64)
+
+    monkeypatch.setattr("ntk_laplace.predictive.SobolEngine", Ends)
+    low, high = normal_points(2, 1).flatten().tolist()
+    assert -7 < low < -6 and high == pytest.approx(-low, rel=1e-6)
+
+
 def test_points_leave_the_random_numbers_alone() -> None:
     case = BY_NAME["categorical"]
     before = torch.get_rng_state()
@@ -403,8 +415,11 @@ def test_blr_moments(case: Case) -> None:
 
 def test_blr_of_classes_does_not_depend_on_their_order() -> None:
     (mean, covariance), y = moments(3), torch.arange(N) % 3
-    order = torch.tensor([2, 0, 1])
+    order = torch.tensor([1, 0, 2])  # not cyclic, which a cyclic mistake would survive
     response = predictive(Categorical(1.3), mean, covariance, "blr")
+    rows = zip(torch.nn.functional.one_hot(y), response.mean.detach(), response.covariance_matrix.detach(), strict=True)
+    expected = [scipy.stats.multivariate_normal(m[1:], v[1:, 1:]).logpdf(e[1:]) for e, m, v in rows]
+    torch.testing.assert_close(response.log_prob(y).detach(), torch.tensor(expected), rtol=1e-10, atol=0.0)
     turned = predictive(Categorical(1.3), mean[:, order], covariance[:, order][:, :, order], "blr")
     torch.testing.assert_close(turned.log_prob(order.argsort()[y]), response.log_prob(y), rtol=1e-10, atol=0.0)
     indicators = torch.nn.functional.one_hot(y, 3)
