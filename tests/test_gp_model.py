@@ -485,10 +485,12 @@ def test_devices() -> None:
 
 def test_copies_stand_alone() -> None:
     gp, x_new = build("linear_model", "gaussian", "layer").eval(), problem("linear_model").x_new
-    before = gp(x_new).covariance_matrix
+    before, value = gp(x_new).covariance_matrix, evidence(gp).detach()
+    gp.eval()
     for twin in (copy.deepcopy(gp), pickle.loads(pickle.dumps(gp))):
         assert twin.prior is twin.posterior.prior and twin.prior is not gp.prior
-        assert torch.equal(twin(x_new).covariance_matrix, before)
+        assert torch.equal(twin(x_new).covariance_matrix, before) and torch.equal(evidence(twin), value)
+        twin.eval()
         with torch.no_grad():
             twin.prior.log_precision.add_(1.0)
         assert relative_error(twin(x_new).covariance_matrix, before) > 1e-2

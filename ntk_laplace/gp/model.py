@@ -112,10 +112,10 @@ class LaplaceGP(ExactGP):
 
     # --- eval mode: the posterior of f
 
-    def __call__(self, *args: Inputs, **kwargs: Any) -> MultivariateNormal:
+    def __call__(self, *args: Inputs) -> MultivariateNormal:
         """Whitened rows in training mode; in eval mode the posterior of f at inputs, over (n, C)."""
         if self.training:
-            return super().__call__(*args, **kwargs)
+            return super().__call__(*args)
         x = args[0] if len(args) == 1 else args
         if not isinstance(x, Tensor):
             return self._at(x)
