@@ -35,7 +35,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width
 caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; caption-side: top; }
 th, td { padding: .4rem .9rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: .5rem; }
-thead th { border-bottom: 2px solid var(--line); color: var(--soft); font-weight: 600; }
+td.words, th.words { text-align: left; }
+thead th { white-space: normal; vertical-align: bottom; border-bottom: 2px solid var(--line); color: var(--soft); font-weight: 600; }
 tbody th { font-weight: 500; }
 tbody tr:nth-child(even) { background: var(--stripe); }
 figure { margin: 1.4rem 0; }
@@ -103,9 +104,12 @@ class Page:
         for row in rows:
             if len(row) != len(columns):
                 raise DataError(f"{len(columns)} cells in each row", f"{len(row)} in {list(row)}", "Fill empty cells.")
-        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+        marks = ["" if any(_is_number(row[i]) for row in rows) else ' class="words"' for i in range(len(columns))]
+        head = "".join(f'<th scope="col"{mark}>{escape(name)}</th>' for name, mark in zip(columns, marks, strict=True))
         lines = [
-            f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(c)}</td>" for c in row[1:]) + "</tr>"
+            f'<tr><th scope="row">{escape(row[0])}</th>'
+            + "".join(f"<td{mark}>{escape(cell)}</td>" for cell, mark in zip(row[1:], marks[1:], strict=True))
+            + "</tr>"
             for row in rows
         ]
         # focusable, so that a keyboard can scroll it where the window is narrow
@@ -171,3 +175,11 @@ class Page:
         """Write the page to `path`, in UTF-8."""
         path.write_text(self.html(), encoding="utf-8")
         return path
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.replace(",", "").rstrip("%"))
+    except ValueError:
+        return False
+    return True

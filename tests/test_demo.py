@@ -196,7 +196,7 @@ def test_screen_tells_steps_and_tables(finished: tuple[Path, dict[str, Any], str
     _, summary, text = finished
     assert "Digits 0 to 9: evidence in function space" in text and "report.html" in text
     for run in summary["runs"].values():
-        assert f"{run['evidence_gp']:.10g}" in text
+        assert f"{run['evidence_gp']:#.10g}" in text
     assert "…" not in text
 
 
@@ -205,4 +205,4 @@ def test_evidence_table_fits_eighty_columns() -> None:
                relative_difference=1e-12, seconds=103.4)  # fmt: skip
     screen = io.StringIO()
     Console(file=screen, width=80).print(evidence_table({"a": run}, {"a": "Digits 4 and 9"}))
-    assert "…" not in screen.getvalue() and "-1234.56789" in screen.getvalue()
+    assert "…" not in screen.getvalue() and "-1234.567890" in screen.getvalue()

@@ -62,19 +62,19 @@ def problems(seed: int) -> list[Problem]:
     """Digits 4 against 9, all ten digits, and a regression."""
     return [
         Problem(
-            DIGITS_PAIR, "Digits 4 and 9", "two convolutions (8 and 16 channels), linear head",
+            DIGITS_PAIR, "Digits 4 and 9", "CNN, 8 and 16 channels",
             data.digits(seed, 200, 161, (4, 9)), lambda: cnn((8, 16), 1), lambda noise: ntkl.Bernoulli(),
             (0.1, 0.3, 1.0, 3.0),
         ),
         Problem(
-            DIGITS, "Digits 0 to 9", "fully connected, 64-16-10",
-            data.digits(seed, 500, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
+            DIGITS, "Digits 0 to 9", "MLP, 64-16-10",
+            data.digits(seed, 400, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
             (0.3, 1.0, 3.0, 10.0),
         ),
         Problem(
-            DIABETES, "Diabetes", "fully connected, 10-24-1",
+            DIABETES, "Diabetes", "MLP, 10-24-1",
             data.diabetes(seed, 330), lambda: mlp((10, 24, 1)), lambda noise: ntkl.Gaussian(noise=noise),
-            (3.0, 10.0, 30.0, 100.0), (0.4, 0.5, 0.6),
+            (5.0, 15.0, 50.0), (0.4, 0.5),
         ),
     ]  # fmt: skip
 
@@ -82,12 +82,12 @@ def problems(seed: int) -> list[Problem]:
 def toys(seed: int) -> tuple[Problem, Problem]:
     """One input and a gap in the data; two inputs and two classes."""
     wave = Problem(
-        "wave", "One input, with a gap in the data", "fully connected, 1-16-16-1",
+        "wave", "One input, with a gap in the data", "MLP, 1-16-16-1",
         data.wave(seed), lambda: mlp((1, 16, 16, 1)), lambda noise: ntkl.Gaussian(noise=noise), (0.5,), (0.04,),
     )  # fmt: skip
     moons = Problem(
-        "moons", "Two inputs, two classes", "fully connected, 2-16-16-1",
-        data.moons(seed), lambda: mlp((2, 16, 16, 1)), lambda noise: ntkl.Bernoulli(), (0.1,),
+        "moons", "Two inputs, two classes", "MLP, 2-16-16-1",
+        data.moons(seed), lambda: mlp((2, 16, 16, 1)), lambda noise: ntkl.Bernoulli(), (0.3,),
     )  # fmt: skip
     return wave, moons
 

@@ -64,10 +64,10 @@ def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> T
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
     for name, run in runs.items():
         table.add_row(
-            titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:.10g}",
-            f"{run['evidence_full']:.10g}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
+            titles[name], f"{run['n']:,}", str(run["outputs"]), f"{run['parameters']:,}", f"{run['evidence_gp']:#.10g}",
+            f"{run['evidence_full']:#.10g}", f"{run['relative_difference']:.0e}", f"{run['seconds']:.1f}",
         )  # fmt: skip
-    table.caption = "N examples, C outputs, P parameters; the difference is relative; seconds with all training"
+    table.caption = "N examples, C outputs, P parameters; sec. with all training"
     return table
 
 
