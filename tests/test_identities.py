@@ -280,6 +280,26 @@ def answers(posterior, x_new) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_conditioning_in_two_steps_is_conditioning_in_one(likelihood, structure):
+    """Identity 6: the posterior given three points, conditioned by hand on four more, is that given all seven."""
+    case = problem("far_from_optimum")
+    y, prior = targets(LIKELIHOODS[likelihood], case), PRIORS["tensor"].build(case)
+    first = ntkl.laplace(
+        case.network, (case.x[:3], y[:3]), LIKELIHOODS[likelihood].build(), prior=prior, structure=structure
+    )
+    joint = first.latent(join(case.x_new, case.x[3:])).covariance_matrix
+    new = 3 * len(case.x_new)
+    # V - V_*M Λ_M (I + V_MM Λ_M)⁻¹ V_M*
+    curvature = torch.block_diag(*derivatives("far_from_optimum", likelihood)[2][3:])
+    across, among = joint[:new, new:], joint[new:, new:]
+    inner = torch.eye(len(among), dtype=torch.float64) + among @ curvature
+    second = joint[:new, :new] - across @ curvature @ torch.linalg.solve(inner, across.T)
+    both = fit("far_from_optimum", likelihood, "tensor", structure).latent(case.x_new).covariance_matrix
+    assert relative_error(both, second) < 1e-9
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", ["bernoulli", "categorical", "poisson"])
 def test_points_without_curvature_change_nothing(likelihood, structure):
     """Identity 7: a point whose Λ is exactly zero adds its log density to the evidence and nothing else."""
