@@ -141,6 +141,8 @@ def test_batches_are_one_kernel_after_another() -> None:
     for i in range(2):
         for j in range(3):
             assert relative_error(cross[i, j], kernel(x[i, j], z[j]).to_dense()) < 1e-12
+    whole, cut = x[0, 0].view(1, 5, 4)[:, :4], x[0, 0, :4].view(2, 2, 4)  # one content, two ways of cutting it
+    assert relative_error(kernel(whole, cut).to_dense()[1], kernel(whole[0], cut[1]).to_dense()) < 1e-12
     upstream = torch.randn(3, 10, 10).double()
     assert relative_error(kernel(shared, z[:, :5]).to_dense()[1], kernel(shared, z[1, :5]).to_dense()) < 1e-12
     (mine,) = torch.autograd.grad(kernel(x[0]).to_dense(), kernel.prior.log_precision, upstream)
