@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.resources import require_memory
 
@@ -193,8 +193,10 @@ def _by_parameter(blocks: tuple[Block, ...], names: list[str]) -> list[tuple[Blo
 
 
 def _contraction(pair: Pairing, variances: Variances) -> str:
-    """How a pair of clusters is contracted: 'hadamard', 'positions', 'tokens' or 'dense'."""
+    """How a pair of clusters is contracted: 'wide', 'hadamard', 'positions', 'tokens' or 'dense'."""
     left, right = pair
+    if isinstance(left[0], Wide) and isinstance(right[0], Wide) and left[0].spans == right[0].spans:
+        return "wide"
     if len(left) == len(right) == 1 and all(_is_scalar(_variance(variances, n)) for n in left[0].names):
         one, two = left[0], right[0]
         if isinstance(one, Outer) and isinstance(two, Outer):
@@ -210,10 +212,11 @@ def _contraction(pair: Pairing, variances: Variances) -> str:
 
 def _tile_examples(left: Rows, right: Rows, plan: list[Pairing]) -> int:
     k = max(left.num_seeds, right.num_seeds)
-    step = max(1, _TILE_ROWS // k)
+    # at least four blocks of rows, so that the symmetric half is worth having on few examples as well
+    step = max(1, min(_TILE_ROWS // k, -(-left.num_examples // 4)))
     size = left.f.element_size()
     for ours, theirs in plan:
-        both = [block for block in (*ours, *theirs) if not isinstance(block, Dense)]
+        both = [block for block in (*ours, *theirs) if isinstance(block, (Outer, Lookup))]
         if len(ours) > 1 or len(theirs) > 1:
             entries = sum(rows.shape[-1] for rows in _written_out(tuple(b.part(slice(0, 1)) for b in ours)).values())
             step = min(step, max(1, _TILE_BYTES // (size * k * entries)))
@@ -236,7 +239,7 @@ class _Tiles:
         self.step = _tile_examples(left, right, plan)
         jobs = [(_contraction(pair, variances), pair) for pair in plan]
         # written-out rows come first: one product for all of them, which also initializes the tile
-        self.jobs = sorted(jobs, key=lambda job: job[0] != "dense")
+        self.jobs = sorted(jobs, key=lambda job: ("wide", "dense").index(job[0]) if job[0] in ("wide", "dense") else 2)
         self._buffer = left.f.new_empty(self.step * left.num_seeds * self.step * right.num_seeds)
         self._cut: tuple[slice, list[tuple[Block, ...]]] | None = None
 
@@ -255,16 +258,20 @@ class _Tiles:
         kinds = [how for how, _ in self.jobs]
         cut = list(zip(self._cut[1], [tuple(b.part(columns) for b in theirs) for _, (_, theirs) in self.jobs],
                        strict=True))
-        written = kinds.count("dense")
-        fresh = not (written and _write_dense(out, cut[:written], self.variances))
-        for how, (ours, theirs) in zip(kinds[written:], cut[written:], strict=True):
-            if how == "hadamard":
+        fresh = True
+        for how, (ours, theirs) in zip(kinds, cut, strict=True):
+            if how == "wide":
+                fresh = _add_wide(out, ours[0], theirs[0], self.variances, fresh)
+            elif how == "dense":
+                fresh = _add_dense(out, ours, theirs, self.variances, fresh)
+            elif how == "hadamard":
                 _add_hadamard(out, self._buffer, ours[0], theirs[0], self.variances, fresh)
+                fresh = False
             else:
                 if fresh:
                     out.zero_()
                 _add_positions(out, ours[0], theirs[0], self.variances)
-            fresh = False
+                fresh = False
         if fresh:
             out.zero_()
 
@@ -311,20 +318,47 @@ def _add_kronecker(out: Tensor, inputs: Tensor, pairs: Tensor, fresh: bool) -> N
         out.addcmul_(inputs[:, None, :, None], pairs[None, :, None, :])
 
 
-def _write_dense(out: Tensor, cut: list[Pairing], variances: Variances) -> bool:
-    """All written-out parameters in one product; False if none has a prior variance."""
-    ours, theirs = [], []
-    for left, right in cut:
-        one, two = _written_out(left), _written_out(right)
-        for name in sorted(one.keys() & two.keys()):
-            variance = _variance(variances, name)
-            if variance is not None:
-                ours.append(_interleaved(one[name] * variance.to(one[name]).flatten()))
-                theirs.append(_interleaved(two[name]))
-    if not ours:
-        return False
-    torch.mm(torch.cat(ours, 1), torch.cat(theirs, 1).T, out=out)
-    return True
+def _add_product(out: Tensor, left: Tensor, right: Tensor, variance: Tensor, fresh: bool) -> None:
+    """out += left diag(variance) rightᵀ; `fresh` overwrites."""
+    if variance.numel() == 1:
+        out.addmm_(left, right.T, beta=0.0 if fresh else 1.0, alpha=float(variance))
+    else:
+        out.addmm_(left * variance.to(left).flatten(), right.T, beta=0.0 if fresh else 1.0)
+
+
+def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh: bool) -> bool:
+    """Rows side by side: one product for each run of columns of one prior variance; returns whether `out` is unset."""
+    ours, theirs = left.rows.flatten(0, 1), right.rows.flatten(0, 1)
+    for start, stop, variance in _runs(left, variances):
+        _add_product(out, ours[:, start:stop], theirs[:, start:stop], variance, fresh)
+        fresh = False
+    return fresh
+
+
+def _runs(block: Wide, variances: Variances) -> list[tuple[int, int, Tensor]]:
+    runs: list[tuple[int, int, Tensor]] = []
+    for name, start, stop in block.spans:
+        variance = _variance(variances, name)
+        if variance is None:
+            continue
+        if runs and runs[-1][1] == start and runs[-1][2].numel() == variance.numel() == 1 and runs[-1][2] == variance:
+            runs[-1] = (runs[-1][0], stop, variance)
+        else:
+            runs.append((start, stop, variance))
+    return runs
+
+
+def _add_dense(
+    out: Tensor, left: tuple[Block, ...], right: tuple[Block, ...], variances: Variances, fresh: bool
+) -> bool:
+    """Any cluster, written out for this tile; returns whether `out` is still unset."""
+    ours, theirs = _written_out(left), _written_out(right)
+    for name in sorted(ours.keys() & theirs.keys()):
+        variance = _variance(variances, name)
+        if variance is not None:
+            _add_product(out, _interleaved(ours[name]), _interleaved(theirs[name]), variance, fresh)
+            fresh = False
+    return fresh
 
 
 def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,7 +396,13 @@ def _add_positions(out: Tensor, left: Block, right: Block, variances: Variances)
 def _self_blocks(cluster: tuple[Block, ...], variances: Variances) -> Tensor:
     """Σ over a cluster of J_nk P0⁻¹ J_nlᵀ, (n, K, K)."""
     block = cluster[0]
-    plain = len(cluster) == 1 and not isinstance(block, Dense)
+    if isinstance(block, Wide) and len(cluster) == 1:
+        total = block.rows.new_zeros(block.shape[1], block.shape[0], block.shape[0])
+        for start, stop, variance in _runs(block, variances):
+            rows = block.rows[:, :, start:stop]
+            total.baddbmm_(rows * variance.to(rows).flatten(), rows.mT)
+        return total
+    plain = len(cluster) == 1 and isinstance(block, (Outer, Lookup))
     if plain and all(_is_scalar(_variance(variances, name)) for name in block.names):
         if isinstance(block, Outer):
             weight, bias = _number(_variance(variances, block.weight)), _number(_variance(variances, block.bias))

@@ -203,7 +203,7 @@ class Network:
         n = num_examples(x)
         if n == 0:
             raise DataError("at least one example", "an empty batch", "Pass one or more inputs.")
-        x = take(x, slice(0, min(n, 16)))
+        x = take(x, slice(0, min(n, 8)))
         if n == 1:
             x = take(x, torch.zeros(2, dtype=torch.long))
         with preserved_rng(self.device):

@@ -260,7 +260,7 @@ class Posterior:
         torch Distribution
             One per input, with ``log_prob(y)`` of shape (n,), `mean`, `variance`, and `probs` for classes.
         """
-        likelihood = likelihood or self.likelihood
+        likelihood = self.likelihood.for_new_points() if likelihood is None else likelihood
         if method == "nn":
             draws = self._weight_outputs(samples, x, generator)
             return predictive_from_samples(likelihood, draws, self.network.scalar)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.factors import FactorPass, Rows
-from ntk_laplace.factors.blocks import Dense, Lookup, Outer
+from ntk_laplace.factors.blocks import Dense, Lookup, Outer, Wide
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem
@@ -127,13 +127,13 @@ def test_every_contraction_is_met():
         for left, right in ((one, two), (one, one)):
             met |= {how for how, _ in engine._Tiles(left, right, delta).jobs}
     assert met >= {"hadamard", "dense"}
-    assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Dense, Outer}
+    assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Wide, Outer}
 
 
 # ----------------------------------------------------------------------------- rows that stay factors, made large
 
 
-class Wide(nn.Module):
+class Roomy(nn.Module):
     """Few positions and wide layers, so that factors are cheaper than rows: tokens, positions, groups and a tie."""
 
     def __init__(self, tied: bool) -> None:
@@ -155,7 +155,7 @@ class Wide(nn.Module):
 @pytest.mark.parametrize("prior", PRIORS)
 def test_positions_and_tokens_without_rows(tied, prior):
     torch.manual_seed(3)
-    network = Wide(tied).double()
+    network = Roomy(tied).double()
     x, z = torch.randint(0, 60, (6, 4)), torch.randint(0, 60, (3, 6))
     case = Problem(NETWORKS["deep_mlp"], network, x, z)
     delta, precision = variances(case, prior), PRIORS[prior].dense(case)[0]
@@ -171,7 +171,7 @@ def test_positions_and_tokens_without_rows(tied, prior):
     assert relative_error(engine.diagonal_blocks(one, delta), blocks) < 1e-10
 
 
-class WideAttention(nn.Module):
+class RoomyAttention(nn.Module):
     """Cross-attention with layers wide enough to stay factors: three slices of one weight, each its own use."""
 
     def __init__(self) -> None:
@@ -185,7 +185,7 @@ class WideAttention(nn.Module):
 
 def test_slices_of_one_weight():
     torch.manual_seed(4)
-    network, x, z = WideAttention().double(), torch.randn(5, 2, 32).double(), torch.randn(4, 3, 32).double()
+    network, x, z = RoomyAttention().double(), torch.randn(5, 2, 32).double(), torch.randn(4, 3, 32).double()
     factors = FactorPass(Network(network), torch.float64)
     one, two = factors.rows(x), factors.rows(z)
     slices = [b for b in one.blocks if isinstance(b, Outer) and b.index is not None]
@@ -200,7 +200,7 @@ def test_slices_of_one_weight():
 def test_rows_of_other_lengths_take_other_forms():
     """Short sequences stay factors, long ones are written out; the Gram between them is the same."""
     torch.manual_seed(5)
-    network = Wide(tied=True).double()
+    network = Roomy(tied=True).double()
     ones = {name: torch.ones(1).double() for name, _ in network.named_parameters()}
     factors = FactorPass(Network(network), torch.float64)
     x, z = torch.randint(0, 60, (4, 2)), torch.randint(0, 60, (3, 60))

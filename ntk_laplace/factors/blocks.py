@@ -4,9 +4,9 @@ Rows are indexed by a seed k (a column of the root, or an output) and an example
 
 * `Outer`: J_nk = Σ_t b_nkt ⊗ a_nt, a layer's output gradients b and inputs a over shared positions t;
 * `Lookup`: an embedding's rows, where a is a one-hot token;
-* `Dense`: the rows themselves.
+* `Dense`: the rows themselves of one parameter, and `Wide`: those of many side by side.
 
-All three speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
+All speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Dense", "Lookup", "Outer", "concatenate_examples", "weigh"]
+__all__ = ["Block", "Dense", "Lookup", "Outer", "Wide", "concatenate_examples", "join_positions", "weigh"]
 
 
 def weigh(values: Tensor, root: Tensor) -> Tensor:
@@ -260,7 +260,76 @@ class Lookup:
         return {self.weight: table.index_add_(0, self.tokens.flatten(), backward.flatten(0, 1)).flatten()}
 
 
-Block = Dense | Outer | Lookup
+@dataclass(frozen=True)
+class Wide:
+    """Rows of many parameters side by side: one matrix product serves them all.
+
+    Attributes
+    ----------
+    spans : tuple of (str, int, int)
+        Name, first and last column (exclusive) of each parameter.
+    rows : Tensor, (N, K, Σp)
+        Examples first, so that any run of examples is a plain matrix.
+    """
+
+    spans: tuple[tuple[str, int, int], ...]
+    rows: Tensor
+
+    @classmethod
+    def of(cls, blocks: list[Dense]) -> Wide:
+        """Put the rows of single parameters side by side."""
+        k, n = blocks[0].shape
+        widths = [block.rows.shape[2] for block in blocks]
+        rows = blocks[0].rows.new_empty(n, k, sum(widths))
+        spans, start = [], 0
+        for block, width in zip(blocks, widths, strict=True):
+            rows[:, :, start : start + width] = block.rows.transpose(0, 1)
+            spans.append((block.weight, start, start + width))
+            start += width
+        return cls(tuple(spans), rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _, _ in self.spans)
+
+    @property
+    def kind(self) -> tuple:
+        return ("wide", self.spans)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+        return self.rows.shape[1], self.rows.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes
+
+    def sizes(self) -> dict[str, int]:
+        return {name: stop - start for name, start, stop in self.spans}
+
+    def dense(self) -> dict[str, Tensor]:
+        seeds_first = self.rows.transpose(0, 1)
+        return {name: seeds_first[:, :, start:stop] for name, start, stop in self.spans}
+
+    def weighted(self, root: Tensor) -> Wide:
+        return replace(self, rows=root.mT @ self.rows)
+
+    def part(self, index: slice | Tensor) -> Wide:
+        return replace(self, rows=self.rows[index])
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Wide:
+        return replace(self, rows=self.rows.to(device or self.rows.device, dtype))
+
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        return (self.rows @ torch.cat([vector[name].flatten() for name in self.names])).T
+
+    def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
+        total = cotangent.T.flatten() @ self.rows.flatten(0, 1)
+        return {name: total[start:stop] for name, start, stop in self.spans}
+
+
+Block = Dense | Outer | Lookup | Wide
 
 
 def join_positions(first: Block, second: Block) -> Block:
@@ -295,6 +364,8 @@ def concatenate_examples(parts: list[Block]) -> Block:
         return first
     if isinstance(first, Dense):
         return replace(first, rows=torch.cat([part.rows for part in parts], 1))
+    if isinstance(first, Wide):
+        return replace(first, rows=torch.cat([part.rows for part in parts]))
     if isinstance(first, Lookup):
         tokens = _cat_positions([part.tokens for part in parts], 0, 1)
         return replace(first, b=_cat_positions([part.b for part in parts], 1, 2), tokens=tokens)

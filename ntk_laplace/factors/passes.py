@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
 from ntk_laplace.factors.graph import Graph, output_shape
 from ntk_laplace.factors.plan import Plan, agree, loudest, make_plan
@@ -22,7 +22,7 @@ from ntk_laplace.network import Network, preserved_rng
 
 __all__ = ["FactorPass"]
 
-_PROBE = 4  # examples whose graph decides the plan
+_PROBE = 2  # examples whose graph decides the plan
 _WORKING_SET = 256 * 2**20  # bytes of output gradients per batch
 
 
@@ -153,7 +153,8 @@ class FactorPass:
     def _planned_blocks(self, x: Inputs, out: Tensor, graph: Graph, plan: Plan, seeds: Tensor) -> list[Block]:
         gradients = _backward(out, graph, plan.edges(graph), seeds)
         blocks = plan.blocks(graph, gradients, self.network.parameters, len(out))
-        return blocks + (list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else [])
+        own = list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else []
+        return _compacted(blocks + own)
 
     def _disagreeing(self, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int) -> tuple[str, ...]:
         """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
@@ -180,18 +181,30 @@ class FactorPass:
 
 
 def _finished(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
+    """Put what was written out side by side, and everything into the algebra's floating type."""
+    kept = [block for block in blocks if not isinstance(block, Dense)]
+    yield from (block.to(dtype) for block in kept)
+    elsewhere = {name for block in kept for name in block.names}
+    written = [block for block in blocks if isinstance(block, Dense)]
+    yield from (block.to(dtype) for block in written if block.weight in elsewhere)
+    alone = [block for block in written if block.weight not in elsewhere]
+    if alone:
+        yield Wide.of(alone).to(dtype)
+
+
+def _compacted(blocks: list[Block]) -> list[Block]:
     """Choose each block's form, and add up what was written out for one parameter."""
     written: dict[str, Dense] = {}
+    kept: list[Block] = []
     for block in blocks:
         for small in compact(_share_constant(block)):
-            small = small.to(dtype)
             if not isinstance(small, Dense):
-                yield small
-                continue
-            if small.weight in written:
-                small = replace(small, rows=small.rows + written[small.weight].rows)
-            written[small.weight] = small
-    yield from written.values()
+                kept.append(small)
+            elif small.weight in written:
+                written[small.weight] = replace(small, rows=small.rows + written[small.weight].rows)
+            else:
+                written[small.weight] = small
+    return [*kept, *written.values()]
 
 
 def _require_finite(blocks: list[Block], offset: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, concatenate_examples
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide, concatenate_examples
 
 __all__ = ["Rows", "compact"]
 
@@ -98,7 +98,7 @@ class Rows:
         for block in self.blocks:
             for name, values in block.dense().items():
                 total[name] = total[name] + values
-        return replace(self, blocks=tuple(Dense(name, rows) for name, rows in total.items()))
+        return replace(self, blocks=(Wide.of([Dense(name, rows) for name, rows in total.items()]),))
 
 
 def compact(block: Block) -> list[Block]:
