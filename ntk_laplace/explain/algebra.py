@@ -88,14 +88,15 @@ def removal_effects(space: FunctionSpace, test: Rows, residual: Tensor, shares: 
     return -(seen + torch.einsum("xcnr,nr->xnc", through, amplified))
 
 
-def without_each(
-    points: TrainingPoints, likelihood: Likelihood, moments: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Leave-one-out mean f_i - V_-i r_i and covariance V_-i = V_ii (I - Λ_iV_ii)⁻¹, (N, C) and (N, C, C)."""
+def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+    """Leave-one-out mean f_i - V_-i r_i and covariance V_-i = V_ii (I - Λ_iV_ii)⁻¹, (N, C) and (N, C, C).
+
+    Written as V_-i = V_ii + V_iiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ii, which does not form I - Λ_iV_ii: near leverage 1 that
+    difference loses its digits, while the block of B⁻¹ keeps them.
+    """
     with torch.no_grad():
         residual = likelihood.residual(points.f, points.targets)
-        hessian = likelihood.hessian(points.f, points.targets)
-    eye = torch.eye(moments.shape[-1], dtype=moments.dtype, device=moments.device)
-    covariance = torch.linalg.solve(eye - moments @ hessian, moments)  # (I - V Λ)⁻¹ V
-    covariance = (covariance + covariance.mT) / 2
+    moments = space.training_moments()
+    half = moments @ space.root  # V_iiS_i
+    covariance = moments + half @ torch.linalg.solve(leverage_blocks(space), half.mT)
     return points.f - (covariance @ residual.unsqueeze(-1)).squeeze(-1), covariance

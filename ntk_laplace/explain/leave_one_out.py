@@ -43,7 +43,7 @@ class LeaveOneOut:
 def leave_one_out(trained: Trained, structure: Structure, space: FunctionSpace, samples: int = 1000) -> LeaveOneOut:
     """Compute means, covariances, log densities and leverages."""
     points, likelihood = structure.points, trained.likelihood
-    mean, covariance = without_each(points, likelihood, structure.training_moments(trained, space))
+    mean, covariance = without_each(space, points, likelihood)
     targets = points.targets.squeeze(-1) if trained.network.scalar and points.targets.ndim == 2 else points.targets
     generator = torch.Generator(device=mean.device).manual_seed(0)
     with torch.no_grad():

@@ -132,11 +132,12 @@ class FactorPass:
             doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1), offset)
             return [block.part(slice(0, 1)) for block in doubled]
         blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
-        if self._disagreeing(blocks, out, seeds, offset):
+        wrong = self._disagreeing(blocks, out, seeds, offset)
+        if wrong:
             # the few examples of the probe did not show where this batch's lie: plan on the batch itself
             del self._plans[signature]
             blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
-        wrong = self._disagreeing(blocks, out, seeds, offset)
+            wrong = self._disagreeing(blocks, out, seeds, offset)
         if wrong:
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
@@ -174,9 +175,9 @@ class FactorPass:
         for block in blocks:
             for name, values in block.vjp(weights).items():
                 total[name] += values.detach()
+        loud = loudest(truth)
         return tuple(
-            name for (name, own), expected in zip(total.items(), truth, strict=True)
-            if not agree(own, expected, loudest(truth))
+            name for (name, own), expected in zip(total.items(), truth, strict=True) if not agree(own, expected, loud)
         )
 
 

@@ -282,6 +282,7 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
         for number in sorted({use.step.consumer for plans in uses.values() for use in plans})
     }
     cotangent = torch.stack([torch.ones_like(weights), weights])
+    loud = loudest(truth)
     good: list[UsePlan] = []
     unmatched: list[str] = []
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
