@@ -131,7 +131,7 @@ def predictive_2d(
         Training inputs and their classes, 0 or 1.
     """
     across, up, points, labels = _flat(across), _flat(up), np.asarray(points), np.asarray(labels).ravel()
-    figure = Figure(figsize=(4.5 * len(panels), 4.3), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(panels), 4.0), layout="constrained")
     for index, panel in enumerate(panels):
         axes = _tidy(figure.add_subplot(1, len(panels), index + 1), panel.title)
         axes.grid(False)
@@ -169,7 +169,7 @@ def reliability_diagram(panels: Mapping[str, Mapping[str, Reliability]]) -> Figu
         At most three names in each panel. Where the predictions of all names fill one bin alone there is little to
         be seen, and the caption should say so.
     """
-    figure = Figure(figsize=(4.6 * len(panels), 4.9), layout="constrained")
+    figure = Figure(figsize=(4.3 * len(panels), 4.7), layout="constrained")
     tops = figure.subplots(2, len(panels), height_ratios=(3.4, 1), squeeze=False, sharex=True)
     for column, (title, series) in enumerate(panels.items()):
         top, bottom = _tidy(tops[0, column], title), _tidy(tops[1, column])
@@ -220,7 +220,7 @@ def confidence_histograms(panels: Mapping[str, Mapping[str, ArrayLike]]) -> Figu
     """
     low = min(float(_flat(values).min()) for groups in panels.values() for values in groups.values())
     edges = np.linspace(min(low, 0.5), 1.0, 21)
-    figure = Figure(figsize=(4.6 * len(panels), 3.6), layout="constrained")
+    figure = Figure(figsize=(4.3 * len(panels), 3.4), layout="constrained")
     rows = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for index, (axes, (title, groups)) in enumerate(zip(rows, panels.items(), strict=True)):
         _tidy(axes, title)
@@ -244,7 +244,7 @@ def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLik
     curves : mapping of title to (precision, mapping of name to score), each (G,)
         Scores in nats per example; at most three, with the same names in each panel.
     """
-    figure = Figure(figsize=(4.6 * len(curves), 3.9), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(curves), 3.6), layout="constrained")
     for index, (title, (precision, scores)) in enumerate(curves.items()):
         axes = _tidy(figure.add_subplot(1, len(curves), index + 1), title)
         for (name, score), (colour, marker, style) in zip(scores.items(), SERIES, strict=False):
@@ -253,6 +253,8 @@ def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLik
             best = int(line.argmax())
             axes.plot(_flat(precision)[best], line[best], "o", ms=14, mfc="none", mec=colour, mew=1.6)
         axes.set(xscale="log", xlabel="prior precision δ (1 / weight²)")
+        axes.set_xticks(_flat(precision), labels=[f"{value:g}" for value in _flat(precision)])
+        axes.set_xticks([], minor=True)
         if index == 0:
             axes.set_ylabel("nats per example (higher is better)")
     handles, labels = axes.get_legend_handles_labels()

@@ -36,7 +36,8 @@ caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; caption-side: 
 th, td { padding: .4rem .9rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: .5rem; }
 td.words, th.words { text-align: left; }
-thead th { white-space: normal; vertical-align: bottom; border-bottom: 2px solid var(--line); color: var(--soft); font-weight: 600; }
+thead th { white-space: normal; vertical-align: bottom;
+           border-bottom: 2px solid var(--line); color: var(--soft); font-weight: 600; }
 tbody th { font-weight: 500; }
 tbody tr:nth-child(even) { background: var(--stripe); }
 figure { margin: 1.4rem 0; }

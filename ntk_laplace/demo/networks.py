@@ -27,15 +27,13 @@ def mlp(widths: Sequence[int]) -> nn.Module:
 
 
 def cnn(channels: tuple[int, int], outputs: int) -> nn.Module:
-    """Two convolutions with average pooling and a linear head, for images (N, 1, 8, 8)."""
+    """Two convolutions of stride two and a linear head, for images (N, 1, 8, 8)."""
     first, second = channels
     return nn.Sequential(
-        nn.Conv2d(1, first, 3, padding=1),
+        nn.Conv2d(1, first, 3, stride=2, padding=1),
         nn.Tanh(),
-        nn.AvgPool2d(2),
-        nn.Conv2d(first, second, 3, padding=1),
+        nn.Conv2d(first, second, 3, stride=2, padding=1),
         nn.Tanh(),
-        nn.AvgPool2d(2),
         nn.Flatten(),
         nn.Linear(second * 4, outputs),
     )

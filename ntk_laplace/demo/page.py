@@ -17,8 +17,8 @@ _LABELS = {
     "log_likelihood": ("log likelihood (nats)", "{:.4f}"),
     "ece": ("calibration error (ECE)", "{:.4f}"),
     "rmse": ("RMSE (sd of the target)", "{:.4f}"),
-    "coverage_90": ("inside 90 % intervals", "{:.1%}"),
-    "unseen_auroc": ("other digits told apart", "{:.3f}"),
+    "coverage_90": ("inside 90% intervals", "{:.1%}"),
+    "unseen_auroc": ("other digits told apart (AUROC)", "{:.3f}"),
 }
 
 
@@ -26,11 +26,10 @@ def score_rows(studies: Sequence[Study]) -> list[tuple[str, str, str, str]]:
     """Held-out scores of every run, the MAP's beside the posterior's."""
     rows = []
     for found in studies:
-        title = found.problem.title
         for key, (label, form) in _LABELS.items():
             if key in found.summary:
-                rows.append((title, label, form.format(found.summary[f"map_{key}"]), form.format(found.summary[key])))
-                title = ""
+                scores = (form.format(found.summary[name]) for name in (f"map_{key}", key))
+                rows.append((found.problem.title, label, *scores))
     return rows
 
 
@@ -62,7 +61,7 @@ def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[
         "classes the response over the linearized network's outputs, for the regression in closed form. Nothing "
         "here was fitted to the held-out data."
     )
-    page.table("Held-out scores", SCORES, [(row[0] or "(same)", *row[1:]) for row in score_rows(studies)])
+    page.table("Held-out scores", SCORES, score_rows(studies))
     _show(page, pictures["reliability"], pictures["unseen"], pictures["coverage"])
     page.section("Choosing the prior without a validation set")
     page.paragraph(
@@ -86,19 +85,10 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
         "Function space factors a matrix with a row for each example and output, weight space one with a row for each "
         "parameter. Same model, same number: that is the check on everything else on this page."
     )
-    columns = (
-        "run",
-        "network",
-        "examples",
-        "outputs",
-        "parameters",
-        "function space",
-        "weight space",
-        "relative difference",
-    )
+    columns = ("run", "examples", "outputs", "parameters", "function space", "weight space", "relative difference")
     rows = [
         (
-            found.problem.title, found.problem.network, f"{found.summary['n']:,}", str(found.summary["outputs"]),
+            found.problem.title, f"{found.summary['n']:,}", str(found.summary["outputs"]),
             f"{found.summary['parameters']:,}", f"{found.summary['evidence_gp']:.8f}",
             f"{found.summary['evidence_full']:.8f}", f"{found.summary['relative_difference']:.0e}",
         )
@@ -107,7 +97,8 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
     page.table("Log marginal likelihood of the training data, in nats", columns, rows)
     rows = [
         (
-            found.problem.title, f"{found.summary['prior_precision']:g}", _noise(found.summary["noise_variance"]),
+            found.problem.title, found.problem.network, f"{found.summary['prior_precision']:g}",
+            _noise(found.summary["noise_variance"]),
             f"{found.summary['gradient_norm']:.0e}", f"{found.summary['effective_parameters']:.1f}",
             f"{found.summary['variance_relative_difference']:.0e}", f"{found.summary['seconds']:.1f}",
         )
@@ -117,6 +108,7 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
         "How the networks were trained, and how their posteriors agree",
         (
             "run",
+            "network",
             "prior precision",
             "noise variance",
             "gradient norm",

@@ -13,7 +13,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics, plotting
 from ntk_laplace.demo.data import Split
 from ntk_laplace.demo.problems import Problem
-from ntk_laplace.demo.study import LEVELS, Choice, Study, confidence
+from ntk_laplace.demo.study import BINS, LEVELS, Choice, Study, confidence
 
 __all__ = [
     "Picture",
@@ -103,7 +103,7 @@ def uncertainty_2d(problem: Problem, choice: Choice, seed: int) -> Picture:
         "posterior, the boundary is as narrow between the points and widens to a fan beyond them. The third, the "
         "standard deviation of the log odds, is small at the points and large along the fan.",
         f"A 2-16-16-1 network trained on {len(split.x_train)} points; the black line is probability one half. The MAP "
-        f"is more than 95 % sure on {sure[0]:.0%} of this area, the posterior on {sure[1]:.0%}.",
+        f"is more than 95% sure on {sure[0]:.0%} of this area, the posterior on {sure[1]:.0%}.",
     )
 
 
@@ -113,7 +113,7 @@ def calibration(studies: Sequence[Study]) -> Picture:
     for found in studies:
         truth = found.problem.split.y_test
         pair = {"MAP": found.map_predictive, "posterior": found.predictive}
-        bins = {name: metrics.reliability(predictive.probs, truth) for name, predictive in pair.items()}
+        bins = {name: metrics.reliability(predictive.probs, truth, BINS) for name, predictive in pair.items()}
         panels[found.problem.title] = bins
         mean = {name: float(np.average(b.confidence, weights=b.count)) for name, b in bins.items()}
         words.append(
@@ -160,10 +160,10 @@ def coverage(found: Study) -> Picture:
     wanted = LEVELS.index(0.9)
     return Picture(
         "coverage",
-        plotting.png(plotting.coverage_diagram(LEVELS, series, f"{found.problem.title}: intervals that hold")),
+        plotting.png(plotting.coverage_diagram(LEVELS, series, f"{found.problem.title}: how often intervals hold")),
         "Fraction of held-out targets inside predictive intervals against the intervals' nominal probability, for the "
         "MAP and for the posterior; both curves run near the diagonal.",
-        f"Of {len(truth)} held-out patients, the nominal 90 % interval holds "
+        f"Of {len(truth)} held-out patients, the nominal 90% interval holds "
         f"{series['MAP with noise alone'][wanted]:.0%} (MAP) and {series['posterior'][wanted]:.0%} (posterior).",
     )
 

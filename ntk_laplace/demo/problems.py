@@ -64,7 +64,7 @@ def problems(seed: int) -> list[Problem]:
         Problem(
             DIGITS_PAIR, "Digits 4 and 9", "CNN, 8 and 16 channels",
             data.digits(seed, 200, 161, (4, 9)), lambda: cnn((8, 16), 1), lambda noise: ntkl.Bernoulli(),
-            (0.1, 0.3, 1.0, 3.0),
+            (0.3, 1.0, 3.0, 10.0),
         ),
         Problem(
             DIGITS, "Digits 0 to 9", "MLP, 64-16-10",

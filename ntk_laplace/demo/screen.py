@@ -76,8 +76,9 @@ def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
     table = _table("Held-out scores: trained network (MAP), posterior")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
+    for before, row in zip([None, *rows], rows, strict=False):
+        repeated = before is not None and before[0] == row[0]
+        table.add_row("" if repeated else row[0], *row[1:])
     return table
 
 
