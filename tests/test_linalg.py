@@ -1,0 +1,91 @@
+"""In-place algebra in blocks of any width, against torch's own; memory that is refused before it is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ntk_laplace import linalg
+from ntk_laplace.errors import MemoryBudgetError, NumericalError
+from ntk_laplace.progress import track
+from ntk_laplace.resources import available_memory, format_bytes, require_memory
+from reference import relative_error
+
+BLOCKS = [1, 2, 5, 11, 12, 64]
+
+
+def positive(n: int = 11) -> torch.Tensor:
+    root = torch.randn(n, n + 2, dtype=torch.float64)
+    return root @ root.T
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_cholesky_reads_and_writes_the_lower_triangle(block):
+    matrix = positive()
+    spoiled = matrix.tril() + torch.full_like(matrix, float("nan")).triu(1)
+    factor = linalg.cholesky_(spoiled, block=block)
+    assert factor.data_ptr() == spoiled.data_ptr()
+    assert relative_error(factor.tril(), torch.linalg.cholesky(matrix)) < 1e-13
+    assert relative_error(linalg.cholesky_logdet(factor), torch.logdet(matrix)) < 1e-13
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_inverse_and_solves(block):
+    matrix, right = positive(), torch.randn(11, 3, dtype=torch.float64)
+    factor = torch.linalg.cholesky(matrix)
+    assert relative_error(linalg.inverse_from_cholesky(factor, block=block), torch.linalg.inv(matrix)) < 1e-11
+    assert relative_error(linalg.solve_spd(factor, right), torch.linalg.solve(matrix, right)) < 1e-11
+    assert relative_error(linalg.solve_lower(factor, right), torch.linalg.solve(factor, right)) < 1e-11
+    transposed = linalg.solve_lower(factor, right, transpose=True)
+    assert relative_error(transposed, torch.linalg.solve(factor.T, right)) < 1e-11
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_outer_products_of_the_lower_triangle(block):
+    matrix, rows = positive(), torch.randn(7, 11, dtype=torch.float64)
+    want = (matrix + rows.T @ rows).tril()
+    linalg.add_outer_lower_(matrix, rows, block=block)
+    assert relative_error(matrix.tril(), want) < 1e-14
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("where", [0, 4, 10])
+def test_a_matrix_that_is_not_positive_is_refused_with_the_place(where, block):
+    matrix = torch.eye(11, dtype=torch.float64)
+    matrix[where, where] = -1.0
+    with pytest.raises(NumericalError, match=rf"order {where + 1} of 11 .*float64.*"):
+        linalg.cholesky_(matrix, block=block)
+
+
+def test_roots_of_singular_matrices():
+    """No jitter: the root of a matrix of rank 2 has rank 2, and a zero matrix has a zero root."""
+    half = torch.randn(4, 6, 2, dtype=torch.float64)
+    matrix = half @ half.mT
+    root = linalg.symmetric_root(matrix)
+    assert relative_error(root @ root.mT, matrix) < 1e-13
+    assert linalg.symmetric_root(torch.zeros(2, 3, 3)).abs().max() == 0
+
+
+def test_memory_is_predicted_and_named():
+    device = torch.device("cpu")
+    assert available_memory(device) > 2**20
+    require_memory(10, device, "this", "Do that.", budget=10)
+    with pytest.raises(MemoryBudgetError, match=r"expected this to fit into 10 B on cpu; got .* 11 B\. Do that\."):
+        require_memory(11, device, "this", "Do that.", budget=10)
+    with pytest.raises(MemoryBudgetError):
+        require_memory(2**60, device, "this", "Do that.")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (2**10, "1.0 KiB"), (3 * 2**30, "3.0 GiB"), (2**41, "2.0 TiB")]
+)
+def test_bytes_for_people(count, text):
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize("enabled", [True, False, None])
+def test_progress_passes_everything_on(enabled, capsys):
+    assert list(track(iter(range(5)), "counting", 5, enabled)) == list(range(5))
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert bool(shown.err) == bool(enabled)

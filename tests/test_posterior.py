@@ -1,0 +1,199 @@
+"""The posterior beyond the identities: other curvatures, choices of parameters, chunks, precision, samples."""
+
+from __future__ import annotations
+
+import importlib
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import ntk_laplace as ntkl
+from reference import Dense, outputs, relative_error
+from registry import LIKELIHOODS, PRIORS, problem, targets
+from test_identities import derivatives, fit, jacobians, truth
+
+STRUCTURES = ("gp", "full")
+CASE = "far_from_optimum"
+
+
+def data(likelihood: str, network: str = CASE) -> tuple[Tensor, Tensor]:
+    return problem(network).x, targets(LIKELIHOODS[likelihood], problem(network))
+
+
+# ------------------------------------------------------------------------------------------------ other curvatures
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_empirical_fisher_has_the_gradients_as_root(likelihood, structure):
+    """Λ replaced by r rᵀ, everything else as it was."""
+    log_prob, residual, _ = derivatives(CASE, likelihood)
+    exact = truth(CASE, likelihood, "tensor")
+    fisher = torch.einsum("nc,nd->ncd", residual, residual)
+    reference = Dense(log_prob, residual, fisher, exact.jac, exact.offset, exact.precision)
+    posterior = ntkl.laplace(
+        problem(CASE).network, data(likelihood), LIKELIHOODS[likelihood].build(),
+        prior=PRIORS["tensor"].build(problem(CASE)), structure=structure, curvature="ef",
+    )  # fmt: skip
+    assert relative_error(posterior.log_marginal_likelihood(), reference.evidence()) < 1e-9
+    assert relative_error(posterior.log_marginal_likelihood(True), reference.regression_evidence()) < 1e-9
+    covariance = reference.latent_covariance(jacobians(CASE)[1])
+    assert relative_error(posterior.latent(problem(CASE).x_new).covariance_matrix, covariance) < 1e-8
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_monte_carlo_fisher(likelihood):
+    """The same draws in both spaces, and the curvature itself on average."""
+    model, root = LIKELIHOODS[likelihood].build(), ntkl.Root("mc", samples=1_500, seed=3)
+    f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
+    found = root.hessian(model, f, model.targets(y, *f.shape))
+    assert relative_error(found, derivatives(CASE, likelihood)[2]) < 0.2
+    evidences = [
+        ntkl.laplace(
+            problem(CASE).network, data(likelihood), LIKELIHOODS[likelihood].build(), structure=structure,
+            curvature=ntkl.Root("mc", samples=2, seed=5),
+        ).log_marginal_likelihood()
+        for structure in STRUCTURES
+    ]  # fmt: skip
+    assert relative_error(evidences[0], evidences[1]) < 1e-9
+
+
+# ----------------------------------------------------------------------------------------- choices, auto, dtype
+
+CHOICES = {
+    "last layer": ("last_layer", [4, 5]),
+    "names": (["0.bias", "2.weight"], [1, 2]),
+    "a module": (["2"], [2, 3]),
+    "one name": ("4.weight", [4]),
+    "a predicate": (lambda name, parameter: parameter.ndim == 1, [1, 3, 5]),
+    "a generator": ((name for name in ("4.bias", "0.weight")), [0, 5]),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_parameters_chosen_by_the_caller(choice):
+    """A subset of the columns of J and of the prior, in the network's order whatever the order of the names."""
+    wanted, kept = CHOICES[choice]
+    sizes = [p.numel() for p in problem(CASE).parameters.values()]
+    columns = torch.cat([torch.arange(sum(sizes[:i]), sum(sizes[: i + 1])) for i in kept])
+    log_prob, residual, hessian = derivatives(CASE, "categorical")
+    theta = problem(CASE).theta[columns]
+    jac = jacobians(CASE)[0][..., columns]
+    reference = Dense(log_prob, residual, hessian, jac, theta, torch.full_like(theta, 0.7))
+    door = ntkl.laplace(
+        problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
+        prior=ntkl.GaussianPrior(0.7), parameters=wanted,
+    )  # fmt: skip
+    assert door.num_parameters == len(columns)
+    assert door.network.names == [problem(CASE).names[i] for i in kept]
+    assert relative_error(door.log_marginal_likelihood(correction=True), reference.evidence(True)) < 1e-9
+    covariance = reference.latent_covariance(jacobians(CASE)[1][..., columns])
+    assert relative_error(door.latent(problem(CASE).x_new).covariance_matrix, covariance) < 1e-8
+
+
+@pytest.mark.parametrize(("network", "chosen"), [("linear_model", "full"), ("cnn_groups", "gp")])
+def test_auto_takes_the_smaller_matrix_and_says_so(network, chosen):
+    posterior = ntkl.laplace(problem(network).network, data("gaussian", network), ntkl.Gaussian(), structure="auto")
+    assert posterior.structure == chosen
+    for text in ("auto", "P = ", chosen):
+        assert text in posterior.reason
+    assert posterior.reason in repr(posterior)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_single_precision_algebra_is_close_and_single(structure):
+    posterior = ntkl.laplace(
+        problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
+        prior=PRIORS["tensor"].build(problem(CASE)), structure=structure, dtype=torch.float32,
+    )  # fmt: skip
+    want = truth(CASE, "categorical", "tensor")
+    assert posterior.f.dtype == posterior.latent_moments(problem(CASE).x_new)[1].dtype == torch.float32
+    assert relative_error(posterior.log_marginal_likelihood(), want.evidence()) < 1e-4
+    covariance = want.latent_covariance(jacobians(CASE)[1])
+    assert relative_error(posterior.latent(problem(CASE).x_new).covariance_matrix, covariance) < 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------- chunks
+
+BUFFERS = {
+    "factors.passes": "_WORKING_SET",
+    "structures.full": "_ROWS",
+    "curvature.full": "_PANEL",
+    "curvature.function_space": "_PANEL",
+    "gram": "_TILE_BYTES",
+}
+
+
+def answers(posterior) -> list[Tensor]:
+    evidence = posterior.log_marginal_likelihood(correction=True)
+    variables = [*posterior.prior.parameters(), *posterior.likelihood.parameters()]
+    gradients = torch.autograd.grad(evidence, variables)
+    x = problem(CASE).x_new
+    joint = posterior.latent(x, mean="posterior")
+    return [evidence, *gradients, joint.mean, joint.covariance_matrix, posterior.latent_moments(x)[1]]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("prior", PRIORS)
+def test_chunks_of_any_size_change_nothing(prior, structure, monkeypatch):
+    """Identity 6: every buffer as small as it goes, one row, one panel, one example at a time."""
+    want = answers(fit(CASE, "categorical", prior, structure))
+    for module, name in BUFFERS.items():
+        monkeypatch.setattr(importlib.import_module(f"ntk_laplace.{module}"), name, 1)
+    for batch_size in (None, 1, 3):
+        small = ntkl.laplace(
+            problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
+            prior=PRIORS[prior].build(problem(CASE)), structure=structure,
+            settings=ntkl.Settings(batch_size=batch_size, progress=False),
+        )  # fmt: skip
+        for found, expected in zip(answers(small), want, strict=True):
+            assert relative_error(found, expected) < 1e-9
+
+
+# --------------------------------------------------------------------------------------------------------- samples
+
+
+def units(*shape: int | torch.Size, **options: object) -> Tensor:
+    """What stands for random numbers: with one draw per unit vector, the root of the covariance itself."""
+    shape = torch.Size(shape[0] if len(shape) == 1 else shape)
+    return torch.eye(math.prod(shape[:-1]), shape[-1], dtype=torch.float64).reshape(shape)
+
+
+def test_weight_samples_have_the_covariance_of_the_weights(monkeypatch):
+    posterior, reference = fit(CASE, "poisson", "layer", "full"), truth(CASE, "poisson", "layer")
+    p = posterior.num_parameters
+    monkeypatch.setattr(torch, "randn", units)
+    root = posterior.sample(p) - problem(CASE).theta
+    assert relative_error(root.T @ root, reference.covariance) < 1e-9
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_function_samples_have_the_covariance_of_the_functions(structure, monkeypatch):
+    posterior, reference = fit(CASE, "poisson", "layer", structure), truth(CASE, "poisson", "layer")
+    x, jac = problem(CASE).x_new, jacobians(CASE)[1]
+    monkeypatch.setattr(torch, "randn", units)
+    n, c = len(x), jac.shape[1]
+    root = (posterior.sample(n * c, x) - outputs(problem(CASE).network, x)).flatten(1)
+    assert relative_error(root.T @ root, reference.latent_covariance(jac)) < 1e-8
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_samples_follow_their_generator(structure):
+    posterior, x = fit(CASE, "poisson", "layer", structure), problem(CASE).x_new
+    draws = [posterior.sample(5, x, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert draws[0].shape == (5, len(x), 3)
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+def test_effective_parameters_are_those_of_weight_space():
+    """γ_g = n_g - δ_g tr_g(H⁻¹), in both spaces and for every grouping."""
+    for prior in PRIORS:
+        reference = truth(CASE, "categorical", prior)
+        each = 1 - reference.precision * reference.covariance.diagonal()
+        found = [fit(CASE, "categorical", prior, structure).effective_parameters() for structure in STRUCTURES]
+        for gamma in found:
+            assert relative_error(gamma.sum(), each.sum()) < 1e-9
+        assert relative_error(found[0], found[1]) < 1e-9
+    assert relative_error(found[0], each) < 1e-9
