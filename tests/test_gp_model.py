@@ -352,9 +352,11 @@ def test_noise_of_the_training_points_is_not_that_of_others() -> None:
     noise = 0.1 + torch.rand(len(case.x), 3).double()
     gp = LaplaceGP(case.network, (case.x, _reals(outputs(case.network, case.x))), ntkl.Gaussian(noise))
     assert relative_error(evidence(gp), gp.posterior.log_marginal_likelihood()) < 1e-13
-    latent = gp.eval()(case.x_new)
-    with pytest.raises(ntkl.errors.UnsupportedError, match="per point"):
-        gp.likelihood(latent)
+    gp.eval()
+    for x in (case.x, case.x_new):  # as many points as in training make them no training points
+        with pytest.raises(ntkl.errors.UnsupportedError, match="per point"):
+            gp.likelihood(gp(x))
+    latent = gp(case.x_new)
     response = gp.likelihood(latent, likelihood=ntkl.Gaussian(0.1))
     assert relative_error(response.variance, latent.variance + 0.1) < 1e-12
 
@@ -470,6 +472,22 @@ def test_floating_types() -> None:
     evidence(gp).backward()
     gp.double()
     assert evidence(gp).item() == pytest.approx(value, rel=1e-6) and evidence(gp).dtype == torch.float64
+
+
+@pytest.mark.parametrize("structure", ("gp", "full"))
+def test_posteriors_change_their_floating_type(structure: str) -> None:
+    case = problem("cnn_groups")
+    y = _labels(outputs(case.network, case.x))
+    prior = ntkl.GaussianPrior(2.0, groups="layer")
+    posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(1.3), prior, structure=structure)
+    value, moments = posterior.log_marginal_likelihood(correction=True), posterior.latent_moments(case.x_new)
+    assert posterior.to(dtype=torch.float32) is posterior and prior.log_precision.dtype == torch.float64
+    assert posterior.latent_moments(case.x_new)[1].dtype == posterior.f.dtype == torch.float32
+    assert relative_error(posterior.log_marginal_likelihood(correction=True), value) < 1e-4
+    assert relative_error(posterior.latent_moments(case.x_new)[1], moments[1]) < 1e-4
+    posterior.to(torch.device("cpu"), torch.float64)
+    assert relative_error(posterior.log_marginal_likelihood(), posterior.log_joint() - posterior.log_det() / 2) < 1e-14
+    assert relative_error(posterior.latent_moments(case.x_new)[1], moments[1]) < 1e-5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
