@@ -249,7 +249,9 @@ def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLik
         axes = _tidy(figure.add_subplot(1, len(curves), index + 1), title)
         for (name, score), (colour, marker, style) in zip(scores.items(), SERIES, strict=False):
             line = _flat(score)
-            axes.plot(_flat(precision), line, style, marker=marker, ms=5.5, color=colour, lw=1.7, label=name)
+            # open triangles on top: where two curves coincide both are seen
+            face, size = ("white", 7.5) if marker == "^" else (colour, 5.5)
+            axes.plot(_flat(precision), line, style, marker=marker, ms=size, mfc=face, color=colour, lw=1.7, label=name)
             best = int(line.argmax())
             axes.plot(_flat(precision)[best], line[best], "o", ms=14, mfc="none", mec=colour, mew=1.6)
         axes.set(xscale="log", xlabel="prior precision δ (1 / weight²)")
@@ -317,7 +319,7 @@ def _gallery(
         for axes, (image, caption) in zip(cells, entries, strict=False):
             axes.imshow(np.asarray(image, dtype=float), cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-            axes.set_title(caption, fontsize=8.5, color=colour, pad=3)
+            axes.set_title(caption, fontsize=9, color=colour, pad=3)
             for spine in axes.spines.values():
                 spine.set(color=colour, linewidth=1.8)
 

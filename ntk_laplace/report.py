@@ -33,7 +33,7 @@ a { color: var(--accent); }
 .scroll { overflow-x: auto; margin: 1.2rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; min-width: 60%; }
 caption { text-align: left; font-weight: 600; padding: 0 0 .5rem; caption-side: top; }
-th, td { padding: .4rem .9rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { padding: .4rem .65rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: .5rem; }
 td.words, th.words { text-align: left; }
 thead th { white-space: normal; vertical-align: bottom;

@@ -65,7 +65,7 @@ def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[
     _show(page, pictures["reliability"], pictures["unseen"], pictures["coverage"])
     page.section("Choosing the prior without a validation set")
     page.paragraph(
-        "Every candidate is trained anew and scored by its evidence and by leave-one-out, both in closed form from "
+        "Every candidate is trained once and scored by its evidence and by leave-one-out, both from that one fit to "
         "the training data. The evidence scores the model from the prior on; leave-one-out scores the prediction of "
         "one more example. Where they differ, the evidence is not the one to pick a predictor by (Lotfi et al., 2022)."
     )

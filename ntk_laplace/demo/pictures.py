@@ -192,7 +192,7 @@ def selection(studies: Sequence[Study]) -> Picture:
     )
 
 
-def explanation(found: Study, many: int = 5) -> Picture:
+def explanation(found: Study, many: int = 4) -> Picture:
     """Draw test images beside the training images that speak for and against their predictions."""
     split = found.problem.split
     pair = [metrics.class_probabilities(predictive.probs) for predictive in (found.map_predictive, found.predictive)]
