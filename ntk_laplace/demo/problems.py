@@ -68,7 +68,7 @@ def problems(seed: int) -> list[Problem]:
         ),
         Problem(
             DIGITS, "Digits 0 to 9", "MLP, 64-16-10",
-            data.digits(seed, 300, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
+            data.digits(seed, 400, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
             (0.3, 1.0, 3.0, 10.0),
         ),
         Problem(

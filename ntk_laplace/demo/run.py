@@ -46,7 +46,7 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     steps = sum(len(problem.candidates) + 4 for problem in chosen) + 3
     with Screen(console, steps) as screen:
         studies = [study(problem, seed, screen.step) for problem in chosen]
-        effort = 150 if small else 600
+        effort = 150 if small else 1000
         trained = [(toy, settled(toy, seed, screen.step, effort)) for toy in (wave, moons)]
         screen.step("drawing")
         drawn = _draw({found.problem.name: found for found in studies}, trained, seed)

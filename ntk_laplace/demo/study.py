@@ -87,7 +87,7 @@ class Study:
     summary: dict[str, Any] = field(repr=False)
 
 
-def settled(problem: Problem, seed: int, report: Report, max_evaluations: int = 600) -> Choice:
+def settled(problem: Problem, seed: int, report: Report, max_evaluations: int = 1000) -> Choice:
     """Train a problem of one candidate, roughly; a picture needs no vanishing gradient."""
     ((precision, noise),) = problem.candidates
     report(f"{problem.title}: training")
