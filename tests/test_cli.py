@@ -71,6 +71,20 @@ def test_failures_are_one_line(
     assert error.startswith("ntk-laplace: ") and words in error and error.count("\n") == 1
 
 
+def test_unwritable_directory_is_refused_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    monkeypatch.setattr("ntk_laplace.demo.run.study", lambda *_: pytest.fail("work began"))
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 1
+    assert f"cannot write to {tmp_path}: Permission denied" in capsys.readouterr().err
+
+
+def test_directory_below_a_file_is_refused(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["demo", "--out", f"{__file__}/below"]) == 1
+    assert "cannot write to" in capsys.readouterr().err
+
+
 def test_options_reach_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = []
     monkeypatch.setattr(demo, "run_demo", lambda out, seed, small: seen.append((out, seed, small)))

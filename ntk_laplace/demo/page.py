@@ -67,7 +67,9 @@ def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[
     page.paragraph(
         "Every candidate is trained once and scored by its evidence and by leave-one-out, both from that one fit to "
         "the training data. The evidence scores the model from the prior on; leave-one-out scores the prediction of "
-        "one more example. Where they differ, the evidence is not the one to pick a predictor by (Lotfi et al., 2022)."
+        "one more example. Where they differ, the evidence is not the one to pick a predictor by (Lotfi et al., 2022). "
+        "Leave-one-out takes an example out of the linearized refit, not out of the features that the network learnt "
+        "from it, so it is too kind to a network that overfits."
     )
     _show(page, pictures["model_selection"])
     page.section("Training images that speak for and against a prediction")

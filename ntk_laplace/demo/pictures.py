@@ -145,8 +145,8 @@ def unseen(found: Study, seed: int) -> Picture:
         "unseen",
         plotting.png(plotting.confidence_histograms(panels)),
         "Two histograms of confidence, for the MAP and for the posterior. Held-out digits of the two known classes "
-        f"crowd near confidence one. Digits of other classes spread out, around a mean confidence of "
-        f"{scores['map_unseen_confidence']:.2f} for the MAP and of {scores['unseen_confidence']:.2f} for the posterior.",
+        "crowd near confidence one. Digits of other classes spread out, around a mean confidence of "
+        f"{scores['map_unseen_confidence']:.2f} for the MAP and {scores['unseen_confidence']:.2f} for the posterior.",
         f"A network that knows {classes[0]} and {classes[1]} alone is shown the other eight digits. Ranking images by "
         f"confidence tells known from unknown with an area under the ROC curve of {scores['map_unseen_auroc']:.3f} for "
         f"the MAP and {scores['unseen_auroc']:.3f} for the posterior.",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,19 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     -------
     dict
         What is written to ``summary.json``.
+
+    Raises
+    ------
+    OSError
+        If `out` cannot be made or written to; before anything is computed.
     """
     console = Console() if console is None else console
     chosen, (wave, moons) = problems(seed), toys(seed)
     if small:
         chosen = [miniature(problem) for problem in chosen]
     out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):  # now, not after a minute of work
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out))
     steps = sum(len(problem.candidates) + 4 for problem in chosen) + 3
     with Screen(console, steps) as screen:
         studies = [study(problem, seed, screen.step) for problem in chosen]
