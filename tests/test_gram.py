@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.factors import FactorPass, Rows
-from ntk_laplace.factors.blocks import Dense, Lookup, Outer, Wide
+from ntk_laplace.factors.blocks import Lookup, Outer, Wide
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem

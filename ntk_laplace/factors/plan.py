@@ -288,7 +288,7 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
-        reference = expected, loudest(truth)
+        reference = expected, loud
         if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, reference):
             good.extend(uses[name])
         else:
