@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 
-def cholesky_(matrix: Tensor, block: int = 1024) -> Tensor:
+def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
     """Factor a positive definite matrix in place, ``A = L Lᵀ``, by a blocked right-looking Cholesky.
 
     Parameters
