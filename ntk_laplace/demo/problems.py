@@ -62,13 +62,13 @@ def problems(seed: int) -> list[Problem]:
     """Digits 4 against 9, all ten digits, and a regression."""
     return [
         Problem(
-            DIGITS_PAIR, "Digits 4 and 9", "CNN, 8 and 16 channels",
+            DIGITS_PAIR, "Digits 4 and 9", "CNN, 8-16 channels",
             data.digits(seed, 200, 161, (4, 9)), lambda: cnn((8, 16), 1), lambda noise: ntkl.Bernoulli(),
             (0.3, 1.0, 3.0, 10.0),
         ),
         Problem(
             DIGITS, "Digits 0 to 9", "MLP, 64-16-10",
-            data.digits(seed, 400, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
+            data.digits(seed, 300, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
             (0.3, 1.0, 3.0, 10.0),
         ),
         Problem(
