@@ -6,19 +6,16 @@ add themselves to it in place, and nothing is reordered afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
+from ntk_laplace.contractions import Pairing, Variances, add_to_tile, clusters, contraction, pair_up, self_blocks
+from ntk_laplace.factors.blocks import Block, Lookup, Outer
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.resources import require_memory
 
 __all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
-
-Variances = Mapping[str, Tensor]
-"""Prior variance (one over precision) of each parameter: a number, or one per entry. Absent: left out."""
 
 _TILE_ROWS = 1024  # rows of a tile: its buffers stay in cache
 _TILE_BYTES = 96 * 2**20  # and the contraction buffers of shared positions within this
@@ -122,103 +119,22 @@ def diagonal_blocks(rows: Rows, variances: Variances) -> Tensor:
     step = max(1, _TILE_ROWS // k)
     for start in range(0, n, step):
         part = rows.part(slice(start, start + step))
-        for cluster in _clusters(part.blocks):
-            out[start : start + step] += _self_blocks(cluster, variances)
+        for cluster in clusters(part.blocks):
+            out[start : start + step] += self_blocks(cluster, variances)
     return out
 
 
-# --- which blocks meet, and how
-
-
-def _clusters(blocks: tuple[Block, ...]) -> list[tuple[Block, ...]]:
-    """Blocks that share a parameter must be added before they meet themselves; all others stand alone."""
-    found: list[list[Block]] = []
-    for block in blocks:
-        touching = [c for c in found if any(_overlap(block, member) for member in c)]
-        merged = [member for cluster in touching for member in cluster] + [block]
-        found = [cluster for cluster in found if cluster not in touching] + [merged]
-    return [tuple(cluster) for cluster in found]
-
-
-def _overlap(first: Block, second: Block) -> bool:
-    if not set(first.names) & set(second.names):
-        return False
-    apart = isinstance(first, Outer) and isinstance(second, Outer) and first.weight == second.weight
-    if apart and first.bias is None and second.bias is None and first.index is not None and second.index is not None:
-        return bool(torch.isin(first.index, second.index).any())  # slices of one parameter may be disjoint
-    return True
-
-
-def _key(cluster: tuple[Block, ...]) -> tuple:
-    return tuple(sorted(name for block in cluster for name in set(block.names)))
-
-
-def _variance(variances: Variances, name: str | None) -> Tensor | None:
-    return None if name is None else variances.get(name)
-
-
-def _is_scalar(value: Tensor | None) -> bool:
-    return value is None or value.numel() == 1
-
-
-def _number(value: Tensor | None) -> float:
-    return 0.0 if value is None else float(value)
-
-
-def _written_out(cluster: tuple[Block, ...]) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for block in cluster:
-        for name, rows in block.dense().items():
-            total[name] = total[name] + rows if name in total else rows
-    return total
-
-
-Pairing = tuple[tuple[Block, ...], tuple[Block, ...]]
-
-
-def _plan(left: Rows, right: Rows, variances: Variances) -> list[Pairing]:
-    """Clusters of both sides that hold the same parameters, those of zero prior variance left out."""
-    ours, theirs = _clusters(left.blocks), _clusters(right.blocks)
-    if [_key(cluster) for cluster in ours] != [_key(cluster) for cluster in theirs]:
-        names = sorted({name for block in (*left.blocks, *right.blocks) for name in block.names})
-        ours, theirs = _by_parameter(left.blocks, names), _by_parameter(right.blocks, names)
-    used = [bool(any(_variance(variances, name) is not None for name in _key(one))) for one in ours]
-    return [pair for pair, wanted in zip(zip(ours, theirs, strict=True), used, strict=True) if wanted]
-
-
-def _by_parameter(blocks: tuple[Block, ...], names: list[str]) -> list[tuple[Block, ...]]:
-    """One cluster per parameter; blocks of a weight and its bias are taken apart."""
-    dense = _written_out(blocks)
-    return [(Dense(name, dense[name]),) for name in names if name in dense]
-
-
-def _contraction(pair: Pairing, variances: Variances) -> str:
-    """How a pair of clusters is contracted: 'wide', 'hadamard', 'positions', 'tokens' or 'dense'."""
-    left, right = pair
-    if isinstance(left[0], Wide) and isinstance(right[0], Wide) and left[0].spans == right[0].spans:
-        return "wide"
-    if len(left) == len(right) == 1 and all(_is_scalar(_variance(variances, n)) for n in left[0].names):
-        one, two = left[0], right[0]
-        if isinstance(one, Outer) and isinstance(two, Outer):
-            same = one.index is two.index or (
-                one.index is not None and two.index is not None and torch.equal(one.index, two.index)
-            )
-            if same and one.names == two.names:
-                return "hadamard" if one.single and two.single else "positions"
-        if isinstance(one, Lookup) and isinstance(two, Lookup):
-            return "tokens"
-    return "dense"
-
-
-def _tile_examples(left: Rows, right: Rows, plan: list[Pairing]) -> int:
+def _tile_examples(left: Rows, right: Rows, jobs: list[tuple[str, Pairing]]) -> int:
+    """Examples on each side of a tile, so that its buffers stay within bounds."""
     k = max(left.num_seeds, right.num_seeds)
     # at least four blocks of rows, so that the symmetric half is worth having on few examples as well
     step = max(1, min(_TILE_ROWS // k, -(-left.num_examples // 4)))
     size = left.f.element_size()
-    for ours, theirs in plan:
+    for how, (ours, theirs) in jobs:
         both = [block for block in (*ours, *theirs) if isinstance(block, (Outer, Lookup))]
-        if len(ours) > 1 or len(theirs) > 1:
-            entries = sum(rows.shape[-1] for rows in _written_out(tuple(b.part(slice(0, 1)) for b in ours)).values())
+        if how == "dense" and both:
+            # written out for each tile anew
+            entries = sum(sum(block.sizes().values()) for block in ours)
             step = min(step, max(1, _TILE_BYTES // (size * k * entries)))
             continue
         t = max((block.b.shape[-2] for block in both), default=1)
@@ -235,9 +151,9 @@ class _Tiles:
 
     def __init__(self, left: Rows, right: Rows, variances: Variances) -> None:
         self.left, self.right, self.variances = left, right, variances
-        plan = _plan(left, right, variances)
-        self.step = _tile_examples(left, right, plan)
-        jobs = [(_contraction(pair, variances), pair) for pair in plan]
+        plan = pair_up(left.blocks, right.blocks, variances)
+        jobs = [(contraction(pair, variances), pair) for pair in plan]
+        self.step = _tile_examples(left, right, jobs)
         # written-out rows come first: one product for all of them, which also initializes the tile
         self.jobs = sorted(jobs, key=lambda job: ("wide", "dense").index(job[0]) if job[0] in ("wide", "dense") else 2)
         self._buffer = left.f.new_empty(self.step * left.num_seeds * self.step * right.num_seeds)
@@ -259,163 +175,7 @@ class _Tiles:
         cut = list(zip(self._cut[1], [tuple(b.part(columns) for b in theirs) for _, (_, theirs) in self.jobs],
                        strict=True))
         fresh = True
-        for how, (ours, theirs) in zip(kinds, cut, strict=True):
-            if how == "wide":
-                fresh = _add_wide(out, ours[0], theirs[0], self.variances, fresh)
-            elif how == "dense":
-                fresh = _add_dense(out, ours, theirs, self.variances, fresh)
-            elif how == "hadamard":
-                _add_hadamard(out, self._buffer, ours[0], theirs[0], self.variances, fresh)
-                fresh = False
-            else:
-                if fresh:
-                    out.zero_()
-                _add_positions(out, ours[0], theirs[0], self.variances)
-                fresh = False
+        for how, pair in zip(kinds, cut, strict=True):
+            fresh = add_to_tile(how, out, self._buffer, pair, self.variances, fresh)
         if fresh:
             out.zero_()
-
-
-def _interleaved(b: Tensor) -> Tensor:
-    """(K, n, o) -> (n*K, o)."""
-    return b.transpose(0, 1).flatten(0, 1)
-
-
-def _add_hadamard(
-    out: Tensor, buffer: Tensor, left: Outer, right: Outer, variances: Variances, fresh: bool
-) -> None:
-    """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ, the last layer's constant b as a Kronecker product."""
-    weight, bias = _number(_variance(variances, left.weight)), _number(_variance(variances, left.bias))
-    inputs = left.a[:, 0, 0] @ right.a[:, 0, 0].T
-    inputs.mul_(weight)
-    if bias:
-        inputs.add_(bias)
-    n1, n2 = inputs.shape
-    k1, k2 = left.b.shape[0], right.b.shape[0]
-    if left.constant and right.constant:
-        _add_kronecker(out.unflatten(0, (n1, k1)).unflatten(2, (n2, k2)), inputs,
-                       left.b[:, 0, 0, 0] @ right.b[:, 0, 0, 0].T, fresh)
-        return
-    products = buffer[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
-    b_left, b_right = left.b[:, :, 0, 0].expand(-1, n1, -1), right.b[:, :, 0, 0].expand(-1, n2, -1)
-    torch.mm(_interleaved(b_left), _interleaved(b_right).T, out=products)
-    # each input product spread over K2 columns once, so that the big multiplication runs along contiguous memory
-    spread = inputs.unsqueeze(2).expand(n1, n2, k2).reshape(n1, 1, n2 * k2)
-    target, products = out.unflatten(0, (n1, k1)), products.view(n1, k1, n2 * k2)
-    if fresh:
-        torch.mul(products, spread, out=target)
-    else:
-        target.addcmul_(products, spread)
-
-
-def _add_kronecker(out: Tensor, inputs: Tensor, pairs: Tensor, fresh: bool) -> None:
-    """out (n1, K1, n2, K2) += inputs ⊗ pairs."""
-    if fresh:
-        out.zero_()
-    if pairs.shape[0] == pairs.shape[1] and not bool((pairs - torch.diag(pairs.diagonal())).any()):
-        out.diagonal(dim1=1, dim2=3).addcmul_(inputs.unsqueeze(2), pairs.diagonal())
-    else:
-        out.addcmul_(inputs[:, None, :, None], pairs[None, :, None, :])
-
-
-def _add_product(out: Tensor, left: Tensor, right: Tensor, variance: Tensor, fresh: bool) -> None:
-    """out += left diag(variance) rightᵀ; `fresh` overwrites."""
-    if variance.numel() == 1:
-        out.addmm_(left, right.T, beta=0.0 if fresh else 1.0, alpha=float(variance))
-    else:
-        out.addmm_(left * variance.to(left).flatten(), right.T, beta=0.0 if fresh else 1.0)
-
-
-def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh: bool) -> bool:
-    """Rows side by side: one product for each run of columns of one prior variance; returns whether `out` is unset."""
-    ours, theirs = left.rows.flatten(0, 1), right.rows.flatten(0, 1)
-    for start, stop, variance in _runs(left, variances):
-        _add_product(out, ours[:, start:stop], theirs[:, start:stop], variance, fresh)
-        fresh = False
-    return fresh
-
-
-def _runs(block: Wide, variances: Variances) -> list[tuple[int, int, Tensor]]:
-    runs: list[tuple[int, int, Tensor]] = []
-    for name, start, stop in block.spans:
-        variance = _variance(variances, name)
-        if variance is None:
-            continue
-        if runs and runs[-1][1] == start and runs[-1][2].numel() == variance.numel() == 1 and runs[-1][2] == variance:
-            runs[-1] = (runs[-1][0], stop, variance)
-        else:
-            runs.append((start, stop, variance))
-    return runs
-
-
-def _add_dense(
-    out: Tensor, left: tuple[Block, ...], right: tuple[Block, ...], variances: Variances, fresh: bool
-) -> bool:
-    """Any cluster, written out for this tile; returns whether `out` is still unset."""
-    ours, theirs = _written_out(left), _written_out(right)
-    for name in sorted(ours.keys() & theirs.keys()):
-        variance = _variance(variances, name)
-        if variance is not None:
-            _add_product(out, _interleaved(ours[name]), _interleaved(theirs[name]), variance, fresh)
-            fresh = False
-    return fresh
-
-
-def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Tensor, Tensor, Tensor]:
-    """Inner products of layer inputs at every pair of positions, (G, n1, T1, n2, T2), and both b as (K, n, G, T, o)."""
-    if isinstance(left, Lookup):
-        equal = left.tokens[:, :, None, None] == right.tokens[None, None]
-        inputs = equal.to(left.b.dtype).mul_(_number(_variance(variances, left.weight)))
-        return inputs[None], left.b.unsqueeze(2), right.b.unsqueeze(2)
-    n1, g, t1, i = left.a.shape
-    n2, _, t2, _ = right.a.shape
-    one = left.a.transpose(0, 1).reshape(g, n1 * t1, i)
-    two = right.a.transpose(0, 1).reshape(g, n2 * t2, i)
-    inputs = (one @ two.mT).mul_(_number(_variance(variances, left.weight)))
-    bias = _number(_variance(variances, left.bias))
-    if bias:
-        inputs.add_(bias)
-    return inputs.view(g, n1, t1, n2, t2), left.full_b(), right.full_b()
-
-
-def _add_positions(out: Tensor, left: Block, right: Block, variances: Variances) -> None:
-    """Shared positions without rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first."""
-    inputs, b_left, b_right = _position_gram(left, right, variances)
-    g, n1, t1, n2, t2 = inputs.shape
-    k1, k2, o = b_left.shape[0], b_right.shape[0], b_left.shape[-1]
-    # (G, m, n T1, T2) @ (G, m, T2, l o)
-    first = inputs.permute(0, 3, 1, 2, 4).reshape(g, n2, n1 * t1, t2)
-    second = b_right.permute(2, 1, 3, 0, 4).reshape(g, n2, t2, k2 * o)
-    inner = (first @ second).view(g, n2, n1, t1, k2, o)
-    # (n, k, G T1 o) @ (n, G T1 o, m l)
-    outer = b_left.permute(1, 0, 2, 3, 4).reshape(n1, k1, g * t1 * o)
-    inner = inner.permute(2, 0, 3, 5, 1, 4).reshape(n1, g * t1 * o, n2 * k2)
-    out.unflatten(0, (n1, k1)).add_(outer @ inner)
-
-
-def _self_blocks(cluster: tuple[Block, ...], variances: Variances) -> Tensor:
-    """Σ over a cluster of J_nk P0⁻¹ J_nlᵀ, (n, K, K)."""
-    block = cluster[0]
-    if isinstance(block, Wide) and len(cluster) == 1:
-        total = block.rows.new_zeros(block.shape[1], block.shape[0], block.shape[0])
-        for start, stop, variance in _runs(block, variances):
-            rows = block.rows[:, :, start:stop]
-            total.baddbmm_(rows * variance.to(rows).flatten(), rows.mT)
-        return total
-    plain = len(cluster) == 1 and isinstance(block, (Outer, Lookup))
-    if plain and all(_is_scalar(_variance(variances, name)) for name in block.names):
-        if isinstance(block, Outer):
-            weight, bias = _number(_variance(variances, block.weight)), _number(_variance(variances, block.bias))
-            inputs = torch.einsum("ngti,ngsi->ngts", block.a, block.a) * weight + bias
-            b = block.full_b()
-        else:
-            inputs = (block.tokens[:, :, None] == block.tokens[:, None, :]).to(block.b.dtype)[:, None]
-            inputs, b = inputs * _number(_variance(variances, block.weight)), block.b.unsqueeze(2)
-        return torch.einsum("kngto,ngts,lngso->nkl", b, inputs, b)
-    total = 0.0
-    for name, rows in _written_out(cluster).items():
-        variance = _variance(variances, name)
-        if variance is not None:
-            total = total + torch.einsum("knp,lnp->nkl", rows * variance.to(rows).flatten(), rows)
-    k, n = block.shape
-    return total if isinstance(total, Tensor) else block.dense()[block.names[0]].new_zeros(n, k, k)

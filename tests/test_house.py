@@ -24,6 +24,7 @@ HOUSE = [
     ["network"],
     ["likelihoods", "priors"],
     ["predictive", "factors"],
+    ["contractions"],
     ["gram"],
     ["curvature"],
     ["evidence"],

@@ -1,0 +1,257 @@
+"""Contractions: how two sets of blocks meet in one tile of K, each by the cheapest exact product its form allows.
+
+A tile is an (n1*K1, n2*K2) matrix, interleaved; every function adds its part to it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
+
+__all__ = ["Pairing", "Variances", "add_to_tile", "clusters", "contraction", "pair_up", "self_blocks"]
+
+Variances = Mapping[str, Tensor]
+"""Prior variance (one over precision) of each parameter: a number, or one per entry. Absent: left out."""
+
+
+def clusters(blocks: tuple[Block, ...]) -> list[tuple[Block, ...]]:
+    """Blocks that share a parameter must be added before they meet themselves; all others stand alone."""
+    found: list[list[Block]] = []
+    for block in blocks:
+        touching = [c for c in found if any(_overlap(block, member) for member in c)]
+        merged = [member for cluster in touching for member in cluster] + [block]
+        found = [cluster for cluster in found if cluster not in touching] + [merged]
+    return [tuple(cluster) for cluster in found]
+
+
+def _overlap(first: Block, second: Block) -> bool:
+    if not set(first.names) & set(second.names):
+        return False
+    apart = isinstance(first, Outer) and isinstance(second, Outer) and first.weight == second.weight
+    if apart and first.bias is None and second.bias is None and first.index is not None and second.index is not None:
+        return bool(torch.isin(first.index, second.index).any())  # slices of one parameter may be disjoint
+    return True
+
+
+def _key(cluster: tuple[Block, ...]) -> tuple:
+    return tuple(sorted(name for block in cluster for name in set(block.names)))
+
+
+def _variance(variances: Variances, name: str | None) -> Tensor | None:
+    return None if name is None else variances.get(name)
+
+
+def _is_scalar(value: Tensor | None) -> bool:
+    return value is None or value.numel() == 1
+
+
+def _number(value: Tensor | None) -> float:
+    return 0.0 if value is None else float(value)
+
+
+def _written_out(cluster: tuple[Block, ...]) -> dict[str, Tensor]:
+    total: dict[str, Tensor] = {}
+    for block in cluster:
+        for name, rows in block.dense().items():
+            total[name] = total[name] + rows if name in total else rows
+    return total
+
+
+Pairing = tuple[tuple[Block, ...], tuple[Block, ...]]
+
+
+def pair_up(left: tuple[Block, ...], right: tuple[Block, ...], variances: Variances) -> list[Pairing]:
+    """Clusters of both sides that hold the same parameters, those without a prior variance left out."""
+    ours, theirs = clusters(left), clusters(right)
+    if [_key(cluster) for cluster in ours] != [_key(cluster) for cluster in theirs]:
+        # other lengths, or other branches of the network: only parameters that both sides use can meet
+        one, two = _written_out(left), _written_out(right)
+        names = sorted(one.keys() & two.keys())
+        ours, theirs = [(Dense(n, one[n]),) for n in names], [(Dense(n, two[n]),) for n in names]
+    used = [bool(any(_variance(variances, name) is not None for name in _key(one))) for one in ours]
+    return [pair for pair, wanted in zip(zip(ours, theirs, strict=True), used, strict=True) if wanted]
+
+
+def contraction(pair: Pairing, variances: Variances) -> str:
+    """How a pair of clusters is contracted: 'wide', 'hadamard', 'positions', 'tokens' or 'dense'."""
+    left, right = pair
+    if isinstance(left[0], Wide) and isinstance(right[0], Wide) and left[0].spans == right[0].spans:
+        return "wide"
+    if len(left) == len(right) == 1 and all(_is_scalar(_variance(variances, n)) for n in left[0].names):
+        one, two = left[0], right[0]
+        if isinstance(one, Outer) and isinstance(two, Outer):
+            same = one.index is two.index or (
+                one.index is not None and two.index is not None and torch.equal(one.index, two.index)
+            )
+            if same and one.names == two.names:
+                return "hadamard" if one.single and two.single else "positions"
+        if isinstance(one, Lookup) and isinstance(two, Lookup):
+            return "tokens"
+    return "dense"
+
+
+def add_to_tile(
+    how: str, out: Tensor, buffer: Tensor, pair: Pairing, variances: Variances, fresh: bool
+) -> bool:
+    """Add a pair of clusters to a tile; `fresh` says that nothing is there yet, and so does what is returned."""
+    ours, theirs = pair
+    if how == "wide":
+        return _add_wide(out, ours[0], theirs[0], variances, fresh)
+    if how == "dense":
+        return _add_dense(out, ours, theirs, variances, fresh)
+    if how == "hadamard":
+        _add_hadamard(out, buffer, ours[0], theirs[0], variances, fresh)
+        return False
+    if fresh:
+        out.zero_()
+    _add_positions(out, ours[0], theirs[0], variances)
+    return False
+
+
+def _interleaved(b: Tensor) -> Tensor:
+    """(K, n, o) -> (n*K, o)."""
+    return b.transpose(0, 1).flatten(0, 1)
+
+
+def _add_hadamard(
+    out: Tensor, buffer: Tensor, left: Outer, right: Outer, variances: Variances, fresh: bool
+) -> None:
+    """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ, the last layer's constant b as a Kronecker product."""
+    weight, bias = _number(_variance(variances, left.weight)), _number(_variance(variances, left.bias))
+    inputs = left.a[:, 0, 0] @ right.a[:, 0, 0].T
+    inputs.mul_(weight)
+    if bias:
+        inputs.add_(bias)
+    n1, n2 = inputs.shape
+    k1, k2 = left.b.shape[0], right.b.shape[0]
+    if left.constant and right.constant:
+        _add_kronecker(out.unflatten(0, (n1, k1)).unflatten(2, (n2, k2)), inputs,
+                       left.b[:, 0, 0, 0] @ right.b[:, 0, 0, 0].T, fresh)
+        return
+    products = buffer[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
+    b_left, b_right = left.b[:, :, 0, 0].expand(-1, n1, -1), right.b[:, :, 0, 0].expand(-1, n2, -1)
+    torch.mm(_interleaved(b_left), _interleaved(b_right).T, out=products)
+    # each input product spread over K2 columns once, so that the big multiplication runs along contiguous memory
+    spread = inputs.unsqueeze(2).expand(n1, n2, k2).reshape(n1, 1, n2 * k2)
+    target, products = out.unflatten(0, (n1, k1)), products.view(n1, k1, n2 * k2)
+    if fresh:
+        torch.mul(products, spread, out=target)
+    else:
+        target.addcmul_(products, spread)
+
+
+def _add_kronecker(out: Tensor, inputs: Tensor, pairs: Tensor, fresh: bool) -> None:
+    """out (n1, K1, n2, K2) += inputs ⊗ pairs."""
+    if fresh:
+        out.zero_()
+    if pairs.shape[0] == pairs.shape[1] and not bool((pairs - torch.diag(pairs.diagonal())).any()):
+        out.diagonal(dim1=1, dim2=3).addcmul_(inputs.unsqueeze(2), pairs.diagonal())
+    else:
+        out.addcmul_(inputs[:, None, :, None], pairs[None, :, None, :])
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor, variance: Tensor, fresh: bool) -> None:
+    """out += left diag(variance) rightᵀ; `fresh` overwrites."""
+    if variance.numel() == 1:
+        out.addmm_(left, right.T, beta=0.0 if fresh else 1.0, alpha=float(variance))
+    else:
+        out.addmm_(left * variance.to(left).flatten(), right.T, beta=0.0 if fresh else 1.0)
+
+
+def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh: bool) -> bool:
+    """Rows side by side: one product for each run of columns of one prior variance; returns whether `out` is unset."""
+    ours, theirs = left.rows.flatten(0, 1), right.rows.flatten(0, 1)
+    for start, stop, variance in _runs(left, variances):
+        _add_product(out, ours[:, start:stop], theirs[:, start:stop], variance, fresh)
+        fresh = False
+    return fresh
+
+
+def _runs(block: Wide, variances: Variances) -> list[tuple[int, int, Tensor]]:
+    runs: list[tuple[int, int, Tensor]] = []
+    for name, start, stop in block.spans:
+        variance = _variance(variances, name)
+        if variance is None:
+            continue
+        if runs and runs[-1][1] == start and runs[-1][2].numel() == variance.numel() == 1 and runs[-1][2] == variance:
+            runs[-1] = (runs[-1][0], stop, variance)
+        else:
+            runs.append((start, stop, variance))
+    return runs
+
+
+def _add_dense(
+    out: Tensor, left: tuple[Block, ...], right: tuple[Block, ...], variances: Variances, fresh: bool
+) -> bool:
+    """Any cluster, written out for this tile; returns whether `out` is still unset."""
+    ours, theirs = _written_out(left), _written_out(right)
+    for name in sorted(ours.keys() & theirs.keys()):
+        variance = _variance(variances, name)
+        if variance is not None:
+            _add_product(out, _interleaved(ours[name]), _interleaved(theirs[name]), variance, fresh)
+            fresh = False
+    return fresh
+
+
+def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Tensor, Tensor, Tensor]:
+    """Inner products of layer inputs at every pair of positions, (G, n1, T1, n2, T2), and both b as (K, n, G, T, o)."""
+    if isinstance(left, Lookup):
+        equal = left.tokens[:, :, None, None] == right.tokens[None, None]
+        inputs = equal.to(left.b.dtype).mul_(_number(_variance(variances, left.weight)))
+        return inputs[None], left.b.unsqueeze(2), right.b.unsqueeze(2)
+    n1, g, t1, i = left.a.shape
+    n2, _, t2, _ = right.a.shape
+    one = left.a.transpose(0, 1).reshape(g, n1 * t1, i)
+    two = right.a.transpose(0, 1).reshape(g, n2 * t2, i)
+    inputs = (one @ two.mT).mul_(_number(_variance(variances, left.weight)))
+    bias = _number(_variance(variances, left.bias))
+    if bias:
+        inputs.add_(bias)
+    return inputs.view(g, n1, t1, n2, t2), left.full_b(), right.full_b()
+
+
+def _add_positions(out: Tensor, left: Block, right: Block, variances: Variances) -> None:
+    """Shared positions without rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first."""
+    inputs, b_left, b_right = _position_gram(left, right, variances)
+    g, n1, t1, n2, t2 = inputs.shape
+    k1, k2, o = b_left.shape[0], b_right.shape[0], b_left.shape[-1]
+    # (G, m, n T1, T2) @ (G, m, T2, l o)
+    first = inputs.permute(0, 3, 1, 2, 4).reshape(g, n2, n1 * t1, t2)
+    second = b_right.permute(2, 1, 3, 0, 4).reshape(g, n2, t2, k2 * o)
+    inner = (first @ second).view(g, n2, n1, t1, k2, o)
+    # (n, k, G T1 o) @ (n, G T1 o, m l)
+    outer = b_left.permute(1, 0, 2, 3, 4).reshape(n1, k1, g * t1 * o)
+    inner = inner.permute(2, 0, 3, 5, 1, 4).reshape(n1, g * t1 * o, n2 * k2)
+    out.unflatten(0, (n1, k1)).add_(outer @ inner)
+
+
+def self_blocks(cluster: tuple[Block, ...], variances: Variances) -> Tensor:
+    """Σ over a cluster of J_nk P0⁻¹ J_nlᵀ, (n, K, K)."""
+    block = cluster[0]
+    if isinstance(block, Wide) and len(cluster) == 1:
+        total = block.rows.new_zeros(block.shape[1], block.shape[0], block.shape[0])
+        for start, stop, variance in _runs(block, variances):
+            rows = block.rows[:, :, start:stop]
+            total.baddbmm_(rows * variance.to(rows).flatten(), rows.mT)
+        return total
+    plain = len(cluster) == 1 and isinstance(block, (Outer, Lookup))
+    if plain and all(_is_scalar(_variance(variances, name)) for name in block.names):
+        if isinstance(block, Outer):
+            weight, bias = _number(_variance(variances, block.weight)), _number(_variance(variances, block.bias))
+            inputs = torch.einsum("ngti,ngsi->ngts", block.a, block.a) * weight + bias
+            b = block.full_b()
+        else:
+            inputs = (block.tokens[:, :, None] == block.tokens[:, None, :]).to(block.b.dtype)[:, None]
+            inputs, b = inputs * _number(_variance(variances, block.weight)), block.b.unsqueeze(2)
+        return torch.einsum("kngto,ngts,lngso->nkl", b, inputs, b)
+    total = 0.0
+    for name, rows in _written_out(cluster).items():
+        variance = _variance(variances, name)
+        if variance is not None:
+            total = total + torch.einsum("knp,lnp->nkl", rows * variance.to(rows).flatten(), rows)
+    k, n = block.shape
+    return total if isinstance(total, Tensor) else block.dense()[block.names[0]].new_zeros(n, k, k)
