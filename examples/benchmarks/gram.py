@@ -175,7 +175,8 @@ def row(case: GramCase, found: dict[str, Any]) -> list[str]:
     return [
         case.title, *(seconds(found.get(k)) for k in ("dense", "nngeometry", "neural_tangents", "floor")),
         seconds(mine), ratio(mine, found["floor"]), ratio(mine, found["dense"]),
-        " / ".join(f"{found[k] / 1e6:.0f}" for k in ("memory_ours", "memory_dense") if k in found) + " MB", GOALS[case.name],
+        " / ".join(f"{found[k] / 1e6:.0f}" for k in ("memory_ours", "memory_dense") if k in found) + " MB",
+        GOALS[case.name],
     ]  # fmt: skip
 
 
