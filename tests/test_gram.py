@@ -197,6 +197,31 @@ def test_slices_of_one_weight():
     assert relative_error(engine.gram(two, one, ones), jac_z @ jac.T) < 1e-10
 
 
+class HalfShared(nn.Module):
+    """A layer used as it is, and its weight once more without its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(nn.functional.linear(torch.tanh(self.layer(x)), self.layer.weight)))
+
+
+@pytest.mark.parametrize("left_out", [None, "layer.bias", "layer.weight"])
+def test_a_weight_shared_without_its_bias(left_out):
+    torch.manual_seed(7)
+    network, x = HalfShared().double(), torch.randn(6, 4).double()
+    delta = {name: torch.full((1,), 0.5 + i).double() for i, (name, _) in enumerate(network.named_parameters())}
+    scale = torch.cat([
+        delta[name].expand(p.numel()) * (name != left_out) for name, p in network.named_parameters()
+    ])  # fmt: skip
+    delta.pop(left_out, None)
+    jac = jacobian(network, x).flatten(0, 1)
+    one = FactorPass(Network(network), torch.float64).rows(x)
+    assert relative_error(engine.gram(one, None, delta), (jac * scale) @ jac.T) < 1e-10
+
+
 def test_rows_of_other_lengths_take_other_forms():
     """Short sequences stay factors, long ones are written out; the Gram between them is the same."""
     torch.manual_seed(5)
