@@ -25,6 +25,7 @@ HOUSE = [
     ["likelihoods", "priors"],
     ["predictive", "factors"],
     ["contractions"],
+    ["contractions"],
     ["gram"],
     ["curvature"],
     ["evidence"],
