@@ -25,7 +25,6 @@ HOUSE = [
     ["likelihoods", "priors"],
     ["predictive", "factors"],
     ["contractions"],
-    ["contractions"],
     ["gram"],
     ["curvature"],
     ["evidence"],
