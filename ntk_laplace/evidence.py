@@ -16,7 +16,7 @@ from ntk_laplace.curvature import Root
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["Curvature", "TrainingPoints", "correction", "joint_gradient", "log_det", "log_joint"]
+__all__ = ["Curvature", "TrainingPoints", "correction", "joint_gradient", "log_det", "log_joint", "scaled_log_det"]
 
 
 class Curvature(Protocol):
@@ -27,6 +27,9 @@ class Curvature(Protocol):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
+
+    def spectrum(self) -> Tensor:
+        """Eigenvalues of SᵀKS, and zeros."""
 
     def newton(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g, (P,) -> (P,)."""
@@ -131,6 +134,12 @@ def log_det(
     """
     hessian = root.hessian(likelihood, points.f, points.targets)
     return _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
+
+
+def scaled_log_det(spectrum: Tensor, factors: Tensor) -> Tensor:
+    """log det B for prior precisions all multiplied by each of `factors` (m,): Σ log(1 + λ/factor), (m,)."""
+    # rounding leaves eigenvalues of a semidefinite matrix a little below zero: they are zero
+    return torch.log1p(spectrum.clamp_min(0.0) / factors.unsqueeze(1)).sum(1)
 
 
 def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 from ntk_laplace import evidence
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.data import Inputs, as_tensors, num_examples, to_device
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
 from ntk_laplace.factors import FactorPass, Rows
@@ -192,6 +192,36 @@ class Posterior:
             residual = trained.likelihood.residual(points.f, points.targets)
         gradient = evidence.joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
         return self.curvature.newton(gradient)
+
+    def evidence_curve(self, factors: Tensor) -> Tensor:
+        """Evidence with all prior precisions multiplied by each of many factors, from one eigendecomposition.
+
+        Parameters
+        ----------
+        factors : Tensor, (m,)
+            Positive. With one precision of 1, these are the precisions themselves.
+
+        Returns
+        -------
+        Tensor, (m,)
+            In nats, without correction, at the trained weights; each further factor costs as many operations as
+            there are eigenvalues. The prior keeps its precisions.
+
+        Raises
+        ------
+        HyperparameterError
+            If a factor is not positive and finite.
+        """
+        factors = torch.as_tensor(factors, dtype=self.f.dtype, device=self.f.device).reshape(-1)
+        if not bool(((factors > 0) & torch.isfinite(factors)).all()):
+            raise HyperparameterError("positive finite factors", f"{factors.tolist()}",
+                                      "Pass the factors themselves, not their logarithms.")
+        trained, points = self._trained, self._structure.points
+        with torch.no_grad():
+            log_likelihood = trained.likelihood.log_prob(points.f, points.targets).sum()
+            energy = trained.prior.energy(trained.theta.to(points.f)).to(log_likelihood)
+            log_det = evidence.scaled_log_det(self.curvature.spectrum(), factors)
+            return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
 
     def effective_parameters(self) -> Tensor:
         """γ_g, the number of parameters of each prior group that the data determine, (G,)."""

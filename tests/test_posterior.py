@@ -22,6 +22,32 @@ def data(likelihood: str, network: str = CASE) -> tuple[Tensor, Tensor]:
     return problem(network).x, targets(LIKELIHOODS[likelihood], problem(network))
 
 
+# ------------------------------------------------------------------------------------------ one eigendecomposition
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_eigendecomposition_is_the_cholesky_factorization(likelihood, prior, structure):
+    """Every precision scaled at once: the curve from one spectrum against a factorization for each factor."""
+    posterior = ntkl.laplace(
+        problem(CASE).network, data(likelihood), LIKELIHOODS[likelihood].build(),
+        prior=PRIORS[prior].build(problem(CASE)), structure=structure,
+    )  # fmt: skip
+    factors = torch.logspace(-3, 3, 7, dtype=torch.float64)
+    curve = posterior.evidence_curve(factors)
+    precision = posterior.prior.precision.detach().clone()
+    for factor, found in zip(factors, curve, strict=True):
+        posterior.prior.precision = precision * factor
+        assert relative_error(found, posterior.log_marginal_likelihood()) < 1e-9
+
+
+def test_factors_of_the_curve_are_positive():
+    posterior = ntkl.laplace(problem(CASE).network, data("gaussian"), LIKELIHOODS["gaussian"].build())
+    with pytest.raises(ntkl.HyperparameterError, match=r"positive finite factors; got .*-1.*logarithms"):
+        posterior.evidence_curve(torch.tensor([1.0, -1.0]))
+
+
 # ------------------------------------------------------------------------------------------------ other curvatures
 
 

@@ -48,6 +48,7 @@ class FullWeightSpace:
             self.precision = prior.flat_precision().to(ggn)
             self._log_det_prior = prior.log_det().to(ggn)
             self._group_counts = prior.group_counts().to(ggn)
+        self._ggn = ggn
         self._groups = torch.cat([_group_numbers(prior, name, shape) for name, shape in shapes.items()]).to(ggn.device)
         matrix = ggn.clone()
         matrix.diagonal().add_(self.precision)  # H = JᵀΛJ + P0
@@ -68,6 +69,11 @@ class FullWeightSpace:
     def inverse(self) -> Tensor:
         """H⁻¹, (P, P)."""
         return inverse_from_cholesky(self.factor)
+
+    def spectrum(self) -> Tensor:
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½, (P,), ascending: those of SᵀKS, and zeros."""
+        scale = self.precision.rsqrt()
+        return torch.linalg.eigvalsh(self._ggn * scale * scale.unsqueeze(1), UPLO="L")
 
     def newton(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g; g and the result are (P,)."""

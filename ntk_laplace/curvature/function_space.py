@@ -88,6 +88,11 @@ class FunctionSpace:
                        "Use fewer training points, or a structured posterior.")
         return inverse_from_cholesky(self.factor)
 
+    def spectrum(self) -> Tensor:
+        """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; B itself is formed anew, its factor has taken its place."""
+        matrix = gram_lower(self.weighted, self.variances)
+        return torch.linalg.eigvalsh(matrix, UPLO="L")
+
     def newton(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g by the Woodbury identity: P0⁻¹(g - JᵀS B⁻¹ SᵀJ P0⁻¹ g); g and the result are (P,)."""
         scaled = self.flat_variance * gradient
