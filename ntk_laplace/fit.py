@@ -78,6 +78,8 @@ def laplace(
     if not isinstance(likelihood, Likelihood):
         raise UnsupportedError("a likelihood object", f"{likelihood!r}",
                                "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+    for module in (prior, likelihood):
+        module.to(door.device)  # hyperparameters live where the network does
     batches = Batches(data, settings.batch_size or _BATCH, door.device, door.dtype)
     trained = Trained(door, likelihood, prior, root, FactorPass(door, dtype), settings)
     with torch.inference_mode(False):
