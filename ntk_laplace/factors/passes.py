@@ -259,7 +259,7 @@ def _backward(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> d
             if number not in found:
                 found[number] = _zeros(graph, number, seeds) if k else gradient.new_empty(len(seeds), *gradient.shape)
             found[number][k] = gradient
-    return {number: found.get(number, _zeros(graph, number, seeds)) for number in numbers}
+    return {number: found[number] if number in found else _zeros(graph, number, seeds) for number in numbers}
 
 
 def _zeros(graph: Graph, number: int, seeds: Tensor) -> Tensor:

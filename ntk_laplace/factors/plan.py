@@ -277,10 +277,8 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     truth = torch.autograd.grad(
         out, list(parameters.values()), seeds[0] + seeds[1] * weights[:, None], retain_graph=True, allow_unused=True
     )
-    gradients = {
-        number: _stack_gradients(out, graph, number, seeds)
-        for number in sorted({use.step.consumer for plans in uses.values() for use in plans})
-    }
+    numbers = sorted({use.step.consumer for plans in uses.values() for use in plans})
+    gradients = _stack_gradients(out, graph, numbers, seeds)
     cotangent = torch.stack([torch.ones_like(weights), weights])
     loud = loudest(truth)
     good: list[UsePlan] = []
@@ -296,9 +294,12 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     return Plan(tuple(good), tuple(unmatched))
 
 
-def _stack_gradients(out: Tensor, graph: Graph, number: int, seeds: Tensor) -> Tensor:
-    edge = GradientEdge(graph.nodes[number], 0)
-    return torch.stack([torch.autograd.grad(out, [edge], seed, retain_graph=True)[0] for seed in seeds])
+def _stack_gradients(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> dict[int, Tensor]:
+    if not numbers:
+        return {}
+    edges = [GradientEdge(graph.nodes[number], 0) for number in numbers]
+    found = [torch.autograd.grad(out, edges, seed, retain_graph=True) for seed in seeds]
+    return {number: torch.stack(same) for number, same in zip(numbers, zip(*found, strict=True), strict=True)}
 
 
 def _confirmed(
