@@ -276,13 +276,14 @@ class Wide:
     rows: Tensor
 
     @classmethod
-    def of(cls, blocks: list[Dense]) -> Wide:
-        """Put the rows of single parameters side by side."""
+    def of(cls, blocks: list[Dense], dtype: torch.dtype | None = None) -> Wide:
+        """Put the rows of single parameters side by side; the list is emptied, each block freed once it is copied."""
         k, n = blocks[0].shape
-        widths = [block.rows.shape[2] for block in blocks]
-        rows = blocks[0].rows.new_empty(n, k, sum(widths))
+        rows = blocks[0].rows.new_empty(n, k, sum(block.rows.shape[2] for block in blocks), dtype=dtype)
         spans, start = [], 0
-        for block, width in zip(blocks, widths, strict=True):
+        while blocks:
+            block = blocks.pop(0)
+            width = block.rows.shape[2]
             rows[:, :, start : start + width] = block.rows.transpose(0, 1)
             spans.append((block.weight, start, start + width))
             start += width

@@ -23,7 +23,7 @@ from ntk_laplace.network import Network, preserved_rng
 __all__ = ["FactorPass"]
 
 _PROBE = 2  # examples whose graph decides the plan
-_WORKING_SET = 256 * 2**20  # bytes of output gradients per batch
+_WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
 
 
 class FactorPass:
@@ -51,7 +51,7 @@ class FactorPass:
         root : Tensor, (N, C, R), optional
             Columns seed the backward passes, so that the rows are those of SᵀJ; by default the identity.
         batch_size : int, optional
-            Examples per pass; by default as many as fit a working set of 256 MiB.
+            Examples per pass; by default as many as fit a working set of 128 MiB.
         offset : int
             Index of the first example, for messages.
 
@@ -183,14 +183,17 @@ class FactorPass:
 
 def _finished(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
     """Put what was written out side by side, and everything into the algebra's floating type."""
-    kept = [block for block in blocks if not isinstance(block, Dense)]
-    yield from (block.to(dtype) for block in kept)
-    elsewhere = {name for block in kept for name in block.names}
-    written = [block for block in blocks if isinstance(block, Dense)]
-    yield from (block.to(dtype) for block in written if block.weight in elsewhere)
-    alone = [block for block in written if block.weight not in elsewhere]
+    elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
+    alone = []
+    while blocks:
+        block = blocks.pop(0)
+        if isinstance(block, Dense) and block.weight not in elsewhere:
+            alone.append(block)
+        else:
+            yield block.to(dtype)
     if alone:
-        yield Wide.of(alone).to(dtype)
+        del block
+        yield Wide.of(alone, dtype)
 
 
 def _compacted(blocks: list[Block]) -> list[Block]:

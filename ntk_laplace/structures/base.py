@@ -25,7 +25,7 @@ class Settings:
     Attributes
     ----------
     batch_size : int, optional
-        Examples per pass; by default as many as a working set of 256 MiB allows.
+        Examples per pass; by default as many as a working set of 128 MiB allows.
     memory_budget : int, optional
         Bytes the fit may take; the free memory of the device by default.
     progress : bool, optional
