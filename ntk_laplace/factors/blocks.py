@@ -26,12 +26,13 @@ def weigh(values: Tensor, root: Tensor) -> Tensor:
 
 
 def _position_product(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_t left_kngto right_ngti -> (K, N, G, o, i)."""
+    """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, as `Wide` will want them."""
     k, n, g, t, o = left.shape
     if t == 1:
-        return left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)
+        return (left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)).flatten(2)
     rows = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t) @ right
-    return rows.reshape(n, g, k, o, -1).permute(2, 0, 1, 3, 4)
+    rows = rows.view(n, g, k, -1).transpose(1, 2).reshape(n, k, -1)
+    return rows.transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Outer:
 
     def dense(self) -> dict[str, Tensor]:
         b = self.full_b()
-        rows = _position_product(b, self.a).flatten(2)
+        rows = _position_product(b, self.a)
         if self.index is not None:
             whole = rows.new_zeros(*rows.shape[:2], self.size)
             whole[..., self.index] = rows
