@@ -17,7 +17,7 @@ from ntk_laplace.data import Inputs, as_tensors, num_examples, to_device
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
-from ntk_laplace.factors import FactorPass, Rows
+from ntk_laplace.factors import Rows
 from ntk_laplace.gram import gram
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.linalg import symmetric_root
@@ -136,7 +136,7 @@ class Posterior:
         device = trained.network.device if device is None else torch.device(device)
         dtype = trained.factors.dtype if dtype is None else dtype
         network = trained.network.to(device)
-        self._trained = replace(trained, network=network, factors=FactorPass(network, dtype))
+        self._trained = replace(trained, network=network, factors=trained.factors.on(network, dtype))
         for module in (trained.prior, trained.likelihood):
             module.to(device)
         self._structure.to(device, dtype)

@@ -1,7 +1,7 @@
 """Factors: one pass over data turns a network into rows of its Jacobian, in blocks that keep their structure."""
 
 from ntk_laplace.factors.blocks import Dense, Lookup, Outer
-from ntk_laplace.factors.passes import FactorPass
+from ntk_laplace.factors.passes import FactorPass, Seeds
 from ntk_laplace.factors.rows import Rows
 
-__all__ = ["Dense", "FactorPass", "Lookup", "Outer", "Rows"]
+__all__ = ["Dense", "FactorPass", "Lookup", "Outer", "Rows", "Seeds"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,25 @@ from ntk_laplace.factors.plan import Plan, agree, loudest, make_plan
 from ntk_laplace.factors.rows import Rows, compact
 from ntk_laplace.network import Network, preserved_rng
 
-__all__ = ["FactorPass"]
+__all__ = ["FactorPass", "Seeds"]
 
 _PROBE = 2  # examples whose graph decides the plan
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
+
+
+class Seeds(Protocol):
+    """A root that is known once the outputs are, as in one pass over streaming data.
+
+    Attributes
+    ----------
+    columns : int
+        R.
+    """
+
+    columns: int
+
+    def __call__(self, f: Tensor, part: slice) -> Tensor:
+        """S (n, C, R) for outputs (n, C) of the examples `part` of the batch."""
 
 
 class FactorPass:
@@ -34,13 +51,20 @@ class FactorPass:
     network : Network
     dtype : torch.dtype
         Floating type of the rows; the network itself runs in its own.
+    keep_factors : bool
+        Leave every layer's inputs and output gradients as they are, for Kronecker factors; by default rows are
+        written out where a Gram matrix is cheaper from them.
     """
 
-    def __init__(self, network: Network, dtype: torch.dtype) -> None:
-        self.network, self.dtype = network, dtype
+    def __init__(self, network: Network, dtype: torch.dtype, keep_factors: bool = False) -> None:
+        self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
         self._plans: dict[tuple, Plan] = {}
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
         self._bytes_per_seed: int | None = None
+
+    def on(self, network: Network, dtype: torch.dtype) -> FactorPass:
+        """The same pass over a network that has moved, or in another floating type."""
+        return FactorPass(network, dtype, self.keep_factors)
 
     def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0) -> Rows:
         """Rows of all examples of `x`.
@@ -62,15 +86,18 @@ class FactorPass:
         """
         return Rows.concatenate(list(self.batches(x, root, batch_size, offset)))
 
-    def batches(self, x: Inputs, root: Tensor | None, batch_size: int | None, offset: int = 0) -> Iterator[Rows]:
-        """The same, a batch at a time."""
+    def batches(
+        self, x: Inputs, root: Tensor | Seeds | None, batch_size: int | None, offset: int = 0
+    ) -> Iterator[Rows]:
+        """The same, a batch at a time; a `root` that depends on the outputs is a `Seeds`."""
         self._prepare(x)
-        n, seeds = num_examples(x), self.network.num_outputs if root is None else root.shape[2]
+        n, seeds = num_examples(x), _columns(root, self.network)
         most = max(1, _WORKING_SET // (self._bytes_per_seed * max(1, seeds)))
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
-            yield self._batch(take(x, part), None if root is None else root[part], offset + start)
+            own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
+            yield self._batch(take(x, part), own, offset + start)
 
     def _prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once."""
@@ -110,18 +137,21 @@ class FactorPass:
             NTKLaplaceWarning, stacklevel=2,
         )  # fmt: skip
 
-    def _batch(self, x: Inputs, root: Tensor | None, offset: int) -> Rows:
+    def _batch(self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int) -> Rows:
         self._prepare(x)
         network = self.network
         with torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module):
             out = network.evaluate(x, offset)
             n, c = out.shape
+            if root is not None and not isinstance(root, Tensor):
+                root = root(out.detach())
             seeds = torch.eye(c).to(out)[:, None].expand(c, n, c) if root is None else root.movedim(-1, 0).to(out)
             if not out.requires_grad:
                 return Rows((), len(seeds), n, out.detach().to(self.dtype))
             blocks = self._blocks(x, out, seeds, offset)
         blocks = [_apart_from(block, x) for block in blocks]
-        return Rows(tuple(_finished(blocks, self.dtype)), len(seeds), n, out.detach().to(self.dtype, copy=True))
+        finished = (block.to(self.dtype) for block in blocks) if self.keep_factors else _finished(blocks, self.dtype)
+        return Rows(tuple(finished), len(seeds), n, out.detach().to(self.dtype, copy=True))
 
     def _blocks(self, x: Inputs, out: Tensor, seeds: Tensor, offset: int) -> list[Block]:
         graph = Graph(out, self.network.parameters)
@@ -155,7 +185,7 @@ class FactorPass:
         gradients = _backward(out, graph, plan.edges(graph), seeds)
         blocks = plan.blocks(graph, gradients, self.network.parameters, len(out))
         own = list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else []
-        return _compacted(blocks + own)
+        return _compacted(blocks + own, self.keep_factors)
 
     def _disagreeing(self, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int) -> tuple[str, ...]:
         """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
@@ -181,6 +211,12 @@ class FactorPass:
         )
 
 
+def _columns(root: Tensor | Seeds | None, network: Network) -> int:
+    if root is None:
+        return network.num_outputs
+    return root.shape[2] if isinstance(root, Tensor) else root.columns
+
+
 def _finished(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
     """Put what was written out side by side, and everything into the algebra's floating type."""
     elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
@@ -196,12 +232,13 @@ def _finished(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
         yield Wide.of(alone, dtype)
 
 
-def _compacted(blocks: list[Block]) -> list[Block]:
+def _compacted(blocks: list[Block], keep_factors: bool) -> list[Block]:
     """Choose each block's form, and add up what was written out for one parameter."""
     written: dict[str, Dense] = {}
     kept: list[Block] = []
     for block in blocks:
-        for small in compact(_share_constant(block)):
+        block = _share_constant(block)
+        for small in [block] if keep_factors else compact(block):
             if not isinstance(small, Dense):
                 kept.append(small)
             elif small.weight in written:
