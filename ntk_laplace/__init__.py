@@ -1,6 +1,7 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
 from ntk_laplace import gp
+from ntk_laplace.comparison import ComparisonInterrupted, EvidenceComparison, StructureEvidence, compare_evidence
 from ntk_laplace.curvature import Root
 from ntk_laplace.errors import (
     DataError,
@@ -29,8 +30,10 @@ __version__ = "0.1.0"
 __all__ = [
     "Bernoulli",
     "Categorical",
+    "ComparisonInterrupted",
     "CustomLikelihood",
     "DataError",
+    "EvidenceComparison",
     "Explanation",
     "Gaussian",
     "GaussianPrior",
@@ -49,8 +52,10 @@ __all__ = [
     "Posterior",
     "Root",
     "Settings",
+    "StructureEvidence",
     "TargetError",
     "UnsupportedError",
+    "compare_evidence",
     "empirical_ntk",
     "gp",
     "laplace",

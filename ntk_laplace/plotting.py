@@ -27,6 +27,7 @@ __all__ = [
     "Panel",
     "confidence_histograms",
     "coverage_diagram",
+    "evidence_comparison",
     "image_explanations",
     "png",
     "predictive_1d",
@@ -262,6 +263,63 @@ def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLik
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
+
+
+def evidence_comparison(
+    names: Sequence[str],
+    evidence: Sequence[float | None],
+    seconds: Sequence[tuple[float, float] | None],
+    memory: Sequence[float | None],
+    exact: float | None = None,
+) -> Figure:
+    """Evidence, time and memory of one network under several structures, a line for each.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The structures, from top to bottom.
+    evidence : sequence of float or None
+        In nats; None where a structure gave no value, and below where nothing is known.
+    seconds : sequence of (float, float) or None
+        Of the fit, and of the evidence after it.
+    memory : sequence of float or None
+        Peak, in bytes.
+    exact : float, optional
+        Evidence of an exact structure, drawn as a line; the differences from it are written beside the points.
+    """
+    figure = Figure(figsize=(10.2, 1.3 + 0.42 * len(names)), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1.5, 1, 1))
+    if exact is not None:
+        left.axvline(exact, color=GREY, lw=1.2, ls=(0, (4, 2)))
+    for line, (value, parts, size) in enumerate(zip(evidence, seconds, memory, strict=True)):
+        if value is None or parts is None:
+            left.text(0.5, line, "no value", transform=left.get_yaxis_transform(), color=GREY, ha="center", va="center")
+            continue
+        away = None if exact is None or np.isclose(value, exact, rtol=1e-6) else value - exact
+        left.plot(value, line, "o", ms=8, color=BLUE)
+        _beside(left, value, line, f"{value:.1f}" if away is None else f"{away:+.2g}")
+        middle.barh(line, parts[0], height=0.62, fc=(BLUE, 0.55), ec=BLUE, lw=0.8)
+        middle.barh(line, parts[1], left=parts[0], height=0.62, fc=(ORANGE, 0.55), ec=ORANGE, hatch="////", lw=0.8)
+        _beside(middle, sum(parts), line, f"{sum(parts):.2g}")
+        if size is not None:
+            right.barh(line, size / 2**20, height=0.62, fc=(GREY, 0.45), ec=GREY, lw=0.8)
+            _beside(right, size / 2**20, line, f"{size / 2**20:.3g}")
+    left.set(xlabel="nats" + ("" if exact is None else " (beside a point: its distance from exact)"))
+    left.set(ylabel="structure", ylim=(len(names) - 0.4, -0.6))
+    left.set_yticks(range(len(names)), labels=names)
+    middle.set(xlabel="seconds: fit, evidence (hatched)")
+    right.set(xlabel="extra peak memory, MiB")
+    for axes, title in ((left, "Evidence"), (middle, "Time"), (right, "Memory")):
+        _tidy(axes, title).grid(False, axis="y")
+        axes.margins(x=0.17)
+        if axes is not left:
+            axes.set_xlim(left=0)
+    return figure
+
+
+def _beside(axes: Axes, x: float, y: float, words: str) -> None:
+    words = words.replace("-", "\N{MINUS SIGN}")
+    axes.annotate(words, (x, y), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
 
 
 # --- explanations

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ntk_laplace"
 # Each line is a room, or rooms that know nothing of each other; a room may import from earlier lines alone.
 HOUSE = [
     ["errors"],
-    ["linalg", "resources", "progress"],
+    ["linalg", "resources", "progress", "meter"],
     ["data"],
     ["network"],
     ["likelihoods", "priors"],
@@ -35,6 +35,7 @@ HOUSE = [
     ["gp"],
     ["metrics"],
     ["plotting", "report"],
+    ["comparison"],
     [""],  # ntk_laplace/__init__.py; what stands below calls the library as you do
     ["demo"],
     ["cli"],

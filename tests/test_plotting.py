@@ -44,6 +44,9 @@ FIGURES = {
     "reliability_diagram": lambda: plotting.reliability_diagram({"one": {"MAP": BINS, "posterior": BINS}}),
     "coverage_diagram": lambda: plotting.coverage_diagram([0.5, 0.9], {"MAP": [0.4, 0.8]}, "title"),
     "confidence_histograms": lambda: plotting.confidence_histograms({"MAP": {"a": [0.6, 0.9], "b": [0.99]}}),
+    "evidence_comparison": lambda: plotting.evidence_comparison(
+        ["gp", "kfac", "diag"], [-10.0, -12.5, None], [(0.5, 0.1), (0.2, 0.1), None], [2**21, None, None], -10.0
+    ),
     "selection_curves": lambda: plotting.selection_curves({"one": ([0.1, 1.0], {"evidence": [-2.0, -1.0]})}),
     "image_explanations": lambda: plotting.image_explanations([ROW, ROW], "log odds"),
 }  # fmt: skip
@@ -103,6 +106,19 @@ def test_best_candidate_is_ringed() -> None:
     (axes,) = panels(FIGURES["selection_curves"]())
     (ring,) = [line for line in axes.lines if line.get_markerfacecolor() == "none"]
     assert (ring.get_xdata()[0], ring.get_ydata()[0]) == (1.0, -1.0)
+
+
+def test_structures_show_their_distance_from_the_exact_one_and_what_they_cost() -> None:
+    evidence, seconds, memory = panels(FIGURES["evidence_comparison"]())
+    assert [tick.get_text() for tick in evidence.get_yticklabels()] == ["gp", "kfac", "diag"]
+    assert [(line.get_xdata()[0], line.get_ydata()[0]) for line in evidence.lines if line.get_marker() == "o"] == [
+        (-10.0, 0), (-12.5, 1),
+    ]  # fmt: skip
+    assert [text.get_text() for text in evidence.texts] == ["\N{MINUS SIGN}10.0", "\N{MINUS SIGN}2.5", "no value"]
+    assert [bar.get_width() for bar in seconds.patches] == pytest.approx([0.5, 0.1, 0.2, 0.1])
+    assert [bar.get_width() for bar in memory.patches] == [2.0]
+    low, high = evidence.get_ylim()
+    assert low > 2.3 and high < -0.3  # every line is inside, the first on top
 
 
 def test_explanations_show_every_image_with_its_caption() -> None:

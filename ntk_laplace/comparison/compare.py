@@ -1,0 +1,257 @@
+"""Fit one structure after the other to the same model, and measure."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ntk_laplace.comparison.table import EvidenceComparison, StructureEvidence
+from ntk_laplace.curvature import Root
+from ntk_laplace.data import Batches
+from ntk_laplace.errors import (
+    HyperparameterError,
+    MemoryBudgetError,
+    NTKLaplaceError,
+    NumericalError,
+    UnsupportedError,
+)
+from ntk_laplace.fit import STRUCTURES, laplace
+from ntk_laplace.likelihoods import Gaussian, Likelihood
+from ntk_laplace.meter import PeakMemory, Stopwatch
+from ntk_laplace.network import Network, ParameterChoice, preserved_rng
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures import Settings
+
+__all__ = ["ALL", "ComparisonInterrupted", "compare_evidence"]
+
+ALL = ("gp", "full", "kfac", "ekfac", "inf", "diag")
+_EXACT = ("gp", "full")
+_OF_STRUCTURES = (MemoryBudgetError, HyperparameterError, UnsupportedError, NumericalError)
+"""Errors that another structure need not share."""
+
+
+class ComparisonInterrupted(KeyboardInterrupt):
+    """A comparison was interrupted, and this holds what was finished.
+
+    Attributes
+    ----------
+    comparison : EvidenceComparison
+        Of the structures that were done.
+    """
+
+    def __init__(self, comparison: EvidenceComparison) -> None:
+        done = ", ".join(row.structure for row in comparison.rows) or "no structure"
+        super().__init__(f"interrupted after {done}; .comparison holds what was finished")
+        self.comparison = comparison
+
+
+def compare_evidence(
+    network: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    prior: GaussianPrior | None = None,
+    structures: Sequence[Any] = ALL,
+    curvature: str | Root = "ggn",
+    correction: bool = False,
+    parameters: ParameterChoice = None,
+    dtype: torch.dtype | None = None,
+    settings: Settings | None = None,
+) -> EvidenceComparison:
+    """Evidence of one trained network under several structures, with the time and memory that each takes.
+
+    Every structure is fitted afresh to the same data at the same hyperparameters, on copies: `network`, `prior` and
+    `likelihood` come back as they were. A structure that does not fit into the memory, or has no meaning for this
+    prior, gets a row that says why, and the others go on. Before it is measured, a structure is fitted to a toy
+    problem, so that what is loaded on first use counts for none.
+
+    Parameters
+    ----------
+    network, data, likelihood, prior, curvature, parameters, dtype, settings
+        As for `laplace`. A data loader is read anew for each structure.
+    structures : sequence
+        Names, or objects with options.
+    correction : bool
+        Add ½ gᵀH⁻¹g to each evidence.
+
+    Returns
+    -------
+    EvidenceComparison
+
+    Raises
+    ------
+    ComparisonInterrupted
+        If interrupted: a `KeyboardInterrupt` that holds the finished rows.
+    NTKLaplaceError
+        If the network, the data or the likelihood are at fault, or no structure has a value for other reasons than
+        memory.
+    """
+    root = curvature if isinstance(curvature, Root) else Root(curvature)
+    prior = GaussianPrior() if prior is None else prior
+    settings = Settings() if settings is None else settings
+    labels = _labels(structures)
+    found, device = _examine(network, data, likelihood, prior, root, parameters, settings)
+    exact: list[str] = []
+    faults: list[Exception] = []
+    for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
+        _tell(f"{label}, {number} of {len(labels)}", settings)
+        fit = partial(
+            laplace, network, data, *copy.deepcopy((likelihood, prior)), structure, root, parameters, dtype, settings
+        )  # a fit binds its prior and moves it to the network's device, so each has its own
+        try:
+            _warm_up(structure, root, device, dtype)
+            row, kind, n = _measure(label, fit, correction, device)
+        except KeyboardInterrupt as stop:
+            raise ComparisonInterrupted(_with_differences(found, exact)) from stop
+        except Exception as error:
+            if not _belongs_to_a_row(error, found):
+                raise
+            faults.append(error)
+            row, kind, n = StructureEvidence(label, note=_reason(error)), "", found.num_examples
+        exact += [label] if kind in _EXACT else []
+        found = replace(found, rows=(*found.rows, row), num_examples=n)
+    others = [fault for fault in faults if not _is_about_memory(fault)]
+    if others and all(row.evidence is None for row in found.rows):
+        raise others[0]
+    return _with_differences(found, exact)
+
+
+# --- before the fits
+
+
+def _labels(structures: Sequence[Any]) -> list[str]:
+    """A name for each structure that tells it from the others."""
+    if isinstance(structures, str) or not structures:
+        raise UnsupportedError("a sequence of structures", repr(structures), f"Pass a list, such as {list(ALL)}.")
+    for structure in structures:
+        if isinstance(structure, str) and structure not in {*ALL, *STRUCTURES, "auto"}:
+            raise UnsupportedError(f"structures among {', '.join((*ALL, 'auto'))}", repr(structure), "Look for a typo.")
+    plain = [_label(structure) for structure in structures]
+    many, seen, labels = Counter(plain), Counter(), []
+    for label in plain:
+        seen[label] += 1
+        labels.append(f"{label} #{seen[label]}" if many[label] > 1 else label)
+    return labels
+
+
+def _label(structure: Any) -> str:
+    """A string as it is; an object as its class with those options that are not the defaults."""
+    if not is_dataclass(structure):
+        return str(structure)
+    options = []
+    for entry in fields(structure):
+        value = getattr(structure, entry.name)
+        if entry.default is MISSING or value != entry.default:
+            text = value if isinstance(value, str) else repr(value)
+            options.append(f"{entry.name}={text if len(text) < 20 else '...'}")
+    name = type(structure).__name__.lower()
+    return f"{name}({', '.join(options)})" if options else name
+
+
+def _examine(
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, root: Root,
+    parameters: ParameterChoice, settings: Settings,
+) -> tuple[EvidenceComparison, torch.device]:  # fmt: skip
+    """What is wrong with network, prior or data shows here, before any structure; a comparison without rows."""
+    door = Network(network, parameters)
+    bound = copy.deepcopy(prior).bind(door.shapes)
+    batches = Batches(data, settings.batch_size or 8, door.device, door.dtype)
+    with torch.inference_mode(False):
+        door.probe(next(iter(batches))[0])
+    words = f"{_in_words(likelihood)}, {_precisions(bound)}, curvature {root.curvature}"
+    return EvidenceComparison((), None, batches.length, door.num_outputs, door.num_parameters, words), door.device
+
+
+def _in_words(likelihood: Likelihood) -> str:
+    """Class and single hyperparameters, which likelihoods hold as logarithms."""
+    single = [(name, p.detach().exp().item()) for name, p in likelihood.named_parameters()
+              if name.startswith("log_") and p.numel() == 1]  # fmt: skip
+    options = ", ".join(f"{name.removeprefix('log_')} {value:g}" for name, value in single)
+    return type(likelihood).__name__ + (f" ({options})" if options else "")
+
+
+def _precisions(prior: GaussianPrior) -> str:
+    values = prior.precision.detach()
+    if values.numel() == 1:
+        return f"prior precision {values.item():g}"
+    return f"{values.numel()} prior precisions from {values.min().item():g} to {values.max().item():g}"
+
+
+def _tell(text: str, settings: Settings) -> None:
+    show = sys.stderr.isatty() if settings.progress is None else settings.progress
+    if show:
+        print(f"ntk_laplace: {text}", file=sys.stderr, flush=True)
+
+
+def _warm_up(structure: Any, root: Root, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Fit to a toy problem, so that libraries and threads that come with first use are there."""
+    with preserved_rng(device), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        toy = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
+        data = torch.randn(4, 2), torch.randn(4, 1)
+        quiet = Settings(progress=False)
+        posterior = laplace(toy, data, Gaussian(), None, structure, root, dtype=dtype, settings=quiet)
+        posterior.log_marginal_likelihood(correction=True)
+
+
+# --- one structure
+
+
+def _measure(
+    label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device
+) -> tuple[StructureEvidence, str, int]:
+    """A row, the kind of structure it is about, and N."""
+    fitting, evaluating = Stopwatch(device), Stopwatch(device)
+    with PeakMemory(device) as memory, torch.inference_mode(False):
+        with fitting:
+            posterior = fit()
+        with evaluating, torch.no_grad():
+            evidence = float(posterior.log_marginal_likelihood(correction))
+    with torch.no_grad():
+        log_joint, log_det = float(posterior.log_joint()), float(posterior.log_det())
+    added = evidence - (log_joint - 0.5 * log_det) if correction else None  # [I21] A.1
+    row = StructureEvidence(
+        label, evidence, None, log_det, log_joint, added, fitting.seconds, evaluating.seconds, memory.bytes
+    )
+    return row, posterior.structure, posterior.num_examples
+
+
+def _belongs_to_a_row(error: Exception, found: EvidenceComparison) -> bool:
+    """Whether other structures may do better, or others have done so already: a finished row is never lost."""
+    if isinstance(error, _OF_STRUCTURES) or _is_about_memory(error):
+        return True
+    return isinstance(error, NTKLaplaceError) and any(row.evidence is not None for row in found.rows)
+
+
+def _is_about_memory(error: Exception) -> bool:
+    # torch's CPU allocator raises a plain RuntimeError
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, NTKLaplaceError):
+        return f"failed: out of memory ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
+    refused = isinstance(error, (MemoryBudgetError, HyperparameterError, UnsupportedError))
+    return f"{'refused' if refused else 'failed'}: {error}"
+
+
+def _with_differences(found: EvidenceComparison, exact: Sequence[str]) -> EvidenceComparison:
+    if not exact:
+        return found
+    reference = found[exact[0]].evidence
+    rows = tuple(
+        row if row.evidence is None or row.structure == exact[0]
+        else replace(row, difference=row.evidence - reference) for row in found.rows
+    )  # fmt: skip
+    return replace(found, rows=rows, exact=exact[0])

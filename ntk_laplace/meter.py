@@ -1,0 +1,141 @@
+"""Meters: wall time and extra memory of a piece of work, as well as this machine can tell."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+__all__ = ["PeakMemory", "Stopwatch"]
+
+_STATM = Path("/proc/self/statm")
+_PERIOD = 0.002  # seconds between two looks at the resident memory
+
+
+class Stopwatch:
+    """Wall time of a block; work that a GPU still has in its queue is waited for.
+
+    Parameters
+    ----------
+    device : torch.device
+
+    Attributes
+    ----------
+    seconds : float
+        Known when the block is left.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self.seconds = device, 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._wait()
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+        self.seconds = time.perf_counter() - self._begin
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class PeakMemory:
+    """Most memory that a block held at one time, beyond what was held before it.
+
+    On CUDA it is what torch's allocator counts, to the byte; the device's peak statistics are reset. Elsewhere it is an
+    estimate of the whole process: a thread looks at the resident memory every two milliseconds where ``/proc`` has
+    it, so that shorter peaks, and memory that the allocator had kept from before, may be missed. Where there is no
+    ``/proc`` the operating system's high-water mark is read, which says something only if the block raised it.
+
+    Parameters
+    ----------
+    device : torch.device
+
+    Attributes
+    ----------
+    bytes : int or None
+        Known when the block is left; None where the machine does not say.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.bytes: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+            return self
+        _give_back_freed_memory()
+        self._sampler = _Sampler() if _STATM.exists() else None
+        self._before = _high_water_mark() if self._sampler is None else self._sampler.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._device.type == "cuda":
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+        elif self._sampler is not None:
+            self.bytes = max(0, self._sampler.stop() - self._before)
+        else:
+            mark = _high_water_mark()
+            self.bytes = mark - self._before if mark is not None and mark > self._before else None
+
+
+class _Sampler:
+    """A thread that keeps the largest resident memory it has seen."""
+
+    def __init__(self) -> None:
+        self._most, self._done = 0, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ntk_laplace memory meter", daemon=True)
+
+    def start(self) -> int:
+        """Begin; return the resident bytes at the beginning."""
+        # the thread's own stack belongs to the beginning
+        self._thread.start()
+        self._most = _resident()
+        return self._most
+
+    def stop(self) -> int:
+        """End; return the most resident bytes seen."""
+        self._done.set()
+        self._thread.join()
+        return max(self._most, _resident())
+
+    def _run(self) -> None:
+        while not self._done.wait(_PERIOD):
+            self._most = max(self._most, _resident())
+
+
+def _resident() -> int:
+    # second field: resident set size in pages
+    return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _high_water_mark() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if os.uname().sysname == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _give_back_freed_memory() -> None:
+    """Let the C library return what it keeps of freed memory; a block that takes it again would seem free of cost."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim  # glibc alone has it
+    except (AttributeError, OSError, TypeError):
+        return
+    trim(0)

@@ -1,0 +1,79 @@
+"""Meters against work of known size."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ntk_laplace import meter
+from ntk_laplace.meter import PeakMemory, Stopwatch
+
+CPU, MIB = torch.device("cpu"), 2**20
+on_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+
+
+def work(size: int) -> None:
+    held = torch.ones(size // 8, dtype=torch.float64)  # ones and not empty: pages count when they are written
+    time.sleep(0.02)
+    del held
+
+
+@on_linux
+@pytest.mark.parametrize("size", [48 * MIB, 8 * MIB])
+def test_extra_memory_is_what_was_allocated(size: int) -> None:
+    kept = torch.ones(16 * MIB)  # from before: not counted
+    work(size)  # of the same size, freed again: counted nevertheless
+    with PeakMemory(CPU) as memory:
+        work(size)
+    assert 0.95 * size < memory.bytes < size + 4 * MIB
+    assert len(kept) == 16 * MIB
+
+
+@on_linux
+def test_two_blocks_in_turn_count_once() -> None:
+    with PeakMemory(CPU) as memory:
+        work(32 * MIB)
+        work(32 * MIB)
+    assert memory.bytes < 48 * MIB
+
+
+def test_meter_stops_its_thread_when_the_work_fails() -> None:
+    with pytest.raises(ValueError, match="the work"), PeakMemory(CPU) as memory:
+        raise ValueError("the work")
+    assert memory.bytes is None or memory.bytes >= 0
+    assert not [thread for thread in threading.enumerate() if "memory meter" in thread.name]
+
+
+def test_without_proc_the_high_water_mark_counts_if_it_rises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meter, "_STATM", Path("/nowhere"))
+    for marks, expected in (([100, 140], 40), ([100, 100], None), ([None, None], None)):
+        monkeypatch.setattr(meter, "_high_water_mark", iter(marks).__next__)
+        with PeakMemory(CPU) as memory:
+            pass
+        assert memory.bytes == expected
+
+
+def test_high_water_mark_is_in_bytes() -> None:
+    held = torch.ones(64 * MIB // 8, dtype=torch.float64)
+    assert 64 * MIB < meter._high_water_mark() < 100_000 * MIB
+    del held
+
+
+def test_stopwatch_measures_seconds() -> None:
+    with Stopwatch(CPU) as watch:
+        time.sleep(0.05)
+    assert 0.05 <= watch.seconds < 1.0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_cuda_torch_counts() -> None:
+    device = torch.device("cuda")
+    kept = torch.ones(MIB, device=device)
+    with PeakMemory(device) as memory, Stopwatch(device):
+        held = torch.ones(MIB, device=device)
+        del held
+    assert memory.bytes == 4 * MIB and len(kept) == MIB
