@@ -2,9 +2,10 @@
 
 from ntk_laplace import gp
 from ntk_laplace.comparison import ComparisonInterrupted, EvidenceComparison, StructureEvidence, compare_evidence
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import EKFAC, INF, KFAC, Diagonal, Root
 from ntk_laplace.errors import (
     DataError,
+    FitInterrupted,
     HyperparameterError,
     MemoryBudgetError,
     MixedExamplesError,
@@ -28,13 +29,18 @@ from ntk_laplace.structures import Settings
 __version__ = "0.1.0"
 
 __all__ = [
+    "EKFAC",
+    "INF",
+    "KFAC",
     "Bernoulli",
     "Categorical",
     "ComparisonInterrupted",
     "CustomLikelihood",
     "DataError",
+    "Diagonal",
     "EvidenceComparison",
     "Explanation",
+    "FitInterrupted",
     "Gaussian",
     "GaussianPrior",
     "HyperparameterError",

@@ -16,6 +16,7 @@ from ntk_laplace.errors import DataError, NonFiniteError
 
 __all__ = [
     "Batches",
+    "Joined",
     "as_tensors",
     "check_finite",
     "concatenate",
@@ -209,6 +210,44 @@ class Batches:
         for start in range(0, self._length, self.batch_size):
             part = slice(start, start + self.batch_size)
             yield take(x, part), y[part]
+
+
+class Joined:
+    """Several sources one after the other, read as `Batches` are.
+
+    Parameters
+    ----------
+    sources : sequence of Batches or Joined
+    """
+
+    def __init__(self, sources: Sequence[Batches | Joined]) -> None:
+        self.sources = tuple(sources)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return self.sources[0].device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        for source in self.sources:
+            source.device = device
+
+    @property
+    def length(self) -> int | None:
+        """Number of examples, if all sources know theirs."""
+        lengths = [source.length for source in self.sources]
+        return None if None in lengths else sum(lengths)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches, if all sources know theirs."""
+        counts = [source.num_batches for source in self.sources]
+        return None if None in counts else sum(counts)
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        for source in self.sources:
+            yield from source
 
 
 def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:

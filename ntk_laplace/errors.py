@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "DataError",
+    "FitInterrupted",
     "HyperparameterError",
     "MemoryBudgetError",
     "MixedExamplesError",
@@ -77,6 +78,22 @@ class UnsupportedError(NTKLaplaceError, NotImplementedError):
 
 class NumericalError(NTKLaplaceError, ArithmeticError):
     """A factorization broke down; nothing was repaired in silence."""
+
+
+class FitInterrupted(KeyboardInterrupt):
+    """A fit was interrupted; what it had gathered is kept.
+
+    Attributes
+    ----------
+    state : object
+        Pass it as ``Settings(resume=error.state)`` to go on with the same data.
+    """
+
+    def __init__(self, state: object, done: int, total: int | None) -> None:
+        of = f" of {total:,}" if total else ""
+        super().__init__(f"interrupted after {done:,}{of} examples; laplace(..., settings=Settings("
+                         "resume=error.state)) goes on from there")
+        self.state = state
 
 
 class NTKLaplaceWarning(UserWarning):

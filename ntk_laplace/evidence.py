@@ -16,7 +16,7 @@ from ntk_laplace.curvature import Root
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["Curvature", "TrainingPoints", "correction", "joint_gradient", "log_det", "log_joint", "scaled_log_det"]
+__all__ = ["Curvature", "NewtonStep", "TrainingPoints", "correction", "joint_gradient", "log_det", "log_joint"]
 
 
 class Curvature(Protocol):
@@ -28,8 +28,8 @@ class Curvature(Protocol):
     def effective_parameters(self) -> Tensor:
         """γ_g = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
 
-    def spectrum(self) -> Tensor:
-        """Eigenvalues of SᵀKS, and zeros."""
+    def log_dets(self, factors: Tensor) -> Tensor:
+        """log det B for all precisions multiplied by each of `factors` (m,), (m,)."""
 
     def newton(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g, (P,) -> (P,)."""
@@ -60,6 +60,12 @@ class TrainingPoints:
         """The same points elsewhere; labels stay whole numbers."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
         return TrainingPoints(self.f.to(device, dtype), targets)
+
+    def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
+        """Points of both data sets."""
+        f = torch.cat([self.f, other.f])
+        likelihood.bind(*f.shape)
+        return TrainingPoints(f, torch.cat([self.targets, other.targets]))
 
     @classmethod
     def checked(cls, likelihood: Likelihood, f: Tensor, targets: list[Tensor]) -> TrainingPoints:
@@ -92,7 +98,7 @@ class _LogDet(torch.autograd.Function):
             # ∂ log det B / ∂ log δ_g = -γ_g
             by_precision = -upstream * ctx.curvature.effective_parameters().to(log_precision)
         if ctx.needs_input_grad[1]:
-            # ∂ log det B / ∂ Λ_n = V_nn
+            # exact curvature: ∂ log det B / ∂ Λ_n = V_nn
             by_hessian = upstream.to(hessian) * ctx.blocks().to(hessian)
         return by_precision, by_hessian, None, None
 
@@ -130,16 +136,11 @@ def log_det(
     root : Root
     curvature : Curvature
     blocks : callable
-        Gives V at the training points, (N, C, C); called by the backward pass alone.
+        Gives ∂ log det B/∂Λ_n, (N, C, C), V at the training points if the curvature is exact; called by the backward
+        pass alone.
     """
     hessian = root.hessian(likelihood, points.f, points.targets)
     return _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
-
-
-def scaled_log_det(spectrum: Tensor, factors: Tensor) -> Tensor:
-    """log det B for prior precisions all multiplied by each of `factors` (m,): Σ log(1 + λ/factor), (m,)."""
-    # rounding leaves eigenvalues of a semidefinite matrix a little below zero: they are zero
-    return torch.log1p(spectrum.clamp_min(0.0) / factors.unsqueeze(1)).sum(1)
 
 
 def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -> Tensor:
@@ -148,24 +149,55 @@ def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -
         return prior.flat_precision().to(theta) * (theta - prior.flat_mean().to(theta)) - backprojected
 
 
+@dataclass(frozen=True)
+class NewtonStep:
+    """z = H⁻¹g and what the correction asks of it.
+
+    Attributes
+    ----------
+    z : Tensor, (P,)
+    pushed : Tensor, (N, C)
+        J z at the training points.
+    own : tuple of Tensor and callable, or None
+        zᵀ(H - P0)z and its derivative in each Λ_n, (N, C, C), where H - P0 is not JᵀΛJ itself but a structure's
+        approximation of it.
+    """
+
+    z: Tensor
+    pushed: Tensor
+    own: tuple[Tensor, Callable[[], Tensor]] | None = None
+
+    def curve(self, hessian: Tensor) -> Tensor:
+        """zᵀ(H - P0)z, differentiable in Λ."""
+        if self.own is None:
+            return torch.einsum("nc,ncd,nd->", self.pushed, hessian, self.pushed)
+        return _OfHessian.apply(hessian, *self.own)
+
+
+class _OfHessian(torch.autograd.Function):
+    """A known function of all Λ_n, with a gradient that is computed only if it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, hessian: Tensor, value: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return value.to(hessian)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor):
+        return upstream * ctx.gradient().to(upstream), None, None
+
+
 def correction(
-    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, root: Root,
-    step: Tensor, pushed: Tensor,
-) -> Tensor:  # fmt: skip
+    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, root: Root, step: NewtonStep
+) -> Tensor:
     """½ gᵀH⁻¹g ([I21] A.1), differentiable in the hyperparameters.
 
     Written as its own maximum over z, ½ gᵀH⁻¹g = max_z zᵀg - ½ zᵀHz, whose gradient at z = H⁻¹g is exact with z held.
-
-    Parameters
-    ----------
-    step : Tensor, (P,)
-        z = H⁻¹g.
-    pushed : Tensor, (N, C)
-        J z at the training points.
     """
     precision = prior.flat_precision().to(theta)
     residual = likelihood.residual(points.f, points.targets)
     hessian = root.hessian(likelihood, points.f, points.targets)
-    slope = (step * precision * (theta - prior.flat_mean().to(theta))).sum() - (pushed * residual).sum()
-    curve = (precision * step.square()).sum() + torch.einsum("nc,ncd,nd->", pushed, hessian, pushed)
+    slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
+    curve = (precision * step.z.square()).sum() + step.curve(hessian)
     return _Once.apply(slope - 0.5 * curve)

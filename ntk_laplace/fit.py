@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import FORMS, Form, Root
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import FactorPass
@@ -16,11 +16,20 @@ from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network, ParameterChoice
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, Settings, Trained
+from ntk_laplace.structures import (
+    FullStructure,
+    FunctionSpaceStructure,
+    Settings,
+    Structure,
+    StructuredStructure,
+    Trained,
+    resumed,
+)
 
 __all__ = ["STRUCTURES", "laplace"]
 
-STRUCTURES = {"gp": FunctionSpaceStructure, "full": FullStructure}
+EXACT = {"gp": FunctionSpaceStructure, "full": FullStructure}
+STRUCTURES = (*EXACT, *FORMS)
 _BATCH = 512  # examples moved at a time where the caller did not make batches
 _LOG = logging.getLogger("ntk_laplace")
 
@@ -30,7 +39,7 @@ def laplace(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structure: str = "gp",
+    structure: str | Form = "gp",
     curvature: str | Root = "ggn",
     parameters: ParameterChoice = None,
     dtype: torch.dtype | None = None,
@@ -49,9 +58,10 @@ def laplace(
         `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or your own.
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
-    structure : str
-        "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two, which
-        ``posterior.reason`` explains.
+    structure : str or Form
+        Exact: "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two,
+        which ``posterior.reason`` explains. For many data: "kfac", "ekfac", "inf", "diag", or one of `KFAC`, `EKFAC`,
+        `INF`, `Diagonal` with its options.
     curvature : str or Root
         "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``Root("mc", samples, seed)``).
     parameters : optional
@@ -81,21 +91,35 @@ def laplace(
     for module in (prior, likelihood):
         module.to(door.device)  # hyperparameters live where the network does
     batches = Batches(data, settings.batch_size or _BATCH, door.device, door.dtype)
-    trained = Trained(door, likelihood, prior, root, FactorPass(door, dtype), settings)
+    form = FORMS[structure]() if structure in FORMS else structure
+    factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
+    trained = Trained(door, likelihood, prior, root, factors, settings)
     with torch.inference_mode(False):
         door.probe(next(iter(batches))[0])
-        name, reason = _choose(structure, trained, batches)
-        posterior = Posterior(trained, STRUCTURES[name](trained, batches), reason)
+        fitted, reason = _fit(form, trained, batches)
+        posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
     return posterior
 
 
+def _fit(form: str | Form, trained: Trained, batches: Batches) -> tuple[Structure, str]:
+    resume = trained.settings.resume
+    if isinstance(form, Form):
+        return StructuredStructure(trained, batches, form, resumed(resume, form, trained.network.device)), ""
+    if resume is not None:
+        raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
+                               repr(form), "Leave resume= out: the exact structures are fitted in one go.")
+    name, reason = _choose(form, trained, batches)
+    return EXACT[name](trained, batches), reason
+
+
 def _choose(structure: str, trained: Trained, batches: Batches) -> tuple[str, str]:
-    if structure in STRUCTURES:
+    if structure in EXACT:
         return structure, ""
     if structure != "auto":
         raise UnsupportedError(f'structure among {", ".join([*STRUCTURES, "auto"])}', repr(structure),
-                               'Use "gp" for small data, "full" for small networks, "auto" to let cost decide.')
+                               'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
+                               "let cost decide between the exact two.")
     n = batches.length or sum(len(y) for _, y in batches)
     size = n * trained.root.columns(trained.likelihood, trained.network.num_outputs)
     p = trained.network.num_parameters

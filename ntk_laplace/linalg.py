@@ -16,6 +16,7 @@ __all__ = [
     "cholesky_",
     "cholesky_logdet",
     "inverse_from_cholesky",
+    "log_det_curve",
     "solve_lower",
     "solve_spd",
     "symmetric_root",
@@ -86,6 +87,12 @@ def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int = 1024) -> None:
 def cholesky_logdet(factor: Tensor) -> Tensor:
     """Log determinant of ``L Lᵀ``: twice the sum of the logs of L's diagonal."""
     return 2.0 * factor.diagonal().log().sum()
+
+
+def log_det_curve(spectrum: Tensor, factors: Tensor) -> Tensor:
+    """log det (I + M/factor) of a semidefinite M with these eigenvalues, for each of `factors` (m,): (m,)."""
+    # rounding leaves eigenvalues of a semidefinite matrix a little below zero: they are zero
+    return torch.log1p(spectrum.clamp_min(0.0) / factors.unsqueeze(1)).sum(1)
 
 
 def solve_lower(factor: Tensor, right: Tensor, transpose: bool = False) -> Tensor:

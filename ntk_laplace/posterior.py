@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from gpytorch.distributions import MultitaskMultivariateNormal
@@ -12,8 +13,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from ntk_laplace import evidence
-from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import Inputs, as_tensors, num_examples, to_device
+from ntk_laplace.curvature import Part, prior_variances
+from ntk_laplace.data import Batches, Inputs, as_tensors, num_examples, to_device
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
@@ -29,6 +30,8 @@ from ntk_laplace.structures import Structure, Trained
 
 __all__ = ["Posterior"]
 
+_DRAWS = 256 * 2**20  # bytes of weight samples held at a time
+
 
 class Posterior:
     """Laplace-GGN posterior of a trained network.
@@ -43,7 +46,7 @@ class Posterior:
     likelihood : Likelihood
     prior : GaussianPrior
     structure : str
-        "gp" or "full".
+        "gp", "full", "kfac", "ekfac", "inf" or "diag".
     """
 
     def __init__(self, trained: Trained, structure: Structure, reason: str = "") -> None:
@@ -73,6 +76,16 @@ class Posterior:
     def structure(self) -> str:
         """Name of the structure."""
         return self._structure.name
+
+    @property
+    def fitted(self) -> Structure:
+        """What was kept of the training data."""
+        return self._structure
+
+    @property
+    def parts(self) -> list[Part]:
+        """Which parameters share a factorization, and in which form; exact structures have none."""
+        return list(getattr(self._structure, "parts", []))
 
     @property
     def f(self) -> Tensor:
@@ -143,6 +156,38 @@ class Posterior:
         self._curvature, self._seen = None, ()
         return self
 
+    # --- more data
+
+    def merge(self, other: Posterior) -> Posterior:
+        """Posterior given this one's data and another's, of the same network and hyperparameters.
+
+        Structured posteriors add up their sums, so that several processes can share the data; "ekfac" and "inf"
+        need one eigenbasis, ``EKFAC(basis=...)``. Exact ones join their rows, or their JᵀΛJ.
+
+        Raises
+        ------
+        UnsupportedError
+            If the two do not belong together.
+        """
+        same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
+        if not same or self.structure != other.structure or self._trained.root != other._trained.root:
+            raise UnsupportedError("two posteriors of one trained network, structure and curvature",
+                                   f"{self!r} and {other!r}", "Fit both with the same arguments but the data.")
+        return Posterior(self._trained, self._structure.merged(self._trained, other._structure), self.reason)
+
+    def condition(self, data: Any) -> Posterior:
+        """Posterior given new data as well, at the same weights; what was computed for the old is kept.
+
+        Parameters
+        ----------
+        data : DataLoader, Dataset, or (X, y)
+        """
+        network, settings = self.network, self._trained.settings
+        batches = Batches(data, settings.batch_size or 512, network.device, network.dtype)
+        with torch.inference_mode(False):
+            new = self._structure.another(self._trained, batches)
+            return Posterior(self._trained, self._structure.merged(self._trained, new), self.reason)
+
     # --- evidence
 
     def log_joint(self) -> Tensor:
@@ -155,7 +200,7 @@ class Posterior:
         trained, curvature = self._trained, self.curvature
         return evidence.log_det(
             self._structure.points, trained.likelihood, trained.prior, trained.root, curvature,
-            lambda: self._structure.training_moments(trained, curvature),
+            lambda: self._structure.sensitivity(trained, curvature),
         )  # fmt: skip
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
@@ -178,20 +223,20 @@ class Posterior:
         if not correction:
             return value
         trained, points = self._trained, self._structure.points
-        step = self._newton_step()
-        pushed = self._structure.push(trained, step)
-        added = evidence.correction(
-            points, trained.likelihood, trained.prior, trained.theta, trained.root, step, pushed
-        )
+        step = self._structure.newton_step(trained, self.curvature, self._joint_gradient())
+        added = evidence.correction(points, trained.likelihood, trained.prior, trained.theta, trained.root, step)
         return value + added.to(value)
 
-    def _newton_step(self) -> Tensor:
-        """z = H⁻¹g, (P,); the refitted linear model's weights are θ* - z."""
+    def _joint_gradient(self) -> Tensor:
+        """g, the gradient of the negative log joint, (P,)."""
         trained, points = self._trained, self._structure.points
         with torch.no_grad():
             residual = trained.likelihood.residual(points.f, points.targets)
-        gradient = evidence.joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
-        return self.curvature.newton(gradient)
+        return evidence.joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
+
+    def _newton_step(self) -> Tensor:
+        """z = H⁻¹g, (P,); the refitted linear model's weights are θ* - z."""
+        return self.curvature.newton(self._joint_gradient())
 
     def evidence_curve(self, factors: Tensor) -> Tensor:
         """Evidence with all prior precisions multiplied by each of many factors, from one eigendecomposition.
@@ -220,7 +265,7 @@ class Posterior:
         with torch.no_grad():
             log_likelihood = trained.likelihood.log_prob(points.f, points.targets).sum()
             energy = trained.prior.energy(trained.theta.to(points.f)).to(log_likelihood)
-            log_det = evidence.scaled_log_det(self.curvature.spectrum(), factors)
+            log_det = self.curvature.log_dets(factors)
             return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
 
     def effective_parameters(self) -> Tensor:
@@ -381,10 +426,14 @@ class Posterior:
         draw: Callable[..., Tensor] | None = getattr(self.curvature, "sample_weights", None)
         if draw is None:
             raise UnsupportedError("a structure that has weight samples", f"structure={self.structure!r}",
-                                   'Pass x for function samples, or fit with structure="full".')
+                                   'Pass x for function samples, or fit in weight space ("full", "kfac", ...).')
         return draw(count, generator)
 
     def _weight_outputs(self, count: int, x: Inputs, generator: torch.Generator | None) -> Tensor:
-        weights, x = self._sample_weights(count, generator), self._on_device(x)
-        return torch.stack([self.network.with_parameters(theta, x) for theta in weights]).to(self.f.dtype)
+        x, step = self._on_device(x), max(1, _DRAWS // (self.num_parameters * self.f.element_size()))
+        outputs = []
+        for start in range(0, count, step):
+            weights = self._sample_weights(min(step, count - start), generator)
+            outputs += [self.network.with_parameters(theta, x) for theta in weights]
+        return torch.stack(outputs).to(self.f.dtype)
 

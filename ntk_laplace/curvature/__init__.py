@@ -1,7 +1,29 @@
 """Curvature: the posterior's algebra, in function space and in weight space, behind the same verbs."""
 
+from ntk_laplace.curvature.forms import EKFAC, FORMS, INF, KFAC, Diagonal, Form, Frame
 from ntk_laplace.curvature.full import FullWeightSpace, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpace, prior_variances
+from ntk_laplace.curvature.parts import Part, find_parts
 from ntk_laplace.curvature.roots import CURVATURES, Root
+from ntk_laplace.curvature.structured import StructuredWeightSpace
+from ntk_laplace.curvature.summary import Summary
 
-__all__ = ["CURVATURES", "FullWeightSpace", "FunctionSpace", "Root", "accumulate_ggn", "prior_variances"]
+__all__ = [
+    "CURVATURES",
+    "EKFAC",
+    "FORMS",
+    "INF",
+    "KFAC",
+    "Diagonal",
+    "Form",
+    "Frame",
+    "FullWeightSpace",
+    "FunctionSpace",
+    "Part",
+    "Root",
+    "StructuredWeightSpace",
+    "Summary",
+    "accumulate_ggn",
+    "find_parts",
+    "prior_variances",
+]

@@ -7,12 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.structured import group_numbers
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.linalg import (
     add_outer_lower_,
     cholesky_,
     cholesky_logdet,
     inverse_from_cholesky,
+    log_det_curve,
     solve_lower,
     solve_spd,
 )
@@ -49,7 +51,7 @@ class FullWeightSpace:
             self._log_det_prior = prior.log_det().to(ggn)
             self._group_counts = prior.group_counts().to(ggn)
         self._ggn = ggn
-        self._groups = torch.cat([_group_numbers(prior, name, shape) for name, shape in shapes.items()]).to(ggn.device)
+        self._groups = group_numbers(prior, shapes).to(ggn.device)
         matrix = ggn.clone()
         matrix.diagonal().add_(self.precision)  # H = JᵀΛJ + P0
         self.factor = cholesky_(matrix)
@@ -74,6 +76,10 @@ class FullWeightSpace:
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, (P,), ascending: those of SᵀKS, and zeros."""
         scale = self.precision.rsqrt()
         return torch.linalg.eigvalsh(self._ggn * scale * scale.unsqueeze(1), UPLO="L")
+
+    def log_dets(self, factors: Tensor) -> Tensor:
+        """log det B for prior precisions all multiplied by each of `factors` (m,)."""
+        return log_det_curve(self.spectrum(), factors)
 
     def newton(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g; g and the result are (P,)."""
@@ -110,9 +116,3 @@ class FullWeightSpace:
                             generator=generator)
         return self.theta + solve_lower(self.factor, noise, transpose=True).T
 
-
-def _group_numbers(prior: GaussianPrior, name: str, shape: torch.Size) -> Tensor:
-    group = prior.group_of(name)
-    if isinstance(group, slice):
-        return torch.arange(group.start, group.stop)
-    return torch.full((shape.numel(),), group)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
-from ntk_laplace.linalg import cholesky_, cholesky_logdet, inverse_from_cholesky, solve_lower, solve_spd
+from ntk_laplace.linalg import cholesky_, cholesky_logdet, inverse_from_cholesky, log_det_curve, solve_lower, solve_spd
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import require_memory
 
@@ -92,6 +92,10 @@ class FunctionSpace:
         """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; B itself is formed anew, its factor has taken its place."""
         matrix = gram_lower(self.weighted, self.variances)
         return torch.linalg.eigvalsh(matrix, UPLO="L")
+
+    def log_dets(self, factors: Tensor) -> Tensor:
+        """log det B for prior precisions all multiplied by each of `factors` (m,)."""
+        return log_det_curve(self.spectrum(), factors)
 
     def newton(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g by the Woodbury identity: P0⁻¹(g - JᵀS B⁻¹ SᵀJ P0⁻¹ g); g and the result are (P,)."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Root
-from ntk_laplace.evidence import Curvature, TrainingPoints
+from ntk_laplace.data import Batches
+from ntk_laplace.evidence import Curvature, NewtonStep, TrainingPoints
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
@@ -30,11 +32,17 @@ class Settings:
         Bytes the fit may take; the free memory of the device by default.
     progress : bool, optional
         Show a progress bar; by default if the error stream is a terminal.
+    checkpoint : path, optional
+        Where a structured fit writes what it has gathered, every minute and when it is interrupted.
+    resume : path or object, optional
+        That file, or the `state` of a `FitInterrupted`: the fit goes on from there with the same data.
     """
 
     batch_size: int | None = None
     memory_budget: int | None = None
     progress: bool | None = None
+    checkpoint: str | os.PathLike[str] | None = None
+    resume: Any = None
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,17 @@ class Structure(Protocol):
     def push(self, trained: Trained, vector: Tensor) -> Tensor:
         """J v at the training points, (N, C)."""
 
-    def training_moments(self, trained: Trained, curvature: Curvature) -> Tensor:
-        """V at the training points, (N, C, C)."""
+    def sensitivity(self, trained: Trained, curvature: Curvature) -> Tensor:
+        """∂ log det B/∂Λ_n, (N, C, C): V at the training points, where the curvature is exact."""
+
+    def newton_step(self, trained: Trained, curvature: Curvature, gradient: Tensor) -> NewtonStep:
+        """z = H⁻¹g with what the correction asks of it."""
+
+    def merged(self, trained: Trained, other: Structure) -> Structure:
+        """The structure of both data sets together."""
+
+    def another(self, trained: Trained, batches: Batches) -> Structure:
+        """The same structure fitted to other data, so that the two can be merged."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is kept."""

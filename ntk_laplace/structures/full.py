@@ -6,12 +6,14 @@ data; predictions and changes of the prior do not.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
-from ntk_laplace.data import Batches, num_examples
-from ntk_laplace.evidence import Curvature, TrainingPoints
+from ntk_laplace.data import Batches, Joined, num_examples
+from ntk_laplace.evidence import Curvature, NewtonStep, TrainingPoints
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
@@ -89,9 +91,28 @@ class FullStructure:
         parts = trained.network.unflatten(vector)
         return torch.cat([rows.jvp(parts) for rows in self._pass(trained, None, "directional derivatives")])
 
-    def training_moments(self, trained: Trained, curvature: Curvature) -> Tensor:
-        """V at the training points, (N, C, C)."""
+    def sensitivity(self, trained: Trained, curvature: Curvature) -> Tensor:
+        """∂ log det B/∂Λ_n = V_nn, (N, C, C)."""
         return torch.cat([curvature.moments(rows) for rows in self._pass(trained, None, "training covariances")])
+
+    def newton_step(self, trained: Trained, curvature: FullWeightSpace, gradient: Tensor) -> NewtonStep:
+        """z = H⁻¹g and J z."""
+        z = curvature.newton(gradient)
+        return NewtonStep(z, self.push(trained, z))
+
+    def another(self, trained: Trained, batches: Batches) -> FullStructure:
+        """JᵀΛJ of other data."""
+        return FullStructure(trained, batches)
+
+    def merged(self, trained: Trained, other: FullStructure) -> FullStructure:
+        """JᵀΛJ of both data sets."""
+        for one in (self, other):
+            one.curvature(trained)  # at the same hyperparameters
+        total = copy.copy(self)
+        total._ggn = self._ggn + other._ggn
+        total._batches = Joined([self._batches, other._batches])
+        total.points = self.points.joined(trained.likelihood, other.points)
+        return total
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move JᵀΛJ, and where batches go."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.data import Batches
-from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.evidence import NewtonStep, TrainingPoints
 from ntk_laplace.factors import Rows
 from ntk_laplace.resources import format_bytes, require_memory
 from ntk_laplace.structures.base import Trained
@@ -71,9 +73,26 @@ class FunctionSpaceStructure:
         """J v, (N, C)."""
         return self.rows.jvp(trained.network.unflatten(vector))
 
-    def training_moments(self, trained: Trained, curvature: FunctionSpace) -> Tensor:
-        """V at the training points, (N, C, C)."""
+    def sensitivity(self, trained: Trained, curvature: FunctionSpace) -> Tensor:
+        """∂ log det B/∂Λ_n = V_nn, (N, C, C)."""
         return curvature.moments(self.rows)
+
+    def newton_step(self, trained: Trained, curvature: FunctionSpace, gradient: Tensor) -> NewtonStep:
+        """z = H⁻¹g and J z."""
+        z = curvature.newton(gradient)
+        return NewtonStep(z, self.push(trained, z))
+
+    def another(self, trained: Trained, batches: Batches) -> FunctionSpaceStructure:
+        """Rows of other data."""
+        return FunctionSpaceStructure(trained, batches)
+
+    def merged(self, trained: Trained, other: FunctionSpaceStructure) -> FunctionSpaceStructure:
+        """Rows of both data sets."""
+        total = copy.copy(self)
+        total.rows = Rows.concatenate([self.rows, other.rows])
+        total.points = self.points.joined(trained.likelihood, other.points)
+        total._require_memory(trained, total.rows.num_examples, None)
+        return total
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the rows; none is made anew."""

@@ -1,0 +1,323 @@
+"""INF: a low-rank part with Kronecker eigenvectors plus the diagonal that keeps the exact one ([S20] section 2).
+
+H = R U Λ Uᵀ R + D + P0 on one part, U = U_g ⊗ U_a of a few eigenvectors on each side, R = I unless [S20] lemma 3 is
+violated. Determinant, solves and samples cost O(L³) in L = |U_g| |U_a|; U itself is never formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.parts import Part
+from ntk_laplace.curvature.summary import Basis
+from ntk_laplace.errors import HyperparameterError, NumericalError
+from ntk_laplace.factors import Rows
+from ntk_laplace.linalg import cholesky_logdet, solve_lower
+from ntk_laplace.resources import require_memory
+
+__all__ = ["InfPart", "LowRank", "chosen_rank"]
+
+_PANEL = 64 * 2**20
+
+
+def chosen_rank(values: Tensor, rank: int | float | str) -> int:
+    """How many of the largest eigenvalues `rank` asks for, none of them zero.
+
+    Parameters
+    ----------
+    values : Tensor
+        Eigenvalues, any shape.
+    rank : int, float or str
+        A number of them; a fraction in (0, 1]; or "trace:0.95", as many as carry that share of the trace.
+    """
+    ordered = values.flatten().double().sort(descending=True).values
+    positive = int((ordered > ordered[0] * torch.finfo(values.dtype).eps).sum()) if len(ordered) else 0
+    if isinstance(rank, str):
+        share = float(rank.removeprefix("trace:"))
+        captured = ordered.cumsum(0)
+        count = int((captured < share * captured[-1]).sum()) + 1
+    elif isinstance(rank, float):
+        count = max(1, round(rank * len(ordered)))
+    else:
+        count = rank
+    return max(1, min(count, positive))
+
+
+def check_rank(rank: int | float | str) -> None:
+    """Refuse a rank that means nothing.
+
+    Raises
+    ------
+    HyperparameterError
+    """
+    good = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+    good = good or (isinstance(rank, float) and 0.0 < rank <= 1.0)
+    if isinstance(rank, str) and rank.startswith("trace:"):
+        try:
+            good = 0.0 < float(rank.removeprefix("trace:")) <= 1.0
+        except ValueError:
+            good = False
+    if not good:
+        raise HyperparameterError('a rank: a number of eigenvalues, a fraction in (0, 1], or "trace:0.95"', f"{rank!r}",
+                                  "Pass INF(rank=100), INF(rank=0.25) or INF(rank=\"trace:0.9\").")
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Which eigenvectors are kept.
+
+    Attributes
+    ----------
+    left, right : Tensor, (o, p) and (i, q)
+        U_g and U_a; L = p q.
+    rows, columns : Tensor
+        Their places among all eigenvectors.
+    """
+
+    left: Tensor
+    right: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    @classmethod
+    def keep(cls, part: Part, basis: Basis, values: Tensor, rank: int | float | str) -> LowRank:
+        """Eigenvectors of both sides that the largest eigenvalues (1, o, i) touch ([S20] 2)."""
+        o, i = part.entries[1:]
+        top = values[0].flatten().topk(chosen_rank(values, rank)).indices
+        rows, columns = torch.unique(top // i), torch.unique(top % i)
+        return cls(_columns(basis.left, o, rows, values), _columns(basis.right, i, columns, values), rows, columns)
+
+    @property
+    def size(self) -> int:
+        """L."""
+        return self.left.shape[1] * self.right.shape[1]
+
+
+def _columns(side: Tensor | None, size: int, chosen: Tensor, like: Tensor) -> Tensor:
+    whole = torch.eye(size, dtype=like.dtype, device=like.device) if side is None else side[0]
+    return whole[:, chosen]
+
+
+class InfPart:
+    """H on one part, for one setting of the precisions.
+
+    Parameters
+    ----------
+    part : Part
+        With one group.
+    low : LowRank
+    moments : Tensor, (1, o, i)
+        Second moments in the eigenbasis.
+    exact : Tensor, (1, o, i)
+        Diagonal of JᵀΛJ.
+    precision : Tensor, () or (1, o, i)
+        δ.
+    violation : str
+        "shrink": where the low-rank part's diagonal exceeds the exact one, its row and column are scaled down to
+        it. "raise": leave it, and refuse a precision that does not make up for it.
+    """
+
+    def __init__(
+        self, part: Part, low: LowRank, moments: Tensor, exact: Tensor, precision: Tensor, violation: str = "shrink"
+    ) -> None:
+        self.part, self.low, self.violation = part, low, violation
+        self.kept = moments[0][low.rows][:, low.columns]  # (p, q)
+        self.exact, self.precision = exact[0], precision if precision.ndim == 0 else precision[0]
+        element = exact.element_size()
+        require_memory(3 * low.size**2 * element, exact.device, f"INF's matrices of rank L = {low.size:,}",
+                       "Ask for a smaller rank: INF(rank=...).")
+        self._require_positive()
+
+    # --- [S20] lemma 3
+
+    def low_diagonal(self) -> Tensor:
+        """Diagonal of U Λ Uᵀ before any scaling, (o, i)."""
+        return self._low_diagonal(self.kept)
+
+    def excess(self) -> Tensor:
+        """Where U Λ Uᵀ exceeds the exact diagonal: by how much of it, (o, i), else zero ([S20] lemma 3)."""
+        over = self.low_diagonal() - self.exact
+        rounding = 64 * torch.finfo(over.dtype).eps * self.exact.abs().amax()
+        return torch.where(over > rounding, over, torch.zeros_like(over))
+
+    def _require_positive(self) -> None:
+        if self.violation != "raise":
+            return
+        total = self._diagonal(self.kept, self.exact) + self.precision
+        bad = total <= 0
+        if bool(bad.any()):
+            raise NumericalError(
+                f"a positive diagonal correction on {' + '.join(self.part.names)} ([S20] lemma 3)",
+                f"{int(bad.sum())} of {bad.numel()} entries where the low-rank part exceeds the exact diagonal by more "
+                f"than the prior precision, at worst by {float(-total.min()):.3g}",
+                'Use INF(violation="shrink"), a smaller rank or a larger precision.',
+            )
+
+    # --- the pieces, as functions of λ and the exact diagonal, so that autograd can differentiate them
+
+    def _low_diagonal(self, kept: Tensor) -> Tensor:
+        return self.low.left.square() @ kept @ self.low.right.square().T
+
+    def _scale(self, kept: Tensor, exact: Tensor) -> Tensor:
+        low = self._low_diagonal(kept)
+        if self.violation == "raise":
+            return torch.ones_like(low)
+        over = low > exact
+        safe = torch.where(over, low, torch.ones_like(low))
+        return torch.where(over, (exact / safe).clamp_min(0.0).sqrt(), torch.ones_like(low))
+
+    def _diagonal(self, kept: Tensor, exact: Tensor) -> Tensor:
+        """D, so that diagonals agree: exactly zero where the low-rank part was scaled down."""
+        low = self._low_diagonal(kept)
+        if self.violation == "raise":
+            return exact - low
+        return torch.where(low > exact, torch.zeros_like(low), exact - low)
+
+    def _inner(self, kept: Tensor, weights: Tensor) -> Tensor:
+        """Λ^½ Uᵀ diag(w) U Λ^½ for w (o, i), (L, L): [S20]'s V_sᵀV_s, never through U."""
+        left, right = self.low.left, self.low.right
+        p, q = left.shape[1], right.shape[1]
+        pairs = torch.einsum("op,or->opr", left, left).flatten(1)  # (o, p²)
+        sides = weights.T @ pairs  # (i, p²)
+        both = torch.einsum("iq,is->iqs", right, right).flatten(1).T @ sides  # (q², p²)
+        matrix = both.view(q, q, p, p).permute(2, 0, 3, 1).reshape(p * q, p * q)
+        root = kept.clamp_min(0.0).sqrt().flatten()
+        return matrix * root * root.unsqueeze(1)
+
+    def _log_det(self, kept: Tensor, exact: Tensor, log_precision: Tensor) -> Tensor:
+        """log det (I + P0^-½ (JᵀΛJ) P0^-½) on this part."""
+        precision = log_precision.exp()
+        total = self._diagonal(kept, exact) + precision  # D' = D + P0
+        weights = self._scale(kept, exact).square() / total
+        inner = self._inner(kept, weights)
+        inner = inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
+        log_det = 2.0 * torch.linalg.cholesky(inner).diagonal().log().double().sum()
+        return torch.log(total / precision).double().sum() + log_det
+
+    @cached_property
+    def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
+        """1/D', R and the Cholesky factor of I + V_sᵀV_s."""
+        weights = 1.0 / (self._diagonal(self.kept, self.exact) + self.precision)
+        scale = self._scale(self.kept, self.exact)
+        inner = self._inner(self.kept, scale.square() * weights)
+        inner.diagonal().add_(1.0)
+        return weights, scale, torch.linalg.cholesky(inner)
+
+    # --- evidence
+
+    def logdet(self) -> Tensor:
+        """log det B on this part, in double precision: [S20]'s determinant in the low-rank dimension."""
+        weights, _, factor = self._pieces
+        return cholesky_logdet(factor).double() - torch.log(weights * self.precision).double().sum()
+
+    def log_dets(self, factors: Tensor) -> Tensor:
+        """The same with the precision multiplied by each of `factors` (m,)."""
+        return torch.stack([
+            self._log_det(self.kept, self.exact, (self.precision * factor).log()) for factor in factors.to(self.exact)
+        ])
+
+    def effective(self) -> Tensor:
+        """γ = -∂ log det B/∂ log δ, 0-d or (1, o, i)."""
+        with torch.enable_grad():
+            log_precision = self.precision.log().detach().requires_grad_()
+            value = self._log_det(self.kept, self.exact, log_precision)
+        (gradient,) = torch.autograd.grad(value, log_precision)
+        return -gradient if gradient.ndim == 0 else -gradient.unsqueeze(0)
+
+    # --- H⁻¹ and its root
+
+    def solve(self, values: Tensor) -> Tensor:
+        """H⁻¹ v for v (..., 1, o, i), by the Woodbury identity."""
+        weights, _, factor = self._pieces
+        scaled = weights * values
+        inner = self._down(scaled).flatten(-2)
+        solved = torch.cholesky_solve(inner.reshape(-1, inner.shape[-1]).T, factor).T.reshape(inner.shape)
+        return scaled - weights * self._up(solved)
+
+    def factor(self, noise: Tensor) -> Tensor:
+        """F z with F Fᵀ = H⁻¹ for z (..., 1, o, i): [S20] Eq. 9 with the symmetric root of I + V_sV_sᵀ."""
+        weights, _, _ = self._pieces
+        values, vectors = self._inner_eigen
+        # (I + V Vᵀ)^-½ = I - V Q diag((1 - (1+g)^-½)/g) Qᵀ Vᵀ, whose quotient has the limit ½ at g = 0
+        grown = (1.0 + values).sqrt()
+        quotient = 1.0 / (grown * (1.0 + grown))
+        root = weights.sqrt()
+        inner = self._down(root * noise).flatten(-2)
+        return root * (noise - root * self._up((inner @ vectors * quotient) @ vectors.T))
+
+    @cached_property
+    def _inner_eigen(self) -> tuple[Tensor, Tensor]:
+        weights, scale, _ = self._pieces
+        values, vectors = torch.linalg.eigh(self._inner(self.kept, scale.square() * weights))
+        return values.clamp_min(0.0), vectors  # rounding leaves eigenvalues of a Gram matrix a little below zero
+
+    def _down(self, values: Tensor) -> Tensor:
+        """Λ^½ Uᵀ R v, (..., 1, p, q)."""
+        _, scale, _ = self._pieces
+        return self.low.left.T @ (scale * values) @ self.low.right * self.kept.clamp_min(0.0).sqrt()
+
+    def _up(self, values: Tensor) -> Tensor:
+        """R U Λ^½ u for u (..., L), (..., o, i)."""
+        _, scale, _ = self._pieces
+        inner = values.unflatten(-1, tuple(self.kept.shape)) * self.kept.clamp_min(0.0).sqrt()
+        return scale * (self.low.left @ inner @ self.low.right.T)
+
+    # --- covariance of f
+
+    def blocks(self, rows: Rows) -> Tensor:
+        """J H⁻¹ Jᵀ on this part, (n, K, K)."""
+        weights, _, _ = self._pieces
+        own = self.part.rows(rows)
+        half = self._half(rows)
+        k, n = rows.num_seeds, rows.num_examples
+        half = half.view(-1, n, k).permute(1, 2, 0)
+        return own.blocks(weights.unsqueeze(0)) - half @ half.mT
+
+    def joint(self, rows: Rows) -> Tensor:
+        """The same, joint and interleaved."""
+        weights, _, _ = self._pieces
+        half = self._half(rows)
+        return self.part.rows(rows).joint(weights.unsqueeze(0)) - half.T @ half
+
+    def _half(self, rows: Rows) -> Tensor:
+        """C^-½ Λ^½ Uᵀ R D'⁻¹ Jᵀ, (L, n*K)."""
+        weights, scale, factor = self._pieces
+        own = self.part.rows(rows)
+        inner = own.project((scale * weights).unsqueeze(0), self.low.left.unsqueeze(0), self.low.right.unsqueeze(0))
+        inner = inner[:, :, 0] * self.kept.clamp_min(0.0).sqrt()  # (n, K, p, q)
+        return solve_lower(factor, inner.flatten(2).flatten(0, 1).T)
+
+    # --- how it moves with Λ
+
+    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+        """∂ log det H/∂Λ_n (n, C, C), the kept eigenvectors held; with a vector z, ∂ zᵀHz/∂Λ_n."""
+        with torch.enable_grad():
+            kept, exact = (t.detach().requires_grad_() for t in (self.kept, self.exact))
+            value = self._quadratic(kept, exact, vector) if vector is not None else (
+                self._log_det(kept, exact, self.precision.log())
+            )
+        by_kept, by_exact = torch.autograd.grad(value, (kept, exact))
+        own = self.part.rows(rows)
+        basis = self.low.left.unsqueeze(0), self.low.right.unsqueeze(0)
+        turned = own.rotated(*basis)
+        return turned.blocks(by_kept.unsqueeze(0)) + own.blocks(by_exact.unsqueeze(0))
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        """zᵀ (H - P0) z for z (1, o, i)."""
+        return self._quadratic(self.kept, self.exact, vector).double()
+
+    def _quadratic(self, kept: Tensor, exact: Tensor, vector: Tensor) -> Tensor:
+        z = vector[0]
+        inner = self.low.left.T @ (self._scale(kept, exact) * z) @ self.low.right
+        return (kept * inner.square()).sum() + (self._diagonal(kept, exact) * z.square()).sum()
+
+    def information(self) -> Tensor:
+        """The part's approximation of JᵀΛJ, (p, p); for small parts."""
+        _, scale, _ = self._pieces if self.violation != "raise" else (None, torch.ones_like(self.exact), None)
+        basis = torch.einsum("op,iq->oipq", self.low.left, self.low.right).flatten(2) * scale.unsqueeze(-1)
+        flat = basis.flatten(0, 1)
+        return (flat * self.kept.flatten()) @ flat.T + torch.diag(self._diagonal(self.kept, self.exact).flatten())

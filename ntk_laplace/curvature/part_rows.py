@@ -1,0 +1,314 @@
+"""Rows of one part of the parameters, in its own frame: (G, o, i) entries, rotated into an eigenbasis or not.
+
+Structured weight space asks three things of rows, all without a dense C x P Jacobian where a layer's inputs and
+output gradients suffice: sums of squares, weighted inner products of an example's rows, and projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["DenseRows", "LookupRows", "OuterRows", "PartRows"]
+
+_PANEL = 64 * 2**20  # bytes of written-out rows at a time
+
+
+def _steps(n: int, per_example: int) -> Iterator[slice]:
+    """Runs of examples whose written-out rows fit the panel."""
+    step = max(1, _PANEL // max(1, per_example))
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def _turn(values: Tensor, basis: Tensor | None) -> Tensor:
+    """(..., G, T, p) into the columns of a basis (G, p, q); None is the identity."""
+    return values if basis is None else torch.einsum("...gtp,gpq->...gtq", values, basis)
+
+
+class _Written:
+    """What follows from rows that are written out a few examples at a time."""
+
+    num_seeds: int
+    num_examples: int
+    entries: tuple[int, int, int]
+    itemsize: int
+
+    def written(self, part: slice) -> Tensor:
+        """Rows of some examples, (n, K, G, o, i)."""
+        raise NotImplementedError
+
+    def like(self) -> Tensor:
+        """An empty tensor of the rows' type and device."""
+        raise NotImplementedError
+
+    def _panels(self) -> Iterator[tuple[slice, Tensor]]:
+        g, o, i = self.entries
+        for part in _steps(self.num_examples, self.num_seeds * g * o * i * self.itemsize):
+            yield part, self.written(part)
+
+    def squares(self) -> Tensor:
+        """Σ_nk J_nk², (G, o, i)."""
+        total = self.like().new_zeros(self.entries)
+        for _, rows in self._panels():
+            total += rows.square().sum((0, 1))
+        return total
+
+    def blocks(self, weights: Tensor) -> Tensor:
+        """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
+        out = self.like().new_empty(self.num_examples, self.num_seeds, self.num_seeds)
+        flat = weights.expand(self.entries).flatten()
+        for part, rows in self._panels():
+            rows = rows.flatten(2)
+            out[part] = (rows * flat) @ rows.mT
+        return out
+
+    def joint(self, weights: Tensor) -> Tensor:
+        """The same for all pairs of examples, interleaved, (N*K, N*K)."""
+        size = self.num_examples * self.num_seeds
+        out = self.like().new_zeros(size, size)
+        flat = weights.expand(self.entries).flatten()
+        halves = list(self._panels())
+        for rows, left in halves:
+            scaled = left.flatten(2).flatten(0, 1) * flat
+            for columns, right in halves:
+                k = self.num_seeds
+                out[rows.start * k : rows.stop * k, columns.start * k : columns.stop * k] = (
+                    scaled @ right.flatten(2).flatten(0, 1).T
+                )
+        return out
+
+    def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
+        g = self.entries[0]
+        out = self.like().new_empty(self.num_examples, self.num_seeds, g, left.shape[2], right.shape[2])
+        for part, rows in self._panels():
+            out[part] = left.mT @ (rows * weights) @ right
+        return out
+
+
+@dataclass(frozen=True)
+class OuterRows(_Written):
+    """J_nk = Σ_t b_nkt ⊗ a_nt.
+
+    Attributes
+    ----------
+    b : Tensor, (K, N, G, T, o)
+    a : Tensor, (N, G, T, i)
+    """
+
+    b: Tensor
+    a: Tensor
+
+    @property
+    def num_seeds(self) -> int:
+        """K."""
+        return self.b.shape[0]
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.a.shape[0]
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        """(G, o, i)."""
+        return self.b.shape[2], self.b.shape[4], self.a.shape[3]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one entry."""
+        return self.b.element_size()
+
+    @property
+    def single(self) -> bool:
+        """One position: everything factorizes."""
+        return self.b.shape[3] == 1
+
+    def like(self) -> Tensor:
+        """An empty tensor of the rows' type and device."""
+        return self.b.new_empty(0)
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> OuterRows:
+        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q)."""
+        return OuterRows(_turn(self.b, left), _turn(self.a, right))
+
+    def scaled(self, scale: Tensor) -> DenseRows:
+        """Entries multiplied by (G, o, i)."""
+        return DenseRows(self.written(slice(None)) * scale)
+
+    def written(self, part: slice) -> Tensor:
+        """Rows of some examples, (n, K, G, o, i)."""
+        b, a = self.b[:, part], self.a[part]
+        k, n, g, t, o = b.shape
+        left = b.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
+        return (left @ a).view(n, g, k, o, -1).transpose(1, 2)
+
+    def squares(self) -> Tensor:
+        """Σ_nk J_nk², (G, o, i)."""
+        if not self.single:
+            return super().squares()
+        return torch.einsum("ngo,ngi->goi", self.b[:, :, :, 0].square().sum(0), self.a[:, :, 0].square())
+
+    def blocks(self, weights: Tensor) -> Tensor:
+        """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
+        if not self.single:
+            return super().blocks(weights)
+        # Σ_i w_oi a_i² first: the outputs' side alone is left
+        sides = torch.einsum("ngi,goi->ngo", self.a[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
+        rows = self.b[:, :, :, 0].transpose(0, 1).flatten(2)
+        return (rows * sides.unsqueeze(1)) @ rows.mT
+
+    def joint(self, weights: Tensor) -> Tensor:
+        """The same for all pairs of examples, interleaved, (N*K, N*K), a few outputs of the layer at a time."""
+        g, o, i = self.entries
+        size = self.num_examples * self.num_seeds
+        out, weights = self.like().new_zeros(size, size), weights.expand(self.entries)
+        for part in _steps(o, size * g * i * self.itemsize):
+            rows = OuterRows(self.b[..., part], self.a).written(slice(None)).flatten(2).flatten(0, 1)
+            out.addmm_(rows * weights[:, part].flatten(), rows.T)
+        return out
+
+    def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
+        if not self.single:
+            return super().project(weights, left, right)
+        out = self.like().new_empty(self.num_examples, self.num_seeds, len(left), left.shape[2], right.shape[2])
+        weights = weights.expand(self.entries)
+        for part in _steps(self.num_examples, len(left) * right.shape[2] * sum(self.entries[1:]) * self.itemsize):
+            inner = weights @ (self.a[part, :, 0].unsqueeze(-1) * right)  # (n, G, o, q)
+            own = self.b[:, part, :, 0].transpose(0, 1).unsqueeze(-1) * left  # (n, K, G, o, p)
+            out[part] = own.mT @ inner.unsqueeze(1)
+        return out
+
+
+@dataclass(frozen=True)
+class LookupRows(_Written):
+    """Rows of a table: J_nk[v] = Σ_t 1[token_nt = v] b_nkt.
+
+    Attributes
+    ----------
+    b : Tensor, (K, N, T, d)
+    tokens : Tensor, (N, T)
+    vocabulary : int
+    """
+
+    b: Tensor
+    tokens: Tensor
+    vocabulary: int
+
+    def _added_up(self) -> Tensor:
+        """b with equal tokens of an example added up at the first of them, zero at the others."""
+        equal = self.tokens[:, :, None] == self.tokens[:, None, :]  # (N, T, S)
+        first = ~equal.tril(-1).any(-1)
+        summed = torch.einsum("nts,knsd->kntd", equal.to(self.b.dtype), self.b)
+        return summed * first.to(self.b.dtype)[None, :, :, None]
+
+    @property
+    def num_seeds(self) -> int:
+        """K."""
+        return self.b.shape[0]
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.b.shape[1]
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        """(1, V, d)."""
+        return 1, self.vocabulary, self.b.shape[3]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one entry."""
+        return self.b.element_size()
+
+    def like(self) -> Tensor:
+        """An empty tensor of the rows' type and device."""
+        return self.b.new_empty(0)
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> LookupRows | DenseRows:
+        """Rows in the basis left ⊗ right; the table's own side is the identity, or is written out."""
+        turned = self.b if right is None else self.b @ right[0]
+        rows = LookupRows(turned, self.tokens, self.vocabulary)
+        return rows if left is None else DenseRows(rows.written(slice(None))).rotated(left, None)
+
+    def scaled(self, scale: Tensor) -> LookupRows:
+        """Entries multiplied by (1, V, d)."""
+        return LookupRows(self.b * scale.expand(self.entries)[0][self.tokens], self.tokens, self.vocabulary)
+
+    def written(self, part: slice) -> Tensor:
+        """Rows of some examples, (n, K, 1, V, d)."""
+        b, tokens = self.b[:, part], self.tokens[part]
+        k, n, t, d = b.shape
+        rows = b.new_zeros(k, n, self.vocabulary, d)
+        rows.scatter_add_(2, tokens[None, :, :, None].expand(k, n, t, d), b)
+        return rows.transpose(0, 1).unsqueeze(2)
+
+    def squares(self) -> Tensor:
+        """Σ_nk J_nk², (1, V, d)."""
+        squares = self._added_up().square().sum(0).flatten(0, 1)
+        return squares.new_zeros(self.vocabulary, squares.shape[1]).index_add_(0, self.tokens.flatten(), squares)[None]
+
+    def blocks(self, weights: Tensor) -> Tensor:
+        """Σ_e w_e J_nke J_nle for weights (1, V, d): (N, K, K)."""
+        own = weights.expand(self.entries)[0][self.tokens]  # (N, T, d)
+        rows = self._added_up().transpose(0, 1)
+        return (rows * own.unsqueeze(1)).flatten(2) @ rows.flatten(2).mT
+
+    def joint(self, weights: Tensor) -> Tensor:
+        """The same for all pairs of examples, interleaved, (N*K, N*K); rows of the table that nobody reads are left."""
+        used, tokens = torch.unique(self.tokens, return_inverse=True)
+        rows = DenseRows(LookupRows(self.b, tokens, len(used)).written(slice(None)))
+        return rows.joint(weights.expand(self.entries)[:, used])
+
+
+@dataclass(frozen=True)
+class DenseRows(_Written):
+    """Rows as they are, (N, K, G, o, i)."""
+
+    rows: Tensor
+
+    @property
+    def num_seeds(self) -> int:
+        """K."""
+        return self.rows.shape[1]
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.rows.shape[0]
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        """(G, o, i)."""
+        return tuple(self.rows.shape[2:])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one entry."""
+        return self.rows.element_size()
+
+    def like(self) -> Tensor:
+        """An empty tensor of the rows' type and device."""
+        return self.rows.new_empty(0)
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> DenseRows:
+        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q)."""
+        rows = self.rows if left is None else left.mT @ self.rows
+        return DenseRows(rows if right is None else rows @ right)
+
+    def scaled(self, scale: Tensor) -> DenseRows:
+        """Entries multiplied by (G, o, i)."""
+        return DenseRows(self.rows * scale)
+
+    def written(self, part: slice) -> Tensor:
+        """Rows of some examples."""
+        return self.rows[part]
+
+
+PartRows = OuterRows | LookupRows | DenseRows

@@ -1,0 +1,180 @@
+"""Structured weight space: H is block diagonal over parts, and each part knows its own algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.parts import Part
+from ntk_laplace.factors import Rows
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["PartAlgebra", "StructuredWeightSpace", "group_numbers"]
+
+
+class PartAlgebra(Protocol):
+    """What one part answers for one setting of the hyperparameters; values are in the part's frame (G, o, i)."""
+
+    part: Part
+
+    def logdet(self) -> Tensor:
+        """log det H - log det P0."""
+
+    def log_dets(self, factors: Tensor) -> Tensor:
+        """The same for precisions multiplied by each factor."""
+
+    def effective(self) -> Tensor:
+        """γ, 0-d, or entry by entry."""
+
+    def solve(self, values: Tensor) -> Tensor:
+        """H⁻¹ v."""
+
+    def factor(self, noise: Tensor) -> Tensor:
+        """F z, F Fᵀ = H⁻¹."""
+
+    def blocks(self, rows: Rows) -> Tensor:
+        """J H⁻¹ Jᵀ for each example."""
+
+    def joint(self, rows: Rows) -> Tensor:
+        """J H⁻¹ Jᵀ, interleaved."""
+
+    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+        """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n."""
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        """zᵀ (H - P0) z."""
+
+    def information(self) -> Tensor:
+        """The approximation of JᵀΛJ, (p, p)."""
+
+
+class StructuredWeightSpace:
+    """Algebra of H = Σ over parts + P0 for one setting of the hyperparameters.
+
+    Parameters
+    ----------
+    parts : sequence of PartAlgebra
+    prior : GaussianPrior
+    shapes : dict of str to torch.Size
+        The parameters, in order.
+    theta : Tensor, (P,)
+        The weights at which the network is linearized.
+    """
+
+    def __init__(
+        self, parts: Sequence[PartAlgebra], prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor
+    ) -> None:
+        self.algebras, self.shapes, self.theta = tuple(parts), shapes, theta
+        with torch.no_grad():
+            self.precision = prior.flat_precision().to(theta)
+            self._num_groups = len(prior.log_precision)
+        self._prior = prior
+
+    # --- evidence
+
+    def logdet(self) -> Tensor:
+        """log det B = log det H - log det P0, in double precision."""
+        return sum((part.logdet() for part in self.algebras), start=self._zero())
+
+    def log_dets(self, factors: Tensor) -> Tensor:
+        """The same for all precisions multiplied by each of `factors` (m,)."""
+        return sum((part.log_dets(factors) for part in self.algebras), start=self._zero().expand(len(factors)))
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = -∂ log det B/∂ log δ_g for each prior group, (G,)."""
+        total = self.theta.new_zeros(self._num_groups, dtype=torch.float64)
+        flat, scattered = self.theta.new_zeros(len(self.theta)), False
+        for algebra in self.algebras:
+            own = algebra.effective()
+            if own.ndim == 0:
+                total[self._prior.group_of(algebra.part.weight)] += own
+            else:
+                algebra.part.scatter_(self._named(flat), own)
+                scattered = True
+        return total.index_add_(0, self._groups, flat.double()) if scattered else total
+
+    def _zero(self) -> Tensor:
+        return self.theta.new_zeros((), dtype=torch.float64)
+
+    @cached_property
+    def _groups(self) -> Tensor:
+        return group_numbers(self._prior, self.shapes).to(self.theta.device)
+
+    # --- H⁻¹ and its root
+
+    def newton(self, gradient: Tensor) -> Tensor:
+        """H⁻¹ g; g and the result are (P,)."""
+        return self._through("solve", gradient, gradient / self.precision)
+
+    def factor(self, noise: Tensor) -> Tensor:
+        """F z with F Fᵀ = H⁻¹, (..., P); white noise in, a posterior deviation out."""
+        return self._through("factor", noise, noise * self.precision.rsqrt())
+
+    def _through(self, verb: str, values: Tensor, untouched: Tensor) -> Tensor:
+        """Each part's entries through its own verb; those of no part have zero rows, and the prior alone."""
+        named, out = self._named(values), self._named(untouched)
+        for algebra in self.algebras:
+            algebra.part.scatter_(out, getattr(algebra, verb)(algebra.part.gather(named)))
+        return untouched
+
+    def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(θ*, H⁻¹), (count, P)."""
+        noise = torch.randn(count, len(self.theta), dtype=self.theta.dtype, device=self.theta.device,
+                            generator=generator)
+        return self.theta + self.factor(noise)
+
+    # --- covariance of f
+
+    def moments(self, rows: Rows) -> Tensor:
+        """V = J H⁻¹ Jᵀ, the blocks (n, C, C) alone."""
+        k, n = rows.num_seeds, rows.num_examples
+        return sum((part.blocks(rows) for part in self.algebras), start=rows.f.new_zeros(n, k, k))
+
+    def covariance(self, rows: Rows) -> Tensor:
+        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
+        size = rows.num_examples * rows.num_seeds
+        return sum((part.joint(rows) for part in self.algebras), start=rows.f.new_zeros(size, size))
+
+    # --- how it moves with Λ
+
+    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+        """∂ log det B/∂Λ_n at training rows, (n, C, C), eigenbases held; with z (P,), ∂ zᵀHz/∂Λ_n."""
+        k, n = rows.num_seeds, rows.num_examples
+        named = None if vector is None else self._named(vector)
+        parts = (a.sensitivity(rows, None if named is None else a.part.gather(named)) for a in self.algebras)
+        return sum(parts, start=rows.f.new_zeros(n, k, k))
+
+    def quadratic(self, vector: Tensor) -> Tensor:
+        """zᵀ (H - P0) z for z (P,), in double precision."""
+        named = self._named(vector)
+        return sum((a.quadratic(a.part.gather(named)) for a in self.algebras), start=self._zero())
+
+    def information(self) -> Tensor:
+        """The structure's approximation of JᵀΛJ, (P, P), written out: for small networks."""
+        total = self.theta.new_zeros(len(self.theta), len(self.theta))
+        numbers = self._named(torch.arange(len(self.theta), device=self.theta.device))
+        for algebra in self.algebras:
+            where = algebra.part.gather(numbers).flatten()
+            total[where.unsqueeze(1), where] = algebra.information()
+        return total
+
+    def _named(self, vector: Tensor) -> dict[str, Tensor]:
+        """Views of a flat (..., P) by name."""
+        parts = vector.split([shape.numel() for shape in self.shapes.values()], dim=-1)
+        return dict(zip(self.shapes, parts, strict=True))
+
+
+def group_numbers(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> Tensor:
+    """Prior group of each entry of θ, (P,)."""
+    found = []
+    for name, shape in shapes.items():
+        group = prior.group_of(name)
+        if isinstance(group, slice):
+            found.append(torch.arange(group.start, group.stop))
+        else:
+            found.append(torch.full((shape.numel(),), group))
+    return torch.cat(found)

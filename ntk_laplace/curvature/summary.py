@@ -1,0 +1,144 @@
+"""Summaries: what structured weight space keeps of the rows of SᵀJ. Sums over examples, so that two of them add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows
+from ntk_laplace.curvature.parts import Part
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.factors import Rows
+from ntk_laplace.linalg import add_outer_lower_
+
+__all__ = ["SHARING", "Basis", "Summary"]
+
+SHARING = ("expand", "reduce")
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Orthonormal eigenvectors of a part: left ⊗ right.
+
+    Attributes
+    ----------
+    left : Tensor, (G, o, o), or None
+        None is the identity.
+    right : Tensor, (G, i, i), or None
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+
+    def turn(self, values: Tensor) -> Tensor:
+        """(left ⊗ right)ᵀ values, (..., G, o, i)."""
+        values = values if self.left is None else self.left.mT @ values
+        return values if self.right is None else values @ self.right
+
+    def back(self, values: Tensor) -> Tensor:
+        """(left ⊗ right) values, (..., G, o, i)."""
+        values = values if self.left is None else self.left @ values
+        return values if self.right is None else values @ self.right.mT
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
+        """The same basis elsewhere."""
+        left, right = (None if side is None else side.to(device, dtype) for side in (self.left, self.right))
+        return Basis(left, right)
+
+
+@dataclass
+class Summary:
+    """Sums of one part.
+
+    Attributes
+    ----------
+    part : Part
+    sums : dict of str to Tensor
+        Of a Kronecker part: "left" Σ b bᵀ (G, o, o) and "right" Σ a aᵀ (G, i, i), lower triangles, and "count", the
+        number of terms of "right"; "moments" (G, o, i) in a basis; "squares" (G, o, i), the exact diagonal. Of a
+        block: "block" (p, p), lower triangle. Of a diagonal: "squares".
+    """
+
+    part: Part
+    sums: dict[str, Tensor]
+
+    def add_factors(self, rows: Rows, sharing: str) -> None:
+        """One batch of rows of SᵀJ: the factors, the block or the diagonal."""
+        own = self.part.rows(rows)
+        if self.part.kind == "diagonal":
+            self._add("squares", own.squares())
+        elif self.part.kind == "block":
+            flat = own.written(slice(None)).flatten(0, 1).flatten(1)
+            add_outer_lower_(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
+        elif isinstance(own, OuterRows):
+            self._add_outer(own, sharing)
+        elif isinstance(own, LookupRows):
+            self._add_lookup(own)
+        else:
+            raise UnsupportedError(
+                f"every batch to reach {self.part.weight!r} through its layer",
+                "a batch whose graph takes another way",
+                'Use structure="diag", "full" or "gp", which follow any graph.',
+            )
+
+    def _add_outer(self, rows: OuterRows, sharing: str) -> None:
+        g, o, i = rows.entries
+        a, b = rows.a, rows.b
+        if sharing == "reduce" and not rows.single:
+            a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
+        left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
+        for number in range(g):
+            add_outer_lower_(left[number], b[:, :, number].reshape(-1, o))
+            add_outer_lower_(right[number], a[:, number].reshape(-1, i))
+        self._count(a.shape[0] * a.shape[2], a)
+
+    def _add_lookup(self, rows: LookupRows) -> None:
+        # the table's side is one-hot: Σ onehot onehotᵀ is the diagonal of the tokens' counts
+        tokens = rows.tokens
+        counts = torch.bincount(tokens.flatten(), minlength=rows.vocabulary).to(rows.b.dtype)
+        self._add("left", counts.unsqueeze(0))
+        d = rows.b.shape[3]
+        add_outer_lower_(self._zeros("right", rows.b, 1, d, d)[0], rows.b.reshape(-1, d))
+        self._count(tokens.numel(), rows.b)
+
+    def _count(self, terms: int, like: Tensor) -> None:
+        # in double precision: float32 counts no further than 2**24
+        self._add("count", torch.tensor(float(terms), dtype=torch.float64, device=like.device))
+
+    def add_moments(self, rows: Rows, basis: Basis, squares: bool) -> None:
+        """One batch of rows of SᵀJ: second moments in a basis, and the exact diagonal if it is wanted."""
+        own: PartRows = self.part.rows(rows)
+        self._add("moments", own.rotated(basis.left, basis.right).squares())
+        if squares:
+            self._add("squares", own.squares())
+
+    def merged(self, other: Summary) -> Summary:
+        """Sums over both data sets."""
+        return Summary(self.part, {name: value + other.sums[name] for name, value in self.sums.items()})
+
+    def scaled(self, factor: float) -> Summary:
+        """Sums for Λ multiplied by a number: the layers' inputs know nothing of it."""
+        return Summary(self.part, {
+            name: value if name in self._inputs() else value * factor for name, value in self.sums.items()
+        })
+
+    def _inputs(self) -> Sequence[str]:
+        return ("count", "left") if self.part.table else ("count", "right")
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Summary:
+        """The same sums elsewhere."""
+        return Summary(self.part, {
+            name: value.to(device, torch.float64 if name == "count" else dtype) for name, value in self.sums.items()
+        })
+
+    def _zeros(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        if name not in self.sums:
+            self.sums[name] = like.new_zeros(shape)
+        return self.sums[name]
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self._zeros(name, values, *values.shape).add_(values)
+

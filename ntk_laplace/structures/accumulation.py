@@ -1,0 +1,203 @@
+"""Accumulation: one or two passes over streaming data, in bounded memory, interrupted and resumed without loss."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import Form, Frame, Part, Summary, find_parts
+from ntk_laplace.data import Batches, Inputs, Joined, num_examples
+from ntk_laplace.errors import DataError, FitInterrupted, TargetError
+from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.structures.base import Trained
+from ntk_laplace.structures.reading import read_batches
+
+__all__ = ["FIRST", "SECOND", "Accumulation"]
+
+FIRST, SECOND = "first", "second"  # passes: factors, blocks and diagonals; then moments in the eigenbasis
+
+
+@dataclass
+class Accumulation:
+    """What a fit has gathered so far; `advance` goes on from there.
+
+    Attributes
+    ----------
+    form : Form
+    stage : str
+        The pass that is under way.
+    batches_done, examples_done : int
+        In that pass.
+    parts : list of Part
+        Known from the first batch on.
+    summaries : list of Summary
+    frames : list of Frame
+        The eigenbasis, once it is settled (or from the start, if it is another fit's).
+    f, targets : list of Tensor
+        Outputs and canonical targets, batch by batch.
+    checkpoint : callable
+        Called after each batch, to save what there is if it is time, and with ``now=True`` at an interruption.
+    """
+
+    form: Form
+    stage: str = FIRST
+    batches_done: int = 0
+    examples_done: int = 0
+    parts: list[Part] = field(default_factory=list)
+    summaries: list[Summary] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
+    f: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    checkpoint: Callable[..., None] = field(default=lambda gathered, now=False: None, repr=False, compare=False)
+
+    def advance(self, trained: Trained, batches: Batches | Joined) -> None:
+        """Go on to the end of the data, through all passes.
+
+        Raises
+        ------
+        FitInterrupted
+            On Ctrl-C, between two batches; this object, its `state`, holds all that was gathered.
+        """
+        borrowed = bool(self.frames)
+        if self.stage == FIRST:
+            self._pass(trained, batches, "curvature", partial(self._first, borrowed=borrowed))
+            if self.form.moments and not borrowed:
+                self.frames = [Frame.of(summary) for summary in self.summaries]
+                self.stage, self.batches_done, self.examples_done = SECOND, 0, 0
+        if self.stage == SECOND:
+            self._pass(trained, batches, "second moments", self._second)
+
+    def again(self, trained: Trained, batches: Batches | Joined) -> None:
+        """Gather anew at other hyperparameters of the likelihood: in the same eigenbasis, in one pass."""
+        self.stage, self.batches_done, self.examples_done = FIRST, 0, 0
+        self.summaries = [Summary(part, {}) for part in self.parts]
+        self.f, self.targets = [], []
+        self._pass(trained, batches, "curvature", partial(self._first, borrowed=self.form.moments))
+
+    def _pass(self, trained: Trained, batches: Batches | Joined, what: str, absorb: Callable[..., None]) -> None:
+        try:
+            roots = _Roots(trained, batches)
+            for x, y in islice(read_batches(trained, batches, what), self.batches_done, None):
+                with _uninterrupted():
+                    absorb(trained, roots, x, y)
+                    self.batches_done += 1
+                    self.examples_done += num_examples(x)
+                self.checkpoint(self)
+        except KeyboardInterrupt as cause:
+            self.checkpoint(self, now=True)
+            raise FitInterrupted(self, self.examples_done, batches.length) from cause
+
+    def _first(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
+        """One batch: parts on the first, sums on all; outputs and targets are kept."""
+        n, seen = num_examples(x), self.examples_done
+        targets = _canonical(trained, y, n, seen)
+        kept = []
+        for rows in self._rows(trained, roots, x, targets, seen):
+            if not self.parts:
+                self.parts = find_parts(rows, trained.prior, self.form.kind, self.form.squares)
+            if not self.summaries:
+                self.summaries = [Summary(part, {}) for part in self.parts]
+            for number, summary in enumerate(self.summaries):
+                if borrowed and summary.part.kind == "kronecker":
+                    summary.add_moments(rows, self.frames[number].basis, self.form.squares)
+                else:
+                    summary.add_factors(rows, getattr(self.form, "sharing", "expand"))
+            kept.append(rows.f)
+        self.f += kept
+        self.targets.append(targets)
+
+    def _second(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor) -> None:
+        """One batch: second moments in the eigenbasis."""
+        seen = self.examples_done
+        targets = _canonical(trained, y, num_examples(x), seen)
+        for rows in self._rows(trained, roots, x, targets, seen):
+            for summary, frame in zip(self.summaries, self.frames, strict=True):
+                if summary.part.kind == "kronecker":
+                    summary.add_moments(rows, frame.basis, self.form.squares)
+
+    def _rows(self, trained: Trained, roots: _Roots, x: Inputs, targets: Tensor, seen: int):
+        return trained.factors.batches(x, roots.at(targets, seen), trained.settings.batch_size, seen)
+
+    @property
+    def points(self) -> TrainingPoints:
+        """Outputs and targets of all examples."""
+        return TrainingPoints(torch.cat(self.f), torch.cat(self.targets))
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    """S of a batch, once its outputs are known."""
+
+    roots: _Roots
+    targets: Tensor
+    seen: int
+    columns: int
+
+    def __call__(self, f: Tensor, part: slice) -> Tensor:
+        trained, dtype = self.roots.trained, self.roots.trained.factors.dtype
+        here = slice(self.seen + part.start, self.seen + part.start + len(f))
+        if self.roots.whole is not None:
+            return self.roots.whole[here]
+        likelihood = trained.likelihood.at(here)
+        return trained.root.root(likelihood, f.to(dtype), self.targets[part].to(f.device)).detach()
+
+
+class _Roots:
+    """Where S comes from: each batch's own outputs, or, for labels drawn at random, all outputs at once.
+
+    Drawn labels must not depend on how the data are cut into batches, so a pass for the outputs comes first.
+    """
+
+    def __init__(self, trained: Trained, batches: Batches | Joined) -> None:
+        self.trained = trained
+        self.whole: Tensor | None = None
+        self.columns = trained.root.columns(trained.likelihood, trained.network.num_outputs)
+        if trained.root.curvature == "mc":
+            f, targets = [], []
+            for x, y in read_batches(trained, batches, "outputs"):
+                seen = sum(map(len, f))
+                f.append(trained.network.without_grad(x, seen).to(trained.factors.dtype))
+                targets.append(_canonical(trained, y, num_examples(x), seen))
+            self.whole = trained.root.root(trained.likelihood, torch.cat(f), torch.cat(targets)).detach()
+
+    def at(self, targets: Tensor, seen: int) -> _Seeds:
+        """The roots of one batch."""
+        return _Seeds(self, targets, seen, self.columns)
+
+
+def _canonical(trained: Trained, y: Tensor, n: int, seen: int) -> Tensor:
+    """Targets of a batch in canonical form; an error names the batch's place in the data."""
+    try:
+        targets = trained.likelihood.targets(y, n, trained.network.num_outputs)
+    except DataError as error:
+        if not seen:
+            raise
+        kind = type(error) if isinstance(error, TargetError) else DataError
+        raise kind(error.expected, f"{error.got}, counted from example {seen:,} of the data, where its batch starts",
+                   error.remedy) from error
+    return targets.to(trained.network.device)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits for the end of the block, so that a batch counts whole or not at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    waiting: list[Sequence[object]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: waiting.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting:
+        raise KeyboardInterrupt

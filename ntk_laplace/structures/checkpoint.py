@@ -1,0 +1,33 @@
+"""Checkpoints of a fit that is under way."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ntk_laplace.structures.accumulation import Accumulation
+from ntk_laplace.structures.records import record, write
+
+__all__ = ["Checkpoint"]
+
+_EVERY = 60.0  # seconds of work that may be lost
+
+
+class Checkpoint:
+    """Saves an accumulation once a minute, and at an interruption.
+
+    Parameters
+    ----------
+    path : path or None
+        None saves nothing. The file holds the training targets seen so far: a fit that resumes needs them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._path, self._last = path, time.monotonic()
+
+    def __call__(self, gathered: Accumulation, now: bool = False) -> None:
+        """Save if it is time."""
+        if self._path is None or not (now or time.monotonic() - self._last > _EVERY):
+            return
+        write({"accumulation": record(gathered, include_data=True)}, self._path)
+        self._last = time.monotonic()

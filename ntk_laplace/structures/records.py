@@ -1,0 +1,106 @@
+"""Records: what a structured fit has gathered, as plain containers of tensors that load with ``weights_only=True``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ntk_laplace.curvature import FORMS, Form, Frame, Part, Summary
+from ntk_laplace.curvature.summary import Basis
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.structures.accumulation import Accumulation
+
+__all__ = ["form_from", "form_record", "from_record", "record", "resumed", "write"]
+
+
+def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
+    """An accumulation; outputs and targets, which are training data, only if asked for."""
+    return {
+        "form": form_record(gathered.form),
+        "stage": gathered.stage,
+        "batches_done": gathered.batches_done,
+        "examples_done": gathered.examples_done,
+        "parts": [asdict(part) | {"entries": list(part.entries)} for part in gathered.parts],
+        "sums": [dict(summary.sums) for summary in gathered.summaries],
+        "frames": [
+            {"basis_left": f.basis.left, "basis_right": f.basis.right, "left": f.left, "right": f.right}
+            for f in gathered.frames
+        ],
+        "f": list(gathered.f) if include_data else [],
+        "targets": list(gathered.targets) if include_data else [],
+    }
+
+
+def from_record(saved: Mapping[str, Any]) -> Accumulation:
+    """The accumulation that was recorded."""
+    parts = [Part(**(dict(part) | {"entries": tuple(part["entries"])})) for part in saved["parts"]]
+    sums = saved["sums"]
+    frames = [Frame(Basis(f["basis_left"], f["basis_right"]), f["left"], f["right"]) for f in saved["frames"]]
+    return Accumulation(
+        form_from(saved["form"]), saved["stage"], saved["batches_done"], saved["examples_done"], parts,
+        [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], frames,
+        list(saved["f"]), list(saved["targets"]),
+    )  # fmt: skip
+
+
+def form_record(form: Form) -> dict[str, Any]:
+    """Name and options of a form; a borrowed basis is in the frames."""
+    options = {name: value for name, value in vars(form).items() if name != "basis"}
+    return {"name": form.name, "options": options}
+
+
+def form_from(saved: Mapping[str, Any]) -> Form:
+    """The form that was recorded."""
+    return FORMS[saved["name"]](**saved["options"])
+
+
+def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Save, all or nothing: a reader never meets half a file."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".part")
+    torch.save(dict(content), partial)
+    partial.replace(path)
+
+
+def resumed(resume: Any, form: Form, device: torch.device) -> Accumulation | None:
+    """The accumulation to go on with, from a file or an interruption's `state`.
+
+    Raises
+    ------
+    DataError, UnsupportedError
+        If it is not one, or belongs to another structure.
+    """
+    if resume is None:
+        return None
+    if isinstance(resume, (str, os.PathLike)):
+        resume = _loaded(Path(resume), device)
+    if not isinstance(resume, Accumulation):
+        raise DataError("the state of an interrupted fit, or the file it was saved to", f"a {type(resume).__name__}",
+                        "Pass Settings(resume=error.state) of a FitInterrupted, or its checkpoint's path.")
+    if form_record(resume.form) != form_record(form):
+        raise UnsupportedError(f"to resume {_words(resume.form)}, which was interrupted", _words(form),
+                               "Pass the same structure with the same options.")
+    return resume
+
+
+def _words(form: Form) -> str:
+    options = ", ".join(f"{k}={v!r}" for k, v in form_record(form)["options"].items())
+    return f"{type(form).__name__}({options})"
+
+
+def _loaded(path: Path, device: torch.device) -> Accumulation:
+    remedy = "Pass the path that was given as Settings(checkpoint=...)."
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+        return from_record(saved["accumulation"])
+    except FileNotFoundError as error:
+        raise DataError(f"a checkpoint at {path}", "no such file", remedy) from error
+    except (KeyError, TypeError, RuntimeError, ValueError, EOFError, OSError) as error:
+        raise DataError(f"a checkpoint of an interrupted fit at {path}", f"{type(error).__name__}: {error}",
+                        remedy) from error
+

@@ -1,0 +1,249 @@
+"""structure="kfac", "ekfac", "inf", "diag": sums over the data stay, the data pass by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import Form, Frame, Part, StructuredWeightSpace
+from ntk_laplace.data import Batches, Joined, num_examples
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.evidence import NewtonStep, TrainingPoints
+from ntk_laplace.structures.accumulation import Accumulation
+from ntk_laplace.structures.base import Trained
+from ntk_laplace.structures.checkpoint import Checkpoint
+from ntk_laplace.structures.reading import read_batches
+
+__all__ = ["StructuredStructure"]
+
+_CHUNK = 4096  # examples whose output Hessians are compared at a time
+
+
+class StructuredStructure:
+    """Parts of weight space: Kronecker factors, blocks, diagonals.
+
+    A change of the prior costs O(P). A change of the likelihood that multiplies all Λ_n by one number (a Gaussian's
+    noise) rescales the sums; any other asks for another pass over the data, in the eigenbasis of the fit.
+
+    Parameters
+    ----------
+    trained : Trained
+    batches : Batches
+    form : Form
+        KFAC, EKFAC, INF or Diagonal, with their options.
+    accumulated : Accumulation, optional
+        Of an interrupted fit, which goes on.
+    """
+
+    def __init__(
+        self, trained: Trained, batches: Batches | Joined, form: Form, accumulated: Accumulation | None = None
+    ) -> None:
+        form.check(trained.prior)
+        self.form, self._batches = form, batches
+        if batches.length is not None:
+            trained.likelihood.bind(batches.length, trained.network.num_outputs)
+        if accumulated is None:
+            accumulated = Accumulation(form)
+            _borrow(accumulated, form, trained)
+        self._accumulated = accumulated
+        accumulated.checkpoint = Checkpoint(trained.settings.checkpoint)
+        accumulated.advance(trained, batches)
+        self._settle(trained)
+
+    def _settle(self, trained: Trained) -> None:
+        """What follows from the sums, once, at the likelihood they were gathered under."""
+        gathered = self._accumulated
+        self.points: TrainingPoints = gathered.points
+        trained.likelihood.bind(*self.points.f.shape)
+        if not gathered.frames:
+            gathered.frames = [Frame.of(summary) for summary in gathered.summaries]
+        self._extras = self.form.settled(gathered.summaries, gathered.frames)
+        self._likelihood = copy.deepcopy(trained.likelihood)
+        self._scale = 1.0
+
+    @property
+    def name(self) -> str:
+        """What `structure=` called it."""
+        return self.form.name
+
+    @property
+    def parts(self) -> list[Part]:
+        """What shares a factorization, and in which form."""
+        return list(self._accumulated.parts)
+
+    @property
+    def frames(self) -> Sequence[Frame]:
+        """Eigenbases of the parts."""
+        return self._accumulated.frames
+
+    # --- algebra
+
+    def curvature(self, trained: Trained) -> StructuredWeightSpace:
+        """Algebra at the present hyperparameters."""
+        self._follow(trained)
+        with torch.no_grad():
+            flat = trained.prior.flat_precision().to(trained.theta)
+        precisions = trained.network.unflatten(flat)
+        named = {name: value.flatten() for name, value in precisions.items()}
+        gathered = self._accumulated
+        algebras = []
+        for summary, frame, extra in zip(gathered.summaries, gathered.frames, self._extras, strict=True):
+            part = summary.part
+            precision = part.gather(named)
+            if all(isinstance(trained.prior.group_of(name), int) for name in part.names) and part.kind != "diagonal":
+                precision = precision.flatten()[0]
+            algebras.append(self.form.algebra(
+                summary.scaled(self._scale), frame.scaled(part, self._scale), extra, precision
+            ))  # fmt: skip
+        return StructuredWeightSpace(algebras, trained.prior, trained.network.shapes, trained.theta)
+
+    def _follow(self, trained: Trained) -> None:
+        """Bring the sums to the likelihood's present hyperparameters."""
+        factor = _common_factor(trained, self._likelihood, self.points)
+        if factor is not None:
+            self._scale = factor
+            return
+        self._accumulated.again(trained, self._data("a change of the likelihood's hyperparameters"))
+        self.points = self._accumulated.points
+        if not self.form.moments:
+            self._accumulated.frames = [Frame.of(summary) for summary in self._accumulated.summaries]
+        self._likelihood, self._scale = copy.deepcopy(trained.likelihood), 1.0
+
+    def _data(self, what: str) -> Batches | Joined:
+        return self._batches
+
+    # --- further passes
+
+    def _pass(self, trained: Trained, root: Tensor | None, what: str):
+        seen = 0
+        for x, _ in read_batches(trained, self._data(what), what):
+            n = num_examples(x)
+            part = None if root is None else root[seen : seen + n]
+            yield from trained.factors.batches(x, part, trained.settings.batch_size, seen)
+            seen += n
+
+    def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
+        """Jᵀr, (P,): one pass, seeded with r."""
+        total = torch.zeros_like(trained.theta)
+        for rows in self._pass(trained, residual.unsqueeze(-1), "gradient"):
+            total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), trained.network.shapes)
+        return total
+
+    def push(self, trained: Trained, vector: Tensor) -> Tensor:
+        """J v, (N, C)."""
+        named = trained.network.unflatten(vector)
+        return torch.cat([rows.jvp(named) for rows in self._pass(trained, None, "directional derivatives")])
+
+    def sensitivity(self, trained: Trained, curvature: StructuredWeightSpace) -> Tensor:
+        """∂ log det B/∂Λ_n, (N, C, C), eigenbases held."""
+        return self._sensitivity(trained, curvature, None)
+
+    def newton_step(self, trained: Trained, curvature: StructuredWeightSpace, gradient: Tensor) -> NewtonStep:
+        """z = H⁻¹g; zᵀ(H - P0)z is this structure's own."""
+        z = curvature.newton(gradient)
+        own = curvature.quadratic(z), lambda: self._sensitivity(trained, curvature, z)
+        return NewtonStep(z, self.push(trained, z), own)
+
+    def _sensitivity(self, trained: Trained, curvature: StructuredWeightSpace, z: Tensor | None) -> Tensor:
+        passes = self._pass(trained, None, "likelihood gradients")
+        return torch.cat([curvature.sensitivity(rows, z) for rows in passes])
+
+    # --- more data
+
+    def another(self, trained: Trained, batches: Batches) -> StructuredStructure:
+        """The same form fitted to other data, in this eigenbasis."""
+        accumulated = Accumulation(self.form, parts=list(self.parts))
+        if self.form.moments:
+            accumulated.frames = list(self.frames)
+        return StructuredStructure(trained, batches, self.form, accumulated)
+
+    def merged(self, trained: Trained, other: StructuredStructure) -> StructuredStructure:
+        """Sums over both data sets; forms whose sums live in an eigenbasis must share it."""
+        _require_mergeable(self, other)
+        for one in (self, other):
+            one._follow(trained)
+        ours, theirs = self._accumulated, other._accumulated
+        total = copy.copy(self)
+        pairs = zip(ours.summaries, theirs.summaries, strict=True)
+        summaries = [a.scaled(self._scale).merged(b.scaled(other._scale)) for a, b in pairs]
+        frames = list(ours.frames) if self.form.moments else []
+        total._accumulated = replace(
+            ours, summaries=summaries, frames=frames, f=[*ours.f, *theirs.f], targets=[*ours.targets, *theirs.targets],
+            examples_done=ours.examples_done + theirs.examples_done,
+        )  # fmt: skip
+        total._batches = Joined([self._batches, other._batches])
+        total._settle(trained)
+        return total
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the sums, and where batches go."""
+        gathered = self._accumulated
+        gathered.summaries = [summary.to(device, dtype) for summary in gathered.summaries]
+        gathered.frames = [frame.to(device, dtype) for frame in gathered.frames]
+        self._extras = [None if extra is None else extra.to(device, dtype) for extra in self._extras]
+        self._batches.device, self.points = device, self.points.to(device, dtype)
+        gathered.f, gathered.targets = [self.points.f], [self.points.targets]
+        self._likelihood.to(device)
+
+
+def _borrow(accumulated: Accumulation, form: Form, trained: Trained) -> None:
+    """Take parts and eigenbasis from another posterior, if the form names one."""
+    other: Any = getattr(form, "basis", None)
+    if other is None:
+        return
+    structure = getattr(other, "fitted", None)
+    if not isinstance(structure, StructuredStructure) or structure.form.kind != "kronecker":
+        raise UnsupportedError('basis= a posterior with structure "kfac", "ekfac" or "inf"', repr(other),
+                               "Fit KFAC first, to all data or to any part of them.")
+    if other.network.shapes != trained.network.shapes:
+        raise UnsupportedError("basis= a posterior of the same network", "one with other parameters",
+                               "Fit the basis with the same network and parameters=.")
+    if structure.form.squares != form.squares and any(part.entries[0] > 1 for part in structure.parts):
+        raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(structure.form.name),
+                               "Take the basis from a posterior of the same structure.")
+    accumulated.parts, accumulated.frames = list(structure.parts), list(structure.frames)
+
+
+def _require_mergeable(first: StructuredStructure, second: StructuredStructure) -> None:
+    same = first.form.name == second.form.name and len(first.parts) == len(second.parts)
+    same = same and all(
+        (a.kind, a.names, a.entries) == (b.kind, b.names, b.entries)
+        for a, b in zip(first.parts, second.parts, strict=True)
+    )
+    if not same:
+        raise UnsupportedError(f"two {first.form.name!r} posteriors of one network", f"{second.form.name!r}, or other "
+                               "parts", "Fit both with the same network, structure and prior groups.")
+    if not first.form.moments:
+        return
+    for one, other in zip(first.frames, second.frames, strict=True):
+        for a, b in ((one.basis.left, other.basis.left), (one.basis.right, other.basis.right)):
+            if a is not None and not torch.equal(a, b.to(a)):
+                raise UnsupportedError("one eigenbasis for both posteriors", "two",
+                                       f"Fit both with {first.form.name.upper()}(basis=kfac_posterior).")
+
+
+def _common_factor(trained: Trained, before: Any, points: TrainingPoints) -> float | None:
+    """c where Λ_n now is c times Λ_n under the likelihood `before`, for all n; None if there is no such number."""
+    now = [*trained.likelihood.parameters(), *trained.likelihood.buffers()]
+    then = [*before.parameters(), *before.buffers()]
+    if all(torch.equal(a, b) for a, b in zip(now, then, strict=True)):
+        return 1.0
+    factor: float | None = None
+    tolerance = 64 * torch.finfo(points.f.dtype).eps
+    for start in range(0, len(points.f), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        new, old = (
+            trained.root.hessian(likelihood.at(part), points.f[part], points.targets[part]).detach()
+            for likelihood in (trained.likelihood, before)
+        )
+        if factor is None:
+            size = old.square().sum()
+            factor = float((new * old).sum() / size) if float(size) else 1.0
+        if float((new - factor * old).abs().max()) > tolerance * float(new.abs().max()):
+            return None
+    return factor
