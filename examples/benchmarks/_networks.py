@@ -133,6 +133,23 @@ def digits() -> tuple[Tensor, Tensor]:
     return torch.as_tensor(data.data[order] / 16.0), torch.as_tensor(data.target[order])
 
 
+def blobs(num_examples: int, d_in: int = 784, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """Vectors in [0, 1] of MNIST's size around one centre per class, with labels; float32, seed 0."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.rand(classes, d_in, generator=generator)
+    y = torch.randint(classes, (num_examples,), generator=generator)
+    noise = torch.rand(num_examples, d_in, generator=generator)
+    return 0.15 * centres[y] + 0.85 * noise, y
+
+
+def epoch(network: nn.Module, x: Tensor, y: Tensor, optimizer: torch.optim.Optimizer, batch: int = 128) -> None:
+    """One pass of training over the data, mean cross entropy."""
+    for start in range(0, len(y), batch):
+        optimizer.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(network(x[start : start + batch]), y[start : start + batch]).backward()
+        optimizer.step()
+
+
 def train(network: nn.Module, x: Tensor, y: Tensor, precision: float = 1.0, steps: int = 300) -> nn.Module:
     """Adam on the negative log joint, full batch: enough for a realistic output Hessian."""
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)

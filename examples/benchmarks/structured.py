@@ -1,0 +1,252 @@
+"""Structured posteriors beside curvlinops, asdl and laplace-torch: KFAC and diagonal fits, the KFAC predictive.
+
+N=10,000 vectors of 784 pixels, MLP 784-256-128-10 (tanh, P=235,146) after one epoch, prior precision 1, float32 on
+every side, the exact output Hessian everywhere. Command for all figures:
+
+    python examples/benchmarks/structured.py --peers-python PEERS/bin/python
+
+where PEERS is an environment with ``torch==2.13.0 laplace-torch`` (it brings curvlinops, asdl and BackPACK) and no
+torchvision. A peer is given three batch sizes, and the one it is fastest with counts. It prints
+* the KFAC fit: laplace-torch with the backends asdl and curvlinops, ours with biases apart as they keep them, and with
+  biases fused into the weights, our default. All of them end with the eigendecompositions. curvlinops and asdl by
+  themselves stop at the factors; a plain prototype with hooks, and one training epoch, are beside them;
+* the predictive of 100 points (linearized, probit: their default);
+* the diagonal: laplace-torch's default backend under a time limit, and its two faster ones;
+* that the answers agree: evidences, latent covariances, probabilities, the diagonal; and on a small network the dense
+  KFAC matrix against curvlinops' own.
+
+Conventions found: with the summed loss all of them mean B ⊗ A / N with A = Σ aaᵀ and B = Σ bbᵀ over the data, whatever
+the batches. laplace-torch keeps a bias apart from its weight, with the block B of its own, which is exact; we do the
+same if weight and bias have precisions of their own (``groups="tensor"``). curvlinops fuses them on demand
+(``separate_weight_and_bias=False``), as our default does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from _common import best_times, machine, parser, ratio, run_python, seconds, table, write
+from _networks import blobs, epoch, mlp, to_arrays
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+
+BIG, SMALL = (784, 256, 128, 10), (12, 8, 6, 3)
+TINY_CHECK = (12, 8, 6, 3)  # a network whose dense matrix can be compared entry by entry
+TASKS = ("laplace-asdl", "laplace-curvlinops", "asdl", "curvlinops", "curvlinops-ekfac",
+         "diag-asdl", "diag-backpack", "diag-curvlinops")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The network after one epoch, training data, and 100 further inputs."""
+
+    widths: tuple[int, ...]
+    network: nn.Module
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+
+
+def problem(widths: tuple[int, ...], num_examples: int) -> Problem:
+    x, y = blobs(num_examples + 100, widths[0], widths[-1])
+    torch.manual_seed(0)
+    network = mlp(widths)
+    epoch(network, x[:num_examples], y[:num_examples], torch.optim.Adam(network.parameters()))
+    return Problem(widths, network.eval(), x[:num_examples], y[:num_examples], x[num_examples:])
+
+
+def fit(network: nn.Module, x: Tensor, y: Tensor, structure: str, groups: str = "all") -> ntkl.Posterior:
+    """Our posterior with algebra in float32, the peers' type."""
+    prior = ntkl.GaussianPrior(precision=1.0, groups=groups)
+    return ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure, dtype=torch.float32)
+
+
+def with_hooks(network: nn.Module, x: Tensor) -> Tensor:
+    """log det H - log det P0 as one would write it in an afternoon: hooks, one batch, C backward passes."""
+    layers = [m for m in network.modules() if isinstance(m, nn.Linear)]
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[module] = (inputs[0].detach(), output)
+
+    handles = [layer.register_forward_hook(keep) for layer in layers]
+    f = network(x)
+    for handle in handles:
+        handle.remove()
+    p = f.detach().softmax(1)
+    # Λ = L Lᵀ with L = diag(√p) - p √pᵀ
+    root = torch.diag_embed(p.sqrt()) - p.unsqueeze(2) * p.sqrt().unsqueeze(1)
+    factors = [(seen[m][0].T @ seen[m][0] / len(x), torch.zeros(m.out_features, m.out_features)) for m in layers]
+    for k in range(f.shape[1]):
+        gradients = torch.autograd.grad(f, [seen[m][1] for m in layers], root[:, :, k], retain_graph=True)
+        for (_, b_factor), b in zip(factors, gradients, strict=True):
+            b_factor += b.T @ b
+    total = torch.zeros((), dtype=torch.float64)
+    for factor_a, factor_b in factors:
+        alpha, beta = (torch.linalg.eigh(factor)[0].clamp_min(0.0) for factor in (factor_a, factor_b))
+        # weights, then the bias, at precision 1
+        total += torch.log1p(torch.outer(beta, alpha)).sum() + torch.log1p(beta).sum()
+    return total
+
+
+def ours(case: Problem, repeats: int) -> dict[str, Any]:
+    """Best times of our fits and of the predictive, with the prototype and a training epoch in turns; the answers."""
+    network, x, y, x_test = case.network, case.x, case.y, case.x_test
+    apart = fit(network, x, y, "kfac", "tensor")
+    other = mlp(case.widths)
+    optimizer = torch.optim.Adam(other.parameters())
+    tasks: dict[str, Callable[[], Any]] = {
+        "kfac_apart": lambda: fit(network, x, y, "kfac", "tensor"),
+        "kfac": lambda: fit(network, x, y, "kfac"),
+        "ekfac": lambda: fit(network, x, y, "ekfac"),
+        "diag": lambda: fit(network, x, y, "diag"),
+        "prototype": lambda: with_hooks(network, x),
+        "epoch": lambda: epoch(other, x, y, optimizer),
+        "predict": lambda: apart.predict(x_test, method="probit").probs,
+    }
+    found: dict[str, Any] = {"seconds": best_times(tasks, repeats)}
+    diagonal = fit(network, x, y, "diag")
+    found["answers"] = {
+        "evidence": apart.log_marginal_likelihood().item(),
+        "log_det": apart.log_det().item(),
+        "prototype_log_det": with_hooks(network, x).item(),
+        "probabilities": apart.predict(x_test, method="probit").probs.numpy(),
+        "variances": apart.latent_moments(x_test)[1].numpy(),
+        "diagonal_evidence": diagonal.log_marginal_likelihood().item(),
+    }
+    return found
+
+
+def gap(mine: Any, theirs: Any) -> float:
+    """Largest absolute difference over the largest entry."""
+    mine, theirs = np.asarray(mine, dtype=np.float64), np.asarray(theirs, dtype=np.float64)
+    return float(np.abs(mine - theirs).max() / np.abs(theirs).max())
+
+
+def agreement(answers: dict[str, Any], theirs: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Relative differences to the prototype, and to each peer that gave an answer."""
+    found = {"prototype log det": gap(answers["log_det"], answers["prototype_log_det"])}
+    for task, result in theirs.items():
+        if task.startswith("laplace-") and "evidence" in result:
+            for name in ("evidence", "variances", "probabilities"):
+                found[f"{task} {name}"] = gap(answers[name], result[name])
+        elif task.startswith("diag-") and "evidence" in result:
+            found[f"{task} evidence"] = gap(answers["diagonal_evidence"], result["evidence"])
+    return found
+
+
+def dense_agreement(python: str, threads: int) -> dict[str, float]:
+    """Our dense KFAC matrix of a small network against curvlinops' own, biases apart and fused."""
+    case = problem(TINY_CHECK, 200)
+    theirs = peer(python, case, "factors", ["--threads", str(threads)])
+    if "error" in theirs:
+        print("curvlinops' dense matrix failed:", theirs["error"])
+        return {}
+    pairs = {"separate": "tensor", "joint": "all"}
+    found = {}
+    for name, groups in pairs.items():
+        information = fit(case.network, case.x, case.y, "kfac", groups).curvature.information()
+        found[f"curvlinops dense matrix, {name}"] = gap(information, theirs[name])
+    return found
+
+
+def peer(python: str, case: Problem, task: str, options: list[str]) -> dict[str, Any]:
+    """One peer in its own interpreter."""
+    arrays = to_arrays(case.network) | {"x": case.x.numpy(), "y": case.y.numpy(), "x_test": case.x_test.numpy()}
+    script = ["_peer_structured.py", "--task", task, "--widths", *map(str, case.widths)]
+    start = time.perf_counter()
+    found = run_python(python, [*script, *options], arrays)
+    print(f"{task}: {time.perf_counter() - start:.0f} s in all", flush=True)
+    if "error" in found:
+        print(f"{task} failed: {found['error']}")
+    return found
+
+
+def main() -> None:
+    """Run, print, write."""
+    arguments = parser(__doc__, "structured.json")
+    arguments.add_argument("--peers-python", help="interpreter that has laplace-torch; without it ours alone")
+    arguments.add_argument("--num-examples", type=int, help="N (default 10,000)")
+    arguments.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS, help="peers to run")
+    arguments.add_argument("--limit", type=float, default=60.0, help="seconds given to one peer's fit (default 60)")
+    arguments.add_argument("--small", action="store_true", help="a small network and 200 examples, in seconds")
+    options: argparse.Namespace = arguments.parse_args()
+    torch.set_num_threads(options.threads)
+
+    widths = SMALL if options.small else BIG
+    num_examples = options.num_examples or (200 if options.small else 10_000)
+    case = problem(widths, num_examples)
+    theirs: dict[str, dict[str, Any]] = {}
+    mine = ours(case, options.repeats)
+    if options.peers_python:
+        passed = ["--threads", str(options.threads), "--limit", str(options.limit)]
+        for task in options.tasks:
+            # laplace-torch's default diagonal makes dense C x P Jacobians: small batches fit, and one turn is enough
+            slow = ["--batch-sizes", "100", "--repeats", "1"] if task == "diag-curvlinops" else []
+            theirs[task] = peer(options.peers_python, case, task, [*passed, *slow])
+        checks = dense_agreement(options.peers_python, options.threads)
+    else:
+        checks = {}
+        print("peers left out: give their interpreter with --peers-python")
+    checks |= agreement(mine["answers"], theirs)
+    report(options, widths, num_examples, mine, theirs, checks)
+
+
+def report(
+    options: argparse.Namespace, widths: tuple[int, ...], num_examples: int, mine: dict[str, Any],
+    theirs: dict[str, dict[str, Any]], checks: dict[str, float],
+) -> None:  # fmt: skip
+    """Print the tables and write the JSON."""
+    own = mine["seconds"]
+
+    def row(work: str, task: str, key: str, name: str, goal: str = "") -> list[str]:
+        found = theirs.get(task, {})
+        value = found.get(key)
+        if "over_limit" in found:
+            read = f"> {found['over_limit']:.0f} s ({found['examples_read']:,} of {num_examples:,} read)"
+            return [work, task, read, seconds(own[name]), f"> {found['over_limit'] / own[name]:.0f}x", goal]
+        return [work, task, seconds(value), seconds(own[name]), ratio(value, own[name]), goal]
+
+    rows = [
+        row("KFAC fit, biases apart", "laplace-asdl", "fit_seconds", "kfac_apart", ">= 2.5x"),
+        row("KFAC fit, biases apart", "laplace-curvlinops", "fit_seconds", "kfac_apart", ">= 2.5x"),
+        row("KFAC fit (they: factors alone)", "asdl", "fit_seconds", "kfac_apart", ">= 2.5x"),
+        row("KFAC fit (they: factors alone)", "curvlinops", "fit_seconds", "kfac_apart", ">= 2.5x"),
+        row("EKFAC fit", "curvlinops-ekfac", "fit_seconds", "ekfac"),
+        row("KFAC predictive of 100", "laplace-asdl", "predict_seconds", "predict", ">= 100x"),
+        row("KFAC predictive of 100", "laplace-curvlinops", "predict_seconds", "predict", ">= 100x"),
+        row("diagonal fit", "diag-curvlinops", "fit_seconds", "diag"),
+        row("diagonal fit", "diag-asdl", "fit_seconds", "diag"),
+        row("diagonal fit", "diag-backpack", "fit_seconds", "diag"),
+    ]
+    print(f"\nN={num_examples:,}, MLP {'-'.join(map(str, widths))}, float32, {options.threads} threads\n")
+    print(table(["work", "peer", "theirs", "ours", "ratio", "goal"], rows))
+    beside = [
+        ["KFAC fit, biases apart (as the peers)", seconds(own["kfac_apart"]), ""],
+        ["KFAC fit, biases fused (default)", seconds(own["kfac"]), ""],
+        ["a prototype with hooks", seconds(own["prototype"]), ratio(own["prototype"], own["kfac_apart"])],
+        ["one training epoch (Adam, batches of 128)", seconds(own["epoch"]), ratio(own["epoch"], own["kfac_apart"])],
+        ["diagonal fit", seconds(own["diag"]), f"{own['diag'] / own['kfac']:.2f}x of the KFAC fit (goal <= 1.2x)"],
+    ]
+    print("\n" + table(["beside", "time", "over our KFAC fit"], beside))
+    print("\nlargest difference over the largest entry, in float32:")
+    for name, value in checks.items():
+        print(f"  {name}: {value:.1e}")
+    result = {"machine": machine(options.threads), "num_examples": num_examples, "widths": list(widths)}
+    result |= {"seconds": own, "evidence": mine["answers"]["evidence"], "agreement": checks}
+    result["diagonal_evidence"] = mine["answers"]["diagonal_evidence"]
+    result["peers"] = {
+        task: {k: v for k, v in found.items() if not isinstance(v, np.ndarray)} for task, found in theirs.items()
+    }
+    write(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

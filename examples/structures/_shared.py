@@ -1,0 +1,67 @@
+"""What the examples of this folder share: the benchmarks' habits, training, a child process for memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from _common import machine, peak_bytes, resident_bytes, seconds, table, write
+from _networks import cnn, mlp
+
+__all__ = [
+    "cnn",
+    "in_child",
+    "machine",
+    "mlp",
+    "parser",
+    "peak_bytes",
+    "resident_bytes",
+    "seconds",
+    "table",
+    "train",
+    "write",
+]
+
+
+def parser(description: str | None, out: str) -> argparse.ArgumentParser:
+    """Arguments every example takes."""
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", type=Path, default=Path(out), help=f"folder for figures and pictures ({out})")
+    arguments.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
+    arguments.add_argument("--small", action="store_true", help="everything in miniature, in seconds")
+    return arguments
+
+
+def train(network: nn.Module, x: Tensor, y: Tensor, noise: float, precision: float, steps: int) -> nn.Module:
+    """Adam, full batch, on the negative log joint of a regression with Gaussian noise of this variance."""
+    optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = 0.5 * (network(x) - y).square().sum() / noise
+        loss = loss + 0.5 * precision * sum(p.square().sum() for p in network.parameters())
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    optimizer.zero_grad()
+    return network.eval()
+
+
+def in_child(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a script in a process of its own, whose memory peak is then that of the one job; its last line is JSON."""
+    command = [sys.executable, script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+    sys.stderr.write(done.stderr)
+    return json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,0 +1,98 @@
+"""The examples, in miniature: each runs from its command line, and its figures are what its text says they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STRUCTURES = {"kfac", "ekfac", "inf", "diag"}
+
+
+def run(script: str, folder: Path, *arguments: str) -> str:
+    """Run a script of examples/ in an empty folder; what it printed."""
+    command = [sys.executable, str(ROOT / "examples" / script), "--small", "--threads", "1", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def figures(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text())
+    assert found["machine"]["threads"] == 1
+    return found
+
+
+def test_the_structured_benchmark(tmp_path: Path) -> None:
+    printed = run("benchmarks/structured.py", tmp_path, "--repeats", "1")
+    found = figures(tmp_path / "structured.json")
+    assert all(value > 0 for value in found["seconds"].values())
+    # hooks and plain autograd, nothing of the library: the same factors
+    assert found["agreement"]["prototype log det"] < 1e-4
+    assert found["evidence"] < 0 and found["evidence"] != found["diagonal_evidence"]
+    assert "KFAC predictive of 100" in printed
+
+
+def test_the_frobenius_errors(tmp_path: Path) -> None:
+    run("structures/frobenius.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "frobenius.json")
+    errors = {key: {name: value[0] for name, value in row.items()} for key, row in found["errors"]["diabetes"].items()}
+    assert abs(errors["diag"]["off-diagonal"] - 1.0) < 1e-12
+    for measure in ("layers", "whole"):  # lemmas 1 and 2 of [S20]
+        assert errors["inf 100%"][measure] <= errors["ekfac"][measure] + 1e-10
+        assert errors["ekfac"][measure] <= errors["kfac"][measure] + 1e-10
+    assert errors["ekfac"]["layers"] < errors["kfac"]["layers"]
+    checks = found["checks"]["diabetes"][0]
+    assert checks["ordering_holds"] and checks["diagonal_error_of_inf"] < 1e-10
+    assert checks["parameters"] == 10 * 8 + 8 + 8 + 1
+    for picture in ("frobenius.png", "eigenvalues.png"):
+        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_sampling_times(tmp_path: Path) -> None:
+    run("structures/sampling.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "sampling.json")["results"]["tiny"]
+    assert set(found) == STRUCTURES
+    for values in found.values():
+        # conv 7 x 7; block of two 3 x 3; block of two 3 x 3 with a shortcut; norms; the last layer
+        convolutions = 8 * 3 * 49 + 2 * 8 * 8 * 9 + 8 * 16 * 9 + 16 * 16 * 9 + 8 * 16
+        assert values["parameters"] == convolutions + 2 * (3 * 8 + 3 * 16) + 16 * 10 + 10
+        assert 0 < values["seconds"] < math.inf
+
+
+def test_the_mnist_script(tmp_path: Path) -> None:
+    arguments = ("--networks", "mlp", "--curvatures", "ggn")
+    run("structures/mnist.py", tmp_path, "--out", "out", *arguments)
+    results = figures(tmp_path / "out" / "mnist.json")["results"]
+    assert {(r["structure"], r["N"]) for r in results} == {(s, n) for s in STRUCTURES for n in (300, 600)}
+    for r in results:
+        # the precision of training is on the curve
+        assert -math.inf < r["evidence"] <= r["best_evidence"] + 1e-3 * abs(r["evidence"]) < math.inf
+    whole = {r["structure"]: r for r in results if r["N"] == 600}
+    assert len({round(r["map"]["log_likelihood"], 6) for r in whole.values()}) == 1
+    for r in whole.values():
+        for method in ("map", "probit", "glm"):
+            assert 0.5 < r[method]["accuracy"] <= 1.0 and 0.0 <= r[method]["ece"] < 0.5
+            assert -2.3 < r[method]["log_likelihood"] < 0.0
+        assert r["probit"]["log_likelihood"] != r["map"]["log_likelihood"]
+
+
+def test_damped_evidence_is_worse(tmp_path: Path) -> None:
+    printed = run("structures/damping.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "damping.json")["results"]["digits"]
+    assert set(found) == {"after_training", "online"}
+    for runs in found.values():
+        assert len(runs) == 2
+        for variants in runs:
+            assert variants["damped"]["evidence"] < variants["undamped"]["evidence"]
+            # the same network and precision: the structure's name is all that differs
+            exact = variants["exact"]
+            assert abs(exact["evidence"] - exact["exact_evidence"]) < 1e-9 * abs(exact["evidence"])
+    assert "damped evidence is lower in 2 of 2 runs" in printed
