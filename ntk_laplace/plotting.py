@@ -293,7 +293,7 @@ def evidence_comparison(
         left.axvline(exact, color=GREY, lw=1.2, ls=(0, (4, 2)))
     for line, (value, parts, size) in enumerate(zip(evidence, seconds, memory, strict=True)):
         if value is None or parts is None:
-            left.text(0.5, line, "no value", transform=left.get_yaxis_transform(), color=GREY, ha="center", va="center")
+            left.text(0.03, line, "no value", transform=left.get_yaxis_transform(), color=GREY, va="center", fontsize=9)
             continue
         away = None if exact is None or np.isclose(value, exact, rtol=1e-6) else value - exact
         left.plot(value, line, "o", ms=8, color=BLUE)
@@ -311,7 +311,7 @@ def evidence_comparison(
     right.set(xlabel="extra peak memory, MiB")
     for axes, title in ((left, "Evidence"), (middle, "Time"), (right, "Memory")):
         _tidy(axes, title).grid(False, axis="y")
-        axes.margins(x=0.17)
+        axes.margins(x=0.22)
         if axes is not left:
             axes.set_xlim(left=0)
     return figure

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import cli, demo
+from ntk_laplace.comparison import compare
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -91,3 +98,311 @@ def test_options_reach_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert cli.main(["demo", "--out", str(tmp_path / "x"), "--seed", "7"]) == 0
     assert cli.main(["demo"]) == 0
     assert seen == [(tmp_path / "x", 7, False), (Path("ntk-laplace-demo"), 0, False)]
+
+
+# --- evidence: the user's own network and data
+
+NETWORK = '''
+import torch
+from torch import nn
+
+from neighbour import WIDTH
+
+number = 3
+
+
+class Named(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(4, WIDTH), nn.Tanh(), nn.Dropout(), nn.Linear(WIDTH, 3))
+
+
+def make_network():
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Dropout(), nn.Linear(WIDTH, 3))
+
+
+def wants(width):
+    return nn.Linear(width, 3)
+
+
+def returns_weights():
+    return {"weight": 1}
+
+
+def single():
+    return nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+built = make_network()
+'''
+
+
+@pytest.fixture
+def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a network, its checkpoint, and its data, which is the working directory too."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(NETWORK)
+    Path("neighbour.py").write_text("WIDTH = 6\n")
+    network = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(), nn.Linear(6, 3))
+    torch.save(network.state_dict(), "w.pt")
+    single = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    torch.save(single.state_dict(), "single.pt")
+    x = torch.randn(20, 4).numpy()
+    np.savez("d.npz", X=x, y=np.arange(20) % 3)
+    np.savez("real.npz", X=x, y=x[:, :1])
+    np.savez("counts.npz", X=x, y=np.arange(20) % 5)
+    np.savez("two.npz", X=x, y=np.arange(20) % 2)
+    yield tmp_path
+    sys.modules.pop("neighbour", None)
+
+
+def evidence(*more: str, network: str = "model.py", checkpoint: str = "w.pt", data: str = "d.npz") -> list[str]:
+    return ["evidence", network, "--checkpoint", checkpoint, "--data", data, "--structures", "gp,full",
+            *(more if "--likelihood" in more else ("--likelihood", "categorical", *more))]  # fmt: skip
+
+
+def own_value(checkpoint: str, data: str, likelihood: ntkl.Likelihood, **options: object) -> float:
+    """The evidence without the command."""
+    state = torch.load(checkpoint)
+    width, outputs = 6, len(list(state.values())[-1])
+    network = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, outputs)).double()
+    network.load_state_dict(dict(zip(network.state_dict(), state.values(), strict=True)))
+    arrays = np.load(data)
+    x, y = torch.as_tensor(arrays["X"]).double(), torch.as_tensor(arrays["y"])
+    correction = options.pop("correction", False)
+    return ntkl.laplace(network, (x, y), likelihood, **options).log_marginal_likelihood(correction).item()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "checkpoint", "data", "likelihood", "options"),
+    [
+        ([], "w.pt", "d.npz", ntkl.Categorical(), {}),
+        (["--precision", "2.5", "--groups", "layer", "--correction"], "w.pt", "d.npz", ntkl.Categorical(),
+         {"prior": ntkl.GaussianPrior(2.5), "correction": True}),
+        (["--curvature", "ef"], "w.pt", "d.npz", ntkl.Categorical(), {"curvature": "ef"}),
+        (["--likelihood", "gaussian", "--noise", "0.3"], "single.pt", "real.npz", ntkl.Gaussian(noise=0.3), {}),
+        (["--likelihood", "gaussian"], "single.pt", "real.npz", ntkl.Gaussian(noise=1.0), {}),
+        (["--likelihood", "poisson"], "single.pt", "counts.npz", ntkl.Poisson(), {}),
+        (["--likelihood", "bernoulli"], "single.pt", "two.npz", ntkl.Bernoulli(), {}),
+    ],
+)  # fmt: skip
+def test_evidence_of_ones_own_network(
+    arguments: list[str], checkpoint: str, data: str, likelihood: ntkl.Likelihood, options: dict,
+    brought: Path, capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    network = "model.py:single" if checkpoint == "single.pt" else "model.py"
+    line = evidence(*arguments, network=network, checkpoint=checkpoint, data=data)
+    assert cli.main([*line, "--json", "o.json"]) == 0
+    found = json.loads(Path("o.json").read_text())
+    expected = own_value(checkpoint, data, likelihood, **options)
+    assert [row["structure"] for row in found["rows"]] == ["gp", "full"]
+    assert [row["evidence"] for row in found["rows"]] == pytest.approx([expected] * 2, rel=1e-9)
+    printed = capsys.readouterr()
+    assert f"{expected:.3f}" in printed.out and printed.err == ""
+
+
+def test_evidence_from_the_shell_with_table_and_picture(brought: Path) -> None:
+    done = run(*evidence("--plot", "o.png", "--memory", "0.00001"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Log marginal likelihood, in nats\nN = 20, C = 3, P = 51; Categorical")
+    assert "gp: refused: expected B of 40 x 40" in done.stdout and "\nfull       refused  " not in done.stdout
+    assert (brought / "o.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_single_precision_is_single(brought: Path) -> None:
+    values = []
+    for more in ([], ["--float32"]):
+        assert cli.main([*evidence(*more), "--json", "o.json"]) == 0
+        values.append(json.loads(Path("o.json").read_text())["rows"][0]["evidence"])
+    double, single = values
+    assert single != double and single == pytest.approx(double, rel=1e-5)
+
+
+@pytest.mark.parametrize("wrapped", ["state_dict", "model", "module", "compiled", "class", "instance"])
+def test_checkpoints_as_people_save_them(wrapped: str, brought: Path, capsys: pytest.CaptureFixture) -> None:
+    state = torch.load("w.pt")
+    saved = {
+        "state_dict": {"state_dict": state, "epoch": 3},
+        "model": {"model": state, "optimizer": {"lr": 0.1}},
+        "module": {f"module.{name}": value for name, value in state.items()},
+        "compiled": {f"_orig_mod.{name}": value for name, value in state.items()},
+    }
+    torch.save(saved.get(wrapped, state), "other.pt")
+    network = {"class": "model.py:Named", "instance": "model.py:built"}.get(wrapped, "model.py")
+    assert cli.main(evidence(checkpoint="other.pt", network=network)) == 0
+    assert f"{own_value('w.pt', 'd.npz', ntkl.Categorical()):.3f}" in capsys.readouterr().out
+
+
+BAD_FILES = {
+    "text.py": "WIDTH = (\n",
+    "fails.py": "x = 1\nimport torch_geometric_of_nobody\n",
+    "script.py": "import sys\n\nsys.exit('usage: script.py DATA')\n",
+    "empty.py": "",
+    "late.py": "def make_network():\n    return 1 / 0\n",
+    "text.pt": "no checkpoint",
+    "text.npz": "no arrays",
+}
+
+
+@pytest.fixture
+def bad_files(brought: Path) -> Path:
+    for name, text in BAD_FILES.items():
+        Path(name).write_text(text)
+    Path("model.txt").write_text(NETWORK)
+    Path("folder.py").mkdir()
+    state = torch.load("w.pt")
+    first, *others = state
+    torch.save({name: state[name] for name in others}, "less.pt")
+    torch.save({**state, "extra.weight": state[first]}, "more.pt")
+    torch.save({**state, first: torch.zeros(7, 4)}, "shape.pt")
+    torch.save([1.0], "list.pt")
+    torch.save({}, "none.pt")
+    torch.save({"epoch": 3, "lr": 0.1}, "no_weights.pt")
+    torch.save(nn.Linear(4, 3), "module.pt")
+    x, y = np.zeros((20, 4)), np.arange(20) % 3
+    np.savez("no_y.npz", X=x, labels=y)
+    np.savez("nothing.npz")
+    np.savez("words.npz", X=x, y=np.array(["a"] * 20))
+    np.savez("objects.npz", X=x, y=np.array([None] * 20))
+    np.savez("short.npz", X=x[:19], y=y)
+    np.savez("wide.npz", X=np.zeros((20, 5)), y=y)
+    np.savez("whole.npz", X=np.zeros((20, 4), dtype=int), y=y)
+    np.savez("four.npz", X=x, y=y + 1)
+    np.savez("gaps.npz", X=np.where(np.arange(20)[:, None] == 7, np.nan, x), y=y)
+    np.savez("no_rows.npz", X=x[:0], y=y[:0])
+    with open("array.npz", "wb") as file:
+        np.save(file, x)
+    return brought
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        # the network's file
+        ({"network": "nowhere.py"}, "expected a Python file with a function that returns the network; got nowhere.py, "
+         "where there is no file. Check the path."),
+        ({"network": "folder.py"}, "got the directory folder.py"),
+        ({"network": "model.txt:make_network"}, "expected a Python file, whose name ends with .py; got model.txt"),
+        ({"network": "text.py"}, "SyntaxError: '(' was never closed (text.py, line 1) in line 1 of text.py"),
+        ({"network": "fails.py"}, "No module named 'torch_geometric_of_nobody' in line 2 of fails.py"),
+        ({"network": "script.py"}, "SystemExit: usage: script.py DATA in line 3 of script.py. Training and"),
+        ({"network": "empty.py"}, "expected a function 'make_network' in empty.py; got a file without functions"),
+        ({"network": "model.py:make_net"}, "got a file with 'Named', 'make_network', 'wants' and 2 more. "
+         "Name the function: model.py:Named"),
+        ({"network": "model.py:number"}, "expected 'number' in model.py to be a function; got a int"),
+        ({"network": "model.py:wants"}, "expected wants() to run without arguments; got TypeError: wants() missing 1"),
+        ({"network": "model.py:returns_weights"}, "to return a torch.nn.Module; got a dict"),
+        ({"network": "late.py"}, "ZeroDivisionError: division by zero in line 2 of late.py"),
+        # the checkpoint
+        ({"checkpoint": "nowhere.pt"}, "expected a checkpoint; got nowhere.pt, where there is no file"),
+        ({"checkpoint": "text.pt"}, "expected a checkpoint"),
+        ({"checkpoint": "d.npz"}, "expected a checkpoint"),
+        ({"checkpoint": "module.pt"}, "expected a checkpoint of tensors alone, which loads without running code; got "
+         "module.pt, which torch.load(weights_only=True) refuses. Save it with torch.save(network.state_dict(), path)"),
+        ({"checkpoint": "list.pt"}, "expected a state dict: names and tensors; got a list in list.pt"),
+        ({"checkpoint": "none.pt"}, "got an empty dict in none.pt"),
+        ({"checkpoint": "no_weights.pt"}, "got 'epoch', 'lr' in no_weights.pt, which are no tensors"),
+        ({"checkpoint": "less.pt"}, "checkpoint with the network's 4 tensors; got less.pt with '0.weight' missing"),
+        ({"checkpoint": "more.pt"}, "got more.pt with 'extra.weight' that it does not know"),
+        ({"checkpoint": "single.pt"}, "got single.pt with '3.weight', '3.bias' missing, and '2.weight', '2.bias' that"),
+        ({"checkpoint": "shape.pt"}, "got 0.weight (7, 4) instead of (6, 4) in shape.pt"),
+        # the data
+        ({"data": "nowhere.npz"}, "an .npz file of the training data; got nowhere.npz, where there is no file"),
+        ({"data": "text.npz"}, "arrays X and y of numbers; got text.npz, which NumPy cannot read"),
+        ({"data": "array.npz"}, "got array.npz, which NumPy cannot read as such (it holds one array without a name). "
+         "Save it with numpy.savez('array.npz', X=X, y=y)."),
+        ({"data": "no_y.npz"}, "expected arrays X and y in no_y.npz; got 'X', 'labels', and no y"),
+        ({"data": "nothing.npz"}, "got nothing, and no X and no y"),
+        ({"data": "words.npz"}, "expected y to be an array of numbers"),
+        ({"data": "objects.npz"}, "objects.npz, which NumPy cannot read as such (Object arrays cannot be loaded"),
+        ({"data": "short.npz"}, "expected as many targets as inputs"),
+        ({"data": "no_rows.npz"}, "expected at least one example; got empty data"),
+        ({"data": "gaps.npz"}, "expected finite inputs; got NaN at example 7"),
+        ({"data": "wide.npz"}, "network that takes X of shape (2, 5) and type torch.float64; got RuntimeError: mat1"),
+        ({"data": "whole.npz"}, "save X as floats if they are values"),
+        # and whether they fit together
+        ({"data": "four.npz"}, "expected class labels in 0..2; got 3 at example 2"),
+        ({"likelihood": "gaussian"}, "expected targets of shape (20, 3); got shape (20,)"),
+        ({"likelihood": "poisson"}, "expected targets of shape (20, 3)"),
+        ({"likelihood": "bernoulli"}, "got shape (20,)"),
+        ({"device": "typewriter"}, "expected a device that torch can use here for torch.float64; got 'typewriter'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_line(
+    changed: dict[str, str], words: str, bad_files: Path, capsys: pytest.CaptureFixture
+) -> None:
+    brought = {name: changed[name] for name in ("network", "checkpoint", "data") if name in changed}
+    more = [part for name in ("likelihood", "device") if name in changed for part in (f"--{name}", changed[name])]
+    path = list(sys.path)
+    assert cli.main(evidence(*more, **brought)) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("ntk-laplace: expected ") and words in printed.err, printed.err
+    assert printed.err.count("\n") == 1 and printed.out == ""
+    assert sys.path == path and "_ntk_laplace_network_fails" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evidence"], "the following arguments are required"),
+        (evidence(network="model.py:"), "expected FILE.py:FACTORY with the name of a function; got 'model.py:'"),
+        (evidence(network="model.py:a.b"), "got 'model.py:a.b'"),
+        (evidence("--likelihood", "normal"), "invalid choice: 'normal'"),
+        (evidence("--noise", "0.1"), "expected --noise with --likelihood gaussian alone; got it with categorical."),
+        (evidence("--precision", "0"), "expected a positive number; got '0'"),
+        (evidence("--precision", "inf"), "expected a positive number; got 'inf'"),
+        (evidence("--precision", "one"), "expected a positive number; got 'one'"),
+        (evidence("--structures", "gp,kfak"), "expected some of gp,full,kfac,ekfac,inf,diag; got 'kfak'."),
+        (evidence("--structures", "gp,gp"), "got one twice in 'gp,gp'"),
+        (evidence("--structures", ""), "got ''"),
+        (evidence("--curvature", "fisher"), "invalid choice: 'fisher'"),
+        (evidence("--plot", "o.pdf"), "expected a file name that ends with .png; got 'o.pdf'"),
+    ],
+)
+def test_wrong_options_leave_with_two(arguments: list[str], words: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_work(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(ntkl, "compare_evidence", lambda *_, **__: pytest.fail("work began"))
+    (brought / "is_folder").mkdir()
+    for option, name in (("--json", "no/o.json"), ("--plot", "no/o.png"), ("--json", "is_folder")):
+        assert cli.main(evidence(option, name)) == 1
+        assert f"ntk-laplace: cannot write to {name}: " in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert cli.main(evidence("--json", "o.json")) == 1
+    assert "cannot write to o.json: Permission denied. Choose another name." in capsys.readouterr().err
+
+
+def test_interruption_prints_what_was_finished(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    fit = compare.laplace
+
+    def second_is_interrupted(*arguments: object, **options: object) -> ntkl.Posterior:
+        if "full" in arguments:
+            raise KeyboardInterrupt
+        return fit(*arguments, **options)
+
+    monkeypatch.setattr(compare, "laplace", second_is_interrupted)
+    assert cli.main(evidence("--json", "o.json")) == 130
+    printed = capsys.readouterr()
+    assert "\ngp  " in printed.out and "full" not in printed.out
+    assert printed.err == "ntk-laplace: interrupted; no file was written\n" and not Path("o.json").exists()
+
+
+def test_warnings_are_notes_and_said_once(
+    brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    fit = compare.laplace
+
+    def warning(*arguments: object, **options: object) -> ntkl.Posterior:
+        warnings.warn("a layer that no rule covers", ntkl.NTKLaplaceWarning, stacklevel=1)
+        return fit(*arguments, **options)
+
+    monkeypatch.setattr(compare, "laplace", warning)
+    assert cli.main(evidence()) == 0
+    assert capsys.readouterr().err == "ntk-laplace: note: a layer that no rule covers\n"

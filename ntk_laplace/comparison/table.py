@@ -144,6 +144,8 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
     for heading, (name, form) in forms.items():
         values = [getattr(row, name) for row in rows]
         cells = ["-" if value is None else form.format(value) for value in values]
+        if name == "evidence":  # "refused" or "failed"; the whole reason stands below the table
+            cells = [row.note.partition(":")[0] or cell for row, cell in zip(rows, cells, strict=True)]
         if name == "difference":
             cells = ["exact" if row.structure == exact else cell for row, cell in zip(rows, cells, strict=True)]
         optional = name in ("difference", "correction") and all(value is None for value in values)

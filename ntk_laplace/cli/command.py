@@ -1,4 +1,4 @@
-"""The command ``ntk-laplace``."""
+"""The parser of the command, and what becomes of failures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from ntk_laplace.cli.options import add_model_options, directory, png_file, seed, structures
+from ntk_laplace.fit import STRUCTURES
 
 __all__ = ["main"]
 
@@ -30,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return OK
-    return _demo(options)
+    if options.command == "evidence" and options.noise is not None and options.likelihood != "gaussian":
+        parser.error(f"expected --noise with --likelihood gaussian alone; got it with {options.likelihood}.")
+    return _demo(options) if options.command == "demo" else _evidence(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,16 +51,30 @@ def _parser() -> argparse.ArgumentParser:
         "and in weight space, evaluate it on held-out data, and write summary.json, pictures and report.html. "
         "Takes about a minute on two cores and downloads nothing.",
     )
-    demo.add_argument("--out", type=_directory, default=Path("ntk-laplace-demo"), metavar="DIR",
+    demo.add_argument("--out", type=directory, default=Path("ntk-laplace-demo"), metavar="DIR",
                       help="directory for the files, made if missing (default: %(default)s)")  # fmt: skip
-    demo.add_argument("--seed", type=_seed, default=0, metavar="S",
+    demo.add_argument("--seed", type=seed, default=0, metavar="S",
                       help="a whole number; decides splits and initial weights (default: %(default)s)")  # fmt: skip
     demo.add_argument("--small", action="store_true", help="a few examples of each problem: seconds, rougher numbers")
+    evidence = commands.add_parser(
+        "evidence",
+        help="the evidence of your own network under several structures",
+        description="Print the log marginal likelihood of a trained network on its training data, exact and "
+        "approximated, with the time and memory of each structure. What does not fit into memory is said so, "
+        "and the rest goes on. The network is put in evaluation mode.",
+    )
+    add_model_options(evidence)
+    evidence.add_argument("--structures", type=structures, default=",".join(STRUCTURES), metavar="A,B,...",
+                          help="which ones (default: %(default)s)")  # fmt: skip
+    evidence.add_argument("--correction", action="store_true",
+                          help="add half gᵀH⁻¹g, for weights that are not at their optimum")  # fmt: skip
+    evidence.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
+    evidence.add_argument("--plot", type=png_file, metavar="OUT.png", help="draw the table into this file")
     return parser
 
 
 def _demo(options: argparse.Namespace) -> int:
-    # here and not above: torch takes seconds to import, and --help needs none of it
+    # here and not above: the demo's parts take time to import, and --help needs none of them
     from ntk_laplace.demo import run_demo
     from ntk_laplace.errors import NTKLaplaceError
 
@@ -70,22 +89,24 @@ def _demo(options: argparse.Namespace) -> int:
     return OK
 
 
+def _evidence(options: argparse.Namespace) -> int:
+    from ntk_laplace.cli import evidence
+    from ntk_laplace.errors import NTKLaplaceError
+
+    try:
+        evidence.run(options)
+    except KeyboardInterrupt:
+        return _complain("interrupted; no file was written", INTERRUPTED)
+    except NTKLaplaceError as cause:
+        return _complain(str(cause), FAILED)
+    except OSError as cause:
+        return _complain(f"cannot write to {cause.filename}: {cause.strerror or cause}. Choose another name.", FAILED)
+    return OK
+
+
 def _complain(message: str, code: int) -> int:
     print(f"ntk-laplace: {message}", file=sys.stderr)
     return code
-
-
-def _directory(text: str) -> Path:
-    path = Path(text).expanduser()
-    if path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a directory; got the file {text!r}. Choose another name.")
-    return path
-
-
-def _seed(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**31 - 1}; got {text!r}.")
-    return int(text)
 
 
 def _version() -> str:

@@ -1,0 +1,242 @@
+"""What people bring to the command: a file with their network, a checkpoint of its weights, arrays of data."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+import traceback
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import DataError, NetworkError
+
+__all__ = ["check_forward", "load_data", "load_network", "load_weights"]
+
+_WRAPPERS = ("state_dict", "model", "model_state_dict")
+_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and of torch.compile
+
+
+# --- the network
+
+
+def load_network(path: Path, factory: str) -> nn.Module:
+    """Run a Python file, and call its function that returns the network.
+
+    Raises
+    ------
+    DataError
+        If there is no such file.
+    NetworkError
+        If the file does not run, has no such function, or the function does not return a module.
+    """
+    _require_file(path, "a Python file with a function that returns the network")
+    module = _run(path)
+    if not hasattr(module, factory):
+        own = [name for name, value in vars(module).items()
+               if callable(value) and getattr(value, "__module__", None) == module.__name__]  # fmt: skip
+        there = f"a file with {_few(own)}" if own else "a file without functions"
+        example = own[0] if own else factory
+        raise NetworkError(f"a function {factory!r} in {path}", there, f"Name the function: {path}:{example}")
+    made = getattr(module, factory)
+    if not isinstance(made, nn.Module):
+        if not callable(made):
+            raise NetworkError(f"{factory!r} in {path} to be a function", f"a {type(made).__name__}",
+                               "Name a function without arguments that returns the network.")
+        made = _called(made, f"{factory}()", path)
+    if not isinstance(made, nn.Module):
+        raise NetworkError(f"{factory}() in {path} to return a torch.nn.Module", f"a {type(made).__name__}",
+                           "Let it return the network itself, untrained; the weights come from the checkpoint.")
+    return made.eval()
+
+
+def _run(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_ntk_laplace_network_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise NetworkError("a Python file, whose name ends with .py", f"{path}", "Rename it.")
+    module = importlib.util.module_from_spec(spec)
+    # as Python does for a script: the file finds its neighbours, and pickle and dataclasses find the file
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        _called(lambda: spec.loader.exec_module(module), "the file", path)
+    except NetworkError:
+        del sys.modules[spec.name]
+        raise
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _called(function: Callable[[], Any], what: str, path: Path) -> Any:
+    """The function's value; whatever it raises becomes a message with the file's own line."""
+    try:
+        return function()
+    except (Exception, SystemExit) as cause:
+        frames = traceback.extract_tb(cause.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+        if isinstance(cause, SyntaxError):
+            lines = [cause.lineno]
+        where = f" in line {lines[-1]} of {path}" if lines else f" in {path}"
+        raise NetworkError(
+            f"{what} to run without arguments", f"{type(cause).__name__}: {_first_line(cause)}{where}",
+            'Training and the reading of arguments belong below if __name__ == "__main__".',
+        ) from cause  # fmt: skip
+
+
+def check_forward(network: nn.Module, x: Tensor) -> None:
+    """Run the network on two examples, so that an error in it is told as one.
+
+    Raises
+    ------
+    NetworkError
+        If it cannot take them.
+    """
+    try:
+        with torch.no_grad():
+            network(x[:2])
+    except Exception as cause:
+        remedy = "Give X the network's shape. One that makes float32 tensors of its own needs --float32."
+        if not x.is_floating_point():
+            remedy = "Whole numbers are passed as they are (token numbers, say): save X as floats if they are values."
+        raise NetworkError(f"a network that takes X of shape {(2, *x.shape[1:])} and type {x.dtype}",
+                           f"{type(cause).__name__}: {_first_line(cause)}", remedy) from cause
+
+
+# --- its weights
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Put a checkpoint's weights into the network; every one of them, and nothing else.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Its floating type is kept.
+    path : Path
+        Of a state dict, or of a dict that holds one under "state_dict", "model" or "model_state_dict". Loaded with
+        ``weights_only=True``: it cannot run code.
+
+    Raises
+    ------
+    DataError
+        If the file is missing or holds no weights.
+    NetworkError
+        If names or shapes are not the network's.
+    """
+    _require_file(path, "a checkpoint")
+    remedy = "Save it with torch.save(network.state_dict(), path)."
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as cause:
+        raise DataError("a checkpoint of tensors alone, which loads without running code",
+                        f"{path}, which torch.load(weights_only=True) refuses", remedy) from cause
+    except (EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as cause:
+        raise DataError("a checkpoint that torch.load can read", f"{path}, which it cannot "
+                        f"({type(cause).__name__}: {_first_line(cause)})", remedy) from cause
+    state = _state_dict(found, path, remedy)
+    wanted = network.state_dict()
+    for prefix in _PREFIXES:
+        if state and all(name.startswith(prefix) for name in state) and not set(state) <= set(wanted):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    _require_same(wanted, state, path)
+    network.load_state_dict(state)
+
+
+def _state_dict(found: Any, path: Path, remedy: str) -> dict[str, Any]:
+    for key in _WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping):
+        raise DataError("a state dict: names and tensors", f"a {type(found).__name__} in {path}", remedy)
+    other = [name for name, value in found.items() if not isinstance(value, Tensor) and "_extra_state" not in str(name)]
+    if other or not found:
+        got = f"{_few(other)} in {path}, which are no tensors" if other else f"an empty dict in {path}"
+        raise DataError("a state dict: names and tensors", got, f"{remedy} One under a key {_WRAPPERS} is found too.")
+    return {str(name): value for name, value in found.items()}
+
+
+def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
+    missing = [name for name in wanted if name not in state]
+    extra = [name for name in state if name not in wanted]
+    if missing or extra:
+        got = [f"{_few(missing)} missing"] if missing else []
+        got += [f"{_few(extra)} that it does not know"] if extra else []
+        raise NetworkError(f"a checkpoint with the network's {len(wanted)} tensors",
+                           f"{path} with {', and '.join(got)}",
+                           "Let the factory build the network that was trained.")
+    other = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(value.shape)}" for name, value in wanted.items()
+        if isinstance(value, Tensor) and value.shape != state[name].shape
+    ]  # fmt: skip
+    if other:
+        raise NetworkError("weights of the network's shapes", f"{_few(other, quote=False)} in {path}",
+                           "Let the factory build the network that was trained, with its widths.")
+
+
+# --- the data
+
+
+def load_data(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """X and y of an ``.npz`` file, as tensors; floating ones take `dtype`, whole numbers stay what they are.
+
+    Raises
+    ------
+    DataError
+        If the file is missing, is no such file, or its arrays are no numbers.
+    """
+    _require_file(path, "an .npz file of the training data")
+    remedy = f"Save it with numpy.savez({str(path)!r}, X=X, y=y)."
+    try:
+        arrays = _arrays(path)
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as cause:
+        raise DataError("an .npz file with arrays X and y of numbers", f"{path}, which NumPy cannot read as such "
+                        f"({_first_line(cause)})", remedy) from cause
+    missing = [name for name in ("X", "y") if name not in arrays]
+    if missing:
+        there = _few(list(arrays)) if arrays else "nothing"
+        raise DataError(f"arrays X and y in {path}", f"{there}, and no {' and no '.join(missing)}", remedy)
+    return _tensor("X", arrays["X"], dtype), _tensor("y", arrays["y"], dtype)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray | None]:
+    """Every name in the file, and the arrays behind X and y."""
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        raise ValueError("it holds one array without a name")
+    with loaded as archive:
+        return {name: archive[name] if name in ("X", "y") else None for name in archive.files}
+
+
+def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    if array.dtype.kind not in "fiub" or array.ndim == 0:
+        raise DataError(f"{name} to be an array of numbers with one row per example",
+                        f"shape {array.shape} and type {array.dtype}", "Convert it before it is saved.")
+    if array.dtype.kind == "f":
+        return torch.as_tensor(array.astype(np.float64)).to(dtype)
+    return torch.as_tensor(array.astype(np.int64))
+
+
+# --- words
+
+
+def _require_file(path: Path, what: str) -> None:
+    if not path.is_file():
+        got = f"the directory {path}" if path.is_dir() else f"{path}, where there is no file"
+        raise DataError(what, got, "Check the path.")
+
+
+def _few(names: Sequence[Any], quote: bool = True) -> str:
+    shown = [repr(name) if quote else str(name) for name in names[:3]]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _first_line(cause: BaseException) -> str:
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

@@ -1,0 +1,95 @@
+"""What the commands' options may be: values checked one by one, before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from ntk_laplace.fit import STRUCTURES
+
+__all__ = ["FACTORY", "add_model_options", "directory", "png_file", "positive", "seed", "source", "structures"]
+
+FACTORY = "make_network"
+_LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options that say which network, data, likelihood and prior: the same for every command on them."""
+    parser.add_argument("network", type=source, metavar="FILE.py[:FACTORY]",
+                        help=f"a Python file and the function in it that returns the nn.Module (default: {FACTORY}); "
+                        "the file is run")  # fmt: skip
+    model = parser.add_argument_group("the model")
+    model.add_argument("--checkpoint", type=Path, required=True, metavar="PT",
+                       help="the trained weights, saved with torch.save(network.state_dict(), PT)")  # fmt: skip
+    model.add_argument("--data", type=Path, required=True, metavar="NPZ",
+                       help="the training data, saved with numpy.savez(NPZ, X=..., y=...)")  # fmt: skip
+    model.add_argument("--likelihood", choices=_LIKELIHOODS, required=True, help="of the targets y")
+    model.add_argument("--noise", type=positive, metavar="VARIANCE",
+                       help="of gaussian targets, in squared units of y (default: 1)")  # fmt: skip
+    model.add_argument("--precision", type=positive, default=1.0, metavar="DELTA",
+                       help="of the prior: the weight decay on the summed loss (default: 1)")  # fmt: skip
+    model.add_argument("--groups", choices=("all", "layer", "tensor"), default="all",
+                       help="parameters that share one precision (default: %(default)s)")  # fmt: skip
+    model.add_argument("--curvature", choices=("ggn", "ef", "mc"), default="ggn",
+                       help="exact Gauss-Newton, empirical or Monte-Carlo Fisher (default: %(default)s)")  # fmt: skip
+    work = parser.add_argument_group("the work")
+    work.add_argument("--float32", action="store_true",
+                      help="single precision for network and algebra: half the memory, six digits "
+                      "(default: double, whatever the checkpoint holds)")  # fmt: skip
+    work.add_argument("--device", default="cpu", help="as torch names it, such as cuda (default: %(default)s)")
+    work.add_argument("--memory", type=positive, metavar="GIB",
+                      help="refuse what would take more (default: the device's free memory)")  # fmt: skip
+
+
+def source(text: str) -> tuple[Path, str]:
+    """``FILE.py`` or ``FILE.py:FACTORY``, as path and name."""
+    file, colon, name = text.rpartition(":")
+    if not colon or text.endswith(".py"):  # a colon of C:\model.py
+        file, name = text, FACTORY
+    if not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected FILE.py:FACTORY with the name of a function; got {text!r}.")
+    return Path(file).expanduser(), name
+
+
+def structures(text: str) -> list[str]:
+    """Names of structures, with commas between."""
+    names = [name.strip() for name in text.split(",")]
+    wrong = [name for name in names if name not in STRUCTURES]
+    if wrong or len(set(names)) < len(names):
+        got = repr(wrong[0]) if wrong else f"one twice in {text!r}"
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(STRUCTURES)}; got {got}.")
+    return names
+
+
+def positive(text: str) -> float:
+    """A positive, finite number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}.")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number that seeds."""
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**31 - 1}; got {text!r}.")
+    return int(text)
+
+
+def directory(text: str) -> Path:
+    """A directory, or a path where one can be made."""
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a directory; got the file {text!r}. Choose another name.")
+    return path
+
+
+def png_file(text: str) -> Path:
+    """Path of a picture."""
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"expected a file name that ends with .png; got {text!r}.")
+    return Path(text).expanduser()
