@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ntk_laplace.comparison.table import EvidenceComparison, StructureEvidence
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import Form, Root
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import (
     HyperparameterError,
@@ -33,9 +33,8 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import Settings
 
-__all__ = ["ALL", "ComparisonInterrupted", "compare_evidence"]
+__all__ = ["ComparisonInterrupted", "compare_evidence"]
 
-ALL = ("gp", "full", "kfac", "ekfac", "inf", "diag")
 _EXACT = ("gp", "full")
 _OF_STRUCTURES = (MemoryBudgetError, HyperparameterError, UnsupportedError, NumericalError)
 """Errors that another structure need not share."""
@@ -61,7 +60,7 @@ def compare_evidence(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structures: Sequence[Any] = ALL,
+    structures: Sequence[str | Form] = STRUCTURES,
     curvature: str | Root = "ggn",
     correction: bool = False,
     parameters: ParameterChoice = None,
@@ -80,7 +79,7 @@ def compare_evidence(
     network, data, likelihood, prior, curvature, parameters, dtype, settings
         As for `laplace`. A data loader is read anew for each structure.
     structures : sequence
-        Names, or objects with options.
+        Names, or forms with their options: ``["gp", "kfac", INF(rank=0.5)]``. All of them by default.
     correction : bool
         Add ½ gᵀH⁻¹g to each evidence.
 
@@ -99,6 +98,9 @@ def compare_evidence(
     root = curvature if isinstance(curvature, Root) else Root(curvature)
     prior = GaussianPrior() if prior is None else prior
     settings = Settings() if settings is None else settings
+    if settings.checkpoint is not None or settings.resume is not None:
+        raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
+                               "Fit the structure that takes long with laplace, and the others here.")
     labels = _labels(structures)
     found, device = _examine(network, data, likelihood, prior, root, parameters, settings)
     exact: list[str] = []
@@ -109,7 +111,7 @@ def compare_evidence(
             laplace, network, data, *copy.deepcopy((likelihood, prior)), structure, root, parameters, dtype, settings
         )  # a fit binds its prior and moves it to the network's device, so each has its own
         try:
-            _warm_up(structure, root, device, dtype)
+            _warm_up(structure, root, correction, device, dtype)
             row, kind, n = _measure(label, fit, correction, device)
         except KeyboardInterrupt as stop:
             raise ComparisonInterrupted(_with_differences(found, exact)) from stop
@@ -129,13 +131,15 @@ def compare_evidence(
 # --- before the fits
 
 
-def _labels(structures: Sequence[Any]) -> list[str]:
+def _labels(structures: Sequence[str | Form]) -> list[str]:
     """A name for each structure that tells it from the others."""
     if isinstance(structures, str) or not structures:
-        raise UnsupportedError("a sequence of structures", repr(structures), f"Pass a list, such as {list(ALL)}.")
+        raise UnsupportedError("a list of structures", repr(structures), f"Pass one such as {list(STRUCTURES)}.")
     for structure in structures:
-        if isinstance(structure, str) and structure not in {*ALL, *STRUCTURES, "auto"}:
-            raise UnsupportedError(f"structures among {', '.join((*ALL, 'auto'))}", repr(structure), "Look for a typo.")
+        known = isinstance(structure, Form) or structure in (*STRUCTURES, "auto")
+        if not known:
+            raise UnsupportedError(f"structures among {', '.join((*STRUCTURES, 'auto'))}, or forms such as KFAC()",
+                                   repr(structure), "Look for a typo.")
     plain = [_label(structure) for structure in structures]
     many, seen, labels = Counter(plain), Counter(), []
     for label in plain:
@@ -144,18 +148,17 @@ def _labels(structures: Sequence[Any]) -> list[str]:
     return labels
 
 
-def _label(structure: Any) -> str:
-    """A string as it is; an object as its class with those options that are not the defaults."""
-    if not is_dataclass(structure):
-        return str(structure)
+def _label(structure: str | Form) -> str:
+    """A name as it is; a form as its name with those options that are not the defaults."""
+    if isinstance(structure, str):
+        return structure
     options = []
     for entry in fields(structure):
         value = getattr(structure, entry.name)
-        if entry.default is MISSING or value != entry.default:
-            text = value if isinstance(value, str) else repr(value)
+        if value is not entry.default and value != entry.default:
+            text = str(value)
             options.append(f"{entry.name}={text if len(text) < 20 else '...'}")
-    name = type(structure).__name__.lower()
-    return f"{name}({', '.join(options)})" if options else name
+    return f"{structure.name}({', '.join(options)})" if options else structure.name
 
 
 def _examine(
@@ -193,7 +196,9 @@ def _tell(text: str, settings: Settings) -> None:
         print(f"ntk_laplace: {text}", file=sys.stderr, flush=True)
 
 
-def _warm_up(structure: Any, root: Root, device: torch.device, dtype: torch.dtype | None) -> None:
+def _warm_up(
+    structure: str | Form, root: Root, correction: bool, device: torch.device, dtype: torch.dtype | None
+) -> None:
     """Fit to a toy problem, so that libraries and threads that come with first use are there."""
     with preserved_rng(device), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):
         warnings.simplefilter("ignore")
@@ -201,8 +206,9 @@ def _warm_up(structure: Any, root: Root, device: torch.device, dtype: torch.dtyp
         toy = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).to(device)
         data = torch.randn(4, 2), torch.randn(4, 1)
         quiet = Settings(progress=False)
-        posterior = laplace(toy, data, Gaussian(), None, structure, root, dtype=dtype, settings=quiet)
-        posterior.log_marginal_likelihood(correction=True)
+        name = structure if isinstance(structure, str) else structure.name
+        posterior = laplace(toy, data, Gaussian(), None, name, root, dtype=dtype, settings=quiet)
+        posterior.log_marginal_likelihood(correction)
 
 
 # --- one structure
