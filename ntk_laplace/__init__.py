@@ -1,6 +1,7 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
 from ntk_laplace import gp
+from ntk_laplace.checkpoint import load
 from ntk_laplace.comparison import ComparisonInterrupted, EvidenceComparison, StructureEvidence, compare_evidence
 from ntk_laplace.curvature import EKFAC, INF, KFAC, Diagonal, Root
 from ntk_laplace.errors import (
@@ -65,4 +66,5 @@ __all__ = [
     "empirical_ntk",
     "gp",
     "laplace",
+    "load",
 ]

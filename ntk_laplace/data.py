@@ -17,9 +17,11 @@ from ntk_laplace.errors import DataError, NonFiniteError
 __all__ = [
     "Batches",
     "Joined",
+    "Missing",
     "as_tensors",
     "check_finite",
     "concatenate",
+    "kept_or_missing",
     "leaves",
     "map_tensors",
     "num_examples",
@@ -248,6 +250,22 @@ class Joined:
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for source in self.sources:
             yield from source
+
+
+class Missing:
+    """Data that a checkpoint did not hold: any pass over them is refused."""
+
+    device: torch.device | None = None
+    length = num_batches = None
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        raise DataError("the training data, for another pass over them", "a checkpoint that holds none",
+                        "Load it with ntk_laplace.load(path, network, data=...).")
+
+
+def kept_or_missing(batches: Batches | None) -> Batches | Missing:
+    """The data, or what stands in for them."""
+    return Missing() if batches is None else batches
 
 
 def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:

@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Root
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["Curvature", "NewtonStep", "TrainingPoints", "correction", "joint_gradient", "log_det", "log_joint"]
+__all__ = [
+    "Curvature",
+    "ForgottenPoints",
+    "NewtonStep",
+    "TrainingPoints",
+    "correction",
+    "joint_gradient",
+    "log_det",
+    "log_joint",
+]
 
 
 class Curvature(Protocol):
@@ -56,6 +66,24 @@ class TrainingPoints:
     f: Tensor
     targets: Tensor
 
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.f.shape[0]
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.f.shape[1]
+
+    def log_likelihood(self, likelihood: Likelihood) -> Tensor:
+        """Σ log p(y_n | f_n), nats."""
+        return likelihood.log_prob(self.f, self.targets).sum()
+
+    def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
+        """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
+        return root.hessian(likelihood, self.f, self.targets)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainingPoints:
         """The same points elsewhere; labels stay whole numbers."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
@@ -78,6 +106,56 @@ class TrainingPoints:
         """
         likelihood.bind(*f.shape)
         return cls(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device))
+
+
+@dataclass(frozen=True)
+class ForgottenPoints:
+    """What a checkpoint without training data knows of them: how many, and how likely they were.
+
+    Attributes
+    ----------
+    num_examples, num_outputs : int
+    value : Tensor, ()
+        Σ log p(y_n | f_n) at the likelihood's hyperparameters of the checkpoint.
+    hyperparameters : tuple of Tensor
+        Those.
+    """
+
+    num_examples: int
+    num_outputs: int
+    value: Tensor
+    hyperparameters: tuple[Tensor, ...]
+
+    @property
+    def f(self) -> Tensor:
+        """Not there."""
+        raise _forgotten("the outputs at the training points")
+
+    @property
+    def targets(self) -> Tensor:
+        """Not there."""
+        raise _forgotten("the training targets")
+
+    def log_likelihood(self, likelihood: Likelihood) -> Tensor:
+        """Σ log p(y_n | f_n), if the likelihood is the checkpoint's."""
+        now = [*likelihood.parameters(), *likelihood.buffers()]
+        if not all(torch.equal(a, b.to(a)) for a, b in zip(now, self.hyperparameters, strict=True)):
+            raise _forgotten("the evidence at other hyperparameters of the likelihood")
+        return self.value
+
+    def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
+        """None of it: the evidence is a constant of the likelihood."""
+        return self.value.new_zeros(0)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> ForgottenPoints:
+        """The same elsewhere."""
+        moved = tuple(value.to(device) for value in self.hyperparameters)
+        return ForgottenPoints(self.num_examples, self.num_outputs, self.value.to(device), moved)
+
+
+def _forgotten(what: str) -> UnsupportedError:
+    return UnsupportedError(f"training data, for {what}", "a checkpoint that holds none",
+                            "Load it with ntk_laplace.load(path, network, data=...), or save with include_data=True.")
 
 
 class _LogDet(torch.autograd.Function):
@@ -118,8 +196,8 @@ class _Once(torch.autograd.Function):
 
 def log_joint(points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor) -> Tensor:
     """Σ log p(y_n | f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), without the prior's normalizer, which log det B holds ([I21] Eq. 8)."""
-    log_likelihood = likelihood.log_prob(points.f, points.targets).sum()
-    return log_likelihood - prior.energy(theta.to(points.f)).to(log_likelihood)
+    log_likelihood = points.log_likelihood(likelihood)
+    return log_likelihood - prior.energy(theta).to(log_likelihood)
 
 
 def log_det(
@@ -139,7 +217,7 @@ def log_det(
         Gives ∂ log det B/∂Λ_n, (N, C, C), V at the training points if the curvature is exact; called by the backward
         pass alone.
     """
-    hessian = root.hessian(likelihood, points.f, points.targets)
+    hessian = points.hessian(root, likelihood)
     return _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
 
 
@@ -197,7 +275,7 @@ def correction(
     """
     precision = prior.flat_precision().to(theta)
     residual = likelihood.residual(points.f, points.targets)
-    hessian = root.hessian(likelihood, points.f, points.targets)
+    hessian = points.hessian(root, likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + step.curve(hessian)
     return _Once.apply(slope - 0.5 * curve)

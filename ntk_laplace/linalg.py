@@ -68,17 +68,18 @@ def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
     return matrix
 
 
-def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int = 1024) -> None:
+def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> None:
     """``matrix += rowsᵀ rows`` in the lower triangle (whole diagonal blocks), half the work of the full product.
 
     Parameters
     ----------
     matrix : Tensor, (n, n)
     rows : Tensor, (m, n)
-    block : int
-        Height of a panel.
+    block : int, optional
+        Height of a panel; by default a fifth of n within bounds, where panels are still fast.
     """
     n = matrix.shape[0]
+    block = max(128, min(1024, n // 5)) if block is None else block
     for start in range(0, n, block):
         stop = min(start + block, n)
         matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from ntk_laplace.network import Network
 from ntk_laplace.predictive import predictive, predictive_from_samples
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures import Structure, Trained
+from ntk_laplace.structures import Structure, Trained, posterior_record, write
 
 __all__ = ["Posterior"]
 
@@ -100,12 +101,17 @@ class Posterior:
     @property
     def num_examples(self) -> int:
         """N."""
-        return len(self.f)
+        return self._structure.points.num_examples
 
     @property
     def num_outputs(self) -> int:
         """C."""
-        return self.f.shape[1]
+        return self._structure.points.num_outputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the algebra."""
+        return self._trained.factors.dtype
 
     @property
     def num_parameters(self) -> int:
@@ -116,7 +122,7 @@ class Posterior:
         why = f" ({self.reason})" if self.reason else ""
         return (
             f"Posterior(structure={self.structure!r}{why}, N={self.num_examples}, C={self.num_outputs}, "
-            f"P={self.num_parameters:,}, likelihood={type(self.likelihood).__name__}, dtype={self.f.dtype})"
+            f"P={self.num_parameters:,}, likelihood={type(self.likelihood).__name__}, dtype={self.dtype})"
         )
 
     @property
@@ -155,6 +161,19 @@ class Posterior:
         self._structure.to(device, dtype)
         self._curvature, self._seen = None, ()
         return self
+
+    def save(self, path: str | os.PathLike[str], include_data: bool = False) -> None:
+        """Write a checkpoint that `ntk_laplace.load` reads, and ``torch.load(path, weights_only=True)`` opens.
+
+        Parameters
+        ----------
+        path : path
+        include_data : bool
+            Keep outputs and targets of the training points, so that the loaded posterior can do everything that needs
+            no further pass over the data. ``structure="gp"`` is made of its training points' rows, inputs of the
+            first layer among them, and can be saved in no other way.
+        """
+        write(posterior_record(self._trained, self._structure, self.reason, include_data), path)
 
     # --- more data
 
@@ -257,14 +276,14 @@ class Posterior:
         HyperparameterError
             If a factor is not positive and finite.
         """
-        factors = torch.as_tensor(factors, dtype=self.f.dtype, device=self.f.device).reshape(-1)
+        factors = torch.as_tensor(factors, dtype=self.dtype, device=self.network.device).reshape(-1)
         if not bool(((factors > 0) & torch.isfinite(factors)).all()):
             raise HyperparameterError("positive finite factors", f"{factors.tolist()}",
                                       "Pass the factors themselves, not their logarithms.")
         trained, points = self._trained, self._structure.points
         with torch.no_grad():
-            log_likelihood = trained.likelihood.log_prob(points.f, points.targets).sum()
-            energy = trained.prior.energy(trained.theta.to(points.f)).to(log_likelihood)
+            log_likelihood = points.log_likelihood(trained.likelihood)
+            energy = trained.prior.energy(trained.theta).to(log_likelihood)
             log_det = self.curvature.log_dets(factors)
             return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
 
@@ -340,7 +359,7 @@ class Posterior:
             draws = self._weight_outputs(samples, x, generator)
             return predictive_from_samples(likelihood, draws, self.network.scalar)
         if method == "map":
-            f = self.network.without_grad(self._on_device(x)).to(self.f.dtype)
+            f = self.network.without_grad(self._on_device(x)).to(self.dtype)
             covariance = f.new_zeros(*f.shape, f.shape[1])
         else:
             f, covariance = self.latent_moments(x, mean)
@@ -409,7 +428,7 @@ class Posterior:
     def _joint(self, rows: Rows) -> Tensor:
         size = rows.num_examples * rows.num_seeds
         # K**, and the whitened cross-covariance whose square is subtracted from it
-        needed = (size + max(self.f.numel(), 1)) * size * rows.f.element_size()
+        needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * rows.f.element_size()
         require_memory(needed, rows.f.device, f"the joint covariance of {size:,} outputs",
                        "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
                        self._trained.settings.memory_budget)
@@ -430,10 +449,10 @@ class Posterior:
         return draw(count, generator)
 
     def _weight_outputs(self, count: int, x: Inputs, generator: torch.Generator | None) -> Tensor:
-        x, step = self._on_device(x), max(1, _DRAWS // (self.num_parameters * self.f.element_size()))
+        x, step = self._on_device(x), max(1, _DRAWS // (self.num_parameters * self.dtype.itemsize))
         outputs = []
         for start in range(0, count, step):
             weights = self._sample_weights(min(step, count - start), generator)
             outputs += [self.network.with_parameters(theta, x) for theta in weights]
-        return torch.stack(outputs).to(self.f.dtype)
+        return torch.stack(outputs).to(self.dtype)
 

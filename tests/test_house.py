@@ -31,7 +31,7 @@ HOUSE = [
     ["structures"],
     ["explain"],
     ["posterior"],
-    ["fit", "ntk"],
+    ["fit", "ntk", "checkpoint"],
     ["gp"],
     ["metrics"],
     ["plotting", "report"],

@@ -3,6 +3,7 @@
 from ntk_laplace.curvature.forms import EKFAC, FORMS, INF, KFAC, Diagonal, Form, Frame
 from ntk_laplace.curvature.full import FullWeightSpace, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpace, prior_variances
+from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.parts import Part, find_parts
 from ntk_laplace.curvature.roots import CURVATURES, Root
 from ntk_laplace.curvature.structured import StructuredWeightSpace
@@ -19,6 +20,7 @@ __all__ = [
     "Frame",
     "FullWeightSpace",
     "FunctionSpace",
+    "LowRank",
     "Part",
     "Root",
     "StructuredWeightSpace",

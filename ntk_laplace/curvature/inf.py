@@ -91,6 +91,11 @@ class LowRank:
         rows, columns = torch.unique(top // i), torch.unique(top % i)
         return cls(_columns(basis.left, o, rows, values), _columns(basis.right, i, columns, values), rows, columns)
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> LowRank:
+        """The same elsewhere."""
+        left, right = (side.to(device, dtype) for side in (self.left, self.right))
+        return LowRank(left, right, self.rows.to(device), self.columns.to(device))
+
     @property
     def size(self) -> int:
         """L."""

@@ -2,6 +2,7 @@
 
 from ntk_laplace.factors.blocks import Dense, Lookup, Outer
 from ntk_laplace.factors.passes import FactorPass, Seeds
+from ntk_laplace.factors.records import rows_from, rows_record
 from ntk_laplace.factors.rows import Rows
 
-__all__ = ["Dense", "FactorPass", "Lookup", "Outer", "Rows", "Seeds"]
+__all__ = ["Dense", "FactorPass", "Lookup", "Outer", "Rows", "Seeds", "rows_from", "rows_record"]

@@ -1,13 +1,21 @@
 """Structures: what is kept of the training data so that every later question is algebra."""
 
+from ntk_laplace.curvature import FORMS
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.base import Settings, Structure, Trained
 from ntk_laplace.structures.full import FullStructure
 from ntk_laplace.structures.gp import FunctionSpaceStructure
-from ntk_laplace.structures.records import resumed
+from ntk_laplace.structures.records import resumed, write
+from ntk_laplace.structures.saving import posterior_record
 from ntk_laplace.structures.structured import StructuredStructure
 
+RESTORE = {
+    "gp": FunctionSpaceStructure.restored,
+    "full": FullStructure.restored,
+} | {name: StructuredStructure.restored for name in FORMS}
+
 __all__ = [
+    "RESTORE",
     "Accumulation",
     "FullStructure",
     "FunctionSpaceStructure",
@@ -15,5 +23,7 @@ __all__ = [
     "Structure",
     "StructuredStructure",
     "Trained",
+    "posterior_record",
     "resumed",
+    "write",
 ]

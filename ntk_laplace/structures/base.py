@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import Root
 from ntk_laplace.data import Batches
-from ntk_laplace.evidence import Curvature, NewtonStep, TrainingPoints
+from ntk_laplace.evidence import Curvature, ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
@@ -94,7 +94,7 @@ class Structure(Protocol):
     """
 
     name: str
-    points: TrainingPoints
+    points: TrainingPoints | ForgottenPoints
 
     def curvature(self, trained: Trained) -> Curvature:
         """Algebra at the present hyperparameters."""
@@ -116,6 +116,9 @@ class Structure(Protocol):
 
     def another(self, trained: Trained, batches: Batches) -> Structure:
         """The same structure fitted to other data, so that the two can be merged."""
+
+    def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
+        """What is kept, at the present hyperparameters, as plain containers of tensors."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is kept."""

@@ -7,13 +7,14 @@ data; predictions and changes of the prior do not.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
-from ntk_laplace.data import Batches, Joined, num_examples
-from ntk_laplace.evidence import Curvature, NewtonStep, TrainingPoints
+from ntk_laplace.data import Batches, Joined, kept_or_missing, num_examples
+from ntk_laplace.evidence import Curvature, ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
@@ -113,6 +114,21 @@ class FullStructure:
         total._batches = Joined([self._batches, other._batches])
         total.points = self.points.joined(trained.likelihood, other.points)
         return total
+
+    def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
+        """JᵀΛJ at the present likelihood, its lower triangle."""
+        self.curvature(trained)
+        return {"ggn": self._ggn}
+
+    @classmethod
+    def restored(
+        cls, trained: Trained, saved: dict[str, Any], points: TrainingPoints | ForgottenPoints, batches: Batches | None
+    ) -> FullStructure:
+        """From a checkpoint."""
+        made = cls.__new__(cls)
+        made._batches, made.points, made._ggn = kept_or_missing(batches), points, saved["ggn"]
+        made._seen = [t.detach().clone() for t in (*trained.likelihood.parameters(), *trained.likelihood.buffers())]
+        return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move JᵀΛJ, and where batches go."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.data import Batches
-from ntk_laplace.evidence import NewtonStep, TrainingPoints
-from ntk_laplace.factors import Rows
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
+from ntk_laplace.factors import Rows, rows_from, rows_record
 from ntk_laplace.resources import format_bytes, require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
@@ -93,6 +95,24 @@ class FunctionSpaceStructure:
         total.points = self.points.joined(trained.likelihood, other.points)
         total._require_memory(trained, total.rows.num_examples, None)
         return total
+
+    def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
+        """The rows."""
+        if not include_data:
+            raise UnsupportedError(
+                'include_data=True to save structure="gp"', "include_data=False",
+                "Function space is made of its training points: their rows hold the inputs of the first layer.",
+            )  # fmt: skip
+        return rows_record(self.rows)
+
+    @classmethod
+    def restored(
+        cls, trained: Trained, saved: dict[str, Any], points: TrainingPoints | ForgottenPoints, batches: Batches | None
+    ) -> FunctionSpaceStructure:
+        """From a checkpoint."""
+        made = cls.__new__(cls)
+        made.rows, made.points = rows_from(saved), points
+        return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the rows; none is made anew."""

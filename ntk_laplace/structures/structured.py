@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Form, Frame, Part, StructuredWeightSpace
-from ntk_laplace.data import Batches, Joined, num_examples
+from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
+from ntk_laplace.data import Batches, Joined, kept_or_missing, num_examples
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import NewtonStep, TrainingPoints
+from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.structures.accumulation import Accumulation
+from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.checkpoint import Checkpoint
 from ntk_laplace.structures.reading import read_batches
+from ntk_laplace.structures.records import from_record, record
 
 __all__ = ["StructuredStructure"]
 
@@ -51,20 +52,26 @@ class StructuredStructure:
             accumulated = Accumulation(form)
             _borrow(accumulated, form, trained)
         self._accumulated = accumulated
-        accumulated.checkpoint = Checkpoint(trained.settings.checkpoint)
+        accumulated.checkpoint = Autosave(trained.settings.checkpoint)
         accumulated.advance(trained, batches)
         self._settle(trained)
 
     def _settle(self, trained: Trained) -> None:
         """What follows from the sums, once, at the likelihood they were gathered under."""
         gathered = self._accumulated
-        self.points: TrainingPoints = gathered.points
+        self.points: TrainingPoints | ForgottenPoints = self._gathered_points()
         trained.likelihood.bind(*self.points.f.shape)
         if not gathered.frames:
             gathered.frames = [Frame.of(summary) for summary in gathered.summaries]
         self._extras = self.form.settled(gathered.summaries, gathered.frames)
         self._likelihood = copy.deepcopy(trained.likelihood)
         self._scale = 1.0
+
+    def _gathered_points(self) -> TrainingPoints:
+        """Outputs and targets of all examples; kept once, here."""
+        points = self._accumulated.points
+        self._accumulated.f, self._accumulated.targets = [], []
+        return points
 
     @property
     def name(self) -> str:
@@ -108,20 +115,17 @@ class StructuredStructure:
         if factor is not None:
             self._scale = factor
             return
-        self._accumulated.again(trained, self._data("a change of the likelihood's hyperparameters"))
-        self.points = self._accumulated.points
+        self._accumulated.again(trained, self._batches)
+        self.points = self._gathered_points()
         if not self.form.moments:
             self._accumulated.frames = [Frame.of(summary) for summary in self._accumulated.summaries]
         self._likelihood, self._scale = copy.deepcopy(trained.likelihood), 1.0
-
-    def _data(self, what: str) -> Batches | Joined:
-        return self._batches
 
     # --- further passes
 
     def _pass(self, trained: Trained, root: Tensor | None, what: str):
         seen = 0
-        for x, _ in read_batches(trained, self._data(what), what):
+        for x, _ in read_batches(trained, self._batches, what):
             n = num_examples(x)
             part = None if root is None else root[seen : seen + n]
             yield from trained.factors.batches(x, part, trained.settings.batch_size, seen)
@@ -173,12 +177,39 @@ class StructuredStructure:
         summaries = [a.scaled(self._scale).merged(b.scaled(other._scale)) for a, b in pairs]
         frames = list(ours.frames) if self.form.moments else []
         total._accumulated = replace(
-            ours, summaries=summaries, frames=frames, f=[*ours.f, *theirs.f], targets=[*ours.targets, *theirs.targets],
+            ours, summaries=summaries, frames=frames, f=[self.points.f, other.points.f],
+            targets=[self.points.targets, other.points.targets],
             examples_done=ours.examples_done + theirs.examples_done,
         )  # fmt: skip
         total._batches = Joined([self._batches, other._batches])
         total._settle(trained)
         return total
+
+    # --- checkpoints
+
+    def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
+        """The sums at the present likelihood, and the eigenbasis."""
+        self._follow(trained)
+        gathered = self._accumulated
+        pairs = zip(gathered.summaries, gathered.frames, strict=True)
+        scaled = [(s.scaled(self._scale), f.scaled(s.part, self._scale)) for s, f in pairs]
+        now = replace(gathered, summaries=[s for s, _ in scaled], frames=[f for _, f in scaled])
+        return record(now, include_data=False) | {
+            "extras": [None if extra is None else vars(extra).copy() for extra in self._extras]
+        }
+
+    @classmethod
+    def restored(
+        cls, trained: Trained, saved: dict[str, Any], points: TrainingPoints | ForgottenPoints, batches: Batches | None
+    ) -> StructuredStructure:
+        """From a checkpoint."""
+        made = cls.__new__(cls)
+        gathered = from_record(saved)
+        made.form, made._batches, made._accumulated = gathered.form, kept_or_missing(batches), gathered
+        made._extras = [None if extra is None else LowRank(**extra) for extra in saved["extras"]]
+        made._likelihood, made._scale = copy.deepcopy(trained.likelihood), 1.0
+        made.points = points
+        return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the sums, and where batches go."""
@@ -187,7 +218,6 @@ class StructuredStructure:
         gathered.frames = [frame.to(device, dtype) for frame in gathered.frames]
         self._extras = [None if extra is None else extra.to(device, dtype) for extra in self._extras]
         self._batches.device, self.points = device, self.points.to(device, dtype)
-        gathered.f, gathered.targets = [self.points.f], [self.points.targets]
         self._likelihood.to(device)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a fit that is under way."""
+"""Autosave: checkpoints of a fit that is under way."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.records import record, write
 
-__all__ = ["Checkpoint"]
+__all__ = ["Autosave"]
 
 _EVERY = 60.0  # seconds of work that may be lost
 
 
-class Checkpoint:
+class Autosave:
     """Saves an accumulation once a minute, and at an interruption.
 
     Parameters

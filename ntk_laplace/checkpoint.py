@@ -1,0 +1,156 @@
+"""Checkpoints: a saved posterior and its network become a posterior again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ntk_laplace.curvature import Root
+from ntk_laplace.data import Batches
+from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
+from ntk_laplace.evidence import ForgottenPoints, TrainingPoints
+from ntk_laplace.factors import FactorPass
+from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
+from ntk_laplace.network import Network
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures import RESTORE, Settings, Trained
+from ntk_laplace.structures.reading import read_batches
+from ntk_laplace.structures.saving import FORMAT, VERSION, digest
+
+__all__ = ["load"]
+
+_LIKELIHOODS = {kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, Poisson)}
+_BATCH = 512
+
+
+def load(
+    path: str | os.PathLike[str],
+    network: nn.Module,
+    data: Any = None,
+    likelihood: Likelihood | None = None,
+    settings: Settings | None = None,
+) -> Posterior:
+    """Posterior from a checkpoint of `Posterior.save`.
+
+    Parameters
+    ----------
+    path : path
+    network : nn.Module
+        With the weights of the fit, which the checkpoint does not hold; its device is the posterior's.
+    data : DataLoader, Dataset, or (X, y), optional
+        The training data, for answers that go through them again: the correction, ``mean="posterior"``, other
+        hyperparameters of the likelihood. Predictions, samples and the evidence need none.
+    likelihood : Likelihood, optional
+        Your own, if the fit had one of your own; its hyperparameters are set to the checkpoint's.
+    settings : Settings, optional
+
+    Returns
+    -------
+    Posterior
+
+    Raises
+    ------
+    DataError
+        If the file is no such checkpoint, or `data` are not as many.
+    NetworkError
+        If the network's parameters have other names, shapes or values than those of the fit.
+    """
+    place = next((p.device for p in network.parameters()), torch.device("cpu"))
+    saved = _read(Path(path), place)
+    settings = Settings() if settings is None else settings
+    door = _matching(network, saved)
+    own = _likelihood(saved["likelihood"], likelihood)
+    prior = _prior(saved["prior"], door)
+    for module in (prior, own):
+        module.to(door.device)
+    exact = saved["structure"] in ("gp", "full")
+    factors = FactorPass(door, saved["dtype"], keep_factors=not exact)
+    trained = Trained(door, own, prior, Root(**saved["root"]), factors, settings)
+    with torch.inference_mode(False):
+        batches = None if data is None else Batches(data, settings.batch_size or _BATCH, door.device, door.dtype)
+        points = _points(saved, trained, batches)
+        structure = RESTORE[saved["structure"]](trained, saved["state"], points, batches)
+        return Posterior(trained, structure, saved["reason"])
+
+
+def _read(path: Path, device: torch.device) -> dict[str, Any]:
+    remedy = "Pass the path of a file written by posterior.save(path)."
+    try:
+        saved = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError as error:
+        raise DataError(f"a checkpoint at {path}", "no such file", remedy) from error
+    except Exception as error:  # whatever unpickling foreign bytes may raise
+        raise DataError(f"a checkpoint at {path}", f"{type(error).__name__}: {str(error)[:200]}", remedy) from error
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise DataError(f"a checkpoint of a posterior at {path}", "another file", remedy)
+    if saved["version"] > VERSION:
+        raise DataError(f"a checkpoint of version {VERSION} or older", f"version {saved['version']}",
+                        "Update ntk_laplace.")
+    return saved
+
+
+def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
+    """The network's door, if its parameters are those of the fit."""
+    there = {name: list(p.shape) for name, p in network.named_parameters()}
+    wrong = [
+        f"{name} of shape {tuple(there[name])} (fit: {tuple(shape)})" if name in there else f"no {name}"
+        for name, shape in saved["shapes"].items() if there.get(name) != shape
+    ]  # fmt: skip
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise NetworkError("a network with the parameters of the fit", ", ".join(wrong[:3]) + more,
+                           "Build the network with the architecture that was fitted.")
+    door = Network(network, list(saved["shapes"]))
+    if digest(door) != saved["digest"]:
+        raise NetworkError("a network with the weights of the fit", "other weights",
+                           "Load the network's own state_dict before the posterior, in the dtype of the fit.")
+    door.num_outputs, door.scalar = saved["num_outputs"], saved["scalar"]
+    return door
+
+
+def _likelihood(saved: Mapping[str, Any], own: Likelihood | None) -> Likelihood:
+    if own is None:
+        if saved["name"] not in _LIKELIHOODS:
+            raise UnsupportedError(f"likelihood= the {saved['name']} of the fit", "none",
+                                   "A checkpoint cannot hold your own likelihood's code: pass it to load().")
+        own = _LIKELIHOODS[saved["name"]](**saved["options"])
+    elif type(own).__name__ != saved["name"]:
+        raise UnsupportedError(f"a likelihood {saved['name']}, as in the fit", type(own).__name__,
+                               "Pass the likelihood of the fit, or leave it out.")
+    own.load_state_dict(saved["state"])
+    return own
+
+
+def _prior(saved: Mapping[str, Any], door: Network) -> GaussianPrior:
+    prior = GaussianPrior(mean=saved["mean"], groups=saved["groups"]).bind(door.shapes)
+    with torch.no_grad():
+        prior.log_precision.copy_(saved["log_precision"])
+    return prior
+
+
+def _points(
+    saved: Mapping[str, Any], trained: Trained, batches: Batches | None
+) -> TrainingPoints | ForgottenPoints:
+    kept = saved["points"]
+    if batches is not None:
+        f, targets = [], []
+        for x, y in read_batches(trained, batches, "outputs"):
+            f.append(trained.network.without_grad(x, sum(map(len, f))).to(saved["dtype"]))
+            targets.append(y)
+        points = TrainingPoints.checked(trained.likelihood, torch.cat(f), targets)
+        if points.num_examples != kept["num_examples"]:
+            raise DataError(f"the fit's {kept['num_examples']:,} training examples", f"{points.num_examples:,}",
+                            "Pass the data that the posterior was fitted to.")
+        return points
+    if "f" in kept:
+        trained.likelihood.bind(*kept["f"].shape)
+        return TrainingPoints(kept["f"], kept["targets"])
+    trained.likelihood.bind(kept["num_examples"], saved["num_outputs"])
+    values = tuple(t.detach().clone() for t in (*trained.likelihood.parameters(), *trained.likelihood.buffers()))
+    return ForgottenPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values)

@@ -1,0 +1,77 @@
+"""Saving: a posterior as plain containers of tensors. `ntk_laplace.checkpoint` reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+from ntk_laplace.evidence import ForgottenPoints
+from ntk_laplace.likelihoods import Gaussian, Likelihood
+from ntk_laplace.network import Network
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures.base import Structure, Trained
+
+__all__ = ["FORMAT", "VERSION", "digest", "posterior_record"]
+
+FORMAT, VERSION = "ntk_laplace posterior", 1
+
+
+def posterior_record(trained: Trained, structure: Structure, reason: str, include_data: bool) -> dict[str, Any]:
+    """Everything but the network's weights and, unless asked for, the training data.
+
+    Raises
+    ------
+    UnsupportedError
+        If the structure is made of its training data and they are not to be kept.
+    """
+    network = trained.network
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "structure": structure.name,
+        "reason": reason,
+        "dtype": trained.factors.dtype,
+        "root": asdict(trained.root),
+        "shapes": {name: list(shape) for name, shape in network.shapes.items()},
+        "digest": digest(network),
+        "num_outputs": structure.points.num_outputs,
+        "scalar": network.scalar,
+        "likelihood": _likelihood_record(trained.likelihood),
+        "prior": _prior_record(trained.prior),
+        "state": structure.state(trained, include_data),
+        "points": _points_record(trained, structure, include_data),
+    }
+
+
+def digest(network: Network) -> str:
+    """Fingerprint of the linearized weights."""
+    return hashlib.sha256(network.theta.cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if isinstance(likelihood, Gaussian):
+        options = {"noise": likelihood.noise.detach(), "kind": likelihood.kind}
+    return {"name": type(likelihood).__name__, "options": options, "state": dict(likelihood.state_dict())}
+
+
+def _prior_record(prior: GaussianPrior) -> dict[str, Any]:
+    groups = prior.groups if isinstance(prior.groups, str) else {g: list(names) for g, names in prior.groups.items()}
+    mean: Tensor = prior.flat_mean()
+    same = bool((mean == mean[0]).all())
+    return {
+        "groups": groups, "mean": float(mean[0]) if same else mean.clone(),
+        "log_precision": prior.log_precision.detach().clone(),
+    }  # fmt: skip
+
+
+def _points_record(trained: Trained, structure: Structure, include_data: bool) -> dict[str, Any]:
+    points = structure.points
+    value = points.log_likelihood(trained.likelihood).detach()
+    found: dict[str, Any] = {"num_examples": points.num_examples, "log_likelihood": value}
+    if include_data and not isinstance(points, ForgottenPoints):
+        found |= {"f": points.f, "targets": points.targets}
+    return found

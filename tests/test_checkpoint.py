@@ -1,0 +1,167 @@
+"""Checkpoints: saved, opened with weights_only, loaded, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+
+STRUCTURES = {
+    "gp": "gp", "full": "full", "kfac": "kfac", "reduce": ntkl.KFAC(sharing="reduce"), "ekfac": "ekfac",
+    "inf": ntkl.INF(rank=0.3), "diag": "diag",
+}  # fmt: skip
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)]
+    return nn.Sequential(*layers).double().eval()
+
+
+def data(n: int = 13) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 2, 4, 4, dtype=torch.float64, generator=generator)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def fit(structure: object, curvature: str = "ggn", **options: object) -> ntkl.Posterior:
+    prior = ntkl.GaussianPrior(2.0, mean=0.1, groups="layer")
+    return ntkl.laplace(network(), data(), ntkl.Categorical(1.3), prior, structure, curvature, **options)
+
+
+def holds_training_data(saved: object, x: Tensor) -> bool:
+    """Whether any tensor in a container has an entry for each example, or the inputs' own memory."""
+    if isinstance(saved, Tensor):
+        return len(x) in saved.shape
+    children = saved.values() if isinstance(saved, dict) else saved if isinstance(saved, (list, tuple)) else ()
+    return any(holds_training_data(child, x) for child in children)
+
+
+@pytest.mark.filterwarnings("ignore:INF's low-rank part")
+@pytest.mark.parametrize("curvature", ["ggn", "ef"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_loaded_posterior_answers_as_the_saved_one(name: str, curvature: str, tmp_path: Path) -> None:
+    posterior, path, x = fit(STRUCTURES[name], curvature), tmp_path / "posterior.pt", data(5)[0]
+    with torch.no_grad():
+        posterior.prior.precision = torch.tensor([0.5, 3.0, 1.5])
+    posterior.save(path, include_data=True)
+    loaded = ntkl.load(path, network())
+    assert repr(loaded) == repr(posterior)
+    for verb in ("log_marginal_likelihood", "log_det", "effective_parameters"):
+        torch.testing.assert_close(getattr(loaded, verb)(), getattr(posterior, verb)(), rtol=1e-12, atol=1e-12)
+    for one, other in zip(loaded.latent_moments(x), posterior.latent_moments(x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loaded.predict(x).probs, posterior.predict(x).probs, rtol=1e-12, atol=1e-12)
+    loaded.prior.precision = posterior.prior.precision = 7.0
+    torch.testing.assert_close(loaded.log_det(), posterior.log_det(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:INF's low-rank part")
+@pytest.mark.parametrize("name", [name for name in STRUCTURES if name != "gp"])
+def test_without_data_it_holds_none_and_says_what_it_cannot_do(name: str, tmp_path: Path) -> None:
+    posterior, path = fit(STRUCTURES[name]), tmp_path / "posterior.pt"
+    (x, y), n = data(), len(data()[1])
+    posterior.save(path)
+    assert not holds_training_data(torch.load(path, weights_only=True), torch.zeros(n))
+    loaded = ntkl.load(path, network())
+    torch.testing.assert_close(loaded.log_marginal_likelihood(), posterior.log_marginal_likelihood(), rtol=1e-12,
+                               atol=1e-12)
+    (gradient,) = torch.autograd.grad(loaded.log_marginal_likelihood(), loaded.prior.log_precision)
+    (expected,) = torch.autograd.grad(posterior.log_marginal_likelihood(), posterior.prior.log_precision)
+    torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(loaded.latent_moments(x)[1], posterior.latent_moments(x)[1], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ntkl.NTKLaplaceError, match=r"data=\.\.\."):
+        loaded.log_marginal_likelihood(correction=True)
+    with pytest.raises(ntkl.NTKLaplaceError, match="training data"):
+        loaded.likelihood.temperature = 2.0
+        loaded.log_marginal_likelihood()
+    again = ntkl.load(path, network(), data=(x, y))
+    for options in ({"correction": True}, {}):
+        torch.testing.assert_close(again.log_marginal_likelihood(**options),
+                                   posterior.log_marginal_likelihood(**options), rtol=1e-10, atol=1e-10)
+    again.likelihood.temperature = posterior.likelihood.temperature = 0.8
+    torch.testing.assert_close(again.log_marginal_likelihood(), posterior.log_marginal_likelihood(), rtol=1e-10,
+                               atol=1e-10)
+
+
+def test_function_space_is_made_of_its_data(tmp_path: Path) -> None:
+    with pytest.raises(ntkl.UnsupportedError, match="include_data=True"):
+        fit("gp").save(tmp_path / "posterior.pt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_likelihood_and_prior_comes_back(tmp_path: Path) -> None:
+    x, path = data()[0], tmp_path / "posterior.pt"
+    y = torch.rand(len(x), 3, dtype=torch.float64)
+    covariance = 0.3 * torch.eye(3, dtype=torch.float64) + 0.1
+    shapes = {name: parameter.shape for name, parameter in network().named_parameters()}
+    mean = {name: torch.full(shape, 0.2, dtype=torch.float64) for name, shape in shapes.items()}
+    cases = [
+        (ntkl.Gaussian(covariance), y), (ntkl.Gaussian(torch.rand(13, 3) + 0.1, kind="point"), y),
+        (ntkl.Gaussian(torch.tensor([0.1, 0.2, 0.3])), y), (ntkl.Poisson(), (y * 4).round()),
+        (ntkl.Bernoulli(), y.round()),
+    ]  # fmt: skip
+    groups = {"conv": ["0"], "rest": ["2", "4"]}
+    for likelihood, targets in cases:
+        prior = ntkl.GaussianPrior({"conv": 0.5, "rest": 2.0}, mean=mean, groups=groups)
+        posterior = ntkl.laplace(network(), (x, targets), likelihood, prior, "kfac")
+        posterior.save(path, include_data=True)
+        loaded = ntkl.load(path, network())
+        torch.testing.assert_close(loaded.log_marginal_likelihood(correction=False),
+                                   posterior.log_marginal_likelihood(correction=False), rtol=1e-12, atol=1e-12)
+        assert loaded.prior.group_names == posterior.prior.group_names
+
+
+def test_your_own_likelihood_must_be_passed(tmp_path: Path) -> None:
+    def cauchy(f: Tensor, y: Tensor) -> Tensor:
+        return -(y - f).cosh().log().sum(1)
+
+    x, path = data()[0], tmp_path / "posterior.pt"
+    y = torch.rand(len(x), 3, dtype=torch.float64)
+    posterior = ntkl.laplace(network(), (x, y), ntkl.CustomLikelihood(cauchy), structure="diag")
+    posterior.save(path)
+    with pytest.raises(ntkl.UnsupportedError, match="pass it to load"):
+        ntkl.load(path, network())
+    loaded = ntkl.load(path, network(), likelihood=ntkl.CustomLikelihood(cauchy))
+    torch.testing.assert_close(loaded.log_det(), posterior.log_det())
+
+
+def test_other_networks_and_files_are_refused(tmp_path: Path) -> None:
+    path, other = tmp_path / "posterior.pt", tmp_path / "other.pt"
+    fit("kfac").save(path)
+    wider = copy.deepcopy(network())
+    wider[4] = nn.Linear(16, 5).double()
+    with pytest.raises(ntkl.NetworkError, match=r"4\.weight of shape \(5, 16\) \(fit: \(3, 16\)\)"):
+        ntkl.load(path, wider)
+    with pytest.raises(ntkl.NetworkError, match=r"no 4\.weight"):
+        ntkl.load(path, network()[:4])
+    moved = network()
+    with torch.no_grad():
+        moved[4].weight += 1e-6
+    with pytest.raises(ntkl.NetworkError, match="other weights"):
+        ntkl.load(path, moved)
+    with pytest.raises(ntkl.DataError, match="no such file"):
+        ntkl.load(tmp_path / "nowhere.pt", network())
+    torch.save(network().state_dict(), other)
+    with pytest.raises(ntkl.DataError, match="another file"):
+        ntkl.load(other, network())
+    other.write_bytes(b"not a checkpoint")
+    with pytest.raises(ntkl.DataError, match=r"written by posterior\.save"):
+        ntkl.load(other, network())
+    x, y = data()
+    with pytest.raises(ntkl.DataError, match="13 training examples; got 12"):
+        ntkl.load(path, network(), data=(x[1:], y[1:]))
+
+
+def test_a_chosen_part_and_a_frozen_part_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "posterior.pt"
+    posterior = fit("ekfac", parameters="last_layer")
+    posterior.save(path)
+    loaded = ntkl.load(path, network())
+    assert loaded.network.names == ["4.weight", "4.bias"]
+    torch.testing.assert_close(loaded.log_det(), posterior.log_det())
