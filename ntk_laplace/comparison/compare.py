@@ -177,6 +177,8 @@ def _examine(
 
 def _in_words(likelihood: Likelihood) -> str:
     """Class and single hyperparameters, which likelihoods hold as logarithms."""
+    if not isinstance(likelihood, Likelihood):
+        return "no likelihood"  # which the first fit refuses
     single = [(name, p.detach().exp().item()) for name, p in likelihood.named_parameters()
               if name.startswith("log_") and p.numel() == 1]  # fmt: skip
     options = ", ".join(f"{name.removeprefix('log_')} {value:g}" for name, value in single)

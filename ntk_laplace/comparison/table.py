@@ -114,10 +114,10 @@ class EvidenceComparison:
         sizes = (("N", self.num_examples), ("C", self.num_outputs), ("P", self.num_parameters))
         head = ", ".join(f"{letter} = {count:,}" for letter, count in sizes if count is not None)
         notes = [f"{row.structure}: {row.note}" for row in self.rows if row.note]
-        lines = ["Log marginal likelihood, in nats", textwrap.fill(f"{head}; {self.model}", 79), "", *self._lines(), ""]
+        lines = ["Log marginal likelihood, in nats", textwrap.fill(f"{head}; {self.model}", 80), "", *self._lines(), ""]
         if self.exact is not None:
             lines.append(f"difference: from {self.exact}, which is exact for this curvature")
-        lines += [textwrap.fill(note, 79, subsequent_indent="  ") for note in notes]
+        lines += [textwrap.fill(note, 80, subsequent_indent="  ") for note in notes]
         return "\n".join(lines).rstrip("\n")
 
     def _lines(self) -> list[str]:
