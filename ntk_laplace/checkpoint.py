@@ -26,7 +26,6 @@ from ntk_laplace.structures.saving import FORMAT, VERSION, digest
 __all__ = ["load"]
 
 _LIKELIHOODS = {kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, Poisson)}
-_BATCH = 512
 
 
 def load(
@@ -73,7 +72,7 @@ def load(
     factors = FactorPass(door, saved["dtype"], keep_factors=not exact)
     trained = Trained(door, own, prior, Root(**saved["root"]), factors, settings)
     with torch.inference_mode(False):
-        batches = None if data is None else Batches(data, settings.batch_size or _BATCH, door.device, door.dtype)
+        batches = None if data is None else Batches(data, settings.batch_size, door.device, door.dtype)
         points = _points(saved, trained, batches)
         structure = RESTORE[saved["structure"]](trained, saved["state"], points, batches)
         return Posterior(trained, structure, saved["reason"])

@@ -29,6 +29,10 @@ __all__ = [
     "to_device",
 ]
 
+_BATCH = 512  # examples read at a time where the caller did not say
+_LARGEST_BATCH = 4096  # and of tensors that are small
+_BATCH_BYTES = 32 * 2**20
+
 Inputs = Any
 
 
@@ -127,6 +131,10 @@ def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
                     "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
 
 
+def _bytes(x: Inputs) -> int:
+    return sum(tensor.nbytes for tensor in leaves(x))
+
+
 class Batches:
     """Pairs of inputs and targets in batches, as often as wanted, on one device.
 
@@ -135,8 +143,8 @@ class Batches:
     data : DataLoader, Dataset, or (X, y)
         A loader keeps its own batches, sampler and `collate_fn`. A dataset, or tensors, are cut into batches of
         `batch_size` in their order.
-    batch_size : int
-        Examples per batch where the caller did not choose it.
+    batch_size : int, optional
+        Examples per batch where no loader chose it; by default 512, and more of tensors that are small.
     device : torch.device
         Where batches go.
     dtype : torch.dtype, optional
@@ -148,8 +156,10 @@ class Batches:
         If nothing is there, or pairs cannot be read.
     """
 
-    def __init__(self, data: Any, batch_size: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
-        self.device, self.batch_size, self.dtype = device, batch_size, dtype
+    def __init__(
+        self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None
+    ) -> None:
+        self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
         if isinstance(data, (tuple, list)) and len(data) == 2:
             x, y = as_tensors(data[0]), torch.as_tensor(data[1])
@@ -158,10 +168,12 @@ class Batches:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
                                 "Give one target (row) per input.")
             self._source, self._length = (x, y), n
+            if batch_size is None:
+                self.batch_size = max(_BATCH, min(_LARGEST_BATCH, _BATCH_BYTES // max(1, _bytes(x) // max(1, n))))
         elif isinstance(data, DataLoader):
             self._source, self._length = data, _length_of(data)
         elif isinstance(data, Dataset):
-            self._source, self._length = DataLoader(data, batch_size=batch_size), _length_of(data)
+            self._source, self._length = DataLoader(data, batch_size=self.batch_size), _length_of(data)
         else:
             raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
                             "Wrap it in torch.utils.data.DataLoader, or pass (X, y).")

@@ -30,7 +30,6 @@ __all__ = ["STRUCTURES", "laplace"]
 
 EXACT = {"gp": FunctionSpaceStructure, "full": FullStructure}
 STRUCTURES = (*EXACT, *FORMS)
-_BATCH = 512  # examples moved at a time where the caller did not make batches
 _LOG = logging.getLogger("ntk_laplace")
 
 
@@ -90,7 +89,7 @@ def laplace(
                                "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
     for module in (prior, likelihood):
         module.to(door.device)  # hyperparameters live where the network does
-    batches = Batches(data, settings.batch_size or _BATCH, door.device, door.dtype)
+    batches = Batches(data, settings.batch_size, door.device, door.dtype)
     form = FORMS[structure]() if structure in FORMS else structure
     factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
     trained = Trained(door, likelihood, prior, root, factors, settings)

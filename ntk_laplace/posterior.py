@@ -202,7 +202,7 @@ class Posterior:
         data : DataLoader, Dataset, or (X, y)
         """
         network, settings = self.network, self._trained.settings
-        batches = Batches(data, settings.batch_size or 512, network.device, network.dtype)
+        batches = Batches(data, settings.batch_size, network.device, network.dtype)
         with torch.inference_mode(False):
             new = self._structure.another(self._trained, batches)
             return Posterior(self._trained, self._structure.merged(self._trained, new), self.reason)
