@@ -69,6 +69,17 @@ class Part:
         g, o, i = self.entries
         return g * o * i
 
+    @property
+    def numbers(self) -> int:
+        """Numbers kept for it at most: sums, eigenvectors, second moments and an exact diagonal."""
+        g, o, i = self.entries
+        left = o if self.table else o * o
+        return {
+            "kronecker": 2 * g * (left + i * i) + 3 * self.size,
+            "block": 2 * self.size**2,
+            "diagonal": 2 * self.size,
+        }[self.kind]
+
     def __str__(self) -> str:
         g, o, i = self.entries
         form = {"kronecker": f"{o} x {i}", "block": f"{i} x {i}", "diagonal": f"{self.size:,}"}[self.kind]

@@ -17,6 +17,7 @@ from ntk_laplace.curvature import Form, Frame, Part, Summary, find_parts
 from ntk_laplace.data import Batches, Inputs, Joined, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
 
@@ -103,6 +104,7 @@ class Accumulation:
         for rows in self._rows(trained, roots, x, targets, seen):
             if not self.parts:
                 self.parts = find_parts(rows, trained.prior, self.form.kind, self.form.squares)
+                _require_memory(self.parts, self.form, trained)
             if not self.summaries:
                 self.summaries = [Summary(part, {}) for part in self.parts]
             for number, summary in enumerate(self.summaries):
@@ -171,6 +173,17 @@ class _Roots:
     def at(self, targets: Tensor, seen: int) -> _Seeds:
         """The roots of one batch."""
         return _Seeds(self, targets, seen, self.columns)
+
+
+def _require_memory(parts: list[Part], form: Form, trained: Trained) -> None:
+    """Refuse sums that do not fit, before the first of them is allocated."""
+    largest = max(parts, key=lambda part: part.numbers, default=None)
+    require_memory(
+        sum(part.numbers for part in parts) * trained.factors.dtype.itemsize, trained.network.device,
+        f"the sums of structure={form.name!r}, most of them for {largest}",
+        'Use structure="diag", which keeps one number per parameter, parameters="last_layer" or dtype=torch.float32.',
+        trained.settings.memory_budget,
+    )  # fmt: skip
 
 
 def _canonical(trained: Trained, y: Tensor, n: int, seen: int) -> Tensor:

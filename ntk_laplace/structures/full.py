@@ -42,7 +42,8 @@ class FullStructure:
         n = f"N = {batches.length:,}" if batches.length else "N unknown"
         require_memory(
             2 * p * p * element, trained.network.device, f"the {p:,} x {p:,} matrices of weight space",
-            f'Use structure="gp" (memory (N C)², {n}) or parameters="last_layer".', trained.settings.memory_budget,
+            f'Use structure="gp" (memory (N C)², {n}), structure="kfac" (approximate) or parameters="last_layer".',
+            trained.settings.memory_budget,
         )
         f, targets = [], []
         for x, y in read_batches(trained, batches, "outputs"):

@@ -57,8 +57,9 @@ class FunctionSpaceStructure:
         require_memory(
             size * size * element + rows, trained.network.device,
             f"B of {size:,} x {size:,} (N = {n:,}, C = {c}) and its rows",
-            f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), or with curvature="ef", '
-            'parameters="last_layer", fewer points or dtype=torch.float32.',
+            f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
+            'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
+            "dtype=torch.float32.",
             trained.settings.memory_budget,
         )  # fmt: skip
 
