@@ -35,7 +35,7 @@ import ntk_laplace as ntkl
 NOISE, PRECISION = 0.1, 1.0
 UCI = ("boston", "concrete", "energy", "yacht")
 SHIPPED = ("diabetes", "linnerud", "wine")
-RANKS = (1.0, 0.75, 0.5, 0.25)
+RANKS = (1.0, 0.75, 0.5, 0.25, 0.05, 0.01)
 STRUCTURES: dict[str, Any] = {
     "diag": "diag",
     "kfac": "kfac",
@@ -172,14 +172,15 @@ def error_picture(means: dict[str, dict[str, dict[str, tuple[float, float]]]]) -
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots()
     shown = [key for key in STRUCTURES if key != "inf 100% shrunk"]
-    colours = ["#5B6470", "#E69F00", "#D55E00", "#084c7d", "#0072B2", "#56B4E9", "#a9d8f5"]
+    blues = ["#06395e", "#084c7d", "#0072B2", "#56B4E9", "#8cccf0", "#c5e5f8"]
+    colours = ["#5B6470", "#E69F00", "#D55E00", *blues]
     for i, (key, colour) in enumerate(zip(shown, colours, strict=True)):
-        places = np.arange(len(means)) + (i - 3) * 0.12
+        places = np.arange(len(means)) + (i - 4) * 0.095
         values = [means[name][key]["layers"] for name in means]
-        axes.bar(places, [v[0] for v in values], 0.11, yerr=[v[1] for v in values], color=colour, label=key)
+        axes.bar(places, [v[0] for v in values], 0.088, yerr=[v[1] for v in values], color=colour, label=key)
     axes.set_xticks(np.arange(len(means)), list(means))
     axes.set_ylabel("‖I - Î‖ / ‖I‖ over the layers' blocks")
-    axes.legend(ncols=7, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    axes.legend(ncols=9, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -205,8 +206,9 @@ def eigenvalue_picture(studies: dict[str, list[dict[str, Any]]]) -> Figure:
                 axes.hist(values, bins, label=key, log=True, **style)
             axes.set_title(f"{name}, layer {layer}", fontsize=9)
             axes.spines[["top", "right"]].set_visible(False)
-    for axes in grid[-1]:
-        axes.set_xlabel("log10 of the eigenvalue over the exact block's largest (below -10: at -10)", fontsize=8)
+    figure.supxlabel(
+        "log10 of the eigenvalue over the exact block's largest; zero, negative and smaller ones are at -10", fontsize=9
+    )
     for axes in grid[:, 0]:
         axes.set_ylabel("eigenvalues")
     grid[0, -1].legend(fontsize=8)
