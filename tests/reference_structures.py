@@ -85,9 +85,15 @@ def recorded() -> Iterator[list[Application]]:
 
 
 def _where(tensor: Tensor | None, places: dict[int, tuple[Tensor, Tensor]]) -> Tensor | None:
-    """Flat index in the vector of all parameters of every entry of a parameter, or of a view of one."""
+    """Flat index in the vector of all parameters of every entry of a parameter, or of a view of one.
+
+    A copy says itself where it comes from: `origin` is the parameter and the function that was applied to it.
+    """
     if tensor is None:
         return None
+    if hasattr(tensor, "origin"):
+        parameter, arranged = tensor.origin
+        return arranged(places[id(parameter)][1].view(parameter.shape))
     base = tensor if tensor._base is None else tensor._base
     if id(base) not in places:
         return None
@@ -153,10 +159,10 @@ def _transposed(use: Application, g: Tensor, index: Tensor, bias: Tensor | None)
     return Layer("linear", index, None, a, torch.stack(rows, 2))
 
 
-def layers_of_example(network: nn.Module, x: Any, places: dict[int, tuple[Tensor, Tensor]]) -> list[Layer]:
+def layers_of_example(run: Callable[[Any], Tensor], x: Any, places: dict[int, tuple[Tensor, Tensor]]) -> list[Layer]:
     """Every application of a trained weight for a batch of one."""
     with recorded() as uses:
-        f = call(network, x).reshape(-1)
+        f = run(x).reshape(-1)
     uses = [use for use in uses if _where(use.weight, places) is not None]
     if not uses:
         return []
@@ -207,7 +213,9 @@ class Block:
 Part = Kronecker | Block
 
 
-def parts_of(network: nn.Module, x: Any, fused: Callable[[str, str], bool]) -> list[Part]:
+def parts_of(
+    network: nn.Module, x: Any, fused: Callable[[str, str], bool], run: Callable[[Any], Tensor] | None = None
+) -> list[Part]:
     """Split the parameters into Kronecker parts and tensors of their own.
 
     Parameters
@@ -216,14 +224,17 @@ def parts_of(network: nn.Module, x: Any, fused: Callable[[str, str], bool]) -> l
     x : tensor, tuple or dict of tensors
         N examples.
     fused : Callable
-        Whether a weight and its bias, by name, are in one group of the prior.
+        Whether a weight and its bias, by name, are to share a part.
+    run : Callable, optional
+        The network by calls of `torch.nn.functional` on its parameters, where its layers make none of their own.
     """
+    run = functools.partial(call, network) if run is None else run
     names = {name: p for name, p in network.named_parameters() if p.requires_grad}
     spans = torch.arange(sum(p.numel() for p in names.values())).split([p.numel() for p in names.values()])
     places = {id(p): (p, span) for p, span in zip(names.values(), spans, strict=True)}
     owner = [name for name, p in names.items() for _ in range(p.numel())]
     jac = jacobian(network, x)
-    examples = [layers_of_example(network, take(x, slice(n, n + 1)), places) for n in range(num_examples(x))]
+    examples = [layers_of_example(run, take(x, slice(n, n + 1)), places) for n in range(num_examples(x))]
     found: list[Part] = []
     taken: set[int] = set()
     for name, span in zip(names, spans, strict=True):
@@ -231,7 +242,8 @@ def parts_of(network: nn.Module, x: Any, fused: Callable[[str, str], bool]) -> l
         parts = _kronecker(name, span, uses, jac)
         for part, bias in parts:
             bias_name = None if bias is None else owner[int(bias[0])]
-            if bias is not None and fused(name, bias_name) and _explains(part.b.sum(2), jac[:, :, bias]):
+            if bias is not None and fused(name, bias_name):
+                assert _explains(part.b.sum(2), jac[:, :, bias]), f"{bias_name} is used elsewhere too"
                 part = part.with_bias(bias, bias_name)
             found.append(part)
             taken |= set(part.index.flatten().tolist())
@@ -247,7 +259,7 @@ def _kronecker(
     name: str, span: Tensor, uses: list[list[Layer]], jac: Tensor
 ) -> list[tuple[Kronecker, Tensor | None]]:
     """The Kronecker parts of one weight, each with its bias's place; none if calls do not explain its Jacobian."""
-    if not uses[0] or len({layer.kind for layer in uses[0]}) > 1:
+    if not uses[0] or len({layer.kind for layer in uses[0]}) > 1 or not jac[:, :, span].any():
         return []
     parts: list[tuple[Kronecker, Tensor | None]] = []
     for key in {tuple(layer.index.flatten().tolist()): None for layer in uses[0]}:
@@ -303,19 +315,22 @@ class Structured:
         return torch.diag(self.exact.diagonal())
 
     def factors(self, part: Kronecker, sharing: str = "expand") -> tuple[Tensor, Tensor, int]:
-        """A (i, i), B (o, o) and the number by which B ⊗ A is divided."""
+        """A (i, i), B (o, o) and the number of positions, by which B ⊗ A is divided.
+
+        An embedding's positions are always counted one by one (their average is no token); padding is none.
+        """
         a, b = part.a, part.b
-        if sharing == "reduce":
+        if sharing == "reduce" and not part.one_hot:
             a, b = a.mean(1, keepdim=True), b.sum(2, keepdim=True)
         inner = torch.einsum("nti,ntj->ij", a, a)
         outer = torch.einsum("ncto,ncd,ndtp->op", b, self.curvature, b)
-        return inner, outer, a.shape[0] * a.shape[1]
+        return inner, outer, int(a.sum()) if part.one_hot else a.shape[0] * a.shape[1]
 
     def basis(self, part: Kronecker, sharing: str = "expand") -> tuple[Tensor, Tensor]:
         """Eigenvectors (U_B, U_A) in columns; an embedding's A is a diagonal of token counts."""
         inner, outer, _ = self.factors(part, sharing)
         axes = torch.eye(len(inner), dtype=inner.dtype) if part.one_hot else torch.linalg.eigh(inner).eigenvectors
-        return torch.linalg.eigh(outer).eigenvectors, axes
+        return torch.linalg.eigh(outer).eigenvectors.contiguous(), axes.contiguous()
 
     def block_exact(self, part: Part) -> Tensor:
         """The part's own block of JᵀΛJ, (p, p)."""

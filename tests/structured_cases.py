@@ -1,25 +1,31 @@
-"""Structured weight space over the registry: fits beside their dense references, computed once for all tests."""
+"""Structured weight space over the registry: fits beside their dense references, computed once for all tests.
+
+The references take one thing from the library: which biases share a part with their weight. What that should be is
+held apart, network by network, in test_structured.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import Root
 from reference import differentiate, jacobian, outputs
-from reference_structures import Structured, StructuredModel, parts_of
+from reference_structures import Part, Structured, StructuredModel, parts_of
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
 
 CURVATURES = ("ggn", "ef", "mc")
 MC = Root("mc", samples=2, seed=3)
 
 
-def half(values: Tensor) -> int:
-    """The rank of the case "inf": two fifths of a part's eigenvalues."""
-    return -(-2 * len(values) // 5)
+def fraction(share: float):
+    """A share of a part's eigenvalues, rounded, at least one."""
+    return lambda values: max(1, round(share * len(values)))
 
 
 # name -> (what the library is asked for, the dense matrix)
@@ -28,7 +34,7 @@ STRUCTURES = {
     "kfac reduce": (lambda: ntkl.KFAC(sharing="reduce"), lambda dense: dense.kfac("reduce")),
     "ekfac": (lambda: "ekfac", lambda dense: dense.ekfac()),
     "ekfac reduce": (lambda: ntkl.EKFAC(sharing="reduce"), lambda dense: dense.ekfac("reduce")),
-    "inf": (lambda: ntkl.INF(rank=0.4), lambda dense: dense.inf(half)),
+    "inf": (lambda: ntkl.INF(rank=0.4), lambda dense: dense.inf(fraction(0.4))),
     "diag": (lambda: "diag", lambda dense: dense.diagonal),
 }
 
@@ -71,18 +77,102 @@ def output_curvature(network: str, likelihood: str, curvature: str) -> Tensor:
     return root @ root.mT
 
 
+# ------------------------------------------------- networks by calls of torch.nn.functional, where layers make none
+
+
+def _recurrent(network: nn.Module, step: Callable[..., tuple[Tensor, ...]], state: int):
+    """nn.LSTM or nn.GRU, batch first, unrolled: all layers, both directions, the last output to the head."""
+    layer = network.layer
+
+    def one_direction(x: Tensor, suffix: str) -> Tensor:
+        w_ih, w_hh, b_ih, b_hh = (
+            getattr(layer, f"{name}_{suffix}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        hidden = tuple(x.new_zeros(1, layer.hidden_size) for _ in range(state))
+        steps = x.flip(1).unbind(1) if suffix.endswith("reverse") else x.unbind(1)
+        out = []
+        for each in steps:
+            hidden = step(F.linear(each, w_ih, b_ih), F.linear(hidden[0], w_hh, b_hh), hidden)
+            out.append(hidden[0])
+        out = torch.stack(out, 1)
+        return out.flip(1) if suffix.endswith("reverse") else out
+
+    def run(x: Tensor) -> Tensor:
+        for depth in range(layer.num_layers):
+            suffixes = [f"l{depth}"] + [f"l{depth}_reverse"] * layer.bidirectional
+            x = torch.cat([one_direction(x, suffix) for suffix in suffixes], -1)
+        return network.out(x[:, -1])
+
+    return run
+
+
+def _lstm_step(inner: Tensor, outer: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    i, f, g, o = (inner + outer).chunk(4, -1)
+    cell = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def _gru_step(inner: Tensor, outer: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    (r, z, n), (r_h, z_h, n_h) = inner.chunk(3, -1), outer.chunk(3, -1)
+    r, z = torch.sigmoid(r + r_h), torch.sigmoid(z + z_h)
+    return ((1 - z) * torch.tanh(n + r * n_h) + z * state[0],)
+
+
+def _cell(network: nn.Module):
+    cell = network.cell
+
+    def run(x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 4)
+        for step in x.unbind(1):
+            inner, outer = F.linear(step, cell.weight_ih, cell.bias_ih), F.linear(h, cell.weight_hh, cell.bias_hh)
+            (h,) = _gru_step(inner, outer, (h,))
+        return network.out(h)
+
+    return run
+
+
+def _direct(network: nn.Module):
+    def joined(heads: Tensor) -> Tensor:
+        return heads.transpose(1, 2).flatten(0, 1)
+
+    def run(x: Tensor) -> Tensor:
+        x = torch.cat([network.token.expand(len(x), -1, -1), x], 1) + network.positions
+        h = torch.tanh(F.linear(x * network.log_scale.exp(), network.matrix.T))
+        weight = joined(network.heads)
+        weight.origin = network.heads, joined
+        heads, table = F.linear(h, weight), network.table
+        return network.gain * (torch.tanh(heads).mean(1) @ table[:4, 1:] + table[4, :3]) + table[5, 1:]
+
+    return run
+
+
+BY_CALLS = {
+    "lstm": lambda network: _recurrent(network, _lstm_step, 2),
+    "gru": lambda network: _recurrent(network, _gru_step, 1),
+    "unrolled_cell": _cell,
+    "direct_parameters": _direct,
+}
+
+
+# ----------------------------------------------------------------------------------------------- references and fits
+
+
 @functools.cache
-def parts(network: str, fusing: str):
-    """Parts with weights and biases fused where their prior groups are one."""
+def _parts(network: str, fused: frozenset[tuple[str, str]]) -> list[Part]:
     case = problem(network)
-    return parts_of(case.network, case.x, lambda weight, bias: fusing in ("scalar", "layer"))
+    run = BY_CALLS[network](case.network) if network in BY_CALLS else None
+    return parts_of(case.network, case.x, lambda weight, bias: (weight, bias) in fused, run)
+
+
+def fused_biases(posterior) -> frozenset[tuple[str, str]]:
+    return frozenset(part.names for part in posterior.parts if len(part.names) == 2)
 
 
 @functools.cache
 def structured(network: str, likelihood: str, prior: str, curvature: str) -> Structured:
-    fusing = "scalar" if prior in ("scalar", "layer") else "tensor"
+    fused = fused_biases(fit(network, likelihood, prior, curvature, "inf"))
     return Structured(
-        parts(network, fusing), jacobians(network)[0], output_curvature(network, likelihood, curvature)
+        _parts(network, fused), jacobians(network)[0], output_curvature(network, likelihood, curvature)
     )
 
 

@@ -1,0 +1,379 @@
+"""The verbs of structured weight space against dense formulas: evidence, gradients, moments, predictive, samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import ntk_laplace as ntkl
+from ntk_laplace.predictive import predictive
+from reference import outputs, relative_error
+from reference_structures import StructuredModel
+from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
+from structured_cases import (
+    CURVATURES,
+    STRUCTURES,
+    derivatives,
+    fit,
+    fresh_fit,
+    jacobians,
+    offered,
+    structured,
+    tolerance,
+    truth,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+
+CROSSED = (
+    "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "conv_transpose1d", "decoder_dict",
+)  # fmt: skip
+# its eigenvectors are LAPACK's choice in most networks: held to the dense matrix in test_structured
+CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]
+
+
+def cases() -> list[tuple[str, str, str, str, str]]:
+    """Some networks with every structure, the others with one; likelihoods, priors and curvatures in turn."""
+    found = []
+    for i, network in enumerate(NETWORKS):
+        for j, structure in enumerate(CHOSEN):
+            if network in CROSSED or i % len(CHOSEN) == j:
+                # ties of a Gaussian's eigenvalues leave open what INF keeps
+                likelihoods = [each for each in offered(network) if each != "gaussian" or structure != "inf"]
+                priors = list(PRIORS) if structure in ("inf", "diag") else ["layer", "scalar", "tensor"]
+                found.append((
+                    network, likelihoods[(i + j) % len(likelihoods)], priors[(i // 2 + j) % len(priors)],
+                    CURVATURES[(i + j // 2) % 3], structure,
+                ))  # fmt: skip
+    return found
+
+
+CASES = cases()
+
+
+def ids(case: tuple[str, ...]) -> str:
+    return "-".join(case)
+
+
+def groups(posterior) -> Tensor:
+    """The prior's group of each parameter, (P,)."""
+    found = []
+    for name, parameter in posterior.network.shapes.items():
+        group = posterior.prior.group_of(name)
+        found += range(group.start, group.stop) if isinstance(group, slice) else [group] * parameter.numel()
+    return torch.tensor(found)
+
+
+# ------------------------------------------------------------------------------------------------ evidence and moments
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_evidence_is_the_dense_one(case):
+    """[I21] Eq. 8 and A.1 with the structure's own H, its determinant, and γ."""
+    posterior, reference, limit = fit(*case), truth(*case), tolerance(case[0], 1e-9)
+    assert relative_error(posterior.log_det(), reference.log_det()) < limit
+    assert relative_error(posterior.log_marginal_likelihood(), reference.evidence()) < limit
+    assert relative_error(posterior.log_marginal_likelihood(correction=True), reference.evidence(True)) < limit
+    assert relative_error(posterior.effective_parameters(), reference.effective_parameters(groups(posterior))) < limit
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_evidence_curve_is_the_dense_one(case):
+    reference, factors = truth(*case), torch.tensor([0.05, 1.0, 30.0])
+    curve = torch.stack([
+        StructuredModel(
+            *derivatives(*case[:2]), reference.jac, reference.offset, factor * reference.precision,
+            information=reference.information,
+        ).evidence()
+        for factor in factors.double()
+    ])  # fmt: skip
+    assert relative_error(fit(*case).evidence_curve(factors), curve) < tolerance(case[0], 1e-9)
+
+
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_moments_are_the_dense_ones(case):
+    """V = J H⁻¹ Jᵀ, joint and in blocks, and the mean of the refitted linear model."""
+    posterior, reference, limit = fit(*case), truth(*case), tolerance(case[0], 1e-8)
+    x, jac = problem(case[0]).x_new, jacobians(case[0])[1]
+    f, covariance = outputs(problem(case[0]).network, x), reference.latent_covariance(jac)
+    n, c = f.shape
+    blocks = torch.stack([covariance[i * c : i * c + c, i * c : i * c + c] for i in range(n)])
+    joint, (mean, variance) = posterior.latent(x), posterior.latent_moments(x)
+    assert relative_error(joint.mean, f) < limit and relative_error(mean, f) < limit
+    assert relative_error(joint.covariance_matrix, covariance) < limit
+    assert relative_error(variance, blocks) < limit
+    refitted = reference.latent_mean(f, jac)
+    assert relative_error(posterior.latent(x, mean="posterior").mean, refitted) < limit
+    assert relative_error(posterior.latent_moments(x, mean="posterior")[0], refitted) < limit
+
+
+def test_the_table_covers_what_it_claims():
+    assert {case[0] for case in CASES} == set(NETWORKS)
+    assert {case[4] for case in CASES} == set(CHOSEN)
+    assert {case[1] for case in CASES} == set(LIKELIHOODS)
+    assert {case[2::2] for case in CASES} >= {(p, s) for p in ("scalar", "layer", "tensor") for s in ("kfac", "ekfac")}
+    assert {case[3:] for case in CASES} >= {(c, s) for c in CURVATURES for s in ("kfac", "ekfac", "inf", "diag")}
+
+
+# --------------------------------------------------------------------------------------------------------------- damped
+
+
+@pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "layer_twice"])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_damping_is_its_own_model(network, sharing):
+    """[I21] A.3: (β' + √δ)(α' + √δ) in place of β'α' + δ, in every verb; its evidence is another, and lower."""
+    likelihood = offered(network)[1]
+    damped = fresh_fit(network, likelihood, "layer", "ggn", ntkl.KFAC(sharing=sharing, damped=True))
+    plain = fresh_fit(network, likelihood, "layer", "ggn", ntkl.KFAC(sharing=sharing))
+    precision, mean = PRIORS["layer"].dense(problem(network))
+    dense = structured(network, likelihood, "layer", "ggn")
+
+    def model(factor: float) -> StructuredModel:
+        information = dense.damped(factor * precision, sharing) - torch.diag(factor * precision)
+        offset = problem(network).theta - mean
+        return StructuredModel(
+            *derivatives(network, likelihood), dense.jac, offset, factor * precision, information=information
+        )
+
+    reference = model(1.0)
+    assert relative_error(damped.log_det(), reference.log_det()) < 1e-10
+    for correction in (False, True):
+        found = damped.log_marginal_likelihood(correction)
+        assert relative_error(found, reference.evidence(correction)) < 1e-10
+    factors = torch.tensor([0.3, 4.0])
+    curve = torch.stack([model(float(factor)).evidence() for factor in factors])
+    assert relative_error(damped.evidence_curve(factors), curve) < 1e-8  # float32 factors
+    variance = reference.latent_covariance(jacobians(network)[1])
+    assert relative_error(damped.latent(problem(network).x_new).covariance_matrix, variance) < 1e-9
+    # every eigenvalue grows by √δ (α' + β'), so the evidence falls
+    assert damped.log_marginal_likelihood() < plain.log_marginal_likelihood() - 0.1
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
+
+def difference(value, parameter: Tensor, direction: Tensor, step: float = 2e-3) -> Tensor:
+    """Central difference of fourth order along a direction."""
+
+    def at(scale: float) -> Tensor:
+        with torch.no_grad():
+            parameter.add_(scale * step * direction)
+            result = value()
+            parameter.sub_(scale * step * direction)
+        return result.detach().clone()
+
+    return (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * step)
+
+
+def check_gradients(posterior, correction: bool, limit: float = 1e-7) -> None:
+    variables = [*posterior.prior.parameters(), *posterior.likelihood.parameters()]
+    gradients = torch.autograd.grad(posterior.log_marginal_likelihood(correction), variables)
+    for number, (variable, gradient) in enumerate(zip(variables, gradients, strict=True)):
+        random = torch.randn(variable.shape, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        direction = random / random.norm()
+        slope = difference(lambda: posterior.log_marginal_likelihood(correction), variable, direction)
+        error = ((gradient * direction).sum() - slope).abs() / gradient.norm().clamp_min(1e-2)
+        assert error < limit
+
+
+GRADIENTS = [
+    (network, likelihood, ("layer", "tensor", "scalar")[(i + j + k) % 3], CURVATURES[(i + j + k) % 2], structure)
+    for i, network in enumerate(("deep_mlp", "cnn_groups", "transformer_tied", "decoder_dict"))
+    for j, likelihood in enumerate(("gaussian", "categorical"))
+    for k, structure in enumerate(CHOSEN)
+    if network in ("deep_mlp", "cnn_groups") or structure in ("kfac", "ekfac")
+]
+
+
+@pytest.mark.parametrize("correction", [False, True], ids=["plain", "corrected"])
+@pytest.mark.parametrize("case", GRADIENTS, ids=ids)
+def test_evidence_gradients_are_finite_differences(case, correction):
+    """Identity 8, in log precisions, log noise and log temperature; EKFAC's and INF's eigenvectors stay the fit's."""
+    check_gradients(fresh_fit(*case), correction)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])
+def test_gradients_in_noise_that_turns_the_eigenvectors(structure):
+    """One noise per output: Λ does not move by a common factor, so KFAC's eigenvectors turn."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["gaussian"], case)
+    noise = torch.tensor([0.2, 0.5, 0.9, 1.3, 2.0])
+    prior = ntkl.GaussianPrior(precision=0.7)
+    posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Gaussian(noise=noise), prior=prior, structure=structure)
+    check_gradients(posterior, False)
+    check_gradients(posterior, True)
+
+
+@pytest.mark.parametrize("structure", [ntkl.KFAC(damped=True), ntkl.INF(rank=1.0), ntkl.INF(rank=2)], ids=repr)
+def test_gradients_of_the_variants(structure):
+    for likelihood in ("gaussian", "categorical"):
+        check_gradients(fresh_fit("deep_mlp", likelihood, "layer", "ggn", structure), True)
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_every_change_of_a_hyperparameter_is_seen(likelihood, structure):
+    """Changed after the fit, prior and noise answer like a fresh fit; a temperature does where no basis is held."""
+    late = {"gaussian": lambda: ntkl.Gaussian(noise=0.9), "categorical": lambda: ntkl.Categorical(temperature=0.6)}
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS[likelihood], case)
+    precisions = torch.tensor([0.3, 2.0, 5.0, 0.8], dtype=torch.float64)
+    posterior = fresh_fit("deep_mlp", likelihood, "layer", "ggn", structure)
+    before = posterior.log_marginal_likelihood()
+    with torch.no_grad():
+        posterior.prior.log_precision.copy_(precisions.log())
+        for name, parameter in late[likelihood]().named_parameters():
+            dict(posterior.likelihood.named_parameters())[name].copy_(parameter)
+    assert relative_error(posterior.log_marginal_likelihood(), before) > 1e-3
+    if likelihood == "categorical" and structure in ("ekfac", "inf"):
+        return  # the eigenvectors are those of the fit
+    if structure == "inf":  # ties: compare with the model's own start instead
+        structure = ntkl.INF(rank=1.0)
+        posterior = fresh_fit("deep_mlp", likelihood, "layer", "ggn", structure)
+        with torch.no_grad():
+            posterior.prior.log_precision.copy_(precisions.log())
+            posterior.likelihood.load_state_dict(late[likelihood]().state_dict())
+    prior = ntkl.GaussianPrior(precision=precisions, mean=0.25, groups="layer")
+    asked = STRUCTURES[structure][0]() if isinstance(structure, str) else structure
+    want = ntkl.laplace(case.network, (case.x, y), late[likelihood](), prior=prior, structure=asked)
+    for correction in (False, True):
+        found, expected = (each.log_marginal_likelihood(correction) for each in (posterior, want))
+        assert relative_error(found, expected) < 1e-10
+    found, expected = (each.latent(case.x_new, mean="posterior") for each in (posterior, want))
+    assert relative_error(found.mean, expected.mean) < 1e-9
+    assert relative_error(found.covariance_matrix, expected.covariance_matrix) < 1e-9
+
+
+# ----------------------------------------------------------------------------------------------------------- predictive
+
+METHODS = {"gaussian": ("glm", "map", "blr"), "categorical": ("glm", "map", "blr", "probit"), "poisson": ("glm", "blr")}
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+@pytest.mark.parametrize("likelihood", METHODS)
+def test_predictive_is_that_of_the_dense_moments(likelihood, structure):
+    case = "deep_mlp", likelihood, "layer", "ggn", structure
+    if likelihood == "gaussian" and structure == "inf":
+        case = "deep_mlp", likelihood, "layer", "ef", structure  # no ties
+    posterior, reference, x = fit(*case), truth(*case), problem("deep_mlp").x_new
+    f, jac = outputs(problem("deep_mlp").network, x), jacobians("deep_mlp")[1]
+    covariance = jac @ reference.covariance @ jac.mT
+    for method in METHODS[likelihood]:
+        found = posterior.predict(x, method=method, samples=64)
+        blocks = torch.zeros_like(covariance) if method == "map" else covariance
+        want = predictive(LIKELIHOODS[likelihood].build(), f, blocks, method, 64)
+        assert relative_error(found.mean, want.mean) < 1e-8
+        assert relative_error(found.variance, want.variance) < 1e-8
+        y = LIKELIHOODS[likelihood].targets(len(f), f.shape[1])
+        assert relative_error(found.log_prob(y), want.log_prob(y)) < 1e-8
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+def test_predictive_by_weight_samples(structure):
+    """method="nn": the network at weights that `sample` draws, responses averaged."""
+    posterior, case = fit("cnn_groups", "categorical", "layer", "ggn", structure), problem("cnn_groups")
+    draws = posterior.sample(20, generator=torch.Generator().manual_seed(5))
+    found = posterior.predict(case.x_new, method="nn", samples=20, generator=torch.Generator().manual_seed(5))
+    probabilities = []
+    for theta in draws:
+        pieces = theta.split([p.numel() for p in case.parameters.values()])
+        weights = {name: v.view_as(p) for (name, p), v in zip(case.parameters.items(), pieces, strict=True)}
+        f = functional_call(case.network, weights, (case.x_new,))
+        probabilities.append(LIKELIHOODS["categorical"].response(f))
+    assert relative_error(found.probs, torch.stack(probabilities).mean(0)) < 1e-10
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+FACTORS = [*CASES[::3], *[case for case in CASES if case[4] == "inf"]]
+
+
+@pytest.mark.parametrize("case", FACTORS, ids=ids)
+def test_the_sampler_s_factor_is_a_root_of_the_covariance(case):
+    """F Fᵀ = H⁻¹, F read off by sending unit vectors through the sampler's transform."""
+    posterior, reference = fit(*case), truth(*case)
+    factor = posterior.curvature.factor(torch.eye(len(reference.precision), dtype=torch.float64)).T
+    assert relative_error(factor @ factor.T, reference.covariance) < tolerance(case[0], 1e-8)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [ntkl.INF(rank=1), ntkl.INF(rank="trace:0.9"), ntkl.INF(rank=1.0, violation="raise"), ntkl.KFAC(damped=True)],
+    ids=repr,
+)
+def test_factors_of_the_variants(structure):
+    """The same, where H is what `newton` inverts."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    prior = ntkl.GaussianPrior(precision=40.0)
+    posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), prior=prior, structure=structure)
+    eye = torch.eye(case.theta.numel(), dtype=torch.float64)
+    factor = posterior.curvature.factor(eye).T
+    inverse = torch.stack([posterior.curvature.newton(column) for column in eye])
+    assert relative_error(factor @ factor.T, inverse) < 1e-10
+    if not isinstance(structure, ntkl.KFAC):
+        precision = posterior.curvature.information() + 40.0 * eye
+        assert relative_error(inverse, torch.linalg.inv(precision)) < 1e-10
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+def test_samples_have_the_covariance(structure):
+    """Moments of many draws, of the weights and of functions."""
+    case = "linear_model", "poisson", "tensor", "ggn", structure
+    posterior, reference = fit(*case), truth(*case)
+    count, x = 40_000, problem("linear_model").x_new
+    draws = posterior.sample(count, generator=torch.Generator().manual_seed(1)) - problem("linear_model").theta
+    scale = reference.covariance.diagonal().sqrt()
+    # entries of a correlation have a standard error of at most √(2/count)
+    deviation = (draws.T @ draws / count - reference.covariance) / scale / scale[:, None]
+    assert deviation.abs().max() < 5 * (2 / count) ** 0.5
+    assert (draws.mean(0) / scale).abs().max() < 5 / count**0.5
+    assert torch.equal(draws[0] != draws[1], torch.ones(len(scale), dtype=torch.bool))
+    functions = posterior.sample(count, x, generator=torch.Generator().manual_seed(2)).flatten(1)
+    joint = posterior.latent(x).covariance_matrix
+    scale = joint.diagonal().sqrt()
+    deviation = (functions.T.cov() - joint) / scale / scale[:, None]
+    assert deviation.abs().max() < 5 * (2 / count) ** 0.5
+
+
+# -------------------------------------------------------------------------------------- precision, choice of parameters
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+def test_single_precision_is_close_to_double(structure):
+    if structure == "inf":  # a choice of eigenvectors is a matter of the last digit
+        structure = ntkl.INF(rank=1.0)
+    case = problem("cnn_groups")
+    posteriors = [
+        fresh_fit("cnn_groups", "categorical", "layer", "ggn", structure, dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
+    ]
+    assert posteriors[0].latent_moments(case.x_new)[1].dtype == torch.float32
+    for correction in (False, True):
+        single, double = (each.log_marginal_likelihood(correction) for each in posteriors)
+        assert 0 < relative_error(single, double) < 2e-5
+    single, double = (each.latent(case.x_new, mean="posterior") for each in posteriors)
+    assert relative_error(single.mean, double.mean) < 1e-4
+    assert relative_error(single.covariance_matrix, double.covariance_matrix) < 1e-4
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+@pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "transformer_tied"])
+def test_the_last_layer_alone(network, structure):
+    """Parts are independent, so the last layer's matrix is its own block of the whole one."""
+    likelihood = offered(network)[1]
+    posterior = fresh_fit(network, likelihood, "scalar", "ggn", structure, parameters="last_layer")
+    chosen = torch.cat([
+        torch.full((p.numel(),), name in posterior.network.shapes) for name, p in problem(network).parameters.items()
+    ])  # fmt: skip
+    assert 0 < chosen.sum() == posterior.num_parameters < len(chosen)
+    whole = fit(network, likelihood, "scalar", "ggn", structure).curvature.information()
+    assert relative_error(posterior.curvature.information(), whole[chosen][:, chosen]) < 1e-9
+    precision = 0.7 * torch.eye(int(chosen.sum()), dtype=torch.float64) + whole[chosen][:, chosen]
+    log_det = torch.linalg.slogdet(precision / 0.7).logabsdet
+    assert relative_error(posterior.log_det(), log_det) < 1e-9
+    jac = jacobians(network)[1][:, :, chosen].flatten(0, 1)
+    variance = jac @ torch.linalg.solve(precision, jac.T)
+    assert relative_error(posterior.latent(problem(network).x_new).covariance_matrix, variance) < 1e-8
