@@ -76,10 +76,10 @@ def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> 
     matrix : Tensor, (n, n)
     rows : Tensor, (m, n)
     block : int, optional
-        Height of a panel; by default a fifth of n within bounds, where panels are still fast.
+        Height of a panel; by default about a fifth of n within bounds, where panels are still fast.
     """
     n = matrix.shape[0]
-    block = max(128, min(1024, n // 5)) if block is None else block
+    block = max(128, min(1024, n // 160 * 32)) if block is None else block  # multiples of 32 suit the kernels
     for start in range(0, n, block):
         stop = min(start + block, n)
         matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])

@@ -169,7 +169,8 @@ class EKFAC(Form):
     Parameters
     ----------
     sharing : str
-        Of the factors whose eigenvectors are taken, as in `KFAC`.
+        Of the factors whose eigenvectors are taken, as in `KFAC`. With "reduce" and few examples the averaged factors
+        are singular, and the eigenvectors in their null space are arbitrary.
     basis : Posterior, optional
         A KFAC or EKFAC posterior of the same network whose eigenvectors are used: one pass, and fits on disjoint
         data that share a basis can be merged.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -97,11 +98,21 @@ class OuterRows(_Written):
     Attributes
     ----------
     b : Tensor, (K, N, G, T, o)
-    a : Tensor, (N, G, T, i)
+    inputs : Tensor, (N, G, T, i), or (N, G, T, i - 1) with `ones`
+    ones : bool
+        Another input of 1 follows, for the bias.
     """
 
     b: Tensor
-    a: Tensor
+    inputs: Tensor
+    ones: bool = False
+
+    @cached_property
+    def a(self) -> Tensor:
+        """Inputs with their 1, (N, G, T, i)."""
+        if not self.ones:
+            return self.inputs
+        return torch.cat([self.inputs, self.inputs.new_ones(*self.inputs.shape[:-1], 1)], -1)
 
     @property
     def num_seeds(self) -> int:
@@ -111,12 +122,12 @@ class OuterRows(_Written):
     @property
     def num_examples(self) -> int:
         """N."""
-        return self.a.shape[0]
+        return self.inputs.shape[0]
 
     @property
     def entries(self) -> tuple[int, int, int]:
         """(G, o, i)."""
-        return self.b.shape[2], self.b.shape[4], self.a.shape[3]
+        return self.b.shape[2], self.b.shape[4], self.inputs.shape[3] + self.ones
 
     @property
     def itemsize(self) -> int:

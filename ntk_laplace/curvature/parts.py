@@ -142,9 +142,7 @@ class Part:
         b, a = block.full_b(), block.a
         if self.group is not None:
             b, a = b[:, :, self.group : self.group + 1], a[:, self.group : self.group + 1]
-        if self.bias is not None:
-            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-        return OuterRows(b, a)
+        return OuterRows(b, a, ones=self.bias is not None)
 
     def _written(self, rows: Rows, mine: list[Block]) -> DenseRows:
         """Whatever form the rows have: written out, added up over blocks."""

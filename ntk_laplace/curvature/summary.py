@@ -86,13 +86,17 @@ class Summary:
 
     def _add_outer(self, rows: OuterRows, sharing: str) -> None:
         g, o, i = rows.entries
-        a, b = rows.a, rows.b
+        a, b = rows.inputs, rows.b
         if sharing == "reduce" and not rows.single:
             a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
         left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
         for number in range(g):
             add_outer_lower_(left[number], b[:, :, number].reshape(-1, o))
-            add_outer_lower_(right[number], a[:, number].reshape(-1, i))
+            own = a[:, number].reshape(-1, a.shape[3])
+            add_outer_lower_(right[number, : own.shape[1], : own.shape[1]], own)
+            if rows.ones:  # the bias's input is 1: its row of A is the sum of the others
+                right[number, -1, :-1] += own.sum(0)
+                right[number, -1, -1] += len(own)
         self._count(a.shape[0] * a.shape[2], a)
 
     def _add_lookup(self, rows: LookupRows) -> None:
