@@ -297,7 +297,7 @@ def evidence_comparison(
             continue
         away = None if exact is None or np.isclose(value, exact, rtol=1e-6) else value - exact
         left.plot(value, line, "o", ms=8, color=BLUE)
-        _beside(left, value, line, f"{value:.1f}" if away is None else f"{away:+.2g}")
+        _beside(left, value, line, f"{value:.1f}" if away is None else f"{away:+.4g}")
         middle.barh(line, parts[0], height=0.62, fc=(BLUE, 0.55), ec=BLUE, lw=0.8)
         middle.barh(line, parts[1], left=parts[0], height=0.62, fc=(ORANGE, 0.55), ec=ORANGE, hatch="////", lw=0.8)
         _beside(middle, sum(parts), line, f"{sum(parts):.2g}")

@@ -56,7 +56,8 @@ def test_every_row_is_what_laplace_says(curvature: str, correction: bool) -> Non
         assert row.log_joint == pytest.approx(alone.log_joint().item(), rel=1e-10)
         whole = alone.log_marginal_likelihood(True) - alone.log_marginal_likelihood(False)
         assert row.correction == (pytest.approx(whole.item(), rel=1e-6) if correction else None)
-        assert row.note == "" and row.fit_seconds > 0 and row.evidence_seconds > 0
+        assert row.note[:11] == ("note: INF's" if row.structure == "inf" else "")
+        assert row.fit_seconds > 0 and row.evidence_seconds > 0
         expected = None if row.structure == "gp" else row.evidence - found["gp"].evidence
         assert row.difference == expected
     assert found["full"].difference == pytest.approx(0.0, abs=1e-8) and abs(found["diag"].difference) > 0.01
@@ -227,6 +228,24 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, structure: str, error: BaseExceptio
         return fit(*arguments, **options)
 
     monkeypatch.setattr(compare, "laplace", failing)
+
+
+def test_warnings_are_noted_once_and_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = compare.laplace
+
+    def warning(*arguments: Any, **options: Any) -> ntkl.Posterior:
+        warnings.warn("no rule for a layer", ntkl.NTKLaplaceWarning, stacklevel=1)
+        warnings.warn("torch will change", FutureWarning, stacklevel=1)
+        return fit(*arguments, **options)
+
+    monkeypatch.setattr(compare, "laplace", warning)
+    network, data = case()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        found = ntkl.compare_evidence(network, data, ntkl.Categorical(), None, ["gp", "diag"], settings=QUIET)
+    assert [row.note for row in found.rows] == ["note: no rule for a layer", ""]
+    assert [w.category for w in heard] == [ntkl.NTKLaplaceWarning, FutureWarning] * 2  # and none of the toys'
+    assert str(found).endswith("\ngp: note: no rule for a layer") and "note" not in str(found).splitlines()[5]
 
 
 # --- what is measured

@@ -172,15 +172,31 @@ def test_evidence_is_the_same_from_both_spaces(finished: tuple[Path, dict[str, A
         assert run["relative_difference"] < 1e-10 and run["variance_relative_difference"] < 1e-8
 
 
+def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], str]) -> None:
+    out, summary, text = finished
+    assert [name for name, run in summary["runs"].items() if "structures" in run] == ["digits_ten_classes"]
+    run = summary["runs"]["digits_ten_classes"]
+    found = run["structures"]
+    assert list(found) == ["gp", "full", "kfac", "ekfac", "inf", "diag"]
+    assert found["gp"]["evidence"] == pytest.approx(run["evidence_gp"], rel=1e-12)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    for name, row in found.items():
+        assert row["difference"] == (None if name == "gp" else row["evidence"] - found["gp"]["evidence"])
+        assert row["fit_seconds"] > 0 and not row["note"].startswith(("refused", "failed"))
+        for shown in (text, page):
+            assert f"{row['evidence']:.3f}" in shown and f"{row['log_det']:.3f}" in shown
+    assert "structures.png" in summary["pictures"] and "Evidence under every structure" in page
+
+
 def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     files = {path.name for path in out.iterdir()}
-    assert files == {"summary.json", "report.html", *summary["pictures"]} and len(summary["pictures"]) == 8
+    assert files == {"summary.json", "report.html", *summary["pictures"]} and len(summary["pictures"]) == 9
     for name in summary["pictures"]:
         image = (out / name).read_bytes()
         assert image.startswith(b"\x89PNG") and 5_000 < len(image) < 200_000
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert page.count("<img ") == page.count('src="data:image/png;base64,') == 8
+    assert page.count("<img ") == page.count('src="data:image/png;base64,') == 9
     assert "http://" not in page and "https://" not in page
     for run in summary["runs"].values():
         assert f"{run['evidence_gp']:.8f}" in page

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,7 +39,8 @@ def run(options: argparse.Namespace) -> None:
     network.to(_device(options.device, dtype))
     budget = None if options.memory is None else int(options.memory * 2**30)
     try:
-        with _short_warnings():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # the table says what it says
             found = ntkl.compare_evidence(
                 network, (x, y), _likelihood(options), ntkl.GaussianPrior(options.precision, groups=options.groups),
                 options.structures, options.curvature, options.correction,
@@ -89,19 +87,3 @@ def _require_writable(path: Path | None) -> None:
         code = errno.EACCES
     if code:
         raise OSError(code, os.strerror(code), str(path))
-
-
-@contextmanager
-def _short_warnings() -> Iterator[None]:
-    """The library's warnings as lines for people: each once, without its place in the code."""
-    seen: set[str] = set()
-
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        if str(message) not in seen:
-            print(f"ntk-laplace: note: {message}", file=sys.stderr)
-        seen.add(str(message))
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", category=ntkl.NTKLaplaceWarning)
-        warnings.showwarning = show
-        yield

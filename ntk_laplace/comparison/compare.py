@@ -7,7 +7,7 @@ import copy
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from ntk_laplace.errors import (
     HyperparameterError,
     MemoryBudgetError,
     NTKLaplaceError,
+    NTKLaplaceWarning,
     NumericalError,
     UnsupportedError,
 )
@@ -112,7 +113,9 @@ def compare_evidence(
         )  # a fit binds its prior and moves it to the network's device, so each has its own
         try:
             _warm_up(structure, root, correction, device, dtype)
-            row, kind, n = _measure(label, fit, correction, device)
+            with _heard(found.rows) as notes:
+                row, kind, n = _measure(label, fit, correction, device)
+            row = replace(row, note="; ".join(notes))
         except KeyboardInterrupt as stop:
             raise ComparisonInterrupted(_with_differences(found, exact)) from stop
         except Exception as error:
@@ -215,6 +218,19 @@ def _warm_up(
 
 # --- one structure
 
+
+@contextlib.contextmanager
+def _heard(rows: Sequence[StructureEvidence]) -> Iterator[list[str]]:
+    """What the library warns of inside, where no earlier row says it; every warning still reaches the caller."""
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield notes
+    said = " ".join(row.note for row in rows)
+    for warning in caught:
+        if issubclass(warning.category, NTKLaplaceWarning) and str(warning.message) not in said:
+            notes.append(f"note: {warning.message}")
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 def _measure(
     label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device

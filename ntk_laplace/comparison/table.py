@@ -41,7 +41,8 @@ class StructureEvidence:
         Most bytes held at one time beyond those from before the fit: counted by torch on CUDA, an estimate from the
         process's resident memory elsewhere.
     note : str
-        Empty, or "refused: ..." or "failed: ..." with the reason.
+        Empty, or "refused: ..." or "failed: ..." with the reason, or "note: ..." with what the fit warned of and no
+        earlier row says.
     """
 
     structure: str
@@ -110,7 +111,7 @@ class EvidenceComparison:
         )
 
     def __str__(self) -> str:
-        """A table of at most 80 columns where labels are short; reasons of missing values stand below it."""
+        """A table of at most 80 columns where labels are short; notes and reasons of missing values stand below it."""
         sizes = (("N", self.num_examples), ("C", self.num_outputs), ("P", self.num_parameters))
         head = ", ".join(f"{letter} = {count:,}" for letter, count in sizes if count is not None)
         notes = [f"{row.structure}: {row.note}" for row in self.rows if row.note]
@@ -136,7 +137,7 @@ def _labels(rows: Sequence[StructureEvidence]) -> list[str]:
 def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[str] | None]:
     """Columns with their headings; None for one in which nothing would stand."""
     forms = {
-        "evidence": ("evidence", "{:.3f}"), "difference": ("difference", "{:+.3g}"), "log det B": ("log_det", "{:.3f}"),
+        "evidence": ("evidence", "{:.3f}"), "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
         "log joint": ("log_joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
         "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
     }  # fmt: skip
@@ -145,7 +146,8 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
         values = [getattr(row, name) for row in rows]
         cells = ["-" if value is None else form.format(value) for value in values]
         if name == "evidence":  # "refused" or "failed"; the whole reason stands below the table
-            cells = [row.note.partition(":")[0] or cell for row, cell in zip(rows, cells, strict=True)]
+            gone = [row.note.partition(":")[0] for row in rows]
+            cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
         if name == "difference":
             cells = ["exact" if row.structure == exact else cell for row, cell in zip(rows, cells, strict=True)]
         optional = name in ("difference", "correction") and all(value is None for value in values)

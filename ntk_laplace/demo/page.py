@@ -55,6 +55,7 @@ def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[
     page.section("What an uncertain network looks like")
     _show(page, pictures["uncertainty_1d"], pictures["uncertainty_2d"])
     _evidence(page, studies)
+    _structures(page, studies, pictures["structures"])
     page.section("Held-out predictions")
     page.paragraph(
         "The MAP plugs the trained weights in. The posterior averages over what they could also have been: for "
@@ -126,6 +127,33 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
         "the data determine rather than the prior. Variances differ by: the largest difference between the two spaces' "
         "latent covariances at held-out inputs, relative to the largest entry. Seconds include all training."
     )
+
+
+def _structures(page: Page, studies: Sequence[Study], picture: Picture) -> None:
+    page.section("Evidence under every structure")
+    page.paragraph(
+        "Where neither exact matrix fits into memory, weight space is approximated: a Kronecker product for each layer "
+        "(kfac), second moments in its eigenvectors (ekfac), the largest of these with a correction that keeps the "
+        "exact diagonal (inf), or the diagonal alone (diag). Here all of them fit, and one sees what each gives away."
+    )
+    columns = ("structure", "evidence", "difference", "log det B", "fit, seconds", "evidence, seconds", "MiB")
+    for found in studies:
+        if found.comparison is None:
+            continue
+        rows = [
+            (
+                row.structure, f"{row.evidence:.3f}",
+                "exact" if row.difference is None else f"{row.difference:+.4g}", f"{row.log_det:.3f}",
+                f"{row.fit_seconds:.3f}", f"{row.evidence_seconds:.3f}",
+                "" if row.peak_memory is None else f"{row.peak_memory / 2**20:.1f}",
+            )
+            for row in found.comparison.rows
+        ]  # fmt: skip
+        page.table(f"{found.problem.title}: log marginal likelihood by structure, in nats", columns, rows)
+        for row in found.comparison.rows:
+            if row.note:
+                page.paragraph(f"{row.structure}: {row.note}")
+    _show(page, picture)
 
 
 def _noise(value: float | None) -> str:

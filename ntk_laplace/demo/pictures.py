@@ -21,6 +21,7 @@ __all__ = [
     "coverage",
     "explanation",
     "selection",
+    "structures",
     "uncertainty_1d",
     "uncertainty_2d",
     "unseen",
@@ -190,6 +191,24 @@ def selection(studies: Sequence[Study]) -> Picture:
         "a logarithmic axis, one panel for each problem, with the best candidate of each curve ringed.",
         "Two scores that need no held-out data, and the one they stand in for. Best precision by evidence, by "
         f"leave-one-out, and on held-out data, {'; '.join(words)}. Leave-one-out decides in this demo.",
+    )
+
+
+def structures(found: Study) -> Picture:
+    """Draw the evidence of every structure, and its cost."""
+    comparison = found.comparison
+    approximate = [row for row in comparison.rows if row.structure not in ("gp", "full")]
+    near, far = (pick(approximate, key=lambda row: abs(row.difference)) for pick in (min, max))
+    return Picture(
+        "structures",
+        plotting.png(comparison.plot()),
+        "Three panels with a line for each structure: the evidence beside that of exact function space, the seconds of "
+        "fit and evidence, and the extra memory.",
+        f"{found.problem.title}: exact (gp, full) and approximate structures of the same posterior. "
+        f"{near.structure} comes nearest to the exact evidence, {abs(near.difference):.1f} nats away, "
+        f"{far.structure} is the farthest, by {abs(far.difference):.1f}. "
+        f"With {comparison.num_examples} examples and {comparison.num_parameters:,} parameters the exact ones are "
+        "cheap; the others are made for sizes at which those no longer fit. Memory is estimated from the process.",
     )
 
 

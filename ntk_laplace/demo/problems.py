@@ -36,6 +36,8 @@ class Problem:
         Makes the likelihood from a noise variance, which only the Gaussian one uses.
     precisions, noises : tuple of float
         Candidates, among which `choose` decides.
+    compares : bool
+        Whether the evidence of all structures is wanted.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Problem:
     likelihood: Callable[[float], ntkl.Likelihood]
     precisions: tuple[float, ...]
     noises: tuple[float, ...] = ()
+    compares: bool = False
 
     @property
     def classifies(self) -> bool:
@@ -69,7 +72,7 @@ def problems(seed: int) -> list[Problem]:
         Problem(
             DIGITS, "Digits 0 to 9", "MLP, 64-16-10",
             data.digits(seed, 300, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
-            (0.3, 1.0, 3.0, 10.0),
+            (0.3, 1.0, 3.0, 10.0), compares=True,
         ),
         Problem(
             DIABETES, "Diabetes", "MLP, 10-24-1",

@@ -52,7 +52,7 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):  # now, not after a minute of work
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out))
-    steps = sum(len(problem.candidates) + 4 for problem in chosen) + 3
+    steps = sum(len(problem.candidates) + 4 + problem.compares for problem in chosen) + 3
     with Screen(console, steps) as screen:
         studies = [study(problem, seed, screen.step) for problem in chosen]
         effort = 150 if small else 1000
@@ -81,6 +81,7 @@ def _draw(found: dict[str, Study], trained: list[tuple[Problem, Choice]], seed: 
     return [
         pictures.uncertainty_1d(*wave),
         pictures.uncertainty_2d(*moons, seed),
+        pictures.structures(ten),
         pictures.calibration([pair, ten]),
         pictures.unseen(pair, seed),
         pictures.coverage(regression),
@@ -93,6 +94,9 @@ def _draw(found: dict[str, Study], trained: list[tuple[Problem, Choice]], seed: 
 def _show(console: Console, studies: list[Study], summary: dict[str, Any], out: Path) -> None:
     titles = {found.problem.name: found.problem.title for found in studies}
     console.print(evidence_table(summary["runs"], titles))
+    for found in studies:
+        if found.comparison is not None:
+            console.print(f"{found.problem.title}\n{found.comparison}\n", soft_wrap=True, highlight=False, markup=False)
     console.print(score_table(page.score_rows(studies), page.SCORES))
     console.print(f"{summary['seconds']:.0f} s; written to {out}:", soft_wrap=True, highlight=False, markup=False)
     for name in ("report.html", "summary.json", *summary["pictures"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,14 @@ class Choice:
         prior = ntkl.GaussianPrior(self.precision)
         return ntkl.laplace(self.network, data, self.likelihood, prior, structure, settings=_QUIET)
 
+    def comparison(self, problem: Problem) -> ntkl.EvidenceComparison:
+        """Compute the evidence under every structure, exact and approximate."""
+        data = (problem.split.x_train, problem.split.y_train)
+        prior = ntkl.GaussianPrior(self.precision)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # the table says what it says
+            return ntkl.compare_evidence(self.network, data, self.likelihood, prior, settings=_QUIET)
+
 
 @dataclass(frozen=True)
 class Study:
@@ -84,6 +93,7 @@ class Study:
     posterior: ntkl.Posterior
     predictive: Distribution
     map_predictive: Distribution
+    comparison: ntkl.EvidenceComparison | None
     summary: dict[str, Any] = field(repr=False)
 
 
@@ -144,6 +154,12 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
         posteriors[structure] = choice.posterior(problem, structure)
         evidences[structure] = posteriors[structure].log_marginal_likelihood().item()
         seconds[f"fit_and_evidence_{structure}"] = time.perf_counter() - start
+    comparison = None
+    if problem.compares:
+        report(f"{problem.title}: evidence under every structure")
+        start = time.perf_counter()
+        comparison = choice.comparison(problem)
+        seconds["comparison"] = time.perf_counter() - start
     report(f"{problem.title}: predicting {len(problem.split.x_test)} held-out examples")
     start = time.perf_counter()
     posterior = posteriors["gp"]
@@ -166,11 +182,12 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
         **evaluate(problem, predictive),
         **{f"map_{name}": value for name, value in evaluate(problem, map_predictive).items()},
         **_unseen(problem, posterior, seed),
+        **({} if comparison is None else {"structures": {row.structure: vars(row) for row in comparison.rows}}),
         "candidates": [vars(candidate) for candidate in choice.candidates],
         "seconds": time.perf_counter() - begin,
         "seconds_of_parts": seconds,
     }
-    return Study(problem, choice, posterior, predictive, map_predictive, summary)
+    return Study(problem, choice, posterior, predictive, map_predictive, comparison, summary)
 
 
 def evaluate(problem: Problem, predictive: Distribution) -> dict[str, float]:
