@@ -236,34 +236,38 @@ class NewtonStep:
     z : Tensor, (P,)
     pushed : Tensor, (N, C)
         J z at the training points.
-    own : tuple of Tensor and callable, or None
-        zᵀ(H - P0)z and its derivative in each Λ_n, (N, C, C), where H - P0 is not JᵀΛJ itself but a structure's
-        approximation of it.
+    own : tuple, or None
+        zᵀ(H - P0)z, its derivative in the log precisions, (G,), and what gives that in each Λ_n, (N, C, C), where
+        H - P0 is not JᵀΛJ itself but a structure's approximation of it.
     """
 
     z: Tensor
     pushed: Tensor
-    own: tuple[Tensor, Callable[[], Tensor]] | None = None
+    own: tuple[Tensor, Tensor, Callable[[], Tensor]] | None = None
 
-    def curve(self, hessian: Tensor) -> Tensor:
-        """zᵀ(H - P0)z, differentiable in Λ."""
+    def curve(self, log_precision: Tensor, hessian: Tensor) -> Tensor:
+        """zᵀ(H - P0)z, differentiable in the log precisions and in Λ."""
         if self.own is None:
             return torch.einsum("nc,ncd,nd->", self.pushed, hessian, self.pushed)
-        return _OfHessian.apply(hessian, *self.own)
+        return _Curve.apply(log_precision, hessian, *self.own)
 
 
-class _OfHessian(torch.autograd.Function):
-    """A known function of all Λ_n, with a gradient that is computed only if it is asked for."""
+class _Curve(torch.autograd.Function):
+    """A known value with known gradients; that in Λ is computed only if it is asked for."""
 
     @staticmethod
-    def forward(ctx: Any, hessian: Tensor, value: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
-        ctx.gradient = gradient
+    def forward(
+        ctx: Any, log_precision: Tensor, hessian: Tensor, value: Tensor, slope: Tensor, by_hessian: Callable[[], Tensor]
+    ) -> Tensor:
+        ctx.slope, ctx.by_hessian = slope.to(log_precision), by_hessian
         return value.to(hessian)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor):
-        return upstream * ctx.gradient().to(upstream), None, None
+        by_precision = upstream.to(ctx.slope) * ctx.slope if ctx.needs_input_grad[0] else None
+        by_hessian = upstream * ctx.by_hessian().to(upstream) if ctx.needs_input_grad[1] else None
+        return by_precision, by_hessian, None, None, None
 
 
 def correction(
@@ -277,5 +281,5 @@ def correction(
     residual = likelihood.residual(points.f, points.targets)
     hessian = points.hessian(root, likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
-    curve = (precision * step.z.square()).sum() + step.curve(hessian)
+    curve = (precision * step.z.square()).sum() + step.curve(prior.log_precision, hessian)
     return _Once.apply(slope - 0.5 * curve)

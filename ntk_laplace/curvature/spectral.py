@@ -11,6 +11,7 @@ from torch import Tensor
 from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows
 from ntk_laplace.curvature.parts import Part
 from ntk_laplace.curvature.summary import Basis
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import Rows
 
 __all__ = ["KroneckerPart", "SpectralPart"]
@@ -54,6 +55,10 @@ class SpectralPart:
         """The same with the precision multiplied by each of `factors` (m,)."""
         ratio = (self.values / self._shift).double().flatten()
         return torch.stack([torch.log1p(ratio / factor).sum() for factor in factors.double()])
+
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues relative to P0."""
+        return self.values / self._shift
 
     def effective(self) -> Tensor:
         """γ = Σ λ/(λ + δ), 0-d; or entry by entry, (G, o, i), where each has a precision of its own."""
@@ -99,18 +104,18 @@ class SpectralPart:
     # --- how it moves with Λ
 
     def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
-        """∂ log det H/∂Λ_n (n, C, C), the basis held; with a vector z, ∂ zᵀHz/∂Λ_n."""
-        return self._turned(rows).blocks(self._weights(vector))
+        """∂ log det H/∂Λ_n (n, C, C), as if the eigenbasis were held; with a vector z, ∂ zᵀHz/∂Λ_n."""
+        if vector is None:
+            return self._turned(rows).blocks(self.inverse)
+        if self.part.kind == "block":  # J z itself: a block's eigenvectors are made anew when Λ moves
+            pushed = (self.part.rows(rows).written(slice(None)) * vector).flatten(2).sum(2)
+            return pushed.unsqueeze(2) * pushed.unsqueeze(1)
+        return self._turned(rows).blocks(self.basis.turn(vector).square())
 
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (G, o, i)."""
         turned = self.basis.turn(vector) if self.scale is None else self.basis.turn(vector / self.scale)
         return (self.values * turned.square()).sum(dtype=torch.float64)
-
-    def _weights(self, vector: Tensor | None) -> Tensor:
-        if vector is None:
-            return self.inverse
-        return self.basis.turn(vector if self.scale is None else vector / self.scale).square()
 
     def information(self) -> Tensor:
         """The part's approximation of JᵀΛJ, (p, p); for small parts."""
@@ -174,6 +179,10 @@ class KroneckerPart(SpectralPart):
         sides = i * torch.log1p(self.left / root).sum((1, 2)) + o * torch.log1p(self.right / root).sum((1, 2))
         return sides.double()
 
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues relative to P0; damped ones do not scale with it."""
+        return None if self.damped else super().spectrum()
+
     def effective(self) -> Tensor:
         """γ = -∂ log det B/∂ log δ, 0-d."""
         if not self.damped:
@@ -189,21 +198,36 @@ class KroneckerPart(SpectralPart):
             return super().quadratic(vector)
         return ((1.0 / self.inverse - self.precision) * self.basis.turn(vector).square()).sum(dtype=torch.float64)
 
+    def quadratic_slope(self, vector: Tensor) -> Tensor:
+        """Derivative of `quadratic` in log δ: damping multiplies the factors."""
+        if not self.damped:
+            return vector.new_zeros((), dtype=torch.float64)
+        sides = 0.5 * self.precision.sqrt() * (self.left.unsqueeze(2) + self.right.unsqueeze(1))
+        return (sides * self.basis.turn(vector).square()).sum(dtype=torch.float64)
+
     def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
-        """∂ log det H/∂Λ_n: the outputs' factor is linear in Λ, the inputs' knows nothing of it."""
-        weights = self._weights(vector)
+        """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the outputs' factor is linear in Λ, the inputs' knows nothing of it."""
         own = self.part.rows(rows)
-        shift = self.precision.sqrt() if self.damped else 0.0
-        scale = 1.0 / math.sqrt(float(self.count))
         if isinstance(own, LookupRows):
-            per_entry = ((self.left + shift).unsqueeze(2) * weights).sum(1)[0] * scale  # (d,)
-            b = (own.b @ self.basis.right[0]).transpose(0, 1).unsqueeze(2)
+            b = (own.b @ self.basis.right[0]).transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
         elif isinstance(own, OuterRows):
-            per_entry = ((self.right + shift).unsqueeze(1) * weights).sum(2) * scale  # (G, o)
             b = own.b.sum(3, keepdim=True) if self.sharing == "reduce" else own.b
-            turned = torch.einsum("kngto,gop->kngtp", b, self.basis.left).permute(1, 0, 3, 2, 4)  # (n, K, T, G, o)
-            b, per_entry = turned.flatten(3).unsqueeze(2), per_entry.flatten()
+            b = torch.einsum("kngto,gop->nktgp", b, self.basis.left)
         else:
-            return super().sensitivity(rows, vector)
-        flat = b.flatten(2)
-        return (b * per_entry).flatten(2) @ flat.mT
+            raise UnsupportedError(f"every batch to reach {self.part.weight!r} through its layer",
+                                   "a batch whose graph takes another way", 'Use structure="ekfac", "diag" or "full".')
+        pulled = torch.einsum("nktgp,gpq->nktgq", b, self._by_outputs(vector))
+        return pulled.flatten(2) @ b.flatten(2).mT
+
+    def _by_outputs(self, vector: Tensor | None) -> Tensor:
+        """Derivative of log det H, or of zᵀHz, in the outputs' factor, in its eigenbasis, (G, o, o)."""
+        shift = self.precision.sqrt() if self.damped else 0.0
+        outputs_last = self.part.table
+        inputs = (self.left if outputs_last else self.right) + shift
+        scale = 1.0 / math.sqrt(float(self.count))
+        if vector is None:
+            weights = self.inverse.mT if outputs_last else self.inverse
+            return torch.diag_embed((weights @ inputs.unsqueeze(-1)).squeeze(-1)) * scale
+        z = self.basis.turn(vector)
+        z = z.mT if outputs_last else z
+        return (z * inputs.unsqueeze(1)) @ z.mT * scale

@@ -84,6 +84,11 @@ class StructuredWeightSpace:
         """The same for all precisions multiplied by each of `factors` (m,)."""
         return sum((part.log_dets(factors) for part in self.algebras), start=self._zero().expand(len(factors)))
 
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues of P0^-½ (H - P0) P0^-½, those of no part left out; None if a part does not list its own."""
+        lists = [getattr(algebra, "spectrum", lambda: None)() for algebra in self.algebras]
+        return None if any(own is None for own in lists) else torch.cat([own.double().flatten() for own in lists])
+
     def effective_parameters(self) -> Tensor:
         """γ_g = -∂ log det B/∂ log δ_g for each prior group, (G,)."""
         total = self.theta.new_zeros(self._num_groups, dtype=torch.float64)
@@ -148,10 +153,17 @@ class StructuredWeightSpace:
         parts = (a.sensitivity(rows, None if named is None else a.part.gather(named)) for a in self.algebras)
         return sum(parts, start=rows.f.new_zeros(n, k, k))
 
-    def quadratic(self, vector: Tensor) -> Tensor:
-        """zᵀ (H - P0) z for z (P,), in double precision."""
-        named = self._named(vector)
-        return sum((a.quadratic(a.part.gather(named)) for a in self.algebras), start=self._zero())
+    def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """zᵀ (H - P0) z for z (P,), in double precision, and its derivative in each log precision, (G,)."""
+        named, total = self._named(vector), self._zero()
+        slope = self.theta.new_zeros(self._num_groups, dtype=torch.float64)
+        for algebra in self.algebras:
+            z = algebra.part.gather(named)
+            total = total + algebra.quadratic(z)
+            of_precision = getattr(algebra, "quadratic_slope", None)  # zero but for damped factors
+            if of_precision is not None:
+                slope[self._prior.group_of(algebra.part.weight)] += of_precision(z)
+        return total, slope
 
     def information(self) -> Tensor:
         """The structure's approximation of JᵀΛJ, (P, P), written out: for small networks."""

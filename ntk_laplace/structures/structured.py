@@ -150,7 +150,7 @@ class StructuredStructure:
     def newton_step(self, trained: Trained, curvature: StructuredWeightSpace, gradient: Tensor) -> NewtonStep:
         """z = H⁻¹g; zᵀ(H - P0)z is this structure's own."""
         z = curvature.newton(gradient)
-        own = curvature.quadratic(z), lambda: self._sensitivity(trained, curvature, z)
+        own = *curvature.quadratic(z), lambda: self._sensitivity(trained, curvature, z)
         return NewtonStep(z, self.push(trained, z), own)
 
     def _sensitivity(self, trained: Trained, curvature: StructuredWeightSpace, z: Tensor | None) -> Tensor:
