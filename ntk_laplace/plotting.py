@@ -318,8 +318,8 @@ def evidence_comparison(
 
 
 def _beside(axes: Axes, x: float, y: float, words: str) -> None:
-    words = words.replace("-", "\N{MINUS SIGN}")
-    axes.annotate(words, (x, y), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9)
+    words, plain = words.replace("-", "\N{MINUS SIGN}"), {"fc": "white", "ec": "none", "pad": 1}
+    axes.annotate(words, (x, y), xytext=(8, 0), textcoords="offset points", va="center", fontsize=9, bbox=plain)
 
 
 # --- explanations

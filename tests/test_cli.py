@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import warnings
@@ -408,3 +410,20 @@ def test_warnings_stand_below_the_table_once(
     printed = capsys.readouterr()
     assert printed.err == "" and printed.out.count("a layer that") == 1
     assert printed.out.endswith("\ngp: note: a layer that no rule covers\n")
+
+
+def test_commands_on_the_docs_page_run(brought: Path, capsys: pytest.CaptureFixture) -> None:
+    """Those lines, on other data of the same shapes; the page's own blocks are run with the docs."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "comparison.md").read_text()
+    (shell,) = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (network,) = re.findall(r'Path\("model.py"\).write_text\("""\n(.*?)"""\)', page, re.DOTALL)
+    Path("model.py").write_text(network)
+    torch.save(nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).state_dict(), "weights.pt")
+    np.savez("data.npz", X=torch.rand(12, 64).numpy(), y=np.arange(12) % 10)
+    commands = [shlex.split(line) for line in shell.replace("\\\n", "").splitlines()]
+    assert [command[:2] for command in commands] == [["ntk-laplace", "evidence"]] * 2
+    for command in commands:
+        assert cli.main(command[1:]) == 0
+    assert capsys.readouterr().out.count("Log marginal likelihood, in nats") == 2
+    written = json.loads(Path("evidence.json").read_text())
+    assert Path("evidence.png").exists() and [row["structure"] for row in written["rows"]] == ["gp", "kfac"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import warnings
 from pathlib import Path
 
 import torch
@@ -39,13 +38,11 @@ def run(options: argparse.Namespace) -> None:
     network.to(_device(options.device, dtype))
     budget = None if options.memory is None else int(options.memory * 2**30)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # the table says what it says
-            found = ntkl.compare_evidence(
-                network, (x, y), _likelihood(options), ntkl.GaussianPrior(options.precision, groups=options.groups),
-                options.structures, options.curvature, options.correction,
-                dtype=dtype, settings=ntkl.Settings(memory_budget=budget),
-            )  # fmt: skip
+        found = ntkl.compare_evidence(
+            network, (x, y), _likelihood(options), ntkl.GaussianPrior(options.precision, groups=options.groups),
+            options.structures, options.curvature, options.correction,
+            dtype=dtype, settings=ntkl.Settings(memory_budget=budget),
+        )  # fmt: skip
     except ntkl.ComparisonInterrupted as stop:
         if stop.comparison.rows:
             print(stop.comparison)

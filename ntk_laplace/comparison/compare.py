@@ -72,8 +72,9 @@ def compare_evidence(
 
     Every structure is fitted afresh to the same data at the same hyperparameters, on copies: `network`, `prior` and
     `likelihood` come back as they were. A structure that does not fit into the memory, or has no meaning for this
-    prior, gets a row that says why, and the others go on. Before it is measured, a structure is fitted to a toy
-    problem, so that what is loaded on first use counts for none.
+    prior, gets a row that says why, and the others go on. What a fit warns of becomes a note in its row, and is not
+    issued again. Before it is measured, a structure is fitted to a toy problem, so that what is loaded on first use
+    counts for none.
 
     Parameters
     ----------
@@ -221,16 +222,17 @@ def _warm_up(
 
 @contextlib.contextmanager
 def _heard(rows: Sequence[StructureEvidence]) -> Iterator[list[str]]:
-    """What the library warns of inside, where no earlier row says it; every warning still reaches the caller."""
+    """What the library warns of inside, where no earlier row says it; other warnings go on to the caller."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield notes
     said = " ".join(row.note for row in rows)
     for warning in caught:
-        if issubclass(warning.category, NTKLaplaceWarning) and str(warning.message) not in said:
+        if not issubclass(warning.category, NTKLaplaceWarning):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        elif str(warning.message) not in said:
             notes.append(f"note: {warning.message}")
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 def _measure(
     label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device

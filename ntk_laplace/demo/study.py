@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,9 +78,7 @@ class Choice:
         """Compute the evidence under every structure, exact and approximate."""
         data = (problem.split.x_train, problem.split.y_train)
         prior = ntkl.GaussianPrior(self.precision)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # the table says what it says
-            return ntkl.compare_evidence(self.network, data, self.likelihood, prior, settings=_QUIET)
+        return ntkl.compare_evidence(self.network, data, self.likelihood, prior, settings=_QUIET)
 
 
 @dataclass(frozen=True)
