@@ -57,11 +57,20 @@ def train(network: nn.Module, x: Tensor, y: Tensor, noise: float, precision: flo
     return network.eval()
 
 
-def in_child(script: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a script in a process of its own, whose memory peak is then that of the one job; its last line is JSON."""
+def in_child(script: str, arguments: Sequence[str], kept: Path) -> dict[str, Any]:
+    """Run a script in a process of its own, whose memory peak is then that of the one job; its last line is JSON.
+
+    The result is kept in a file: a long run that was interrupted goes on where it stood. Other arguments start anew.
+    """
+    if kept.exists():
+        before = json.loads(kept.read_text())
+        if before["arguments"] == list(arguments):
+            return before["result"]
     command = [sys.executable, script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
     sys.stderr.write(done.stderr)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    result = json.loads(done.stdout.strip().splitlines()[-1])
+    kept.write_text(json.dumps({"arguments": list(arguments), "result": result}))
+    return result

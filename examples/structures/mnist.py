@@ -9,7 +9,8 @@ DataLoader, float32; the evidence at the precision of training; the precision of
 (``evidence_curve``); there, accuracy, mean log likelihood and expected calibration error of the predictives of the
 10,000 test images, by probit and by sampling (glm). Beside them stands the network alone (MAP).
 Memory is the peak of the process above what it held before the fit (imports, images, network), at 30,000 images and at
-60,000: only the outputs, N x 10, may grow. It writes mnist.json.
+60,000: only the outputs, N x 10, may grow. It writes mnist.json, and each process's result, which is not computed
+again: an interrupted run goes on where it stood.
 """
 
 from __future__ import annotations
@@ -145,7 +146,8 @@ def run(options: argparse.Namespace) -> None:
                     if options.small:  # seconds matter there, and memory does not
                         found = job(name, structure, curvature, count, options)
                     else:
-                        found = in_child(__file__, ["--job", name, structure, curvature, str(count), *passed])
+                        kept = options.out / f"{name}-{curvature}-{structure}-{count}.json"
+                        found = in_child(__file__, ["--job", name, structure, curvature, str(count), *passed], kept)
                     what = {"network": name, "curvature": curvature, "structure": structure, "N": count}
                     results.append(what | found)
                     print(name, curvature, structure, count, f"fit {found['fit_seconds']:.1f} s,",

@@ -6,7 +6,7 @@ Random weights, and a fit on a few small random images (time to sample depends o
 label per image, float32. INF keeps the ``--rank`` largest eigenvalues of each layer (20), so at most its square of
 pairs of eigenvectors. Every structure has a process of its own. The table holds the mean and standard deviation of
 the time of ``posterior.sample(1)``, that of P random numbers beside it, the fit's time, and the process's peak memory.
-It writes sampling.json.
+It writes sampling.json, and each process's result, which is not computed again.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def main() -> None:
             if options.small:  # seconds matter there, and memory does not
                 found[network][structure] = job(network, structure, options)
             else:
-                found[network][structure] = in_child(__file__, ["--job", network, structure, *passed])
+                kept = options.out / f"{network}-{structure}.json"
+                found[network][structure] = in_child(__file__, ["--job", network, structure, *passed], kept)
             print(network, structure, found[network][structure], flush=True)
     rows = [
         [network, f"{values['parameters']:,}", structure, _milliseconds(values), f"{1e3 * values['floor_seconds']:.1f}",
