@@ -1,0 +1,370 @@
+"""Structured weight space and its data: order, batches, merging, conditioning, interruption; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import ntk_laplace as ntkl
+from ntk_laplace.errors import DataError, HyperparameterError, NumericalError, UnsupportedError
+from reference import jacobian, num_examples, relative_error, take
+from reference_structures import Structured, parts_of
+from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
+from structured_cases import CURVATURES, STRUCTURES, fresh_fit, offered
+
+pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+
+CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]  # its eigenvectors are LAPACK's choice
+NETWORKS = ("deep_mlp", "cnn_groups", "transformer_tied", "decoder_dict", "cross_attention_tuple", "lstm")
+
+
+def loader(x, y, **options) -> DataLoader:
+    return DataLoader([(take(x, n), y[n]) for n in range(num_examples(x))], **options)
+
+
+def answers(posterior, x) -> list[Tensor]:
+    evidences = [posterior.log_marginal_likelihood(), posterior.log_marginal_likelihood(correction=True)]
+    moments = posterior.latent_moments(x, mean="posterior")
+    return [posterior.curvature.information(), posterior.effective_parameters(), *evidences, *moments]
+
+
+def assert_same(posterior, other, x, limit: float = 1e-9) -> None:
+    for found, expected in zip(answers(posterior, x), answers(other, x), strict=True):
+        assert relative_error(found, expected) < limit
+
+
+# ---------------------------------------------------------------------------------------------------- order and batches
+
+
+@pytest.mark.parametrize(
+    ("network", "structure", "curvature"),
+    [(n, s, CURVATURES[(i + j) % 2]) for i, n in enumerate(NETWORKS) for j, s in enumerate(CHOSEN)],
+)
+def test_order_and_batches_change_nothing(network, structure, curvature):
+    """Identity 6: permuted data in batches of three (the last is smaller), and a loader that shuffles each pass."""
+    case, likelihood = problem(network), offered(network)[-1]
+    y = targets(LIKELIHOODS[likelihood], case)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(4))
+    want = fresh_fit(network, likelihood, "layer", curvature, structure)
+    for data in (
+        loader(take(case.x, order), y[order], batch_size=3),
+        loader(case.x, y, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    ):
+        assert_same(fresh_fit(network, likelihood, "layer", curvature, structure, data=data), want, case.x_new)
+    small = fresh_fit(network, likelihood, "layer", curvature, structure, settings=ntkl.Settings(batch_size=2))
+    assert_same(small, want, case.x_new)
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+def test_drawn_labels_do_not_depend_on_batches(structure):
+    """The Monte-Carlo curvature: the same labels for the same data, in batches of any size and in every pass."""
+    case, y = problem("deep_mlp"), targets(LIKELIHOODS["categorical"], problem("deep_mlp"))
+    want = fresh_fit("deep_mlp", "categorical", "layer", "mc", structure)
+    for batch_size in (1, 3):
+        data = loader(case.x, y, batch_size=batch_size)
+        assert_same(fresh_fit("deep_mlp", "categorical", "layer", "mc", structure, data=data), want, case.x_new)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])
+def test_drawn_labels_stay_with_their_examples_in_a_shuffled_loader(structure):
+    """Outputs are read in one pass and rows in another: the matrix must be of labels drawn at their own outputs."""
+    case, y = problem("far_from_optimum"), targets(LIKELIHOODS["categorical"], problem("far_from_optimum"))
+    data = loader(case.x, y, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(6))
+    posterior = ntkl.laplace(
+        case.network, data, ntkl.Categorical(), structure=structure, curvature=ntkl.Root("mc", samples=400)
+    )
+    exact = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure=structure).curvature.information()
+    # SSᵀ has expectation Λ: with so many draws only a mix-up of examples is further off
+    assert (posterior.curvature.information() - exact).norm() < 0.2 * exact.norm()
+
+
+# --------------------------------------------------------------------------------------------- merging and conditioning
+
+
+def with_basis(structure: str, basis):
+    return {"ekfac": ntkl.EKFAC(basis=basis), "inf": ntkl.INF(rank=0.4, basis=basis)}.get(structure, structure)
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "ef"])
+@pytest.mark.parametrize("structure", CHOSEN)
+@pytest.mark.parametrize("network", ["deep_mlp", "resnet_batchnorm", "decoder_dict"])
+def test_disjoint_data_add_up(network, structure, curvature):
+    """Identity 6: fits on three and four points merged, either way round, and one conditioned on the other's data.
+
+    What INF keeps is decided once all the data are in: its merged matrix is compared at the full rank.
+    """
+    case, likelihood = problem(network), offered(network)[-1]
+    y = targets(LIKELIHOODS[likelihood], case)
+    asked = STRUCTURES[structure][0]()
+    if structure in ("ekfac", "inf"):
+        asked = with_basis(structure, fresh_fit(network, likelihood, "layer", curvature, structure))
+    halves = [(take(case.x, part), y[part]) for part in (slice(0, 3), slice(3, 7))]
+    first, second = (fresh_fit(network, likelihood, "layer", curvature, asked, data=half) for half in halves)
+    before = [each.clone() for each in answers(first, case.x_new)]
+    want = fresh_fit(network, likelihood, "layer", curvature, asked)
+    assert relative_error(first.log_marginal_likelihood(), want.log_marginal_likelihood()) > 1e-3
+    for merged in (first.merge(second), second.merge(first), first.condition(halves[1])):
+        assert merged.num_examples == 7
+        assert_same(merged, want, case.x_new)
+    for now, then in zip(answers(first, case.x_new), before, strict=True):
+        assert torch.equal(now, then), "a posterior that was merged is another afterwards"
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
+def test_conditioning_step_by_step(structure):
+    """Three steps are one, in the basis of the first; and the gradient in the noise sees all the data."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["gaussian"], case)
+    pieces = [(case.x[part], y[part]) for part in (slice(0, 3), slice(3, 5), slice(5, 7))]
+    first = fresh_fit("deep_mlp", "gaussian", "tensor", "ggn", structure, data=pieces[0])
+    steps = first.condition(pieces[1]).condition(pieces[2])
+    assert_same(steps, first.condition((case.x[3:], y[3:])), case.x_new)
+    if structure in ("kfac", "diag"):
+        want = fresh_fit("deep_mlp", "gaussian", "tensor", "ggn", structure)
+    else:
+        want = fresh_fit("deep_mlp", "gaussian", "tensor", "ggn", with_basis(structure, first))
+    if structure != "inf":  # which keeps what the first data chose, or what all of them do
+        assert_same(steps, want, case.x_new)
+        gradients = [
+            torch.autograd.grad(each.log_marginal_likelihood(correction=True), [*each.likelihood.parameters()])[0]
+            for each in (steps, want)
+        ]
+        assert relative_error(*gradients) < 1e-9
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag"])
+@pytest.mark.parametrize("likelihood", ["gaussian", "categorical"])
+def test_merging_brings_both_to_one_likelihood(likelihood, structure):
+    """Halves fitted at different noise (or temperature): the merged posterior has the first one's throughout."""
+    case, other = problem("deep_mlp"), {"gaussian": ntkl.Gaussian(noise=2.0), "categorical": ntkl.Categorical()}
+    y = targets(LIKELIHOODS[likelihood], case)
+    first = fresh_fit("deep_mlp", likelihood, "layer", "ggn", structure, data=(case.x[:3], y[:3]))
+    prior = PRIORS["layer"].build(case)
+    second = ntkl.laplace(case.network, (case.x[3:], y[3:]), other[likelihood], prior=prior, structure=structure)
+    assert_same(first.merge(second), fresh_fit("deep_mlp", likelihood, "layer", "ggn", structure), case.x_new)
+
+
+@pytest.mark.parametrize("form", [ntkl.EKFAC, ntkl.INF])
+def test_a_borrowed_basis_is_the_basis(form):
+    """With the eigenbasis of a fit to the same data, one pass gives what two give."""
+    basis = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
+    borrowed = fresh_fit("deep_mlp", "categorical", "layer", "ggn", form(basis=basis))
+    assert_same(borrowed, fresh_fit("deep_mlp", "categorical", "layer", "ggn", form()), problem("deep_mlp").x_new)
+
+
+# --------------------------------------------------------------------------------------------------------- interruption
+
+
+class Interrupted(Dataset):
+    """Raises KeyboardInterrupt, as Ctrl-C does, at the n-th example that is read."""
+
+    def __init__(self, x: Tensor, y: Tensor, at: int) -> None:
+        self.x, self.y, self.left = x, y, at
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.x[n], self.y[n]
+
+
+@pytest.mark.parametrize("by_path", [False, True], ids=["state", "path"])
+@pytest.mark.parametrize("curvature", CURVATURES)
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
+def test_an_interrupted_fit_goes_on(structure, curvature, by_path, tmp_path):
+    """Stopped twice, the second time in the second pass where there is one: the result is the uninterrupted one."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    path, resume = tmp_path / "fit.pt", None
+    # examples read: two to probe the network, seven in a pass, and seven before it for drawn labels
+    passes = 7 if curvature == "mc" else 0
+    stops = [2 + passes + 5, 2 + passes + 7 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
+    for at, done in zip(stops, (4, 2 if structure in ("ekfac", "inf") else 6), strict=True):
+        data = DataLoader(Interrupted(case.x, y, at), batch_size=2)
+        settings = ntkl.Settings(checkpoint=path if by_path else None, resume=resume)
+        with pytest.raises(ntkl.FitInterrupted, match=f"after {done} of 7 examples") as stop:
+            fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=data, settings=settings)
+        assert isinstance(stop.value, KeyboardInterrupt)
+        resume = path if by_path else stop.value.state
+    data = loader(case.x, y, batch_size=2)
+    settings = ntkl.Settings(resume=resume)
+    found = fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=data, settings=settings)
+    assert_same(found, fresh_fit("deep_mlp", "categorical", "layer", curvature, structure), case.x_new, 1e-10)
+
+
+def test_resuming_wants_the_same_fit():
+    case = problem("deep_mlp")
+    data = case.x, targets(LIKELIHOODS["categorical"], case)
+    with pytest.raises(ntkl.FitInterrupted) as stop:
+        interrupted = DataLoader(Interrupted(*data, 6), batch_size=2)
+        ntkl.laplace(case.network, interrupted, ntkl.Categorical(), structure="kfac")
+    settings = ntkl.Settings(resume=stop.value.state)
+    with refused(UnsupportedError, "KFAC.*expand", "EKFAC", "same structure"):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), structure="ekfac", settings=settings)
+    with refused(UnsupportedError, "kfac.*resume", "gp", "resume="):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), structure="gp", settings=settings)
+    with refused(DataError, "interrupted fit", "int", "FitInterrupted"):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), structure="kfac", settings=ntkl.Settings(resume=3))
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+
+def refused(error: type[Exception], expected: str, got: str, remedy: str):
+    """Hold an error to its class and to the three parts of its text (regular expressions)."""
+    return pytest.raises(error, match=rf"(?s)expected .*{expected}.*; got .*{got}.*\. .*{remedy}")
+
+
+def kfac(**options):
+    return fresh_fit("deep_mlp", "categorical", "layer", "ggn", options.pop("structure", "kfac"), **options)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac"])
+def test_precisions_by_parameter_do_not_fit_kronecker_factors(structure):
+    with refused(HyperparameterError, f"precision per layer or tensor.*{structure}", 'groups="parameter"', '"inf"'):
+        fresh_fit("deep_mlp", "categorical", "parameter", "ggn", structure)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 0.0, 1.5, True, "trace:0", "trace:1.5", "trace:many", "half", None])
+def test_ranks_that_mean_nothing(rank):
+    with refused(HyperparameterError, "a rank", re.escape(repr(rank)), "INF"):
+        ntkl.INF(rank=rank)
+
+
+@pytest.mark.parametrize("form", [ntkl.KFAC, ntkl.EKFAC, ntkl.INF])
+def test_unknown_sharing(form):
+    with refused(UnsupportedError, "expand, reduce", "'average'", "averaged"):
+        form(sharing="average")
+
+
+def test_unknown_words():
+    with refused(UnsupportedError, "shrink", "'clip'", "Choose"):
+        ntkl.INF(violation="clip")
+    with refused(UnsupportedError, "kfac, ekfac, inf, diag", "'kronecker'", "kfac"):
+        kfac(structure="kronecker")
+    with refused(UnsupportedError, 'structure="gp"', "kfac", "gp"):
+        kfac().explain(problem("deep_mlp").x_new)
+    with refused(UnsupportedError, 'structure="gp"', "kfac", "gp"):
+        kfac().leave_one_out()
+    with refused(HyperparameterError, "positive finite factors", "0.0", "logarithms"):
+        kfac().evidence_curve(torch.tensor([1.0, 0.0]))
+
+
+@pytest.mark.parametrize("basis", ["gp", "diag", "other", "nothing"])
+def test_a_basis_of_something_else(basis):
+    found = {
+        "gp": lambda: kfac(structure="gp"), "diag": lambda: kfac(structure="diag"), "nothing": lambda: "kfac",
+        "other": lambda: fresh_fit("far_from_optimum", "categorical", "layer", "ggn", "kfac"),
+    }[basis]()  # fmt: skip
+    got = {"gp": "gp", "diag": "diag", "nothing": "kfac", "other": "other parameters"}[basis]
+    with refused(UnsupportedError, "basis=", got, "Fit"):
+        kfac(structure=ntkl.EKFAC(basis=found))
+
+
+def test_what_cannot_be_merged():
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    half = case.x[:3], y[:3]
+    moved = fresh("deep_mlp").network
+    with torch.no_grad():
+        moved[0].weight.add_(0.1)
+    others = {
+        "structure": kfac(structure="diag", data=half),
+        "curvature": fresh_fit("deep_mlp", "categorical", "layer", "ef", "kfac", data=half),
+        "weights": ntkl.laplace(moved, half, ntkl.Categorical(), structure="kfac"),
+        "network": fresh_fit("far_from_optimum", "categorical", "layer", "ggn", "kfac"),
+        "parts": fresh_fit("deep_mlp", "categorical", "tensor", "ggn", "kfac", data=half),
+        "sharing": kfac(structure=ntkl.KFAC(sharing="reduce"), data=half),
+    }
+    posterior = kfac()
+    for other in others.values():
+        with refused(UnsupportedError, "two.*posteriors", ".", "Fit both"):
+            posterior.merge(other)
+    with refused(UnsupportedError, "one eigenbasis", "two", r"EKFAC\(basis="):
+        kfac(structure="ekfac").merge(kfac(structure="ekfac", data=half))
+    with refused(UnsupportedError, "one eigenbasis", "two", r"INF\(basis="):
+        kfac(structure="inf").merge(kfac(structure="inf", data=half))
+
+
+def test_a_diagonal_that_the_low_rank_part_exceeds():
+    """[S20] lemma 3: named in a warning and repaired, or refused where the prior does not make up for it."""
+    case = problem("deep_mlp")
+    data = case.x, targets(LIKELIHOODS["categorical"], case)
+    weak = ntkl.GaussianPrior(precision=1e-6)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"exceeds the exact diagonal .*0\.weight \(\d+ of 24 entries"):
+        shrunk = ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=ntkl.INF(rank=1.0))
+    precision = shrunk.curvature.information() + 1e-6 * torch.eye(case.theta.numel(), dtype=torch.float64)
+    assert torch.linalg.eigvalsh(precision).min() > 0
+    asked = ntkl.INF(rank=1.0, violation="raise")
+    with refused(NumericalError, "positive diagonal correction", r"\d+ of \d+ entries", "shrink"):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=asked)
+
+
+def test_wrong_data_of_a_later_batch_are_named():
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case).clone()
+    y[5] = 17
+    with pytest.raises(DataError, match=r"17"):
+        kfac(data=loader(case.x, y, batch_size=2))
+    with pytest.raises(DataError, match=r"(?s)features|shape|size|inputs"):
+        kfac().condition((torch.randn(3, 3).double(), torch.tensor([0, 1])))
+
+
+# --------------------------------------------------------------------------------------------------- padding, untouched
+
+
+def test_padding_is_no_position():
+    """An embedding's padding has no gradient: its row has no information, and the others' does not thin out."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = nn.Embedding(5, 3, padding_idx=0).double(), nn.Linear(3, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.tanh(self.table(x)).sum(1))
+
+    network, x = Words(), torch.randint(1, 5, (6, 4))
+    x[:, 1:] *= torch.rand(6, 3) < 0.4
+    curvature = torch.eye(2, dtype=torch.float64).expand(6, 2, 2)
+    dense = Structured(parts_of(network, x, lambda *_: True), jacobian(network, x), curvature)
+    for structure, want in (("kfac", dense.kfac()), ("ekfac", dense.ekfac()), ("diag", dense.diagonal)):
+        posterior = ntkl.laplace(network, (x, torch.randn(6, 2).double()), ntkl.Gaussian(), structure=structure)
+        found = posterior.curvature.information()
+        assert found[:3].abs().max() == 0
+        assert relative_error(found, want) < 1e-10
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+def test_the_network_comes_back_untouched(structure):
+    case = fresh("cnn_groups")
+    network, y = case.network.train(), targets(LIKELIHOODS["categorical"], case)
+    network(case.x).sum().backward()
+    network[0].bias.requires_grad_(False)
+    state = copy.deepcopy(network.state_dict())
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in network.named_parameters()}
+    before = {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in network.named_parameters()}
+    random, hooks = torch.get_rng_state(), [len(m._forward_hooks) for m in network.modules()]
+    asked = STRUCTURES[structure][0]()
+    posterior = ntkl.laplace(network, (case.x, y), ntkl.Categorical(), structure=asked, curvature="mc")
+    posterior.log_marginal_likelihood(correction=True).backward()
+    posterior.predict(case.x_new)
+    posterior.condition((case.x_new, y[:4]))
+    assert torch.equal(torch.get_rng_state(), random)
+    posterior.sample(3)
+    assert network.training and hooks == [len(m._forward_hooks) for m in network.modules()]
+    now = {name: (id(p), p.data_ptr(), p._version, p.requires_grad) for name, p in network.named_parameters()}
+    assert now == before
+    for name, parameter in network.named_parameters():
+        kept = gradients[name]
+        assert parameter.grad is None if kept is None else torch.equal(parameter.grad, kept)
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, state[name])
