@@ -3,8 +3,8 @@
     python examples/structures/sampling.py --out sampling
 
 Random weights, and a fit on a few small random images (time to sample depends on the shapes alone): one Monte-Carlo
-label per image, float32. INF keeps the ``--rank`` largest eigenvalues of each layer (20), so at most its square of
-pairs of eigenvectors. Every structure has a process of its own. The table holds the mean and standard deviation of
+label per image, float32. INF keeps the ``--rank`` largest eigenvalues of each layer (100), and with them every pair of
+their eigenvectors: L of them, whose largest over the layers is printed. Every structure has a process of its own. The table holds the mean and standard deviation of
 the time of ``posterior.sample(1)``, that of P random numbers beside it, the fit's time, and the process's peak memory.
 It writes sampling.json, and each process's result, which is not computed again.
 """
@@ -52,11 +52,12 @@ def job(network_name: str, structure: str, options: argparse.Namespace) -> dict[
         floor.append(time.perf_counter() - start)
     if not bool(torch.isfinite(sample).all()):
         raise ArithmeticError(f"{structure} on {network_name} drew a sample that is not finite")
+    low = [algebra.low.size for algebra in posterior.curvature.algebras if hasattr(algebra, "low")]
     # the first draw makes what later ones reuse
     return {
         "parameters": posterior.num_parameters, "fit_seconds": fitted, "first_seconds": drawn[0],
         "seconds": float(np.mean(drawn[1:])), "deviation": float(np.std(drawn[1:])),
-        "floor_seconds": float(np.mean(floor[1:])), "peak_bytes": peak_bytes(),
+        "floor_seconds": float(np.mean(floor[1:])), "peak_bytes": peak_bytes(), "largest_low_rank": max(low, default=0),
     }  # fmt: skip
 
 
@@ -65,8 +66,8 @@ def main() -> None:
     arguments = parser(__doc__, "sampling")
     arguments.add_argument("--networks", nargs="+", default=["resnet18", "resnet50"], help="resnet18, resnet50, tiny")
     arguments.add_argument("--structures", nargs="+", default=list(STRUCTURES), choices=STRUCTURES)
-    arguments.add_argument("--rank", type=int, default=20, help="top eigenvalues that INF keeps per layer (default 20)")
-    arguments.add_argument("--num-images", type=int, default=4, help="images of the fit (default 4)")
+    arguments.add_argument("--rank", type=int, default=100, help="top eigenvalues that INF keeps per layer (100)")
+    arguments.add_argument("--num-images", type=int, default=32, help="images of the fit (default 32)")
     arguments.add_argument("--pixels", type=int, default=64, help="their height and width (default 64)")
     arguments.add_argument("--draws", type=int, default=20, help="timed samples (default 20)")
     arguments.add_argument("--job", nargs=2, metavar=("NETWORK", "STRUCTURE"), help="one fit, printed as JSON")
@@ -91,7 +92,7 @@ def main() -> None:
                 found[network][structure] = in_child(__file__, ["--job", network, structure, *passed], kept)
             print(network, structure, found[network][structure], flush=True)
     rows = [
-        [network, f"{values['parameters']:,}", structure, _milliseconds(values), f"{1e3 * values['floor_seconds']:.1f}",
+        [network, f"{values['parameters']:,}", f"{structure}{_low(values)}", _milliseconds(values), f"{1e3 * values['floor_seconds']:.1f}",
          f"{values['fit_seconds']:.1f}", f"{values['peak_bytes'] / 1e6:,.0f}"]
         for network, structures in found.items()
         for structure, values in structures.items()
@@ -100,6 +101,10 @@ def main() -> None:
     print(f"\n{options.threads} threads; INF rank {options.rank}\n\n{table(head, rows)}")
     result = {"machine": machine(options.threads), "rank": options.rank, "results": found}
     write(options.out / "sampling.json", result)
+
+
+def _low(values: dict[str, Any]) -> str:
+    return f" (L <= {values['largest_low_rank']:,})" if values["largest_low_rank"] else ""
 
 
 def _milliseconds(values: dict[str, Any]) -> str:
