@@ -3,10 +3,11 @@
     python examples/structures/sampling.py --out sampling
 
 Random weights, and a fit on a few small random images (time to sample depends on the shapes alone): one Monte-Carlo
-label per image, float32. INF keeps the ``--rank`` largest eigenvalues of each layer (100), and with them every pair of
-their eigenvectors: L of them, whose largest over the layers is printed. Every structure has a process of its own. The table holds the mean and standard deviation of
-the time of ``posterior.sample(1)``, that of P random numbers beside it, the fit's time, and the process's peak memory.
-It writes sampling.json, and each process's result, which is not computed again.
+label per image, float32. INF keeps the ``--rank`` largest eigenvalues of each layer (100), and with them every pair
+of their eigenvectors: L of them, whose largest over the layers is printed. Every structure has a process of its own.
+The table holds the mean and standard deviation of the time of ``posterior.sample(1)``, that of P random numbers
+beside it, the fit's time, and the process's peak memory. It writes sampling.json, and each process's result, which is
+not computed again.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def main() -> None:
                 found[network][structure] = in_child(__file__, ["--job", network, structure, *passed], kept)
             print(network, structure, found[network][structure], flush=True)
     rows = [
-        [network, f"{values['parameters']:,}", f"{structure}{_low(values)}", _milliseconds(values), f"{1e3 * values['floor_seconds']:.1f}",
+        [network, f"{values['parameters']:,}", f"{structure}{_low(values)}", _milliseconds(values),
+         f"{1e3 * values['floor_seconds']:.1f}",
          f"{values['fit_seconds']:.1f}", f"{values['peak_bytes'] / 1e6:,.0f}"]
         for network, structures in found.items()
         for structure, values in structures.items()
