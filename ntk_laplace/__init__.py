@@ -21,6 +21,7 @@ from ntk_laplace.errors import (
 )
 from ntk_laplace.explain import Explanation, LeaveOneOut
 from ntk_laplace.fit import laplace
+from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
@@ -45,6 +46,7 @@ __all__ = [
     "Gaussian",
     "GaussianPrior",
     "HyperparameterError",
+    "HyperparameterHistory",
     "LeaveOneOut",
     "Likelihood",
     "MemoryBudgetError",

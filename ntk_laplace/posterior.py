@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
 from ntk_laplace.factors import Rows
 from ntk_laplace.gram import gram
+from ntk_laplace.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.network import Network
@@ -286,6 +287,41 @@ class Posterior:
             energy = trained.prior.energy(trained.theta).to(log_likelihood)
             log_det = self.curvature.log_dets(factors)
             return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
+
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros left out or not; None where a structure has no list of them."""
+        spectrum = getattr(self.curvature, "spectrum", None)
+        return None if spectrum is None else spectrum()
+
+    def fit_hyperparameters(
+        self, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,
+        tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: Any,
+    ) -> HyperparameterHistory:  # fmt: skip
+        """Maximize the evidence over hyperparameters at fixed weights; the posterior is left at the best found.
+
+        Parameters
+        ----------
+        method : str
+            "lbfgs" (bounded, on the logarithms), "adam", or "mackay", the fixed point δ_g = γ_g/‖θ_g - μ0‖² and, for
+            a Gaussian with one noise variance, σ² = Σ‖y - f‖²/(NC - γ).
+        parameters : sequence of str, optional
+            Of "precision", "noise", "temperature", those that move; all there are by default.
+        steps : int
+            At most.
+        tolerance : float
+            Converged once no gradient in a logarithm exceeds this share of 1 + |evidence|.
+        bounds : tuple of float
+            Of every precision, variance and temperature; what ends on one is named in a warning.
+        options
+            `correction` (bool), `learning_rate` ("adam", default 0.1), `progress`.
+
+        Returns
+        -------
+        HyperparameterHistory
+            Evidence and hyperparameters of each step.
+        """
+        options.setdefault("progress", self._trained.settings.progress)
+        return maximize(self, self._trained.theta, method, parameters, steps, tolerance, bounds, **options)
 
     def effective_parameters(self) -> Tensor:
         """γ_g, the number of parameters of each prior group that the data determine, (G,)."""

@@ -29,7 +29,7 @@ HOUSE = [
     ["curvature"],
     ["evidence"],
     ["structures"],
-    ["explain"],
+    ["explain", "hyperparameters"],
     ["posterior"],
     ["fit", "ntk", "checkpoint"],
     ["gp"],

@@ -1,0 +1,7 @@
+"""Hyperparameters: prior precisions, noise and temperature that maximize the evidence at fixed weights."""
+
+from ntk_laplace.hyperparameters.history import HyperparameterHistory
+from ntk_laplace.hyperparameters.maximize import METHODS, maximize
+from ntk_laplace.hyperparameters.variables import Evidence, Variables
+
+__all__ = ["METHODS", "Evidence", "HyperparameterHistory", "Variables", "maximize"]

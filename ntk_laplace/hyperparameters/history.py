@@ -1,0 +1,91 @@
+"""What an optimization of the evidence did, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+__all__ = ["HyperparameterHistory"]
+
+_MOST_LINES = 12  # hyperparameters drawn one by one; of more, the first ones
+
+
+@dataclass
+class HyperparameterHistory:
+    """Evidence and hyperparameters of every step.
+
+    Attributes
+    ----------
+    method : str
+    names : list of str
+        Hyperparameters by name: ``precision[group]``, ``noise``, ``temperature``.
+    evidence : list of float
+        Nats, one per step, the starting values first.
+    values : list of list of float
+        Hyperparameters of each step, in the order of `names`; variances and precisions, not their logarithms.
+    converged : bool
+    message : str
+        Why it stopped, in words.
+    at_bounds : dict of str to float
+        Hyperparameters that ended on a bound, where the evidence still grows, and the bound.
+    """
+
+    method: str
+    names: list[str]
+    evidence: list[float] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+    converged: bool = False
+    message: str = ""
+    at_bounds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def best(self) -> int:
+        """Step of the largest evidence, whose hyperparameters the posterior was left with."""
+        return max(range(len(self.evidence)), key=self.evidence.__getitem__)
+
+    def __len__(self) -> int:
+        return len(self.evidence)
+
+    def __str__(self) -> str:
+        best = self.best
+        found = ", ".join(f"{n} = {v:.4g}" for n, v in zip(self.names[:6], self.values[best], strict=False))
+        more = f" and {len(self.names) - 6} more" if len(self.names) > 6 else ""
+        state = "converged" if self.converged else "not converged"
+        return (
+            f"{self.method}: {state} after {len(self) - 1} steps ({self.message}); evidence {self.evidence[0]:.4f} -> "
+            f"{self.evidence[best]:.4f} nats; {found}{more}"
+        )
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per step."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.values, columns=self.names)
+        frame.insert(0, "evidence", self.evidence)
+        frame.index.name = "step"
+        return frame
+
+    def plot(self) -> Figure:
+        """Evidence over the steps, and the hyperparameters on a log scale below."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        steps = range(len(self))
+        top.plot(steps, self.evidence, color="#1f4e79", marker="." if len(self) < 40 else None)
+        top.set_ylabel("evidence, nats")
+        top.set_title(f"{self.method}: {self.message}", fontsize=10)
+        for number, name in enumerate(self.names[:_MOST_LINES]):
+            bottom.semilogy(steps, [row[number] for row in self.values], label=name)
+        shown = f" (first {_MOST_LINES} of {len(self.names)})" if len(self.names) > _MOST_LINES else ""
+        bottom.set(xlabel="step", ylabel="hyperparameter" + shown)
+        bottom.legend(fontsize=8, ncols=2)
+        return figure
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return dict(vars(self))

@@ -1,0 +1,240 @@
+"""Maximize the evidence over hyperparameters: L-BFGS, Adam, or MacKay's fixed point."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.hyperparameters.history import HyperparameterHistory
+from ntk_laplace.hyperparameters.variables import Evidence, Variables, spectral_evidence
+from ntk_laplace.likelihoods import Gaussian
+from ntk_laplace.progress import track
+
+__all__ = ["METHODS", "maximize"]
+
+METHODS = ("lbfgs", "adam", "mackay")
+
+
+def maximize(
+    posterior: Evidence, theta: Tensor, method: str = "lbfgs", parameters: Sequence[str] | None = None,
+    steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: object,
+) -> HyperparameterHistory:  # fmt: skip
+    """Move a posterior's hyperparameters to a maximum of its evidence, and leave them there.
+
+    Parameters
+    ----------
+    posterior : Evidence
+    theta : Tensor, (P,)
+        The weights.
+    method : str
+        "lbfgs" (bounded quasi-Newton on the logarithms), "adam", or "mackay" (δ_g = γ_g/‖θ_g - μ0‖², and for a
+        Gaussian with one noise variance σ² = Σ‖y - f‖²/(NC - γ)).
+    parameters : sequence of str, optional
+        Which of "precision", "noise", "temperature" move; all there are by default.
+    steps : int
+        At most.
+    tolerance : float
+        Converged once no logarithm's gradient exceeds this share of 1 + |evidence| ("lbfgs", "adam"), or no
+        logarithm moves by more in a step ("mackay").
+    bounds : tuple of float
+        Of every hyperparameter.
+    options
+        `correction` (bool), `learning_rate` (of "adam", in log units, default 0.1), `progress`.
+
+    Returns
+    -------
+    HyperparameterHistory
+    """
+    _check(method, steps, tolerance, bounds)
+    correction = bool(options.pop("correction", False))
+    rate, progress = float(options.pop("learning_rate", 0.1)), options.pop("progress", None)
+    if options:
+        raise HyperparameterError("options among correction, learning_rate, progress", ", ".join(options), "Drop them.")
+    variables = Variables(posterior, parameters)
+    evidence = None if correction else spectral_evidence(posterior, list(variables.parameters))
+    if evidence is None:
+        evidence = partial(posterior.log_marginal_likelihood, correction=correction)
+    search = _Search(variables, evidence, bounds, steps, tolerance)
+    history = search.history = HyperparameterHistory(method, variables.names)
+    try:
+        if method == "mackay":
+            _mackay(search, posterior, theta, progress)
+        elif method == "adam":
+            _adam(search, rate, progress)
+        else:
+            _lbfgs(search)
+    finally:
+        variables.set(search.best())  # an interruption too leaves the best that was seen
+    search.report_bounds()
+    if not history.converged:
+        warnings.warn(f"the evidence's maximum was not reached: {history.message}", NTKLaplaceWarning, stacklevel=3)
+    return history
+
+
+class _Search:
+    """The evidence over a box of logarithms, and where it has been."""
+
+    history: HyperparameterHistory
+
+    def __init__(
+        self, variables: Variables, evidence: Callable[[], Tensor], bounds: tuple[float, float], steps: int,
+        tolerance: float,
+    ) -> None:  # fmt: skip
+        self.variables, self.evidence, self.steps, self.tolerance = variables, evidence, steps, tolerance
+        self.low, self.high = variables.box(bounds)
+        self.start = variables.get()
+        self._logs: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def inside(self, logs: Tensor) -> Tensor:
+        """The nearest point of the box."""
+        return torch.minimum(torch.maximum(logs, self.low), self.high)
+
+    def at(self, logs: Tensor) -> tuple[float, Tensor]:
+        """Evidence and gradient there."""
+        self.variables.set(logs)
+        return self.variables.value_and_gradient(self.evidence)
+
+    def note(self, value: float, logs: Tensor, gradient: Tensor) -> None:
+        """One more step."""
+        self.history.evidence.append(value)
+        self.history.values.append(self.variables.shown(logs))
+        self._logs.append(logs.clone())
+        self._gradients.append(gradient)
+
+    def best(self) -> Tensor:
+        """Logarithms of the largest evidence seen."""
+        return self._logs[self.history.best] if self._logs else self.start
+
+    def flat(self, value: float, logs: Tensor, gradient: Tensor) -> bool:
+        """Whether no direction within the box climbs worth speaking of."""
+        held = ((logs <= self.low) & (gradient < 0)) | ((logs >= self.high) & (gradient > 0))
+        steepest = torch.where(held, torch.zeros_like(gradient), gradient).abs().max()
+        return float(steepest) <= self.tolerance * (1.0 + abs(value))
+
+    def still(self, steps: int = 20) -> bool:
+        """Whether the evidence has stayed within the tolerance for some steps."""
+        recent = self.history.evidence[-steps:]
+        return len(recent) == steps and max(recent) - min(recent) <= self.tolerance * (1.0 + abs(recent[-1]))
+
+    def stop(self, converged: bool, message: str) -> None:
+        """Say why."""
+        self.history.converged, self.history.message = converged, message
+
+    def report_bounds(self) -> None:
+        """Name what ended on a bound while the evidence still grows outwards."""
+        best, names = self.best(), self.variables.names
+        gradient = self._gradients[self.history.best]
+        shown = self.history.values[self.history.best]
+        for number, name in enumerate(names):
+            low, high = best[number] <= self.low[number], best[number] >= self.high[number]
+            if (low and gradient[number] < 0) or (high and gradient[number] > 0):
+                self.history.at_bounds[name] = shown[number]
+        if self.history.at_bounds:
+            first = list(self.history.at_bounds.items())[:4]
+            found = ", ".join(f"{name} = {value:.3g}" for name, value in first)
+            warnings.warn(
+                f"the evidence still grows beyond the bounds of {len(self.history.at_bounds)} hyperparameters: {found}",
+                NTKLaplaceWarning, stacklevel=4,
+            )  # fmt: skip
+
+
+def _lbfgs(search: _Search) -> None:
+    """SciPy's bounded L-BFGS on the logarithms."""
+    from scipy.optimize import minimize  # a dependency of scikit-learn
+
+    def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
+        point = search.inside(torch.as_tensor(logs))
+        value, gradient = search.at(point)
+        last.update(point=point, value=value, gradient=gradient)
+        if not search.history.evidence:
+            search.note(value, point, gradient)
+        return -value, -gradient.numpy()
+
+    def after(_: np.ndarray) -> None:
+        search.note(last["value"], last["point"], last["gradient"])
+
+    last: dict[str, Any] = {}
+    limits = list(zip(search.low.tolist(), search.high.tolist(), strict=True))
+    scale = 1.0 + abs(search.at(search.inside(search.start))[0])
+    found = minimize(
+        negative, search.inside(search.start).numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
+        options={"maxiter": search.steps, "gtol": search.tolerance * scale, "ftol": 1e-15, "maxls": 40},
+    )  # fmt: skip
+    best = search.best()
+    value, gradient = search.at(best)
+    flat = search.flat(value, best, gradient)
+    search.stop(flat or bool(found.success), "gradient below tolerance" if flat else str(found.message).lower())
+
+
+def _adam(search: _Search, rate: float, progress: bool | None) -> None:
+    """Adam on the logarithms, projected into the box, its rate falling to a hundredth along a cosine."""
+    logs = search.inside(search.start).clone().requires_grad_()
+    # gradients shrink by orders of magnitude on the way from a bad precision: a short memory of their size
+    optimizer = torch.optim.Adam([logs], lr=rate, betas=(0.9, 0.9))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, search.steps, eta_min=rate / 100)
+    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
+        value, gradient = search.at(logs.detach())
+        search.note(value, logs.detach(), gradient)
+        if search.flat(value, logs.detach(), gradient):
+            return search.stop(True, "gradient below tolerance")
+        if search.still():
+            return search.stop(True, "the evidence no longer changes")
+        logs.grad = -gradient
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            logs.copy_(search.inside(logs))
+    return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
+
+
+def _mackay(search: _Search, posterior: Evidence, theta: Tensor, progress: bool | None) -> None:
+    """δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ), in turns with γ."""
+    moving = set(search.variables.parameters)
+    likelihood = posterior.likelihood
+    noise = isinstance(likelihood, Gaussian) and likelihood.kind == "scalar"
+    if not moving <= ({"precision", "noise"} if noise else {"precision"}):
+        raise UnsupportedError('method "lbfgs" or "adam" for ' + ", ".join(sorted(moving - {"precision"})), '"mackay"',
+                               "The fixed point is known for precisions and for a Gaussian's one noise variance.")
+    distances = posterior.prior.group_distances(theta).clamp_min(torch.finfo(torch.float64).tiny).cpu()
+    search.variables.set(search.inside(search.start))
+    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
+        logs = search.variables.get()
+        value, gradient = search.at(logs)
+        search.note(value, logs, gradient)
+        if search.flat(value, logs, gradient):
+            return search.stop(True, "gradient below tolerance")
+        search.variables.set(search.inside(_fixed_point(search, posterior, distances)))
+    return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
+
+
+def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Tensor:
+    found = []
+    used = posterior.effective_parameters().detach().double().cpu()
+    for name in search.variables.parameters:
+        if name == "precision":
+            found.append((used.clamp_min(torch.finfo(torch.float64).tiny) / distances).log())
+        else:
+            residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()
+            squares = float((residual.double() * posterior.likelihood.noise.detach()).square().sum())
+            left = max(residual.numel() - float(used.sum()), torch.finfo(torch.float64).tiny)
+            found.append(torch.tensor([squares / left], dtype=torch.float64).log())
+    return torch.cat(found)
+
+
+def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float]) -> None:
+    if method not in METHODS:
+        raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method),
+                               "Use 'lbfgs' unless you know better.")
+    if steps < 1 or not tolerance > 0:
+        raise HyperparameterError("at least one step and a positive tolerance", f"{steps} and {tolerance}",
+                                  "Leave them out for 200 and 1e-6.")
+    if len(bounds) != 2 or not 0 < bounds[0] < bounds[1] < float("inf"):
+        raise HyperparameterError("positive bounds (low, high)", f"{bounds}", "Leave them out for (1e-10, 1e10).")

@@ -1,0 +1,147 @@
+"""Maximizing the evidence: three optimizers, one optimum, and what they report."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+
+STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=10), "diag": "diag"}
+pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part", "ignore:the evidence's maximum was not reached")
+
+
+@pytest.fixture(scope="module")
+def regression() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A network close to its MAP on a gap-ridden sine."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.linspace(-2, -0.5, 20), torch.linspace(0.5, 2, 20)]).double().unsqueeze(1)
+    y = torch.sin(3 * x) + 0.2 * torch.randn(40, 1, generator=generator).double()
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 1)).double()
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (network(x) - y).square().sum() / 0.08 + 0.5 * sum(p.square().sum() for p in network.parameters())
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return network.eval(), (x, y)
+
+
+def fit(regression, structure: object, precision: float = 1.0, groups: str = "layer", noise: float = 0.04):
+    network, data = regression
+    return ntkl.laplace(network, data, ntkl.Gaussian(noise), ntkl.GaussianPrior(precision, groups=groups), structure)
+
+
+@pytest.mark.parametrize("groups", ["all", "layer"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_all_roads_lead_to_one_optimum(regression, name: str, groups: str) -> None:
+    """[I21] Fig. 4: from precisions of 1e-3 and of 1e3."""
+    found = []
+    for precision in (1e-3, 1e3):
+        for method in ("lbfgs", "mackay") + (("adam",) if groups == "all" else ()):
+            posterior = fit(regression, STRUCTURES[name], precision, groups)
+            history = posterior.fit_hyperparameters(method, steps=400)
+            assert history.converged, str(history)
+            # the posterior is left where the history says, and its evidence there is the history's
+            assert posterior.log_marginal_likelihood().item() == pytest.approx(history.evidence[history.best], rel=1e-9)
+            values = [*posterior.prior.precision.tolist(), posterior.likelihood.noise.item()]
+            assert values == pytest.approx(history.values[history.best], rel=1e-9)
+            found.append(history.evidence[history.best])
+    assert max(found) - min(found) < 2e-3
+
+
+def test_one_eigendecomposition_is_the_factorization_at_every_step(regression) -> None:
+    posterior = fit(regression, "gp", 30.0, "all")
+    history = posterior.fit_hyperparameters("adam", steps=30)
+    for row, evidence in list(zip(history.values, history.evidence, strict=True))[::10]:
+        posterior.prior.precision, posterior.likelihood.noise = row
+        assert posterior.log_marginal_likelihood().item() == pytest.approx(evidence, rel=1e-10)
+
+
+def test_only_what_is_named_moves(regression) -> None:
+    posterior = fit(regression, "gp", 5.0)
+    history = posterior.fit_hyperparameters(parameters=["noise"])
+    assert history.names == ["noise"] and posterior.prior.precision.tolist() == pytest.approx([5.0, 5.0])
+    posterior = fit(regression, "gp", 5.0)
+    posterior.fit_hyperparameters(parameters="precision")
+    assert posterior.likelihood.noise.item() == pytest.approx(0.04)
+
+
+def test_temperature_and_one_precision_per_parameter() -> None:
+    torch.manual_seed(0)
+    x, network = torch.randn(30, 4).double(), nn.Linear(4, 3).double()
+    y = torch.distributions.Categorical(logits=2 * network(x)).sample()
+    cases = (("all", "gp", "temperature"), ("parameter", "diag", "precision"), ("tensor", "kfac", None))
+    for groups, structure, moving in cases:
+        posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(1.0), ntkl.GaussianPrior(groups=groups), structure)
+        before = posterior.log_marginal_likelihood().item()
+        history = posterior.fit_hyperparameters(parameters=moving, bounds=(1e-3, 1e6))
+        assert ("temperature" in history.names) == (moving != "precision")
+        assert history.evidence[history.best] > before + 0.1
+        assert posterior.log_marginal_likelihood().item() == pytest.approx(history.evidence[history.best], rel=1e-8)
+
+
+def test_the_correction_can_be_maximized_too(regression) -> None:
+    posterior = fit(regression, "kfac")
+    history = posterior.fit_hyperparameters(correction=True)
+    assert posterior.log_marginal_likelihood(correction=True).item() == pytest.approx(max(history.evidence), rel=1e-8)
+
+
+def test_bounds_and_early_ends_are_named(regression) -> None:
+    posterior = fit(regression, "gp")
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="beyond the bounds of 1 hyperparameters: noise = 0.5"):
+        history = posterior.fit_hyperparameters(parameters="noise", bounds=(0.5, 1e4))
+    assert list(history.at_bounds) == ["noise"] and posterior.likelihood.noise.item() == pytest.approx(0.5)
+    posterior = fit(regression, "gp", 1e3)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="not reached: 3 steps were not enough"):
+        history = posterior.fit_hyperparameters("mackay", steps=3)
+    assert not history.converged and len(history) == 4
+
+
+def test_an_interruption_leaves_the_best_seen(regression, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, calls = fit(regression, "gp", 1e2), []
+    whole = type(posterior).log_marginal_likelihood
+
+    def stops(self, correction: bool = False) -> Tensor:
+        calls.append(1)
+        if len(calls) > 6:
+            raise KeyboardInterrupt
+        return whole(self, correction)
+
+    monkeypatch.setattr(type(posterior), "log_marginal_likelihood", stops)
+    start = whole(posterior).item()
+    with pytest.raises(KeyboardInterrupt):
+        posterior.fit_hyperparameters("mackay")
+    assert whole(posterior).item() > start
+
+
+def test_wrong_requests(regression) -> None:
+    posterior = fit(regression, "gp")
+    with pytest.raises(ntkl.UnsupportedError, match="lbfgs, adam, mackay; got 'newton'"):
+        posterior.fit_hyperparameters("newton")
+    with pytest.raises(ntkl.HyperparameterError, match=r"precision, noise; got \['temperature'\]"):
+        posterior.fit_hyperparameters(parameters=["temperature"])
+    with pytest.raises(ntkl.HyperparameterError, match="positive bounds"):
+        posterior.fit_hyperparameters(bounds=(1.0, 0.1))
+    x = regression[1][0]
+    labels = (x > 0).double()
+    classifier = ntkl.laplace(nn.Linear(1, 2).double(), (x, labels.long().squeeze(1)), ntkl.Categorical())
+    with pytest.raises(ntkl.UnsupportedError, match="temperature"):
+        classifier.fit_hyperparameters("mackay")
+
+
+def test_a_history_for_people(regression) -> None:
+    history = fit(regression, "kfac", 10.0).fit_hyperparameters()
+    frame = history.to_dataframe()
+    assert list(frame.columns) == ["evidence", "precision[0]", "precision[2]", "noise"] and len(frame) == len(history)
+    assert "converged after" in str(history) and "nats" in str(history)
+    assert json.loads(json.dumps(history.to_dict()))["method"] == "lbfgs"
+    top, bottom = history.plot().axes
+    assert top.get_ylabel() == "evidence, nats" and len(bottom.get_lines()) == 3
