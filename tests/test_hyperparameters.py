@@ -74,6 +74,7 @@ def test_only_what_is_named_moves(regression) -> None:
     assert posterior.likelihood.noise.item() == pytest.approx(0.04)
 
 
+@pytest.mark.filterwarnings("ignore:the evidence still grows")
 def test_temperature_and_one_precision_per_parameter() -> None:
     torch.manual_seed(0)
     x, network = torch.randn(30, 4).double(), nn.Linear(4, 3).double()
