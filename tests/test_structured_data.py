@@ -43,7 +43,7 @@ def assert_same(posterior, other, x, limit: float = 1e-9) -> None:
 
 @pytest.mark.parametrize(
     ("network", "structure", "curvature"),
-    [(n, s, CURVATURES[(i + j) % 2]) for i, n in enumerate(NETWORKS) for j, s in enumerate(CHOSEN)],
+    [(n, s, CURVATURES[(i + j) % 2]) for i, n in enumerate(NETWORKS) for j, s in enumerate(CHOSEN) if (i + j) % 5 < 3],
 )
 def test_order_and_batches_change_nothing(network, structure, curvature):
     """Identity 6: permuted data in batches of three (the last is smaller), and a loader that shuffles each pass."""
@@ -90,10 +90,9 @@ def with_basis(structure: str, basis):
     return {"ekfac": ntkl.EKFAC(basis=basis), "inf": ntkl.INF(rank=0.4, basis=basis)}.get(structure, structure)
 
 
-@pytest.mark.parametrize("curvature", ["ggn", "ef"])
 @pytest.mark.parametrize("structure", CHOSEN)
-@pytest.mark.parametrize("network", ["deep_mlp", "resnet_batchnorm", "decoder_dict"])
-def test_disjoint_data_add_up(network, structure, curvature):
+@pytest.mark.parametrize(("network", "curvature"), [("deep_mlp", "ggn"), ("cnn_groups", "ef"), ("decoder_dict", "ggn")])
+def test_disjoint_data_add_up(network, curvature, structure):
     """Identity 6: fits on three and four points merged, either way round, and one conditioned on the other's data.
 
     What INF keeps is decided once all the data are in: its merged matrix is compared at the full rank.
@@ -200,13 +199,45 @@ def test_an_interrupted_fit_goes_on(structure, curvature, by_path, tmp_path):
     assert_same(found, fresh_fit("deep_mlp", "categorical", "layer", curvature, structure), case.x_new, 1e-10)
 
 
+def interrupted_kfac():
+    """The state of a KFAC fit that read two batches of two."""
+    case = problem("deep_mlp")
+    data = DataLoader(Interrupted(case.x, targets(LIKELIHOODS["categorical"], case), 8), batch_size=2)
+    with pytest.raises(ntkl.FitInterrupted) as stop:
+        fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", data=data)
+    return ntkl.Settings(resume=stop.value.state)
+
+
+@pytest.mark.parametrize("change", ["nothing", "batches", "curvature", "likelihood", "prior"])
+def test_resuming_something_else_is_refused(change):
+    """What was gathered belongs to its data, likelihood, curvature and prior groups: no other is taken in silence."""
+    case = problem("deep_mlp")
+    likelihood = "poisson" if change == "likelihood" else "categorical"
+    data = loader(
+        case.x, targets(LIKELIHOODS[likelihood], case), batch_size=3 if change == "batches" else 2
+    )
+    asked = likelihood, "tensor" if change == "prior" else "layer", "ef" if change == "curvature" else "ggn"
+    if change == "nothing":
+        found = fresh_fit("deep_mlp", *asked, "kfac", data=data, settings=interrupted_kfac())
+        assert_same(found, fresh_fit("deep_mlp", *asked, "kfac"), case.x_new)
+        return
+    with pytest.raises(ntkl.NTKLaplaceError, match=r"(?s)expected .*; got .*"):
+        fresh_fit("deep_mlp", *asked, "kfac", data=data, settings=interrupted_kfac())
+
+
+def test_a_state_can_be_resumed_twice():
+    case = problem("deep_mlp")
+    data = loader(case.x, targets(LIKELIHOODS["categorical"], case), batch_size=2)
+    settings = interrupted_kfac()
+    for _ in range(2):
+        found = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", data=data, settings=settings)
+        assert_same(found, fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac"), case.x_new)
+
+
 def test_resuming_wants_the_same_fit():
     case = problem("deep_mlp")
     data = case.x, targets(LIKELIHOODS["categorical"], case)
-    with pytest.raises(ntkl.FitInterrupted) as stop:
-        interrupted = DataLoader(Interrupted(*data, 6), batch_size=2)
-        ntkl.laplace(case.network, interrupted, ntkl.Categorical(), structure="kfac")
-    settings = ntkl.Settings(resume=stop.value.state)
+    settings = interrupted_kfac()
     with refused(UnsupportedError, "KFAC.*expand", "EKFAC", "same structure"):
         ntkl.laplace(case.network, data, ntkl.Categorical(), structure="ekfac", settings=settings)
     with refused(UnsupportedError, "kfac.*resume", "gp", "resume="):
