@@ -170,7 +170,7 @@ def fused_biases(posterior) -> frozenset[tuple[str, str]]:
 
 @functools.cache
 def structured(network: str, likelihood: str, prior: str, curvature: str) -> Structured:
-    fused = fused_biases(fit(network, likelihood, prior, curvature, "inf"))
+    fused = frozenset() if prior == "parameter" else fused_biases(fit(network, likelihood, prior, curvature, "kfac"))
     return Structured(
         _parts(network, fused), jacobians(network)[0], output_curvature(network, likelihood, curvature)
     )
