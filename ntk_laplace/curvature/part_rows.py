@@ -205,11 +205,14 @@ class LookupRows(_Written):
     b : Tensor, (K, N, T, d)
     tokens : Tensor, (N, T)
     vocabulary : int
+    padding : int
+        The token that stands for no position, or -1.
     """
 
     b: Tensor
     tokens: Tensor
     vocabulary: int
+    padding: int = -1
 
     def _added_up(self) -> Tensor:
         """b with equal tokens of an example added up at the first of them, zero at the others."""

@@ -138,7 +138,7 @@ class Part:
 
     def _factored(self, block: Outer | Lookup) -> PartRows:
         if isinstance(block, Lookup):
-            return LookupRows(block.b, block.tokens, block.vocabulary)
+            return LookupRows(block.b, block.tokens, block.vocabulary, block.padding)
         b, a = block.full_b(), block.a
         if self.group is not None:
             b, a = b[:, :, self.group : self.group + 1], a[:, self.group : self.group + 1]

@@ -101,8 +101,8 @@ class Summary:
 
     def _add_lookup(self, rows: LookupRows) -> None:
         # the table's side is one-hot: Σ onehot onehotᵀ is the diagonal of the tokens' counts
-        tokens = rows.tokens
-        counts = torch.bincount(tokens.flatten(), minlength=rows.vocabulary).to(rows.b.dtype)
+        tokens = rows.tokens[rows.tokens != rows.padding]  # padding is no position
+        counts = torch.bincount(tokens, minlength=rows.vocabulary).to(rows.b.dtype)
         self._add("left", counts.unsqueeze(0))
         d = rows.b.shape[3]
         add_outer_lower_(self._zeros("right", rows.b, 1, d, d)[0], rows.b.reshape(-1, d))

@@ -209,12 +209,15 @@ class Lookup:
         Row of the table used at each position.
     vocabulary : int
         Number of rows of the table.
+    padding : int
+        The token that stands for no position; -1 if there is none.
     """
 
     weight: str
     b: Tensor
     tokens: Tensor
     vocabulary: int
+    padding: int = -1
 
     @property
     def names(self) -> tuple[str, ...]:

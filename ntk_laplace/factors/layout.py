@@ -39,7 +39,8 @@ class Layout:
         aligned = (1,) * (axes - len(shape)) + tuple(shape)
         if len(aligned) != axes or any(s not in (1, v) for s, v in zip(aligned, values.shape[2:], strict=True)):
             return None
-        gone = [axis + 2 for axis, s in enumerate(aligned) if s == 1]
+        # an axis of length one goes by the reshape alone
+        gone = [axis + 2 for axis, s in enumerate(aligned) if s == 1 and values.shape[axis + 2] != 1]
         kept = values.sum(gone) if gone else values
         return kept.reshape(*kept.shape[:2], -1)
 

@@ -25,6 +25,7 @@ from ntk_laplace.network import Network, preserved_rng
 __all__ = ["FactorPass", "Seeds"]
 
 _PROBE = 2  # examples whose graph decides the plan
+_PROOF = 64  # examples of a batch whose rows are held against autograd
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
 
 
@@ -162,17 +163,17 @@ class FactorPass:
             doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1), offset)
             return [block.part(slice(0, 1)) for block in doubled]
         blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
-        wrong = self._disagreeing(blocks, out, seeds, offset)
+        wrong = self._disagreeing(x, blocks, out, seeds, offset)
         if wrong:
             # the few examples of the probe did not show where this batch's lie: plan on the batch itself
             del self._plans[signature]
             blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
-            wrong = self._disagreeing(blocks, out, seeds, offset)
+            wrong = self._disagreeing(x, blocks, out, seeds, offset)
         if wrong:
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
             blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
-            wrong = self._disagreeing(blocks, out, seeds, offset)
+            wrong = self._disagreeing(x, blocks, out, seeds, offset)
         if wrong:
             raise MixedExamplesError(
                 "a network whose outputs depend on their own example alone",
@@ -187,13 +188,21 @@ class FactorPass:
         own = list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else []
         return _compacted(blocks + own, self.keep_factors)
 
-    def _disagreeing(self, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int) -> tuple[str, ...]:
+    def _disagreeing(
+        self, x: Inputs, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int
+    ) -> tuple[str, ...]:
         """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
 
-        One more backward pass per batch; random weights make rows of the wrong example, and mixing, show.
+        One more backward pass per batch; random weights make rows of the wrong example, and mixing, show. Of a large
+        batch, random examples are taken, and evaluated by themselves: mixing shows then too.
         """
-        parameters = self.network.parameters
         generator = torch.Generator().manual_seed(len(out))
+        if len(out) > _PROOF:
+            _require_finite(blocks, offset)
+            some = torch.randperm(len(out), generator=generator)[:_PROOF].sort().values
+            x, seeds, blocks = take(x, some), seeds[:, some], [block.part(some) for block in blocks]
+            out = self.network.evaluate(x, offset)
+        parameters = self.network.parameters
         weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
         truth = torch.autograd.grad(
             out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, seeds), retain_graph=True,
@@ -201,13 +210,16 @@ class FactorPass:
         )  # fmt: skip
         if not all(bool(torch.isfinite(gradient).all()) for gradient in truth if gradient is not None):
             _require_finite(blocks, offset)
-        total = {name: torch.zeros_like(parameter).flatten() for name, parameter in parameters.items()}
+        total: dict[str, Tensor] = {}
         for block in blocks:
             for name, values in block.vjp(weights).items():
-                total[name] += values.detach()
+                total[name] = total[name] + values.detach() if name in total else values.detach()
         loud = loudest(truth)
+        zeros = {name: parameter.new_zeros(parameter.numel()) for name, parameter in parameters.items()
+                 if name not in total}
         return tuple(
-            name for (name, own), expected in zip(total.items(), truth, strict=True) if not agree(own, expected, loud)
+            name for (name, expected) in zip(parameters, truth, strict=True)
+            if not agree(total[name] if name in total else zeros[name], expected, loud)
         )
 
 

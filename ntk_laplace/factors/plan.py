@@ -8,7 +8,7 @@ rows are then compared with autograd's own gradient, for two seeds: what does no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +71,19 @@ class UsePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Uses of the parameters that rules cover, and the names of those they do not."""
+    """Uses of the parameters that rules cover, and the names of those they do not.
+
+    Attributes
+    ----------
+    uses : tuple of UsePlan
+    unmatched : tuple of str
+    partners : dict of str to str
+        Weight by the name of a bias that an addition of its own brings in, as behind a matrix product.
+    """
 
     uses: tuple[UsePlan, ...]
     unmatched: tuple[str, ...]
+    partners: dict[str, str] = field(default_factory=dict)
 
     def edges(self, graph: Graph) -> list[int]:
         """Numbers of the consuming nodes, each once."""
@@ -102,7 +111,7 @@ class Plan:
             if _is_bias(use, graph):
                 biases[use.step.consumer] = (f"{use.step.operand}.{use.name}", block)
         _attach_biases(pending, biases)
-        return _join(list(pending.values()))
+        return _united(_join(list(pending.values())), self.partners)
 
 
 def _is_bias(use: UsePlan, graph: Graph) -> bool:
@@ -136,6 +145,37 @@ def _join(blocks: list[Block]) -> list[Block]:
         kind = block.kind
         joined[kind] = join_positions(joined[kind], block) if kind in joined else block
     return list(joined.values())
+
+
+def _find_partners(blocks: list[Block]) -> dict[str, str]:
+    """Biases whose rows are the sums of a weight's output gradients, in the same module."""
+    weights = {}
+    for block in blocks:
+        if isinstance(block, Outer) and block.bias is None and block.index is None:
+            weights.setdefault(block.weight.rpartition(".")[0], []).append(block)
+    found: dict[str, str] = {}
+    for block in blocks:
+        if not isinstance(block, Dense):
+            continue
+        for weight in weights.get(block.weight.rpartition(".")[0], []):
+            sums = weight.full_b().sum(3).flatten(2)
+            if weight.weight not in found.values() and sums.shape == block.rows.shape:
+                scale = float(sums.abs().max())
+                if agree(sums.flatten(), block.rows.flatten(), scale):
+                    found[block.weight] = weight.weight
+                    break
+    return found
+
+
+def _united(blocks: list[Block], partners: dict[str, str]) -> list[Block]:
+    if not partners:
+        return blocks
+    biases = {weight: bias for bias, weight in partners.items()}
+    united = [
+        replace(block, bias=biases[block.weight]) if isinstance(block, Outer) and block.weight in biases else block
+        for block in blocks
+    ]
+    return [block for block in united if not (isinstance(block, Dense) and block.weight in partners)]
 
 
 def _operand_rows(use: UsePlan, graph: Graph, gradient: Tensor, n: int) -> OperandRows | None:
@@ -195,7 +235,7 @@ def _plain_block(name: str, rows: OperandRows, parameter: nn.Parameter) -> Block
     if isinstance(rows, OperandDense):
         return Dense(name, rows.rows)
     if isinstance(rows, OperandLookup):
-        return Lookup(name, rows.b, rows.tokens, parameter.shape[0])
+        return Lookup(name, rows.b, rows.tokens, parameter.shape[0], rows.padding)
     index = _unless_identity(_order(rows), parameter) if rows.order == "gio" else None
     return Outer(name, None, rows.b, rows.a, index, parameter.numel())
 
@@ -291,7 +331,9 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
             good.extend(uses[name])
         else:
             unmatched.append(name)
-    return Plan(tuple(good), tuple(unmatched))
+    plan = Plan(tuple(good), tuple(unmatched))
+    kept = {use.step.consumer: gradients[use.step.consumer] for use in good}
+    return replace(plan, partners=_find_partners(plan.blocks(graph, kept, parameters, n)))
 
 
 def _stack_gradients(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> dict[int, Tensor]:

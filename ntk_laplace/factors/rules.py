@@ -58,10 +58,11 @@ class OperandOuter:
 
 @dataclass(frozen=True)
 class OperandLookup:
-    """Rows of a table looked up at tokens."""
+    """Rows of a table looked up at tokens; the row `padding` (-1: none) gets no gradient."""
 
     b: Tensor
     tokens: Tensor
+    padding: int = -1
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _embedding(use: Use) -> OperandRows | None:
     padding = _signed(padding)
     if padding >= 0:
         b = b * (tokens != padding).to(b.dtype)[None, :, :, None]
-    return OperandLookup(b, tokens)
+    return OperandLookup(b, tokens, padding)
 
 
 def _signed(value: Any) -> int:
