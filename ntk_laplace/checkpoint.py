@@ -20,8 +20,8 @@ from ntk_laplace.network import Network
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import RESTORE, Settings, Trained
-from ntk_laplace.structures.reading import read_batches
-from ntk_laplace.structures.saving import FORMAT, VERSION, digest
+from ntk_laplace.structures.reading import digest, read_batches
+from ntk_laplace.structures.saving import FORMAT, VERSION
 
 __all__ = ["load"]
 
@@ -106,7 +106,7 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
         raise NetworkError("a network with the parameters of the fit", ", ".join(wrong[:3]) + more,
                            "Build the network with the architecture that was fitted.")
     door = Network(network, list(saved["shapes"]))
-    if digest(door) != saved["digest"]:
+    if digest(door.theta) != saved["digest"]:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")
     door.num_outputs, door.scalar = saved["num_outputs"], saved["scalar"]

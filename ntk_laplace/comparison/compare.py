@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -105,31 +105,20 @@ def compare_evidence(
                                "Fit the structure that takes long with laplace, and the others here.")
     labels = _labels(structures)
     found, device = _examine(network, data, likelihood, prior, root, parameters, settings)
-    exact: list[str] = []
-    faults: list[Exception] = []
-    for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
-        _tell(f"{label}, {number} of {len(labels)}", settings)
-        fit = partial(
-            laplace, network, data, *copy.deepcopy((likelihood, prior)), structure, root, parameters, dtype, settings
-        )  # a fit binds its prior and moves it to the network's device, so each has its own
-        try:
+    outcomes: list[_Outcome] = []
+    try:
+        for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
+            _tell(f"{label}, {number} of {len(labels)}", settings)
             _warm_up(structure, root, correction, device, dtype)
-            with _heard(found.rows) as notes:
-                row, kind, n = _measure(label, fit, correction, device)
-            row = replace(row, note="; ".join(notes))
-        except KeyboardInterrupt as stop:
-            raise ComparisonInterrupted(_with_differences(found, exact)) from stop
-        except Exception as error:
-            if not _belongs_to_a_row(error, found):
-                raise
-            faults.append(error)
-            row, kind, n = StructureEvidence(label, note=_reason(error)), "", found.num_examples
-        exact += [label] if kind in _EXACT else []
-        found = replace(found, rows=(*found.rows, row), num_examples=n)
-    others = [fault for fault in faults if not _is_about_memory(fault)]
-    if others and all(row.evidence is None for row in found.rows):
-        raise others[0]
-    return _with_differences(found, exact)
+            twins = copy.deepcopy((likelihood, prior))  # a fit binds its prior, and moves both to the network's device
+            fit = partial(laplace, network, data, *twins, structure, root, parameters, dtype, settings)
+            outcomes.append(_attempt(label, fit, correction, device, outcomes))
+    except KeyboardInterrupt as stop:
+        raise ComparisonInterrupted(_together(found, outcomes)) from stop
+    faults = [outcome.fault for outcome in outcomes if outcome.fault and not _is_about_memory(outcome.fault)]
+    if faults and all(outcome.row.evidence is None for outcome in outcomes):
+        raise faults[0]
+    return _together(found, outcomes)
 
 
 # --- before the fits
@@ -220,6 +209,32 @@ def _warm_up(
 # --- one structure
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """A row, N, whether the structure is exact, and what stopped it."""
+
+    row: StructureEvidence
+    num_examples: int | None = None
+    exact: bool = False
+    fault: Exception | None = None
+
+
+def _attempt(
+    label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device, before: Sequence[_Outcome]
+) -> _Outcome:
+    """Measure, or say in the row why not, where the fault need not be everyone's."""
+    try:
+        with _heard([outcome.row for outcome in before]) as notes:
+            outcome = _measure(label, fit, correction, device)
+    except Exception as error:
+        # what fails once others have a value costs its own row alone
+        late = isinstance(error, NTKLaplaceError) and any(outcome.row.evidence is not None for outcome in before)
+        if not (late or isinstance(error, _OF_STRUCTURES) or _is_about_memory(error)):
+            raise
+        return _Outcome(StructureEvidence(label, note=_reason(error)), fault=error)
+    return replace(outcome, row=replace(outcome.row, note="; ".join(notes)))
+
+
 @contextlib.contextmanager
 def _heard(rows: Sequence[StructureEvidence]) -> Iterator[list[str]]:
     """What the library warns of inside, where no earlier row says it; other warnings go on to the caller."""
@@ -234,10 +249,8 @@ def _heard(rows: Sequence[StructureEvidence]) -> Iterator[list[str]]:
         elif str(warning.message) not in said:
             notes.append(f"note: {warning.message}")
 
-def _measure(
-    label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device
-) -> tuple[StructureEvidence, str, int]:
-    """A row, the kind of structure it is about, and N."""
+
+def _measure(label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device) -> _Outcome:
     fitting, evaluating = Stopwatch(device), Stopwatch(device)
     with PeakMemory(device) as memory, torch.inference_mode(False):
         with fitting:
@@ -250,14 +263,7 @@ def _measure(
     row = StructureEvidence(
         label, evidence, None, log_det, log_joint, added, fitting.seconds, evaluating.seconds, memory.bytes
     )
-    return row, posterior.structure, posterior.num_examples
-
-
-def _belongs_to_a_row(error: Exception, found: EvidenceComparison) -> bool:
-    """Whether other structures may do better, or others have done so already: a finished row is never lost."""
-    if isinstance(error, _OF_STRUCTURES) or _is_about_memory(error):
-        return True
-    return isinstance(error, NTKLaplaceError) and any(row.evidence is not None for row in found.rows)
+    return _Outcome(row, posterior.num_examples, posterior.structure in _EXACT)
 
 
 def _is_about_memory(error: Exception) -> bool:
@@ -272,12 +278,12 @@ def _reason(error: Exception) -> str:
     return f"{'refused' if refused else 'failed'}: {error}"
 
 
-def _with_differences(found: EvidenceComparison, exact: Sequence[str]) -> EvidenceComparison:
-    if not exact:
-        return found
-    reference = found[exact[0]].evidence
+def _together(found: EvidenceComparison, outcomes: Sequence[_Outcome]) -> EvidenceComparison:
+    """All rows, with their differences from the first exact one."""
+    n = next((outcome.num_examples for outcome in outcomes if outcome.num_examples), found.num_examples)
+    exact = next((outcome.row for outcome in outcomes if outcome.exact), None)
     rows = tuple(
-        row if row.evidence is None or row.structure == exact[0]
-        else replace(row, difference=row.evidence - reference) for row in found.rows
+        outcome.row if exact is None or outcome.row is exact or outcome.row.evidence is None
+        else replace(outcome.row, difference=outcome.row.evidence - exact.evidence) for outcome in outcomes
     )  # fmt: skip
-    return replace(found, rows=rows, exact=exact[0])
+    return replace(found, rows=rows, exact=None if exact is None else exact.structure, num_examples=n)

@@ -120,8 +120,9 @@ class Summary:
             self._add("squares", own.squares())
 
     def merged(self, other: Summary) -> Summary:
-        """Sums over both data sets."""
-        return Summary(self.part, {name: value + other.sums[name] for name, value in self.sums.items()})
+        """Sums over both data sets; factors that one of them did not need, its eigenbasis being another's, go."""
+        both = self.sums.keys() & other.sums.keys()
+        return Summary(self.part, {name: self.sums[name] + other.sums[name] for name in sorted(both)})
 
     def scaled(self, factor: float) -> Summary:
         """Sums for Λ multiplied by a number: the layers' inputs know nothing of it."""

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
@@ -33,6 +33,8 @@ class Accumulation:
     Attributes
     ----------
     form : Form
+    model : dict of str to str
+        Fingerprints of the network, the likelihood and so on.
     stage : str
         The pass that is under way.
     batches_done, examples_done : int
@@ -49,6 +51,7 @@ class Accumulation:
     """
 
     form: Form
+    model: dict[str, str] = field(default_factory=dict)
     stage: str = FIRST
     batches_done: int = 0
     examples_done: int = 0
@@ -86,7 +89,7 @@ class Accumulation:
     def _pass(self, trained: Trained, batches: Batches | Joined, what: str, absorb: Callable[..., None]) -> None:
         try:
             roots = _Roots(trained, batches)
-            for x, y in islice(read_batches(trained, batches, what), self.batches_done, None):
+            for x, y in self._rest(read_batches(trained, batches, what)):
                 with _uninterrupted():
                     absorb(trained, roots, x, y)
                     self.batches_done += 1
@@ -95,6 +98,21 @@ class Accumulation:
         except KeyboardInterrupt as cause:
             self.checkpoint(self, now=True)
             raise FitInterrupted(self, self.examples_done, batches.length) from cause
+
+    def _rest(self, reader: Iterator[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs, Tensor]]:
+        """Batches that were not yet seen; those that were must be as many examples as then."""
+        skipped = sum(num_examples(x) for x, _ in islice(reader, self.batches_done))
+        if skipped != self.examples_done:
+            raise DataError(f"the {self.examples_done:,} examples of the interrupted fit in the first "
+                            f"{self.batches_done} batches", f"{skipped:,}",
+                            "Resume with the same data in the same batches.")
+        yield from reader
+
+    def copy(self) -> Accumulation:
+        """The same, to go on with while this one stays."""
+        summaries = [Summary(s.part, {name: value.clone() for name, value in s.sums.items()}) for s in self.summaries]
+        return replace(self, summaries=summaries, parts=list(self.parts), frames=list(self.frames), f=list(self.f),
+                       targets=list(self.targets))
 
     def _first(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
         """One batch: parts on the first, sums on all; outputs and targets are kept."""

@@ -15,13 +15,14 @@ from ntk_laplace.curvature.summary import Basis
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.structures.accumulation import Accumulation
 
-__all__ = ["form_from", "form_record", "from_record", "record", "resumed", "write"]
+__all__ = ["form_from", "form_record", "form_words", "from_record", "record", "resumed", "write"]
 
 
 def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
     """An accumulation; outputs and targets, which are training data, only if asked for."""
     return {
         "form": form_record(gathered.form),
+        "model": dict(gathered.model),
         "stage": gathered.stage,
         "batches_done": gathered.batches_done,
         "examples_done": gathered.examples_done,
@@ -42,8 +43,8 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
     sums = saved["sums"]
     frames = [Frame(Basis(f["basis_left"], f["basis_right"]), f["left"], f["right"]) for f in saved["frames"]]
     return Accumulation(
-        form_from(saved["form"]), saved["stage"], saved["batches_done"], saved["examples_done"], parts,
-        [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], frames,
+        form_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
+        parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], frames,
         list(saved["f"]), list(saved["targets"]),
     )  # fmt: skip
 
@@ -83,12 +84,13 @@ def resumed(resume: Any, form: Form, device: torch.device) -> Accumulation | Non
         raise DataError("the state of an interrupted fit, or the file it was saved to", f"a {type(resume).__name__}",
                         "Pass Settings(resume=error.state) of a FitInterrupted, or its checkpoint's path.")
     if form_record(resume.form) != form_record(form):
-        raise UnsupportedError(f"to resume {_words(resume.form)}, which was interrupted", _words(form),
+        raise UnsupportedError(f"to resume {form_words(resume.form)}, which was interrupted", form_words(form),
                                "Pass the same structure with the same options.")
-    return resume
+    return resume.copy()
 
 
-def _words(form: Form) -> str:
+def form_words(form: Form) -> str:
+    """A form as one would write it."""
     options = ", ".join(f"{k}={v!r}" for k, v in form_record(form)["options"].items())
     return f"{type(form).__name__}({options})"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict
 from typing import Any
 
@@ -10,11 +9,11 @@ from torch import Tensor
 
 from ntk_laplace.evidence import ForgottenPoints
 from ntk_laplace.likelihoods import Gaussian, Likelihood
-from ntk_laplace.network import Network
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.base import Structure, Trained
+from ntk_laplace.structures.reading import digest
 
-__all__ = ["FORMAT", "VERSION", "digest", "posterior_record"]
+__all__ = ["FORMAT", "VERSION", "posterior_record"]
 
 FORMAT, VERSION = "ntk_laplace posterior", 1
 
@@ -36,7 +35,7 @@ def posterior_record(trained: Trained, structure: Structure, reason: str, includ
         "dtype": trained.factors.dtype,
         "root": asdict(trained.root),
         "shapes": {name: list(shape) for name, shape in network.shapes.items()},
-        "digest": digest(network),
+        "digest": digest(network.theta),
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
         "likelihood": _likelihood_record(trained.likelihood),
@@ -44,11 +43,6 @@ def posterior_record(trained: Trained, structure: Structure, reason: str, includ
         "state": structure.state(trained, include_data),
         "points": _points_record(trained, structure, include_data),
     }
-
-
-def digest(network: Network) -> str:
-    """Fingerprint of the linearized weights."""
-    return hashlib.sha256(network.theta.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.reading import read_batches
-from ntk_laplace.structures.records import from_record, record
+from ntk_laplace.structures.reading import model_signature, read_batches
+from ntk_laplace.structures.records import form_record, form_words, from_record, record
 
 __all__ = ["StructuredStructure"]
 
@@ -49,8 +49,10 @@ class StructuredStructure:
         if batches.length is not None:
             trained.likelihood.bind(batches.length, trained.network.num_outputs)
         if accumulated is None:
-            accumulated = Accumulation(form)
+            accumulated = Accumulation(form, model=model_signature(trained))
             _borrow(accumulated, form, trained)
+        else:
+            _require_same_model(accumulated, trained)
         self._accumulated = accumulated
         accumulated.checkpoint = Autosave(trained.settings.checkpoint)
         accumulated.advance(trained, batches)
@@ -161,7 +163,7 @@ class StructuredStructure:
 
     def another(self, trained: Trained, batches: Batches) -> StructuredStructure:
         """The same form fitted to other data, in this eigenbasis."""
-        accumulated = Accumulation(self.form, parts=list(self.parts))
+        accumulated = Accumulation(self.form, model=model_signature(trained), parts=list(self.parts))
         if self.form.moments:
             accumulated.frames = list(self.frames)
         return StructuredStructure(trained, batches, self.form, accumulated)
@@ -239,8 +241,19 @@ def _borrow(accumulated: Accumulation, form: Form, trained: Trained) -> None:
     accumulated.parts, accumulated.frames = list(structure.parts), list(structure.frames)
 
 
+def _require_same_model(accumulated: Accumulation, trained: Trained) -> None:
+    """What is resumed must go on as it began."""
+    for what, now in model_signature(trained).items():
+        if accumulated.model.get(what) != now:
+            raise UnsupportedError(f"to resume with the {what} of the interrupted fit", "another",
+                                   "Pass the same arguments, or start anew without resume=.")
+
+
 def _require_mergeable(first: StructuredStructure, second: StructuredStructure) -> None:
-    same = first.form.name == second.form.name and len(first.parts) == len(second.parts)
+    if form_record(first.form) != form_record(second.form):
+        raise UnsupportedError(f"two posteriors of structure {form_words(first.form)}", form_words(second.form),
+                               "Fit both with the same structure and options.")
+    same = len(first.parts) == len(second.parts)
     same = same and all(
         (a.kind, a.names, a.entries) == (b.kind, b.names, b.entries)
         for a, b in zip(first.parts, second.parts, strict=True)
