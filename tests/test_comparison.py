@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 import warnings
+import weakref
 from typing import Any
 
 import pandas
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import ntk_laplace as ntkl
+from ntk_laplace import meter
 from ntk_laplace.comparison import compare
 from ntk_laplace.fit import STRUCTURES
 from ntk_laplace.plotting import png
@@ -28,6 +30,13 @@ def case(outputs: int = 3) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]
 
 def layered() -> ntkl.GaussianPrior:
     return ntkl.GaussianPrior({"0": 0.5, "2": 3.0}, mean=0.1, groups="layer")
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage before each fit takes most of the time of these small ones; memory alone depends on it."""
+    if "memory" not in request.node.name:
+        monkeypatch.setattr(meter.gc, "collect", lambda: 0)
 
 
 # --- the numbers
@@ -213,6 +222,23 @@ def test_interruption_keeps_the_finished_rows(monkeypatch: pytest.MonkeyPatch) -
     assert found["kfac"].difference == found["kfac"].evidence - found["gp"].evidence
 
 
+@pytest.mark.parametrize("place", ["_tell", "_warm_up", "_measure"])
+def test_interruption_at_any_moment_keeps_them(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, seen = getattr(compare, place), []
+
+    def second_is_interrupted(*arguments: Any) -> Any:
+        seen.append(place)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return work(*arguments)
+
+    monkeypatch.setattr(compare, place, second_is_interrupted)
+    network, data = case()
+    with pytest.raises(ntkl.ComparisonInterrupted) as stopped:
+        ntkl.compare_evidence(network, data, ntkl.Categorical(), None, ["gp", "diag"], settings=QUIET)
+    assert [row.structure for row in stopped.value.comparison.rows] == ["gp"]
+
+
 def fail_at(monkeypatch: pytest.MonkeyPatch, structure: str, error: BaseException) -> None:
     fit = compare.laplace
 
@@ -254,6 +280,24 @@ def test_memory_is_of_the_size_of_the_matrices() -> None:
     matrix = 2604**2 * 8
     assert 1.9 * matrix < found["full"].peak_memory < 4 * matrix  # JᵀΛJ and the factor of H
     assert found["diag"].peak_memory < 0.25 * matrix
+
+
+def test_memory_of_a_failed_fit_is_free_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref] = []
+    fit = compare.laplace
+
+    def failing(*arguments: Any, **options: Any) -> ntkl.Posterior:
+        if "full" in arguments and not isinstance(arguments[2], ntkl.Gaussian):
+            large = torch.zeros(1000)
+            held.append(weakref.ref(large))
+            raise ntkl.NumericalError("a factor", "none", "Stop.") from ValueError("of torch")
+        assert all(reference() is None for reference in held)
+        return fit(*arguments, **options)
+
+    monkeypatch.setattr(compare, "laplace", failing)
+    network, data = case()
+    found = ntkl.compare_evidence(network, data, ntkl.Categorical(), None, ["full", "diag"], settings=QUIET)
+    assert len(held) == 1 and found["diag"].evidence is not None
 
 
 def test_first_use_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,20 @@ def test_stopwatch_measures_seconds() -> None:
     assert 0.05 <= watch.seconds < 1.0
 
 
+def test_on_cuda_the_allocator_is_asked_and_the_queue_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cuda", 1), []
+    answers = {"memory_allocated": 100, "max_memory_allocated": 350}
+    for name in ("reset_peak_memory_stats", "synchronize", *answers):
+        answer = answers.get(name)
+        monkeypatch.setattr(torch.cuda, name, lambda where, n=name, a=answer: asked.append((n, where)) or a)
+    with PeakMemory(device) as memory, Stopwatch(device):
+        asked.append(("the work", device))
+    assert memory.bytes == 250 and {where for _, where in asked} == {device}
+    assert [name for name, _ in asked] == [
+        "reset_peak_memory_stats", "memory_allocated", "synchronize", "the work", "synchronize", "max_memory_allocated",
+    ]  # fmt: skip
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_torch_counts() -> None:
     device = torch.device("cuda")

@@ -231,7 +231,9 @@ def _attempt(
         late = isinstance(error, NTKLaplaceError) and any(outcome.row.evidence is not None for outcome in before)
         if not (late or isinstance(error, _OF_STRUCTURES) or _is_about_memory(error)):
             raise
-        return _Outcome(StructureEvidence(label, note=_reason(error)), fault=error)
+        error.__cause__ = error.__context__ = None
+        # without its frames, which hold what the fit had allocated
+        return _Outcome(StructureEvidence(label, note=_reason(error)), fault=error.with_traceback(None))
     return replace(outcome, row=replace(outcome.row, note="; ".join(notes)))
 
 
