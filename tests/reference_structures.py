@@ -122,10 +122,11 @@ def _linear(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> 
 
 
 def _embedding(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> Layer:
-    a = F.one_hot(use.x.reshape(-1), len(index)).to(g)
-    if use.padding is not None:
-        a[:, use.padding] = 0.0  # autograd leaves it out
-    return Layer("embedding", index.T[None], None, a[None], g.reshape(len(g), 1, -1, g.shape[-1]))
+    a, b = F.one_hot(use.x.reshape(-1), len(index)).to(g), g.reshape(len(g), 1, -1, g.shape[-1])
+    if use.padding is not None:  # autograd leaves it out: neither a token nor a gradient
+        padding = use.x.reshape(-1) == use.padding
+        a[padding], b[:, :, padding] = 0.0, 0.0
+    return Layer("embedding", index.T[None], None, a[None], b)
 
 
 def _convolution(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> Layer:

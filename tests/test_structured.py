@@ -31,9 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWa
 
 # met by every structure with every curvature; the others meet every structure, the curvatures dealt out in turn
 CROSSED = (
-    "deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "lstm", "frozen_part", "layer_twice",
-    "scalar_outputs", "decoder_dict", "cross_attention_tuple", "conv1d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "shared_positions",
+    "deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "frozen_part", "layer_twice", "scalar_outputs",
+    "decoder_dict", "conv1d", "conv_transpose2d", "shared_positions",
 )  # fmt: skip
 # Reduced factors of few examples are singular in directions that the examples' rows do have: whatever eigenvectors
 # LAPACK picks there are EKFAC's. In these networks they are regular, or positions are single.
@@ -99,13 +98,20 @@ PARTITIONS = {
     "conv_transpose2d": (["0", "2"], ["0.bias"]),
     "frozen_part": (["2", "4"], []),
     "layer_twice": (["first", "shared", "head"], []),
-    "lstm": (["out"], ["layer.weight_ih_l0", "layer.weight_hh_l0", "layer.bias_ih_l0", "layer.bias_hh_l0"]),
+    "embedding_bag": (["out"], ["table", "bag.weight"]),
+    "self_attention_batch_first": (["attention", "attention.out_proj", "out"], []),
+    "encoder_sequence_first": (
+        ["lift", "layer.self_attn", "layer.self_attn.out_proj", "layer.linear1", "layer.linear2", "out"],
+        [f"layer.norm{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")],
+    ),
     "decoder_dict": (
         [
             "embedding", "layer.self_attn", "layer.self_attn.out_proj", "layer.multihead_attn",
             "layer.multihead_attn.out_proj", "layer.linear1", "layer.linear2", "out",
         ],
-        [f"layer.norm{i}.{kind}" for i in (1, 2, 3) for kind in ("weight", "bias")],
+        # its weight is used in slices, queries apart from keys and values
+        ["layer.multihead_attn.in_proj_bias"]
+        + [f"layer.norm{i}.{kind}" for i in (1, 2, 3) for kind in ("weight", "bias")],
     ),
     "transformer_tied": (
         [
