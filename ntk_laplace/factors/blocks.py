@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Dense", "Lookup", "Outer", "Wide", "concatenate_examples", "join_positions", "weigh"]
+__all__ = ["Block", "Dense", "Lookup", "Outer", "Wide", "concatenate_examples", "join_positions", "weigh", "write_rows"]
 
 
 def weigh(values: Tensor, root: Tensor) -> Tensor:
@@ -346,6 +346,20 @@ def join_positions(first: Block, second: Block) -> Block:
         return replace(first, b=b, tokens=tokens)
     b, a = torch.cat([first.full_b(), second.full_b()], 3), torch.cat([first.a, second.a], 2)
     return replace(first, b=b, a=a, constant=False)
+
+
+def write_rows(block: Block, targets: dict[str, Tensor]) -> None:
+    """Write a block's rows of one seed out, each parameter's (N, p) into its target, which may be a strided view."""
+    weight = targets.get(block.names[0])
+    plain = isinstance(block, Outer) and block.index is None and block.b.shape[2] == 1 and not block.constant
+    if plain:
+        # (N, o, T) @ (N, T, i), then the copy: bmm is several times slower into a strided result
+        weight.copy_(torch.bmm(block.b[0, :, 0].mT, block.a[:, 0]).flatten(1))
+        if block.bias is not None:
+            targets[block.bias].copy_(block.b[0, :, 0].sum(1))
+        return
+    for name, rows in block.dense().items():
+        targets[name].copy_(rows[0])
 
 
 def _cat_positions(parts: list[Tensor], dim: int, pad_dim: int) -> Tensor:

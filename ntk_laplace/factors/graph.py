@@ -81,6 +81,10 @@ class Graph:
             if hasattr(node, "variable") and id(node.variable) in by_identity
         }
 
+    def shape(self, number: int) -> torch.Size:
+        """Shape of a node's first output."""
+        return output_shape(self.nodes[number], 0)
+
     def signature(self) -> tuple:
         """What must agree for a plan made on one batch to hold on another."""
         return tuple((node.name(), len(self.consumers[i])) for i, node in enumerate(self.nodes))

@@ -11,21 +11,22 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
 from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
-from ntk_laplace.factors.graph import Graph, output_shape
+from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan, agree, loudest, make_plan
 from ntk_laplace.factors.rows import Rows, compact
+from ntk_laplace.factors.streaming import stream_blocks
 from ntk_laplace.network import Network, preserved_rng
 
 __all__ = ["FactorPass", "Seeds"]
 
 _PROBE = 2  # examples whose graph decides the plan
 _PROOF = 64  # examples of a batch whose rows are held against autograd
+_COPIES = 3  # one seed's gradients, unfolded inputs, and what a rule makes on the way
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
 
 
@@ -93,7 +94,9 @@ class FactorPass:
         """The same, a batch at a time; a `root` that depends on the outputs is a `Seeds`."""
         self._prepare(x)
         n, seeds = num_examples(x), _columns(root, self.network)
-        most = max(1, _WORKING_SET // (self._bytes_per_seed * max(1, seeds)))
+        # factors are stacked over seeds; of rows that are written out, one seed's gradients are there at a time
+        at_once = max(1, seeds) if self.keep_factors else _COPIES
+        most = max(1, _WORKING_SET // (self._bytes_per_seed * at_once))
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
@@ -112,7 +115,7 @@ class FactorPass:
             out = self.network.evaluate(few)
             graph = Graph(out, self.network.parameters)
             plan = self._plan(graph, out)
-            sizes = [output_shape(graph.nodes[number], 0).numel() for number in plan.edges(graph)]
+            sizes = [graph.shape(number).numel() for number in plan.edges]
         self._bytes_per_seed = max(1, sum(sizes) * out.element_size() // len(out))
 
     def _plan(self, graph: Graph, out: Tensor) -> Plan:
@@ -170,6 +173,7 @@ class FactorPass:
             blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
             wrong = self._disagreeing(x, blocks, out, seeds, offset)
         if wrong:
+            blocks = [part for block in blocks for part in _apart(block, out.dtype)]
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
             blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
@@ -183,8 +187,8 @@ class FactorPass:
         return blocks
 
     def _planned_blocks(self, x: Inputs, out: Tensor, graph: Graph, plan: Plan, seeds: Tensor) -> list[Block]:
-        gradients = _backward(out, graph, plan.edges(graph), seeds)
-        blocks = plan.blocks(graph, gradients, self.network.parameters, len(out))
+        written = None if self.keep_factors else self.dtype
+        blocks = stream_blocks(plan, graph, out, seeds, self.network.parameters, written)
         own = list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else []
         return _compacted(blocks + own, self.keep_factors)
 
@@ -212,8 +216,10 @@ class FactorPass:
             _require_finite(blocks, offset)
         total: dict[str, Tensor] = {}
         for block in blocks:
-            for name, values in block.vjp(weights).items():
-                total[name] = total[name] + values.detach() if name in total else values.detach()
+            own = weights.to(block.rows.dtype) if isinstance(block, Wide) else weights
+            for name, values in block.vjp(own).items():
+                values = values.detach().to(weights.dtype)
+                total[name] = total[name] + values if name in total else values
         loud = loudest(truth)
         zeros = {name: parameter.new_zeros(parameter.numel()) for name, parameter in parameters.items()
                  if name not in total}
@@ -260,10 +266,20 @@ def _compacted(blocks: list[Block], keep_factors: bool) -> list[Block]:
     return [*kept, *written.values()]
 
 
+def _apart(block: Block, dtype: torch.dtype) -> list[Block]:
+    """Rows that stand side by side as blocks of their own."""
+    if not isinstance(block, Wide):
+        return [block]
+    return [Dense(name, rows.to(dtype)) for name, rows in block.dense().items()]
+
+
 def _require_finite(blocks: list[Block], offset: int) -> None:
     for block in blocks:
-        values = block.rows if isinstance(block, Dense) else block.b
-        check_finite(values.transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.", offset)
+        if isinstance(block, Wide):
+            values = block.rows
+        else:
+            values = (block.rows if isinstance(block, Dense) else block.b).transpose(0, 1)
+        check_finite(values, "Jacobians", "Look at that input, or at diverged weights.", offset)
 
 
 def _apart_from(block: Block, x: Inputs) -> Block:
@@ -293,29 +309,6 @@ def _share_constant(block: Block) -> Block:
     if torch.equal(block.b[:, 0], block.b[:, 1]) and bool((block.b == block.b[:, :1]).all()):
         return replace(block, b=block.b[:, :1], constant=True)
     return block
-
-
-def _backward(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> dict[int, Tensor]:
-    """Output gradients (K, *shape) at the numbered nodes: a loop over seeds, faster than one batched pass here."""
-    if not numbers:
-        return {}
-    edges = [GradientEdge(graph.nodes[number], 0) for number in numbers]
-    found: dict[int, Tensor] = {}
-    for k, seed in enumerate(seeds):
-        gradients = torch.autograd.grad(out, edges, seed, retain_graph=True, allow_unused=True)
-        for number, gradient in zip(numbers, gradients, strict=True):
-            if gradient is None:
-                if number in found:
-                    found[number][k] = 0.0
-                continue
-            if number not in found:
-                found[number] = _zeros(graph, number, seeds) if k else gradient.new_empty(len(seeds), *gradient.shape)
-            found[number][k] = gradient
-    return {number: found[number] if number in found else _zeros(graph, number, seeds) for number in numbers}
-
-
-def _zeros(graph: Graph, number: int, seeds: Tensor) -> Tensor:
-    return seeds.new_zeros(len(seeds), *output_shape(graph.nodes[number], 0))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -85,13 +86,15 @@ class Plan:
     unmatched: tuple[str, ...]
     partners: dict[str, str] = field(default_factory=dict)
 
-    def edges(self, graph: Graph) -> list[int]:
+    @cached_property
+    def edges(self) -> list[int]:
         """Numbers of the consuming nodes, each once."""
         return sorted({use.step.consumer for use in self.uses})
 
     def blocks(
-        self, graph: Graph, gradients: dict[int, Tensor], parameters: dict[str, nn.Parameter], n: int
-    ) -> list[Block]:
+        self, graph: Graph, gradients: dict[int, Tensor], parameters: dict[str, nn.Parameter], n: int,
+        memo: dict[int, dict[str, Tensor]] | None = None,
+    ) -> list[Block]:  # fmt: skip
         """Rows of every matched parameter, uses of one parameter joined.
 
         Parameters
@@ -102,11 +105,15 @@ class Plan:
         parameters : dict of str to nn.Parameter
         n : int
             Number of examples.
+        memo : dict, optional
+            Keeps by node what rules need beside the gradient, for the next seeds.
         """
+        memo = {} if memo is None else memo
         pending: dict[tuple[int, str], Block] = {}
         biases: dict[int, tuple[str, Block]] = {}
         for use in self.uses:
-            block = _use_block(use, graph, gradients[use.step.consumer], parameters[use.name], n)
+            own = memo.setdefault(use.step.consumer, {})
+            block = _use_block(use, graph, gradients[use.step.consumer], parameters[use.name], n, own)
             pending[(use.step.consumer, f"{use.step.operand}.{use.name}")] = block
             if _is_bias(use, graph):
                 biases[use.step.consumer] = (f"{use.step.operand}.{use.name}", block)
@@ -178,17 +185,21 @@ def _united(blocks: list[Block], partners: dict[str, str]) -> list[Block]:
     return [block for block in united if not (isinstance(block, Dense) and block.weight in partners)]
 
 
-def _operand_rows(use: UsePlan, graph: Graph, gradient: Tensor, n: int) -> OperandRows | None:
+def _operand_rows(
+    use: UsePlan, graph: Graph, gradient: Tensor, n: int, memo: dict[str, Tensor]
+) -> OperandRows | None:
     node = graph.nodes[use.step.consumer]
     rule = RULES.get(node_kind(node))
     if rule is None:
         return None
     shape = output_shape(graph.nodes[use.source], use.step.output)
-    return rule(Use(node, use.step.operand, shape, gradient, use.layout, n))
+    return rule(Use(node, use.step.operand, shape, gradient, use.layout, n, memo))
 
 
-def _use_block(use: UsePlan, graph: Graph, gradient: Tensor, parameter: nn.Parameter, n: int) -> Block | None:
-    rows = _operand_rows(use, graph, gradient, n)
+def _use_block(
+    use: UsePlan, graph: Graph, gradient: Tensor, parameter: nn.Parameter, n: int, memo: dict[str, Tensor]
+) -> Block | None:
+    rows = _operand_rows(use, graph, gradient, n, memo)
     if rows is None:
         return None
     source = graph.nodes[use.source]
@@ -352,7 +363,7 @@ def _confirmed(
     n = cotangent.shape[1]
     for use in uses:
         try:
-            block = _use_block(use, graph, gradients[use.step.consumer], parameter, n)
+            block = _use_block(use, graph, gradients[use.step.consumer], parameter, n, {})
         except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
             return False  # a node laid out in a way the rule does not know: the fallback is exact
         if block is None or block.shape != (2, n):

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide, concatenate_examples
 
-__all__ = ["Rows", "compact"]
+__all__ = ["Rows", "compact", "keeps_factors"]
+
+_ROOM = 8  # times the factors' memory that written-out rows may take
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,13 @@ class Rows:
         return replace(self, blocks=(Wide.of([Dense(name, rows) for name, rows in total.items()]),))
 
 
-def compact(block: Block) -> list[Block]:
-    """Keep shared positions as factors, or write the rows out, whichever makes a pair of examples cheaper.
+def keeps_factors(block: Block, k: int) -> bool:
+    """Keep shared positions as factors, or write K rows an example out, whichever makes a pair of examples cheaper.
 
     Multiply-adds per pair: written out K² o i; contracted T² (i + K o) + K² T o. The contraction
-    moves more memory per operation, so it must win by a factor of two; rows that would take over four times the
+    moves more memory per operation, so it must win by a factor of two; rows that would take over eight times the
     factors' memory are written out only if the contraction is far dearer.
     """
-    k = block.shape[0]
     if isinstance(block, Outer) and not block.single:
         g, t, o = block.b.shape[2:]
         i = block.a.shape[3]
@@ -119,6 +120,12 @@ def compact(block: Block) -> list[Block]:
         dense_cost, dense_size = k * k * block.vocabulary * d, k * block.vocabulary * d
         factor_cost, factor_size = t * t * (1 + k * d) + k * k * t * d, k * t * d
     else:
+        return isinstance(block, Outer)
+    return dense_cost > 2 * factor_cost or (dense_size > _ROOM * factor_size and dense_cost > factor_cost / 8)
+
+
+def compact(block: Block) -> list[Block]:
+    """A block as it is, or written out, as `keeps_factors` has it."""
+    if isinstance(block, (Dense, Wide)) or keeps_factors(block, block.shape[0]):
         return [block]
-    keep = dense_cost > 2 * factor_cost or (dense_size > 4 * factor_size and dense_cost > factor_cost / 8)
-    return [block] if keep else [Dense(name, rows) for name, rows in block.dense().items()]
+    return [Dense(name, rows) for name, rows in block.dense().items()]

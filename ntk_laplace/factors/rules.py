@@ -8,7 +8,7 @@ checks every parameter's rows against autograd before it uses them, and an unmat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Use:
         Where the examples lie in the node's output.
     n : int
         Number of examples.
+    memo : dict of str to Tensor
+        What does not depend on the gradient, kept for the next one.
     """
 
     node: Any
@@ -45,6 +47,13 @@ class Use:
     gradient: Tensor
     layout: Layout
     n: int
+    memo: dict[str, Tensor] = field(default_factory=dict)
+
+    def once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """The value of that name, made if it is not there."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return self.memo[name]
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,16 @@ def _grouped(windows: Tensor, groups: int, axes: int) -> Tensor:
     return split.permute(order).flatten(2 + axes).flatten(2, 1 + axes)
 
 
+def _unfolded(
+    x: Tensor, kernel: tuple, stride: tuple, dilation: tuple, padding: tuple, out: tuple, groups: int
+) -> Tensor:
+    """Inputs of a convolution at each of its positions, (M, G, positions, c * kernel entries)."""
+    if len(kernel) != 2:
+        return _grouped(_windows(x, kernel, stride, dilation, padding, out), groups, len(kernel))
+    columns = F.unfold(x, kernel, dilation, padding, stride)  # (M, G*c*kernel, positions), by a kernel of its own
+    return columns.unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
+
+
 def _channels(x: Tensor, groups: int) -> Tensor:
     """(M, G*c, *space) -> (M, G, positions, c)."""
     return x.flatten(2).unflatten(1, (groups, x.shape[1] // groups)).transpose(2, 3)
@@ -162,17 +181,23 @@ def _convolution(use: Use) -> OperandRows | None:
     axes = len(kernel)
     stride, dilation, padding = (v * axes if len(v) == 1 else v for v in (stride, dilation, padding))
     flat = g.flatten(0, 1)
+    first = Layout(0, use.layout.positions_first)
+
+    def split_inputs(a: Tensor) -> Tensor:
+        return first.split(a, use.n, 0).movedim(1, 2).flatten(2, 3)  # (N, G, T, i)
+
     if _saved(node, "transposed"):
         # y[o] = Σ_s x[s] w[o - stride s]: windows of the output gradient at each input position
         b = _grouped(_windows(flat, kernel, stride, dilation, padding, tuple(x.shape[2:])), groups, axes)
-        a, order = _channels(x, groups), "gio"
+        a, order = split_inputs(_channels(x, groups)), "gio"
     else:
         b, order = _channels(flat, groups), "goi"
-        a = _grouped(_windows(x, kernel, stride, dilation, padding, tuple(g.shape[3:])), groups, axes)
+        out = tuple(g.shape[3:])
+        a = use.once("windows", lambda: split_inputs(
+            _unfolded(x, kernel, stride, dilation, padding, out, groups)
+        ))  # fmt: skip
     b = b.unflatten(0, g.shape[:2])  # (K, M, G, positions, o)
-    first = Layout(0, use.layout.positions_first)
     b = first.split(b, use.n, 1).movedim(2, 3).flatten(3, 4)  # (K, N, G, T, o)
-    a = first.split(a, use.n, 0).movedim(1, 2).flatten(2, 3)
     return OperandOuter(b, a, order)
 
 
@@ -195,36 +220,43 @@ def _signed(value: Any) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _per_channel(use: Use, normalized: Tensor) -> OperandRows | None:
-    rows = use.gradient * normalized if use.operand == 1 else use.gradient
+def _per_channel(use: Use, normalize: Callable[[], Tensor]) -> OperandRows | None:
+    rows = use.gradient * use.once("normalized", normalize) if use.operand == 1 else use.gradient
     channel_shape = torch.Size((rows.shape[2],) + (1,) * (rows.ndim - 3))
     return _dense(use.layout.reduce(rows, use.n, channel_shape))
 
 
 def _layer_norm(use: Use) -> OperandRows | None:
     if use.operand == 1:
-        x = _saved(use.node, "input")
-        normalized = (x - _saved(use.node, "result1")) * _saved(use.node, "result2")
-        return _dense(use.layout.reduce(use.gradient * normalized, use.n, use.shape))
+        def normalize() -> Tensor:
+            return (_saved(use.node, "input") - _saved(use.node, "result1")) * _saved(use.node, "result2")
+
+        return _dense(use.layout.reduce(use.gradient * use.once("normalized", normalize), use.n, use.shape))
     return _dense(use.layout.reduce(use.gradient, use.n, use.shape)) if use.operand == 2 else None
 
 
 def _group_norm(use: Use) -> OperandRows | None:
     if use.operand == 0:
         return None
-    x = _saved(use.node, "input")
-    return _per_channel(use, F.group_norm(x, int(_saved(use.node, "group")), eps=float(_saved(use.node, "eps"))))
+    def normalize() -> Tensor:
+        x, eps = _saved(use.node, "input"), float(_saved(use.node, "eps"))
+        return F.group_norm(x, int(_saved(use.node, "group")), eps=eps)
+
+    return _per_channel(use, normalize)
 
 
 def _batch_norm(use: Use) -> OperandRows | None:
     if use.operand == 0 or bool(_saved(use.node, "training")):
         return None
-    x = _saved(use.node, "input")
-    eps = _saved(use.node, "eps")
-    eps = float(_saved(use.node, "epsilon") if eps is None else eps)
-    shape = (1, -1) + (1,) * (x.ndim - 2)
-    mean, variance = _saved(use.node, "running_mean").view(shape), _saved(use.node, "running_var").view(shape)
-    return _per_channel(use, (x - mean) * (variance + eps).rsqrt())
+    def normalize() -> Tensor:
+        x = _saved(use.node, "input")
+        eps = _saved(use.node, "eps")
+        eps = float(_saved(use.node, "epsilon") if eps is None else eps)
+        shape = (1, -1) + (1,) * (x.ndim - 2)
+        mean, variance = _saved(use.node, "running_mean").view(shape), _saved(use.node, "running_var").view(shape)
+        return (x - mean) * (variance + eps).rsqrt()
+
+    return _per_channel(use, normalize)
 
 
 def _sum_operand(sign: float) -> Callable[[Use], OperandRows | None]:
