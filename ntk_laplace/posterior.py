@@ -309,7 +309,7 @@ class Posterior:
         steps : int
             At most.
         tolerance : float
-            Converged once no gradient in a logarithm exceeds this share of 1 + |evidence|.
+            Converged once no gradient in a logarithm exceeds this share of 1 + abs(evidence).
         bounds : tuple of float
             Of every precision, variance and temperature; what ends on one is named in a warning.
         options

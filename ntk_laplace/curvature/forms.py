@@ -235,7 +235,7 @@ class INF(Form):
             part = InfPart(summary.part, low, summary.sums["moments"], summary.sums["squares"], one)
             over = part.excess()
             if bool((over > 0).any()):
-                share = float((over / part.low_diagonal()).max())
+                share = float((over / part.low_diagonal())[over > 0].max())
                 broken.append(f"{summary.part.weight} ({int((over > 0).sum()):,} of {over.numel():,} entries, by at "
                               f"most {share:.1%})")
         if broken and self.violation == "shrink":

@@ -41,7 +41,7 @@ def maximize(
     steps : int
         At most.
     tolerance : float
-        Converged once no logarithm's gradient exceeds this share of 1 + |evidence| ("lbfgs", "adam"), or no
+        Converged once no logarithm's gradient exceeds this share of 1 + abs(evidence) ("lbfgs", "adam"), or no
         logarithm moves by more in a step ("mackay").
     bounds : tuple of float
         Of every hyperparameter.
