@@ -189,7 +189,9 @@ class OuterRows(_Written):
             return super().project(weights, left, right)
         out = self.like().new_empty(self.num_examples, self.num_seeds, len(left), left.shape[2], right.shape[2])
         weights = weights.expand(self.entries)
-        for part in _steps(self.num_examples, len(left) * right.shape[2] * sum(self.entries[1:]) * self.itemsize):
+        (o, i), p, q, k = self.entries[1:], left.shape[2], right.shape[2], self.num_seeds
+        numbers = len(left) * (k * o * p + q * (o + i) + k * p * q)  # of each example
+        for part in _steps(self.num_examples, numbers * self.itemsize):
             inner = weights @ (self.a[part, :, 0].unsqueeze(-1) * right)  # (n, G, o, q)
             own = self.b[:, part, :, 0].transpose(0, 1).unsqueeze(-1) * left  # (n, K, G, o, p)
             out[part] = own.mT @ inner.unsqueeze(1)

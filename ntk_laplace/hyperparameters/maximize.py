@@ -64,18 +64,25 @@ def maximize(
     search = _Search(variables, evidence, bounds, steps, tolerance)
     history = search.history = HyperparameterHistory(method, variables.names)
     try:
-        if method == "mackay":
-            _mackay(search, posterior, theta, progress)
-        elif method == "adam":
-            _adam(search, rate, progress)
-        else:
-            _lbfgs(search)
+        with variables.alone():
+            _run(search, method, posterior, theta, rate, progress)
     finally:
         variables.set(search.best())  # an interruption too leaves the best that was seen
     search.report_bounds()
     if not history.converged:
         warnings.warn(f"the evidence's maximum was not reached: {history.message}", NTKLaplaceWarning, stacklevel=3)
     return history
+
+
+def _run(
+    search: _Search, method: str, posterior: Evidence, theta: Tensor, rate: float, progress: bool | None
+) -> None:
+    if method == "mackay":
+        _mackay(search, posterior, theta, progress)
+    elif method == "adam":
+        _adam(search, rate, progress)
+    else:
+        _lbfgs(search)
 
 
 class _Search:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -73,6 +74,21 @@ class Variables:
     def get(self) -> Tensor:
         """Present logarithms, flat, float64."""
         return torch.cat([p.detach().double().flatten().cpu() for p in self.parameters.values()])
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing else asks for a gradient: one in the likelihood may cost a pass over the data."""
+        posterior = self.posterior
+        moving = {id(parameter) for parameter in self.parameters.values()}
+        others = [p for m in (posterior.prior, posterior.likelihood) for p in m.parameters() if id(p) not in moving]
+        before = [p.requires_grad for p in others]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter, asked in zip(others, before, strict=True):
+                parameter.requires_grad_(asked)
 
     @torch.no_grad()
     def set(self, values: Tensor) -> None:

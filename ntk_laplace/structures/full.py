@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
-from ntk_laplace.data import Batches, Joined, kept_or_missing, num_examples
+from ntk_laplace.data import Batches, Joined, kept_or_missing
 from ntk_laplace.evidence import Curvature, ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.reading import read_batches
+from ntk_laplace.structures.reading import backproject, push, read_batches, read_rows
 
 __all__ = ["FullStructure"]
 
@@ -66,36 +66,28 @@ class FullStructure:
         points = self.points
         root = trained.root.root(trained.likelihood, points.f, points.targets).detach()
         ggn = root.new_zeros(p, p)
-        for rows in self._pass(trained, root, "curvature"):
+        for rows in read_rows(trained, self._batches, root, self._most(trained, root.shape[2]), "curvature"):
             accumulate_ggn(ggn, rows, trained.network.shapes)
         return ggn
 
-    def _pass(self, trained: Trained, root: Tensor | None, what: str):
-        """Rows of J, or of SᵀJ, in batches small enough to write out."""
-        seeds = self.points.f.shape[1] if root is None else root.shape[2]
+    def _most(self, trained: Trained, seeds: int) -> int:
+        """Examples whose rows may be written out at a time."""
         most = max(1, _ROWS // (trained.network.num_parameters * seeds * trained.factors.dtype.itemsize))
-        most = min(most, trained.settings.batch_size or most)
-        seen = 0
-        for x, _ in read_batches(trained, self._batches, what):
-            n = num_examples(x)
-            yield from trained.factors.batches(x, None if root is None else root[seen : seen + n], most, seen)
-            seen += n
+        return min(most, trained.settings.batch_size or most)
 
     def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
-        """Jᵀr, (P,): one backward pass per batch, seeded with r."""
-        total = torch.zeros_like(trained.theta)
-        for rows in self._pass(trained, residual.unsqueeze(-1), "gradient"):
-            total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), trained.network.shapes)
-        return total
+        """Jᵀr, (P,): one pass, seeded with r."""
+        return backproject(trained, self._batches, residual, self._most(trained, 1))
 
     def push(self, trained: Trained, vector: Tensor) -> Tensor:
         """J v, (N, C)."""
-        parts = trained.network.unflatten(vector)
-        return torch.cat([rows.jvp(parts) for rows in self._pass(trained, None, "directional derivatives")])
+        return push(trained, self._batches, vector, self._most(trained, trained.network.num_outputs))
 
     def sensitivity(self, trained: Trained, curvature: Curvature) -> Tensor:
         """∂ log det B/∂Λ_n = V_nn, (N, C, C)."""
-        return torch.cat([curvature.moments(rows) for rows in self._pass(trained, None, "training covariances")])
+        most = self._most(trained, trained.network.num_outputs)
+        passes = read_rows(trained, self._batches, None, most, "training covariances")
+        return torch.cat([curvature.moments(rows) for rows in passes])
 
     def newton_step(self, trained: Trained, curvature: FullWeightSpace, gradient: Tensor) -> NewtonStep:
         """z = H⁻¹g and J z."""

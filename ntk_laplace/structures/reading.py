@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
-from ntk_laplace.data import Batches, Inputs, Joined
+from ntk_laplace.data import Batches, Inputs, Joined, num_examples
+from ntk_laplace.factors import Rows
 from ntk_laplace.progress import track
 from ntk_laplace.structures.base import Trained
 
-__all__ = ["digest", "model_signature", "read_batches"]
+__all__ = ["backproject", "digest", "model_signature", "push", "read_batches", "read_rows"]
 
 
 def read_batches(
@@ -19,6 +21,32 @@ def read_batches(
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """One pass over the data; `what` is being computed."""
     return track(batches, f"ntk_laplace: {what}", batches.num_batches, trained.settings.progress)
+
+
+def read_rows(
+    trained: Trained, batches: Batches | Joined, root: Tensor | None, most: int | None, what: str
+) -> Iterator[Rows]:
+    """Rows of J, or of SᵀJ for S (N, C, R), at most so many examples at a time; `what` is being computed."""
+    seen = 0
+    for x, _ in read_batches(trained, batches, what):
+        n = num_examples(x)
+        yield from trained.factors.batches(x, None if root is None else root[seen : seen + n], most, seen)
+        seen += n
+
+
+def backproject(trained: Trained, batches: Batches | Joined, residual: Tensor, most: int | None) -> Tensor:
+    """Jᵀr, (P,), for r (N, C): one backward pass per batch, seeded with r."""
+    total = torch.zeros_like(trained.theta)
+    for rows in read_rows(trained, batches, residual.unsqueeze(-1), most, "gradient"):
+        total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), trained.network.shapes)
+    return total
+
+
+def push(trained: Trained, batches: Batches | Joined, vector: Tensor, most: int | None) -> Tensor:
+    """J v, (N, C), for v (P,)."""
+    named = trained.network.unflatten(vector)
+    rows = read_rows(trained, batches, None, most, "directional derivatives")
+    return torch.cat([part.jvp(named) for part in rows])
 
 
 def digest(*tensors: Tensor) -> str:

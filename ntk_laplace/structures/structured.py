@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
-from ntk_laplace.data import Batches, Joined, kept_or_missing, num_examples
+from ntk_laplace.data import Batches, Joined, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.reading import model_signature, read_batches
+from ntk_laplace.structures.reading import backproject, model_signature, push, read_rows
 from ntk_laplace.structures.records import form_record, form_words, from_record, record
 
 __all__ = ["StructuredStructure"]
@@ -125,25 +125,13 @@ class StructuredStructure:
 
     # --- further passes
 
-    def _pass(self, trained: Trained, root: Tensor | None, what: str):
-        seen = 0
-        for x, _ in read_batches(trained, self._batches, what):
-            n = num_examples(x)
-            part = None if root is None else root[seen : seen + n]
-            yield from trained.factors.batches(x, part, trained.settings.batch_size, seen)
-            seen += n
-
     def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
         """Jᵀr, (P,): one pass, seeded with r."""
-        total = torch.zeros_like(trained.theta)
-        for rows in self._pass(trained, residual.unsqueeze(-1), "gradient"):
-            total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), trained.network.shapes)
-        return total
+        return backproject(trained, self._batches, residual, trained.settings.batch_size)
 
     def push(self, trained: Trained, vector: Tensor) -> Tensor:
         """J v, (N, C)."""
-        named = trained.network.unflatten(vector)
-        return torch.cat([rows.jvp(named) for rows in self._pass(trained, None, "directional derivatives")])
+        return push(trained, self._batches, vector, trained.settings.batch_size)
 
     def sensitivity(self, trained: Trained, curvature: StructuredWeightSpace) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C), eigenbases held."""
@@ -156,7 +144,7 @@ class StructuredStructure:
         return NewtonStep(z, self.push(trained, z), own)
 
     def _sensitivity(self, trained: Trained, curvature: StructuredWeightSpace, z: Tensor | None) -> Tensor:
-        passes = self._pass(trained, None, "likelihood gradients")
+        passes = read_rows(trained, self._batches, None, trained.settings.batch_size, "likelihood gradients")
         return torch.cat([curvature.sensitivity(rows, z) for rows in passes])
 
     # --- more data
