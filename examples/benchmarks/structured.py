@@ -6,14 +6,16 @@ every side, the exact output Hessian everywhere. Command for all figures:
     python examples/benchmarks/structured.py --peers-python PEERS/bin/python
 
 where PEERS is an environment with ``torch==2.13.0 laplace-torch`` (it brings curvlinops, asdl and BackPACK) and no
-torchvision. A peer is given three batch sizes, and the one it is fastest with counts. It prints
-* the KFAC fit: laplace-torch with the backends asdl and curvlinops, ours with biases apart as they keep them, and with
-  biases fused into the weights, our default. All of them end with the eigendecompositions. curvlinops and asdl by
-  themselves stop at the factors; a plain prototype with hooks, and one training epoch, are beside them;
-* the predictive of 100 points (linearized, probit: their default);
-* the diagonal: laplace-torch's default backend under a time limit, and its two faster ones;
-* that the answers agree: evidences, latent covariances, probabilities, the diagonal; and on a small network the dense
-  KFAC matrix against curvlinops' own.
+torchvision. A peer is given several batch sizes, and the one it is fastest with counts; we take our default. ``--rows``
+chooses among
+* fit: KFAC by laplace-torch with the backends asdl and curvlinops, and by ours, biases fused into the weights (our
+  default) or apart, as they keep them. All of them end with the eigendecompositions; curvlinops and asdl by themselves
+  stop at the factors. A plain prototype with hooks, and one training epoch, stand beside;
+* ekfac: against curvlinops by itself;
+* predict: the KFAC predictive of 100 points (linearized, probit: their default);
+* diagonal: laplace-torch's default backend under a time limit, and its two faster ones;
+and whatever the rows, it prints how well the answers agree: evidences, latent covariances, probabilities; and on a
+small network the dense KFAC matrix against curvlinops' own.
 
 Conventions found: with the summed loss all of them mean B ⊗ A / N with A = Σ aaᵀ and B = Σ bbᵀ over the data, whatever
 the batches. laplace-torch keeps a bias apart from its weight, with the block B of its own, which is exact; we do the
@@ -27,7 +29,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +41,36 @@ import ntk_laplace as ntkl
 
 BIG, SMALL = (784, 256, 128, 10), (12, 8, 6, 3)
 TINY_CHECK = (12, 8, 6, 3)  # a network whose dense matrix can be compared entry by entry
-TASKS = ("laplace-asdl", "laplace-curvlinops", "asdl", "curvlinops", "curvlinops-ekfac",
-         "diag-asdl", "diag-backpack", "diag-curvlinops")  # fmt: skip
+
+
+class Row(NamedTuple):
+    """A line of the table: a peer's task and figure, our task, the goal for the ratio."""
+
+    work: str
+    peer: str
+    key: str
+    own: str
+    goal: str = ""
+
+
+ROWS = {
+    "fit": (
+        Row("KFAC fit", "laplace-asdl", "fit_seconds", "kfac", ">= 2.5x"),
+        Row("KFAC fit", "laplace-curvlinops", "fit_seconds", "kfac", ">= 2.5x"),
+        Row("KFAC fit (they: factors alone)", "asdl", "fit_seconds", "kfac"),
+        Row("KFAC fit (they: factors alone)", "curvlinops", "fit_seconds", "kfac", ">= 2.5x"),
+    ),
+    "ekfac": (Row("EKFAC fit (they: no predictive, no evidence)", "curvlinops-ekfac", "fit_seconds", "ekfac"),),
+    "predict": (
+        Row("KFAC predictive of 100", "laplace-asdl", "predict_seconds", "predict", ">= 100x"),
+        Row("KFAC predictive of 100", "laplace-curvlinops", "predict_seconds", "predict", ">= 100x"),
+    ),
+    "diagonal": (
+        Row("diagonal fit", "diag-curvlinops", "fit_seconds", "diag"),
+        Row("diagonal fit", "diag-asdl", "fit_seconds", "diag"),
+        Row("diagonal fit", "diag-backpack", "fit_seconds", "diag"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +126,7 @@ def with_hooks(network: nn.Module, x: Tensor) -> Tensor:
     return total
 
 
-def ours(case: Problem, repeats: int) -> dict[str, Any]:
+def ours(case: Problem, repeats: int, wanted: set[str]) -> dict[str, Any]:
     """Best times of our fits and of the predictive, with the prototype and a training epoch in turns; the answers."""
     network, x, y, x_test = case.network, case.x, case.y, case.x_test
     apart = fit(network, x, y, "kfac", "tensor")
@@ -111,14 +141,15 @@ def ours(case: Problem, repeats: int) -> dict[str, Any]:
         "epoch": lambda: epoch(other, x, y, optimizer),
         "predict": lambda: apart.predict(x_test, method="probit").probs,
     }
-    found: dict[str, Any] = {"seconds": best_times(tasks, repeats)}
+    wanted = wanted | {"kfac", "kfac_apart", "prototype", "epoch"}
+    found: dict[str, Any] = {"seconds": best_times({k: v for k, v in tasks.items() if k in wanted}, repeats)}
     diagonal = fit(network, x, y, "diag")
     found["answers"] = {
         "evidence": apart.log_marginal_likelihood().item(),
         "log_det": apart.log_det().item(),
         "prototype_log_det": with_hooks(network, x).item(),
         "probabilities": apart.predict(x_test, method="probit").probs.numpy(),
-        "variances": apart.latent_moments(x_test)[1].numpy(),
+        "variances": apart.latent_moments(x_test[:10])[1].numpy(),
         "diagonal_evidence": diagonal.log_marginal_likelihood().item(),
     }
     return found
@@ -135,7 +166,7 @@ def agreement(answers: dict[str, Any], theirs: dict[str, dict[str, Any]]) -> dic
     found = {"prototype log det": gap(answers["log_det"], answers["prototype_log_det"])}
     for task, result in theirs.items():
         if task.startswith("laplace-") and "evidence" in result:
-            for name in ("evidence", "variances", "probabilities"):
+            for name in {"evidence", "variances", "probabilities"} & set(result):
                 found[f"{task} {name}"] = gap(answers[name], result[name])
         elif task.startswith("diag-") and "evidence" in result:
             found[f"{task} evidence"] = gap(answers["diagonal_evidence"], result["evidence"])
@@ -174,7 +205,8 @@ def main() -> None:
     arguments = parser(__doc__, "structured.json")
     arguments.add_argument("--peers-python", help="interpreter that has laplace-torch; without it ours alone")
     arguments.add_argument("--num-examples", type=int, help="N (default 10,000)")
-    arguments.add_argument("--tasks", nargs="*", default=list(TASKS), choices=TASKS, help="peers to run")
+    arguments.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), help="what to measure")
+    arguments.add_argument("--batch-sizes", nargs="+", default=["250", "1000", "10000"], help="that a peer may choose")
     arguments.add_argument("--limit", type=float, default=60.0, help="seconds given to one peer's fit (default 60)")
     arguments.add_argument("--small", action="store_true", help="a small network and 200 examples, in seconds")
     options: argparse.Namespace = arguments.parse_args()
@@ -184,57 +216,47 @@ def main() -> None:
     num_examples = options.num_examples or (200 if options.small else 10_000)
     case = problem(widths, num_examples)
     theirs: dict[str, dict[str, Any]] = {}
-    mine = ours(case, options.repeats)
+    rows = [row for name in options.rows for row in ROWS[name]]
+    mine = ours(case, options.repeats, {row.own for row in rows})
     if options.peers_python:
         passed = ["--threads", str(options.threads), "--limit", str(options.limit)]
-        for task in options.tasks:
+        passed += ["--repeats", str(options.repeats), "--batch-sizes", *options.batch_sizes]
+        for task in dict.fromkeys(row.peer for row in rows):
             # laplace-torch's default diagonal makes dense C x P Jacobians: small batches fit, and one turn is enough
             slow = ["--batch-sizes", "100", "--repeats", "1"] if task == "diag-curvlinops" else []
-            theirs[task] = peer(options.peers_python, case, task, [*passed, *slow])
+            predict = ["--predict"] if "predict" in options.rows and task.startswith("laplace-") else []
+            theirs[task] = peer(options.peers_python, case, task, [*passed, *slow, *predict])
         checks = dense_agreement(options.peers_python, options.threads)
     else:
         checks = {}
         print("peers left out: give their interpreter with --peers-python")
     checks |= agreement(mine["answers"], theirs)
-    report(options, widths, num_examples, mine, theirs, checks)
+    report(options, case, rows, mine, theirs, checks)
+
+
+def line(row: Row, own: dict[str, float], found: dict[str, Any], num_examples: int) -> list[str]:
+    """A row with its figures."""
+    mine, theirs = own[row.own], found.get(row.key)
+    if "over_limit" in found:
+        read = f"> {found['over_limit']:.0f} s ({found['examples_read']:,} of {num_examples:,} read)"
+        return [row.work, row.peer, read, seconds(mine), f"> {found['over_limit'] / mine:.0f}x", row.goal]
+    batch = f" (batches of {found['batch_size']:,})" if row.key == "fit_seconds" and theirs else ""
+    return [row.work, row.peer, f"{seconds(theirs)}{batch}", seconds(mine), ratio(theirs, mine), row.goal]
 
 
 def report(
-    options: argparse.Namespace, widths: tuple[int, ...], num_examples: int, mine: dict[str, Any],
+    options: argparse.Namespace, case: Problem, rows: list[Row], mine: dict[str, Any],
     theirs: dict[str, dict[str, Any]], checks: dict[str, float],
 ) -> None:  # fmt: skip
     """Print the tables and write the JSON."""
-    own = mine["seconds"]
-
-    def row(work: str, task: str, key: str, name: str, goal: str = "") -> list[str]:
-        found = theirs.get(task, {})
-        value = found.get(key)
-        if "over_limit" in found:
-            read = f"> {found['over_limit']:.0f} s ({found['examples_read']:,} of {num_examples:,} read)"
-            return [work, task, read, seconds(own[name]), f"> {found['over_limit'] / own[name]:.0f}x", goal]
-        return [work, task, seconds(value), seconds(own[name]), ratio(value, own[name]), goal]
-
-    rows = [
-        row("KFAC fit, biases apart", "laplace-asdl", "fit_seconds", "kfac_apart", ">= 2.5x"),
-        row("KFAC fit, biases apart", "laplace-curvlinops", "fit_seconds", "kfac_apart", ">= 2.5x"),
-        row("KFAC fit (they: factors alone)", "asdl", "fit_seconds", "kfac_apart", ">= 2.5x"),
-        row("KFAC fit (they: factors alone)", "curvlinops", "fit_seconds", "kfac_apart", ">= 2.5x"),
-        row("EKFAC fit", "curvlinops-ekfac", "fit_seconds", "ekfac"),
-        row("KFAC predictive of 100", "laplace-asdl", "predict_seconds", "predict", ">= 100x"),
-        row("KFAC predictive of 100", "laplace-curvlinops", "predict_seconds", "predict", ">= 100x"),
-        row("diagonal fit", "diag-curvlinops", "fit_seconds", "diag"),
-        row("diagonal fit", "diag-asdl", "fit_seconds", "diag"),
-        row("diagonal fit", "diag-backpack", "fit_seconds", "diag"),
-    ]
+    own, num_examples, widths = mine["seconds"], len(case.y), case.widths
     print(f"\nN={num_examples:,}, MLP {'-'.join(map(str, widths))}, float32, {options.threads} threads\n")
-    print(table(["work", "peer", "theirs", "ours", "ratio", "goal"], rows))
-    beside = [
-        ["KFAC fit, biases apart (as the peers)", seconds(own["kfac_apart"]), ""],
-        ["KFAC fit, biases fused (default)", seconds(own["kfac"]), ""],
-        ["a prototype with hooks", seconds(own["prototype"]), ratio(own["prototype"], own["kfac_apart"])],
-        ["one training epoch (Adam, batches of 128)", seconds(own["epoch"]), ratio(own["epoch"], own["kfac_apart"])],
-        ["diagonal fit", seconds(own["diag"]), f"{own['diag'] / own['kfac']:.2f}x of the KFAC fit (goal <= 1.2x)"],
-    ]
+    lines = [line(row, own, theirs.get(row.peer, {}), num_examples) for row in rows]
+    print(table(["work", "peer", "theirs", "ours", "ratio", "goal"], lines))
+    names = {"kfac": "KFAC fit, biases fused (default)", "kfac_apart": "KFAC fit, biases apart (as the peers)",
+             "diag": "diagonal fit (goal: at most 1.2x)", "prototype": "a prototype with hooks, biases apart",
+             "epoch": "one training epoch (Adam, batches of 128)"}  # fmt: skip
+    beside = [[text, seconds(own[k]), ratio(own[k], own["kfac"])] for k, text in names.items() if k in own]
     print("\n" + table(["beside", "time", "over our KFAC fit"], beside))
     print("\nlargest difference over the largest entry, in float32:")
     for name, value in checks.items():

@@ -3,7 +3,7 @@
     python examples/structures/damping.py [--data DIR] --out damping
 
 Damping adds √δ to both Kronecker factors instead of δ to their product ([I21] A.3). On scikit-learn's digits (1,000
-to train on, 797 to test, MLP 64-32-10), and with ``--data`` on 5,000 images of MNIST (MLP 784-100-100-10):
+to train on, 797 to test, MLP 64-16-10), and with ``--data`` on 5,000 images of MNIST (MLP 784-100-100-10):
 * after training: one network at precision 1; each evidence chooses the precision it finds best, and predicts there;
 * online, [I21] algorithm 1: every few epochs the precision becomes the one of highest evidence, and training goes on.
 For the digits the exact evidence (``structure="full"``) at the chosen precision stands beside, and chooses too.
@@ -48,7 +48,7 @@ class Problem:
             x, y = torch.as_tensor(data.data[order] / 16).float(), torch.as_tensor(data.target[order])
             count = 200 if options.small else 1000
             self.train, self.test = (x[:count], y[:count]), (x[1000:], y[1000:])
-            self.widths: tuple[int, ...] = (64, 8, 10) if options.small else (64, 32, 10)
+            self.widths: tuple[int, ...] = (64, 8, 10) if options.small else (64, 16, 10)
         else:
             split = load(options.data)
             self.train = split.x[:5000].flatten(1).float() / 255, split.y[:5000]
