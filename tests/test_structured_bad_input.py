@@ -1,0 +1,128 @@
+"""What structured weight space refuses, held by its text."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import ntk_laplace as ntkl
+from ntk_laplace.errors import DataError, HyperparameterError, NumericalError, UnsupportedError
+from registry import LIKELIHOODS, fresh, problem, targets
+from structured_cases import fresh_fit
+from test_structured_data import interrupted_kfac, loader
+
+pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+
+
+def refused(error: type[Exception], expected: str, got: str, remedy: str):
+    """Hold an error to its class and to the three parts of its text (regular expressions)."""
+    return pytest.raises(error, match=rf"(?s)expected .*{expected}.*; got .*{got}.*\. .*{remedy}")
+
+
+def kfac(**options):
+    return fresh_fit("deep_mlp", "categorical", "layer", "ggn", options.pop("structure", "kfac"), **options)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac"])
+def test_precisions_by_parameter_do_not_fit_kronecker_factors(structure):
+    with refused(HyperparameterError, f"precision per layer or tensor.*{structure}", 'groups="parameter"', '"inf"'):
+        fresh_fit("deep_mlp", "categorical", "parameter", "ggn", structure)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 0.0, 1.5, True, "trace:0", "trace:1.5", "trace:many", "half", None])
+def test_ranks_that_mean_nothing(rank):
+    with refused(HyperparameterError, "a rank", re.escape(repr(rank)), "INF"):
+        ntkl.INF(rank=rank)
+
+
+@pytest.mark.parametrize("form", [ntkl.KFAC, ntkl.EKFAC, ntkl.INF])
+def test_unknown_sharing(form):
+    with refused(UnsupportedError, "expand, reduce", "'average'", "averaged"):
+        form(sharing="average")
+
+
+def test_unknown_words():
+    with refused(UnsupportedError, "shrink", "'clip'", "Choose"):
+        ntkl.INF(violation="clip")
+    with refused(UnsupportedError, "kfac, ekfac, inf, diag", "'kronecker'", "kfac"):
+        kfac(structure="kronecker")
+    with refused(UnsupportedError, 'structure="gp"', "kfac", "gp"):
+        kfac().explain(problem("deep_mlp").x_new)
+    with refused(UnsupportedError, 'structure="gp"', "kfac", "gp"):
+        kfac().leave_one_out()
+    with refused(HyperparameterError, "positive finite factors", "0.0", "logarithms"):
+        kfac().evidence_curve(torch.tensor([1.0, 0.0]))
+
+
+@pytest.mark.parametrize("basis", ["gp", "diag", "other", "nothing"])
+def test_a_basis_of_something_else(basis):
+    found = {
+        "gp": lambda: kfac(structure="gp"), "diag": lambda: kfac(structure="diag"), "nothing": lambda: "kfac",
+        "other": lambda: fresh_fit("far_from_optimum", "categorical", "layer", "ggn", "kfac"),
+    }[basis]()  # fmt: skip
+    got = {"gp": "gp", "diag": "diag", "nothing": "kfac", "other": "other parameters"}[basis]
+    with refused(UnsupportedError, "basis=", got, "Fit"):
+        kfac(structure=ntkl.EKFAC(basis=found))
+
+
+def test_what_cannot_be_merged():
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    half = case.x[:3], y[:3]
+    moved = fresh("deep_mlp").network
+    with torch.no_grad():
+        moved[0].weight.add_(0.1)
+    others = {
+        "structure": kfac(structure="diag", data=half),
+        "curvature": fresh_fit("deep_mlp", "categorical", "layer", "ef", "kfac", data=half),
+        "weights": ntkl.laplace(moved, half, ntkl.Categorical(), structure="kfac"),
+        "network": fresh_fit("far_from_optimum", "categorical", "layer", "ggn", "kfac"),
+        "parts": fresh_fit("deep_mlp", "categorical", "tensor", "ggn", "kfac", data=half),
+        "sharing": kfac(structure=ntkl.KFAC(sharing="reduce"), data=half),
+    }
+    posterior = kfac()
+    for other in others.values():
+        with refused(UnsupportedError, "two.*posteriors", ".", "Fit both"):
+            posterior.merge(other)
+    with refused(UnsupportedError, "one eigenbasis", "two", r"EKFAC\(basis="):
+        kfac(structure="ekfac").merge(kfac(structure="ekfac", data=half))
+    with refused(UnsupportedError, "one eigenbasis", "two", r"INF\(basis="):
+        kfac(structure="inf").merge(kfac(structure="inf", data=half))
+
+
+def test_a_diagonal_that_the_low_rank_part_exceeds():
+    """[S20] lemma 3: named in a warning and repaired, or refused where the prior does not make up for it."""
+    case = problem("deep_mlp")
+    data = case.x, targets(LIKELIHOODS["categorical"], case)
+    weak = ntkl.GaussianPrior(precision=1e-6)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"exceeds the exact diagonal .*0\.weight \(\d+ of 24 entries"):
+        shrunk = ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=ntkl.INF(rank=1.0))
+    precision = shrunk.curvature.information() + 1e-6 * torch.eye(case.theta.numel(), dtype=torch.float64)
+    assert torch.linalg.eigvalsh(precision).min() > 0
+    asked = ntkl.INF(rank=1.0, violation="raise")
+    with refused(NumericalError, "positive diagonal correction", r"\d+ of \d+ entries", "shrink"):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=asked)
+
+
+def test_wrong_data_of_a_later_batch_are_named():
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case).clone()
+    y[5] = 17
+    with pytest.raises(DataError, match=r"17"):
+        kfac(data=loader(case.x, y, batch_size=2))
+    with pytest.raises(DataError, match=r"(?s)features|shape|size|inputs"):
+        kfac().condition((torch.randn(3, 3).double(), torch.tensor([0, 1])))
+
+
+def test_resuming_wants_the_same_fit():
+    case = problem("deep_mlp")
+    data = case.x, targets(LIKELIHOODS["categorical"], case)
+    settings = interrupted_kfac()
+    with refused(UnsupportedError, "KFAC.*expand", "EKFAC", "same structure"):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), structure="ekfac", settings=settings)
+    with refused(UnsupportedError, "kfac.*resume", "gp", "resume="):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), structure="gp", settings=settings)
+    with refused(DataError, "interrupted fit", "int", "FitInterrupted"):
+        ntkl.laplace(case.network, data, ntkl.Categorical(), structure="kfac", settings=ntkl.Settings(resume=3))

@@ -1,0 +1,105 @@
+"""Predictive and samples of structured weight space against dense formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import ntk_laplace as ntkl
+from ntk_laplace.predictive import predictive
+from reference import outputs, relative_error
+from registry import LIKELIHOODS, problem, targets
+from structured_cases import fit, jacobians, tolerance, truth
+from test_structured_posterior import CASES, CHOSEN, ids
+
+pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+
+METHODS = {"gaussian": ("glm", "map", "blr"), "categorical": ("glm", "map", "blr", "probit"), "poisson": ("glm", "blr")}
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+@pytest.mark.parametrize("likelihood", METHODS)
+def test_predictive_is_that_of_the_dense_moments(likelihood, structure):
+    case = "deep_mlp", likelihood, "layer", "ggn", structure
+    if likelihood == "gaussian" and structure == "inf":
+        case = "deep_mlp", likelihood, "layer", "ef", structure  # no ties
+    posterior, reference, x = fit(*case), truth(*case), problem("deep_mlp").x_new
+    f, jac = outputs(problem("deep_mlp").network, x), jacobians("deep_mlp")[1]
+    covariance = jac @ reference.covariance @ jac.mT
+    for method in METHODS[likelihood]:
+        found = posterior.predict(x, method=method, samples=64)
+        blocks = torch.zeros_like(covariance) if method == "map" else covariance
+        want = predictive(LIKELIHOODS[likelihood].build(), f, blocks, method, 64)
+        assert relative_error(found.mean, want.mean) < 1e-8
+        assert relative_error(found.variance, want.variance) < 1e-8
+        y = LIKELIHOODS[likelihood].targets(len(f), f.shape[1])
+        assert relative_error(found.log_prob(y), want.log_prob(y)) < 1e-8
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+def test_predictive_by_weight_samples(structure):
+    """method="nn": the network at weights that `sample` draws, responses averaged."""
+    posterior, case = fit("cnn_groups", "categorical", "layer", "ggn", structure), problem("cnn_groups")
+    draws = posterior.sample(20, generator=torch.Generator().manual_seed(5))
+    found = posterior.predict(case.x_new, method="nn", samples=20, generator=torch.Generator().manual_seed(5))
+    probabilities = []
+    for theta in draws:
+        pieces = theta.split([p.numel() for p in case.parameters.values()])
+        weights = {name: v.view_as(p) for (name, p), v in zip(case.parameters.items(), pieces, strict=True)}
+        f = functional_call(case.network, weights, (case.x_new,))
+        probabilities.append(LIKELIHOODS["categorical"].response(f))
+    assert relative_error(found.probs, torch.stack(probabilities).mean(0)) < 1e-10
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+FACTORS = [*CASES[::3], *[case for case in CASES if case[4] == "inf"]]
+
+
+@pytest.mark.parametrize("case", FACTORS, ids=ids)
+def test_the_sampler_s_factor_is_a_root_of_the_covariance(case):
+    """F Fᵀ = H⁻¹, F read off by sending unit vectors through the sampler's transform."""
+    posterior, reference = fit(*case), truth(*case)
+    factor = posterior.curvature.factor(torch.eye(len(reference.precision), dtype=torch.float64)).T
+    assert relative_error(factor @ factor.T, reference.covariance) < tolerance(case[0], 1e-8)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [ntkl.INF(rank=1), ntkl.INF(rank="trace:0.9"), ntkl.INF(rank=1.0, violation="raise"), ntkl.KFAC(damped=True)],
+    ids=repr,
+)
+def test_factors_of_the_variants(structure):
+    """The same, where H is what `newton` inverts."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    prior = ntkl.GaussianPrior(precision=40.0)
+    posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), prior=prior, structure=structure)
+    eye = torch.eye(case.theta.numel(), dtype=torch.float64)
+    factor = posterior.curvature.factor(eye).T
+    inverse = torch.stack([posterior.curvature.newton(column) for column in eye])
+    assert relative_error(factor @ factor.T, inverse) < 1e-10
+    if not isinstance(structure, ntkl.KFAC):
+        precision = posterior.curvature.information() + 40.0 * eye
+        assert relative_error(inverse, torch.linalg.inv(precision)) < 1e-10
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+def test_samples_have_the_covariance(structure):
+    """Moments of many draws, of the weights and of functions."""
+    case = "linear_model", "poisson", "tensor", "ggn", structure
+    posterior, reference = fit(*case), truth(*case)
+    count, x = 40_000, problem("linear_model").x_new
+    draws = posterior.sample(count, generator=torch.Generator().manual_seed(1)) - problem("linear_model").theta
+    scale = reference.covariance.diagonal().sqrt()
+    # entries of a correlation have a standard error of at most √(2/count)
+    deviation = (draws.T @ draws / count - reference.covariance) / scale / scale[:, None]
+    assert deviation.abs().max() < 5 * (2 / count) ** 0.5
+    assert (draws.mean(0) / scale).abs().max() < 5 / count**0.5
+    assert torch.equal(draws[0] != draws[1], torch.ones(len(scale), dtype=torch.bool))
+    functions = posterior.sample(count, x, generator=torch.Generator().manual_seed(2)).flatten(1)
+    joint = posterior.latent(x).covariance_matrix
+    scale = joint.diagonal().sqrt()
+    deviation = (functions.T.cov() - joint) / scale / scale[:, None]
+    assert deviation.abs().max() < 5 * (2 / count) ** 0.5
