@@ -122,6 +122,8 @@ def timed(options: argparse.Namespace, arrays: dict[str, np.ndarray]) -> dict[st
                 seen = max(seen, batches.seen)
                 break
             seconds = time.perf_counter() - start
+            name = f"fit_seconds_{size}"
+            result[name] = min(seconds, result.get(name, seconds))
             if seconds < best:
                 best, result["batch_size"] = seconds, size
     if best == float("inf"):

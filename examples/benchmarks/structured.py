@@ -6,7 +6,7 @@ every side, the exact output Hessian everywhere. Command for all figures:
     python examples/benchmarks/structured.py --peers-python PEERS/bin/python
 
 where PEERS is an environment with ``torch==2.13.0 laplace-torch`` (it brings curvlinops, asdl and BackPACK) and no
-torchvision. A peer is given several batch sizes, and the one it is fastest with counts; we take our default. ``--rows``
+torchvision. A peer is given several batch sizes, and the one it is fastest with counts; ours is our default. ``--rows``
 chooses among
 * fit: KFAC by laplace-torch with the backends asdl and curvlinops, and by ours, biases fused into the weights (our
   default) or apart, as they keep them. All of them end with the eigendecompositions; curvlinops and asdl by themselves
@@ -240,8 +240,10 @@ def line(row: Row, own: dict[str, float], found: dict[str, Any], num_examples: i
     if "over_limit" in found:
         read = f"> {found['over_limit']:.0f} s ({found['examples_read']:,} of {num_examples:,} read)"
         return [row.work, row.peer, read, seconds(mine), f"> {found['over_limit'] / mine:.0f}x", row.goal]
-    batch = f" (batches of {found['batch_size']:,})" if row.key == "fit_seconds" and theirs else ""
-    return [row.work, row.peer, f"{seconds(theirs)}{batch}", seconds(mine), ratio(theirs, mine), row.goal]
+    by_size = {k.rpartition("_")[2]: v for k, v in found.items() if k.startswith("fit_seconds_")}
+    shown = ", ".join(f"{seconds(v)} at {int(size):,}" for size, v in by_size.items())
+    batches = f" ({shown})" if row.key == "fit_seconds" and shown else ""
+    return [row.work, row.peer, f"{seconds(theirs)}{batches}", seconds(mine), ratio(theirs, mine), row.goal]
 
 
 def report(
