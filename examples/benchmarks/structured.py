@@ -206,6 +206,7 @@ def main() -> None:
     arguments.add_argument("--peers-python", help="interpreter that has laplace-torch; without it ours alone")
     arguments.add_argument("--num-examples", type=int, help="N (default 10,000)")
     arguments.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS), help="what to measure")
+    arguments.add_argument("--peers", nargs="+", help="of those rows, the peers to run (default: all)")
     arguments.add_argument("--batch-sizes", nargs="+", default=["250", "1000", "10000"], help="that a peer may choose")
     arguments.add_argument("--limit", type=float, default=60.0, help="seconds given to one peer's fit (default 60)")
     arguments.add_argument("--small", action="store_true", help="a small network and 200 examples, in seconds")
@@ -216,7 +217,7 @@ def main() -> None:
     num_examples = options.num_examples or (200 if options.small else 10_000)
     case = problem(widths, num_examples)
     theirs: dict[str, dict[str, Any]] = {}
-    rows = [row for name in options.rows for row in ROWS[name]]
+    rows = [row for name in options.rows for row in ROWS[name] if row.peer in (options.peers or [row.peer])]
     mine = ours(case, options.repeats, {row.own for row in rows})
     if options.peers_python:
         passed = ["--threads", str(options.threads), "--limit", str(options.limit)]
