@@ -172,7 +172,8 @@ def report(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
             "accuracy", "log lik.", "ECE", "glm: log lik.", "ECE"]  # fmt: skip
     print(f"\nN={options.num_examples:,}; INF rank {options.rank}\n\n{table(head, rows)}")
     costs = [
-        [r["network"], r["curvature"], r["structure"], f"{r['N']:,}", f"{r['fit_seconds']:.1f}", f"{r['fit_cpu_seconds']:.1f}",
+        [r["network"], r["curvature"], r["structure"], f"{r['N']:,}", f"{r['fit_seconds']:.1f}",
+         f"{r['fit_cpu_seconds']:.1f}",
          f"{r['fit_peak_bytes'] / 1e6:.0f}", *(f"{r[m]['seconds']:.1f}" if m in r else "" for m in METHODS)]
         for r in results
     ]  # fmt: skip
