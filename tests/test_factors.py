@@ -370,3 +370,28 @@ def test_an_untracked_caller_gets_rows_all_the_same(name):
         assert relative_error(rows(case.network, case.x), truth) < 1e-12
     assert num_examples(take(case.x, slice(0, 2))) == 2
     assert call(case.network, case.x).requires_grad
+
+
+class Flattening(nn.Module):
+    """Code that asks for contiguous activations, as much of the world's does."""
+
+    def __init__(self, by_view: bool) -> None:
+        super().__init__()
+        self.by_view = by_view
+        self.conv, self.norm, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(64, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.conv(x)))
+        return self.out(x.view(len(x), -1) if self.by_view else x.flatten(1))
+
+
+@pytest.mark.parametrize("by_view", [False, True])
+def test_channels_last_only_where_the_network_bears_it(by_view):
+    module = Flattening(by_view).eval()
+    network, x = Network(module), torch.randn(12, 2, 4, 4)
+    found = FactorPass(network, torch.float64).rows(x)
+    laid_out = network.module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert laid_out != by_view and module.conv.weight.is_contiguous()
+    exact = FactorPass(Network(module.double()), torch.float64).rows(x.double())
+    shapes = network.shapes
+    assert relative_error(found.dense(shapes), exact.dense(shapes)) < 1e-5

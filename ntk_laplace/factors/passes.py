@@ -25,7 +25,7 @@ from ntk_laplace.network import Network, preserved_rng
 __all__ = ["FactorPass", "Seeds"]
 
 _PROBE = 2  # examples whose graph decides the plan
-_PROOF = 64  # examples of a batch whose rows are held against autograd
+_PROOF, _FEWEST = 64, 8  # a quarter of a batch's examples, at most and at least, is held against autograd
 _COPIES = 3  # one seed's gradients, unfolded inputs, and what a rule makes on the way
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
 
@@ -112,6 +112,7 @@ class FactorPass:
         if num_examples(few) == 1:
             few = take(x, torch.zeros(2, dtype=torch.long))
         with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
+            self.network.lay_out(few)
             out = self.network.evaluate(few)
             graph = Graph(out, self.network.parameters)
             plan = self._plan(graph, out)
@@ -171,13 +172,13 @@ class FactorPass:
             # the few examples of the probe did not show where this batch's lie: plan on the batch itself
             del self._plans[signature]
             blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
-            wrong = self._disagreeing(x, blocks, out, seeds, offset)
+            wrong = self._disagreeing(x, blocks, out, seeds, offset, whole=True)
         if wrong:
             blocks = [part for block in blocks for part in _apart(block, out.dtype)]
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
             blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
-            wrong = self._disagreeing(x, blocks, out, seeds, offset)
+            wrong = self._disagreeing(x, blocks, out, seeds, offset, whole=True)
         if wrong:
             raise MixedExamplesError(
                 "a network whose outputs depend on their own example alone",
@@ -193,19 +194,32 @@ class FactorPass:
         return _compacted(blocks + own, self.keep_factors)
 
     def _disagreeing(
-        self, x: Inputs, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int
+        self, x: Inputs, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int, whole: bool = False
     ) -> tuple[str, ...]:
         """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
 
-        One more backward pass per batch; random weights make rows of the wrong example, and mixing, show. Of a large
-        batch, random examples are taken, and evaluated by themselves: mixing shows then too.
+        One more backward pass; random weights make rows of the wrong example, and mixing, show. Of all
+        but the smallest batches, random examples are taken, and evaluated by themselves: mixing shows then too.
+        Whatever they show is looked into on the `whole` batch.
         """
         generator = torch.Generator().manual_seed(len(out))
-        if len(out) > _PROOF:
+        count = max(_FEWEST, min(_PROOF, len(out) // 4))
+        if len(out) > count and not whole:
+            some = torch.randperm(len(out), generator=generator)[:count].sort().values
+            few = [block.part(some) for block in blocks]
+            alone = take(x, some)
+            if self._sums_agree(few, self.network.evaluate(alone, offset), seeds[:, some], generator) == ():
+                _require_finite(blocks, offset)
+                return ()
+        wrong = self._sums_agree(blocks, out, seeds, generator)
+        if wrong is None:
             _require_finite(blocks, offset)
-            some = torch.randperm(len(out), generator=generator)[:_PROOF].sort().values
-            x, seeds, blocks = take(x, some), seeds[:, some], [block.part(some) for block in blocks]
-            out = self.network.evaluate(x, offset)
+        return tuple(self.network.names) if wrong is None else wrong
+
+    def _sums_agree(
+        self, blocks: list[Block], out: Tensor, seeds: Tensor, generator: torch.Generator
+    ) -> tuple[str, ...] | None:
+        """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
         parameters = self.network.parameters
         weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
         truth = torch.autograd.grad(
@@ -213,19 +227,15 @@ class FactorPass:
             allow_unused=True,
         )  # fmt: skip
         if not all(bool(torch.isfinite(gradient).all()) for gradient in truth if gradient is not None):
-            _require_finite(blocks, offset)
-        total: dict[str, Tensor] = {}
+            return None
+        total = {name: torch.zeros_like(parameter).flatten() for name, parameter in parameters.items()}
         for block in blocks:
             own = weights.to(block.rows.dtype) if isinstance(block, Wide) else weights
             for name, values in block.vjp(own).items():
-                values = values.detach().to(weights.dtype)
-                total[name] = total[name] + values if name in total else values
+                total[name] += values.detach().to(weights.dtype)
         loud = loudest(truth)
-        zeros = {name: parameter.new_zeros(parameter.numel()) for name, parameter in parameters.items()
-                 if name not in total}
         return tuple(
-            name for (name, expected) in zip(parameters, truth, strict=True)
-            if not agree(total[name] if name in total else zeros[name], expected, loud)
+            name for (name, own), expected in zip(total.items(), truth, strict=True) if not agree(own, expected, loud)
         )
 
 

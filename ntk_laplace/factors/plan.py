@@ -334,17 +334,18 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     loud = loudest(truth)
     good: list[UsePlan] = []
     unmatched: list[str] = []
+    memo: dict[int, dict[str, Tensor]] = {}
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
         reference = expected, loud
-        if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, reference):
+        if name not in lost and _confirmed(uses[name], graph, (gradients, memo), parameter, cotangent, reference):
             good.extend(uses[name])
         else:
             unmatched.append(name)
     plan = Plan(tuple(good), tuple(unmatched))
     kept = {use.step.consumer: gradients[use.step.consumer] for use in good}
-    return replace(plan, partners=_find_partners(plan.blocks(graph, kept, parameters, n)))
+    return replace(plan, partners=_find_partners(plan.blocks(graph, kept, parameters, n, memo)))
 
 
 def _stack_gradients(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> dict[int, Tensor]:
@@ -356,14 +357,16 @@ def _stack_gradients(out: Tensor, graph: Graph, numbers: list[int], seeds: Tenso
 
 
 def _confirmed(
-    uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, cotangent: Tensor,
-    expected: tuple[Tensor | None, float],
+    uses: list[UsePlan], graph: Graph, known: tuple[dict[int, Tensor], dict[int, dict[str, Tensor]]],
+    parameter: nn.Parameter, cotangent: Tensor, expected: tuple[Tensor | None, float],
 ) -> bool:  # fmt: skip
+    gradients, memo = known
     total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     n = cotangent.shape[1]
     for use in uses:
         try:
-            block = _use_block(use, graph, gradients[use.step.consumer], parameter, n, {})
+            number = use.step.consumer
+            block = _use_block(use, graph, gradients[number], parameter, n, memo.setdefault(number, {}))
         except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
             return False  # a node laid out in a way the rule does not know: the fallback is exact
         if block is None or block.shape != (2, n):
