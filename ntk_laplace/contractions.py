@@ -17,6 +17,9 @@ __all__ = ["Pairing", "Variances", "add_to_tile", "clusters", "contraction", "pa
 Variances = Mapping[str, Tensor]
 """Prior variance (one over precision) of each parameter: a number, or one per entry. Absent: left out."""
 
+_CACHE = 2 * 2**20  # bytes of inner sums over positions that stay in a core's cache
+_DEVICE_CHUNK = 64 * 2**20  # the same on a device, where few large products are better
+
 
 def clusters(blocks: tuple[Block, ...]) -> list[tuple[Block, ...]]:
     """Blocks that share a parameter must be added before they meet themselves; all others stand alone."""
@@ -198,11 +201,11 @@ def _add_dense(
 
 
 def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Tensor, Tensor, Tensor]:
-    """Inner products of layer inputs at every pair of positions, (G, n1, T1, n2, T2), and both b as (K, n, G, T, o)."""
+    """Inner products of layer inputs at every pair of positions, (n1, n2, G, T1, T2), and both b as (n, G, T, o, K)."""
     if isinstance(left, Lookup):
-        equal = left.tokens[:, :, None, None] == right.tokens[None, None]
-        inputs = equal.to(left.b.dtype).mul_(_number(_variance(variances, left.weight)))
-        return inputs[None], left.b.unsqueeze(2), right.b.unsqueeze(2)
+        equal = left.tokens[:, None, :, None] == right.tokens[None, :, None]
+        inputs = equal.to(left.b.dtype).mul_(_number(_variance(variances, left.weight))).unsqueeze(2)
+        return inputs, left.b.permute(1, 2, 3, 0).unsqueeze(1), right.b.permute(1, 2, 3, 0).unsqueeze(1)
     n1, g, t1, i = left.a.shape
     n2, _, t2, _ = right.a.shape
     one = left.a.transpose(0, 1).reshape(g, n1 * t1, i)
@@ -211,22 +214,28 @@ def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Ten
     bias = _number(_variance(variances, left.bias))
     if bias:
         inputs.add_(bias)
-    return inputs.view(g, n1, t1, n2, t2), left.full_b(), right.full_b()
+    inputs = inputs.view(g, n1, t1, n2, t2).permute(1, 3, 0, 2, 4)
+    return inputs, left.full_b().permute(1, 2, 3, 4, 0), right.full_b().permute(1, 2, 3, 4, 0)
 
 
 def _add_positions(out: Tensor, left: Block, right: Block, variances: Variances) -> None:
-    """Shared positions without rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first."""
+    """Shared positions without rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first.
+
+    One example of the left at a time, and as many of the right as keep the inner sums in cache: these are written and
+    read once, in the order in which they are made.
+    """
     inputs, b_left, b_right = _position_gram(left, right, variances)
-    g, n1, t1, n2, t2 = inputs.shape
-    k1, k2, o = b_left.shape[0], b_right.shape[0], b_left.shape[-1]
-    # (G, m, n T1, T2) @ (G, m, T2, l o)
-    first = inputs.permute(0, 3, 1, 2, 4).reshape(g, n2, n1 * t1, t2)
-    second = b_right.permute(2, 1, 3, 0, 4).reshape(g, n2, t2, k2 * o)
-    inner = (first @ second).view(g, n2, n1, t1, k2, o)
-    # (n, k, G T1 o) @ (n, G T1 o, m l)
-    outer = b_left.permute(1, 0, 2, 3, 4).reshape(n1, k1, g * t1 * o)
-    inner = inner.permute(2, 0, 3, 5, 1, 4).reshape(n1, g * t1 * o, n2 * k2)
-    out.unflatten(0, (n1, k1)).add_(outer @ inner)
+    n1, n2, g, t1, t2 = inputs.shape
+    o, k1, k2 = b_left.shape[3], b_left.shape[4], b_right.shape[4]
+    b_left, b_right = b_left.reshape(n1, g * t1 * o, k1), b_right.reshape(n2, g, t2, o * k2)
+    step = max(1, (_CACHE if out.device.type == "cpu" else _DEVICE_CHUNK) // (g * t1 * o * k2 * out.element_size()))
+    target = out.unflatten(0, (n1, k1)).unflatten(2, (n2, k2))
+    for n in range(n1):
+        for start in range(0, n2, step):
+            some = slice(start, min(start + step, n2))
+            # (m, G, T1, T2) @ (m, G, T2, o l), then (k, G T1 o) @ (m, G T1 o, l)
+            inner = (inputs[n, some] @ b_right[some]).view(-1, g * t1 * o, k2)
+            target[n, :, some].add_(torch.bmm(b_left[n].T.expand(len(inner), -1, -1), inner).transpose(0, 1))
 
 
 def self_blocks(cluster: tuple[Block, ...], variances: Variances) -> Tensor:

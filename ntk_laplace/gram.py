@@ -20,6 +20,9 @@ __all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "
 _TILE_ROWS = 1024  # rows of a tile: its buffers stay in cache
 _TILE_BYTES = 96 * 2**20  # and the contraction buffers of shared positions within this
 _MIRROR = 512  # rows of a block that is transposed at once
+_FEWEST_ROWS = 160  # below this a product of long rows is slow
+_POSITIONS = ("positions", "tokens")
+_PASSES = (("wide",), _POSITIONS, ("dense", "hadamard"))  # jobs that share their tiles when a whole matrix is filled
 
 
 def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | None = None) -> Tensor:
@@ -67,10 +70,17 @@ def _fill_whole(left: Rows, right: Rows | None, variances: Variances) -> Tensor:
     other = left if right is None else right
     k1, k2 = left.num_seeds, other.num_seeds
     out = left.f.new_empty(left.num_examples * k1, other.num_examples * k2)
-    tiles = _Tiles(left, other, variances)
-    for rows, columns in tiles.pairs(lower=right is None):
-        tiles.fill(rows, columns, out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2])
-    return out
+    jobs, fresh = _jobs(left, other, variances), True
+    for kinds in _PASSES:
+        own = [job for job in jobs if job[0] in kinds]
+        if not own:
+            continue
+        tiles = _Tiles(left, other, variances, own, _strips(left, other, own))
+        for rows, columns in tiles.pairs(lower=right is None):
+            tile = out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2]
+            tiles.fill(rows, columns, tile, fresh)
+        fresh = False
+    return out.zero_() if fresh else out
 
 
 def _mirror_lower_(matrix: Tensor) -> Tensor:
@@ -93,8 +103,10 @@ def gram_tiles(left: Rows, right: Rows | None, variances: Variances) -> Iterator
     """
     other = left if right is None else right
     k1, k2 = left.num_seeds, other.num_seeds
-    tiles = _Tiles(left, other, variances)
-    out = left.f.new_empty(tiles.step * k1 * tiles.step * k2)
+    jobs = _jobs(left, other, variances)
+    step = _tile_examples(left, other, jobs)
+    tiles = _Tiles(left, other, variances, jobs, (step, step))
+    out = left.f.new_empty(step * k1 * step * k2)
     for rows, columns in tiles.pairs(lower=right is None):
         n1, n2 = rows.stop - rows.start, columns.stop - columns.start
         tile = out[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
@@ -124,8 +136,30 @@ def diagonal_blocks(rows: Rows, variances: Variances) -> Tensor:
     return out
 
 
+def _jobs(left: Rows, right: Rows, variances: Variances) -> list[tuple[str, Pairing]]:
+    """What meets what, and how; written-out rows come first, as their product initializes a tile."""
+    jobs = [(contraction(pair, variances), pair) for pair in pair_up(left.blocks, right.blocks, variances)]
+    return sorted(jobs, key=lambda job: ("wide", "dense").index(job[0]) if job[0] in ("wide", "dense") else 2)
+
+
+def _strips(left: Rows, right: Rows, jobs: list[tuple[str, Pairing]]) -> tuple[int, int]:
+    """Examples (rows, columns) of the tiles in which some jobs fill a whole matrix.
+
+    Products of long rows want few tall blocks, each with all the columns that it needs: what is computed above the
+    diagonal is thrown away, but narrow products are slow. Positions are contracted example by example in any case.
+    """
+    step, n, k = _tile_examples(left, right, jobs), left.num_examples, max(left.num_seeds, right.num_seeds)
+    if jobs[0][0] == "wide":
+        step = max(1, min(_TILE_ROWS // k, max(_FEWEST_ROWS // k, -(-n // 4))))
+        return step, 4 * step
+    if jobs[0][0] in _POSITIONS:
+        few = min(step, -(-n // 16))
+        return few, step * step // few
+    return step, step
+
+
 def _tile_examples(left: Rows, right: Rows, jobs: list[tuple[str, Pairing]]) -> int:
-    """Examples on each side of a tile, so that its buffers stay within bounds."""
+    """Examples on each side of a square tile, so that its buffers stay within bounds."""
     k = max(left.num_seeds, right.num_seeds)
     # at least four blocks of rows, so that the symmetric half is worth having on few examples as well
     step = max(1, min(_TILE_ROWS // k, -(-left.num_examples // 4)))
@@ -136,45 +170,41 @@ def _tile_examples(left: Rows, right: Rows, jobs: list[tuple[str, Pairing]]) -> 
             # written out for each tile anew
             entries = sum(sum(block.sizes().values()) for block in ours)
             step = min(step, max(1, _TILE_BYTES // (size * k * entries)))
-            continue
-        t = max((block.b.shape[-2] for block in both), default=1)
-        if t > 1:
-            o = max(block.b.shape[-1] for block in both)
+        elif how in _POSITIONS:
+            t = max(block.b.shape[-2] for block in both)
             g = max(block.b.shape[2] if isinstance(block, Outer) else 1 for block in both)
-            per_pair = size * g * (t * t + 2 * t * k * o)
-            step = min(step, max(1, int((_TILE_BYTES / per_pair) ** 0.5)))
+            step = min(step, max(1, int((_TILE_BYTES / (size * g * t * t)) ** 0.5)))
     return step
 
 
 class _Tiles:
-    """Fills one tile after another, with buffers that are allocated once."""
+    """Fills one tile after another with the same jobs, with buffers that are allocated once."""
 
-    def __init__(self, left: Rows, right: Rows, variances: Variances) -> None:
-        self.left, self.right, self.variances = left, right, variances
-        plan = pair_up(left.blocks, right.blocks, variances)
-        jobs = [(contraction(pair, variances), pair) for pair in plan]
-        self.step = _tile_examples(left, right, jobs)
-        # written-out rows come first: one product for all of them, which also initializes the tile
-        self.jobs = sorted(jobs, key=lambda job: ("wide", "dense").index(job[0]) if job[0] in ("wide", "dense") else 2)
-        self._buffer = left.f.new_empty(self.step * left.num_seeds * self.step * right.num_seeds)
+    def __init__(
+        self, left: Rows, right: Rows, variances: Variances, jobs: list[tuple[str, Pairing]], steps: tuple[int, int]
+    ) -> None:
+        self.left, self.right, self.variances, self.jobs, self.steps = left, right, variances, jobs, steps
+        whole = any(how == "hadamard" for how, _ in jobs)
+        entries = steps[0] * left.num_seeds * steps[1] * right.num_seeds
+        self._buffer = left.f.new_empty(entries if whole else 0)
         self._cut: tuple[slice, list[tuple[Block, ...]]] | None = None
 
     def pairs(self, lower: bool) -> Iterator[tuple[slice, slice]]:
         """Slices of examples whose tiles make up K, or its lower triangle."""
         n1, n2 = self.left.num_examples, self.right.num_examples
-        for start in range(0, n1, self.step):
-            rows = slice(start, min(start + self.step, n1))
-            for first in range(0, rows.stop if lower else n2, self.step):
-                yield rows, slice(first, min(first + self.step, n2))
+        for start in range(0, n1, self.steps[0]):
+            rows = slice(start, min(start + self.steps[0], n1))
+            last = rows.stop if lower else n2
+            for first in range(0, last, self.steps[1]):
+                yield rows, slice(first, min(first + self.steps[1], last))
 
-    def fill(self, rows: slice, columns: slice, out: Tensor) -> None:
-        """Write the tile of these examples into `out` (n1*K1, n2*K2), which may be a block of a bigger matrix."""
+    def fill(self, rows: slice, columns: slice, out: Tensor, fresh: bool = True) -> None:
+        """Add the tile of these examples to `out` (n1*K1, n2*K2), a block of a bigger matrix; `fresh`: overwrite."""
         if self._cut is None or self._cut[0] != rows:
             self._cut = (rows, [tuple(b.part(rows) for b in ours) for _, (ours, _) in self.jobs])
         kinds = [how for how, _ in self.jobs]
         cut = list(zip(self._cut[1], [tuple(b.part(columns) for b in theirs) for _, (_, theirs) in self.jobs],
                        strict=True))
-        fresh = True
         for how, pair in zip(kinds, cut, strict=True):
             fresh = add_to_tile(how, out, self._buffer, pair, self.variances, fresh)
         if fresh:

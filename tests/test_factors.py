@@ -332,6 +332,75 @@ def test_graphs_that_depend_on_the_data():
         assert relative_error(rows(network, x, batch_size=batch_size), jacobian(network, x)) < 1e-12
 
 
+class Silent(torch.autograd.Function):
+    """The identity, with no gradient at all where it is zero."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor | None:
+        return gradient if bool(gradient.any()) else None
+
+
+class SideBySide(nn.Module):
+    """Two networks side by side: no output reaches the nodes of both, and the backward pass says so with None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([Silent.apply(part(x)) for part in self.parts], 1)
+
+
+def test_seeds_that_do_not_reach_a_node():
+    """Rows are zero there, whether the first seed is the one that does not reach it or the last."""
+    torch.manual_seed(9)
+    network, x = SideBySide().double(), torch.randn(5, 3).double()
+    truth = jacobian(network, x)
+    assert relative_error(rows(network, x), truth) < 1e-12
+    root = torch.zeros(5, 4, 3).double()
+    root[:, 0] = torch.randn(5, 3).double()  # one half is reached by no seed
+    assert relative_error(rows(network, x, root=root), torch.einsum("ncr,ncp->nrp", root, truth)) < 1e-12
+
+
+@pytest.mark.parametrize("layer", ["conv", "tokens", "positions first", "single"])
+def test_gradients_lie_as_the_product_reads_them(layer):
+    """The seeds lie next to the examples, so that one product per example needs no copy of the gradients."""
+    torch.manual_seed(10)
+    networks = {
+        "conv": nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)),
+        "tokens": nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 2)),
+        "positions first": SequenceFirst(),
+        "single": nn.Sequential(nn.Flatten(), nn.Linear(64, 3), nn.Tanh(), nn.Linear(3, 2)),
+    }
+    network = networks[layer].double()
+    x = torch.randn(5, 3, 2).double() if layer == "positions first" else torch.randn(5, 16, 4).double()
+    x = x.reshape(5, 2, 4, 8)[..., :4] if layer == "conv" else x
+    block = FactorPass(Network(network), torch.float64, keep_factors=True).rows(x).blocks[0]
+    k, n, g, t, o = block.b.shape
+    assert (g, n) == (1, 5) and (t > 1) == (layer != "single")
+    matrices = block.b.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
+    assert matrices.data_ptr() == block.b.data_ptr()
+
+
+def test_norm_layers_do_not_count_towards_the_working_set():
+    """Their rows are made one seed at a time, so that batches stay large."""
+    def counted(layer: nn.Module) -> tuple[int, int]:
+        network = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), layer, nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
+        factors = FactorPass(Network(network.double().eval()), torch.float64)
+        factors.rows(torch.randn(3, 1, 8, 8).double())
+        return factors._bytes
+
+    once, per_seed = counted(nn.Identity())
+    assert (once, per_seed) == (8 * (144 + 2), 8 * (144 + 2))
+    assert counted(nn.BatchNorm2d(4)) == (once + 8 * 144, per_seed)
+
+
 # ---------------------------------------------------------------------------------------- networks that are refused
 
 

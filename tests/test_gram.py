@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace import contractions
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
-from ntk_laplace.factors import FactorPass, Rows
+from ntk_laplace.factors import FactorPass, Rows, passes
 from ntk_laplace.factors.blocks import Lookup, Outer, Wide
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
@@ -94,6 +95,8 @@ def test_tiles_of_any_size_are_the_same(name, monkeypatch):
         assert relative_error(engine.gram(one, two, delta), whole[1]) < 1e-13
         assert relative_error(engine.gram_lower(one, delta).tril(), whole[0].tril()) < 1e-13
         monkeypatch.setattr(engine, "_MIRROR", examples)
+    monkeypatch.setattr(engine, "_FEWEST_ROWS", 1)
+    assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
     monkeypatch.setattr(engine, "_TILE_BYTES", 1)
     assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
 
@@ -118,6 +121,19 @@ def test_groups_add_up(name):
     assert relative_error(total, truth(name, "tensor", 0, 1)) < limit(name)
 
 
+def test_large_parameters_have_a_matrix_of_their_own(monkeypatch):
+    """Rows of one large parameter are kept as they were written; small ones share a matrix."""
+    for name in ("cnn_groups", "transformer_tied"):
+        case = problem(name)
+        whole = engine.gram(rows(name)[0], None, variances(case, "layer"))
+        for entries in (1, 10**9):
+            monkeypatch.setattr(passes, "_MATRIX", entries)
+            one = FactorPass(Network(case.network), torch.float64).rows(case.x)
+            wide = [block for block in one.blocks if isinstance(block, Wide)]
+            assert all(len(block.spans) == 1 for block in wide) if entries == 1 else len(wide) == 1
+            assert relative_error(engine.gram(one, None, variances(case, "layer")), whole) < 1e-13
+
+
 def test_every_contraction_is_met():
     """The registry reaches each way of contracting; without this a rule could rot unseen."""
     met = set()
@@ -125,7 +141,7 @@ def test_every_contraction_is_met():
         one, two = rows(name)
         delta = variances(problem(name), "scalar")
         for left, right in ((one, two), (one, one)):
-            met |= {how for how, _ in engine._Tiles(left, right, delta).jobs}
+            met |= {how for how, _ in engine._jobs(left, right, delta)}
     assert met >= {"hadamard", "dense"}
     assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Wide, Outer}
 
@@ -153,7 +169,9 @@ class Roomy(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("prior", PRIORS)
-def test_positions_and_tokens_without_rows(tied, prior):
+@pytest.mark.parametrize("cache", [contractions._CACHE, 1], ids=["together", "one by one"])
+def test_positions_and_tokens_without_rows(tied, prior, cache, monkeypatch):
+    monkeypatch.setattr(contractions, "_CACHE", cache)
     torch.manual_seed(3)
     network = Roomy(tied).double()
     x, z = torch.randint(0, 60, (6, 4)), torch.randint(0, 60, (3, 6))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Dense", "Lookup", "Outer", "Wide", "concatenate_examples", "join_positions", "weigh", "write_rows"]
+__all__ = ["Block", "Dense", "Lookup", "Outer", "Wide", "weigh"]
 
 
 def weigh(values: Tensor, root: Tensor) -> Tensor:
@@ -25,8 +25,20 @@ def weigh(values: Tensor, root: Tensor) -> Tensor:
     return torch.einsum("ncr,cnx->rnx", root, flat).reshape(root.shape[-1], *values.shape[1:])
 
 
+def _over_seeds(cotangent: Tensor, b: Tensor) -> Tensor:
+    """Σ_k c_kn b_kn: (K, N) and (K, N, ...) give (N, ...); a plain loop, an einsum would be N tiny products."""
+    shape = cotangent.shape[1:] + (1,) * (b.ndim - 2)
+    total = b[0] * cotangent[0].reshape(shape)
+    for own, weight in zip(b[1:], cotangent[1:], strict=True):
+        total.addcmul_(own, weight.reshape(shape))
+    return total
+
+
 def _position_product(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, as `Wide` will want them."""
+    """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, as `Wide` wants them.
+
+    One product per example for all seeds: no copy where the seeds lie next to the examples, as `Gradients` puts them.
+    """
     k, n, g, t, o = left.shape
     if t == 1:
         return (left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)).flatten(2)
@@ -86,7 +98,11 @@ class Dense:
         return self.rows @ vector[self.weight].flatten()
 
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
-        return {self.weight: torch.einsum("kn,knp->p", cotangent, self.rows)}
+        rows, weights = self.rows, cotangent
+        if rows.stride(0) < rows.stride(1):
+            # examples first in memory: in that order one product with a plain matrix, and no copy of it
+            rows, weights = rows.transpose(0, 1), weights.T
+        return {self.weight: weights.flatten() @ rows.flatten(0, 1)}
 
 
 @dataclass(frozen=True)
@@ -183,7 +199,7 @@ class Outer:
         return torch.einsum("kngto,ngto->kn", self.full_b(), forward)
 
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
-        backward = torch.einsum("kn,kngto->ngto", cotangent, self.full_b())
+        backward = _over_seeds(cotangent, self.full_b())
         flat = torch.einsum("ngto,ngti->goi", backward, self.a).flatten()
         if self.index is not None:
             whole = flat.new_zeros(self.size)
@@ -259,7 +275,7 @@ class Lookup:
         return torch.einsum("kntd,ntd->kn", self.b, table[self.tokens])
 
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
-        backward = torch.einsum("kn,kntd->ntd", cotangent, self.b)
+        backward = _over_seeds(cotangent, self.b)
         table = backward.new_zeros(self.vocabulary, backward.shape[-1])
         return {self.weight: table.index_add_(0, self.tokens.flatten(), backward.flatten(0, 1)).flatten()}
 
@@ -281,8 +297,14 @@ class Wide:
 
     @classmethod
     def of(cls, blocks: list[Dense], dtype: torch.dtype | None = None) -> Wide:
-        """Put the rows of single parameters side by side; the list is emptied, each block freed once it is copied."""
+        """Put the rows of single parameters side by side; the list is emptied, each block freed once it is copied.
+
+        A single block that lies in memory as it should is not copied.
+        """
         k, n = blocks[0].shape
+        if len(blocks) == 1:
+            only = blocks.pop()
+            return cls(((only.weight, 0, only.rows.shape[2]),), only.rows.transpose(0, 1).to(dtype).contiguous())
         rows = blocks[0].rows.new_empty(n, k, sum(block.rows.shape[2] for block in blocks), dtype=dtype)
         spans, start = [], 0
         while blocks:
@@ -335,60 +357,3 @@ class Wide:
 
 
 Block = Dense | Outer | Lookup | Wide
-
-
-def join_positions(first: Block, second: Block) -> Block:
-    """Two uses of the same kind as one block: positions add up (rows of a `Dense` are summed)."""
-    if isinstance(first, Dense):
-        return replace(first, rows=first.rows + second.rows)
-    if isinstance(first, Lookup):
-        b, tokens = torch.cat([first.b, second.b], 2), torch.cat([first.tokens, second.tokens], 1)
-        return replace(first, b=b, tokens=tokens)
-    b, a = torch.cat([first.full_b(), second.full_b()], 3), torch.cat([first.a, second.a], 2)
-    return replace(first, b=b, a=a, constant=False)
-
-
-def write_rows(block: Block, targets: dict[str, Tensor]) -> None:
-    """Write a block's rows of one seed out, each parameter's (N, p) into its target, which may be a strided view."""
-    weight = targets.get(block.names[0])
-    plain = isinstance(block, Outer) and block.index is None and block.b.shape[2] == 1 and not block.constant
-    if plain:
-        # (N, o, T) @ (N, T, i), then the copy: bmm is several times slower into a strided result
-        weight.copy_(torch.bmm(block.b[0, :, 0].mT, block.a[:, 0]).flatten(1))
-        if block.bias is not None:
-            targets[block.bias].copy_(block.b[0, :, 0].sum(1))
-        return
-    for name, rows in block.dense().items():
-        targets[name].copy_(rows[0])
-
-
-def _cat_positions(parts: list[Tensor], dim: int, pad_dim: int) -> Tensor:
-    """Concatenate examples; batches with fewer positions are padded with zeros, which contribute nothing."""
-    width = max(part.shape[pad_dim] for part in parts)
-    padded = []
-    for part in parts:
-        missing = width - part.shape[pad_dim]
-        if missing:
-            shape = list(part.shape)
-            shape[pad_dim] = missing
-            part = torch.cat([part, part.new_zeros(shape)], pad_dim)
-        padded.append(part)
-    return torch.cat(padded, dim)
-
-
-def concatenate_examples(parts: list[Block]) -> Block:
-    """Blocks of the same kind from several batches as one block over all their examples."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    if isinstance(first, Dense):
-        return replace(first, rows=torch.cat([part.rows for part in parts], 1))
-    if isinstance(first, Wide):
-        return replace(first, rows=torch.cat([part.rows for part in parts]))
-    if isinstance(first, Lookup):
-        tokens = _cat_positions([part.tokens for part in parts], 0, 1)
-        return replace(first, b=_cat_positions([part.b for part in parts], 1, 2), tokens=tokens)
-    a = _cat_positions([part.a for part in parts], 0, 2)
-    if all(part.constant and torch.equal(part.b, first.b) for part in parts):
-        return replace(first, a=a)
-    return replace(first, b=_cat_positions([part.full_b() for part in parts], 1, 3), a=a, constant=False)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -16,18 +17,18 @@ from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
 from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
+from ntk_laplace.factors.gradients import Gradients, edges, kept_whole
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan, agree, loudest, make_plan
 from ntk_laplace.factors.rows import Rows, compact
-from ntk_laplace.factors.streaming import stream_blocks
 from ntk_laplace.network import Network, preserved_rng
 
 __all__ = ["FactorPass", "Seeds"]
 
 _PROBE = 2  # examples whose graph decides the plan
 _PROOF, _FEWEST = 64, 8  # a quarter of a batch's examples, at most and at least, is held against autograd
-_COPIES = 3  # one seed's gradients, unfolded inputs, and what a rule makes on the way
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
+_MATRIX = 512  # entries of a parameter whose rows deserve a matrix product of their own
 
 
 class Seeds(Protocol):
@@ -62,7 +63,7 @@ class FactorPass:
         self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
         self._plans: dict[tuple, Plan] = {}
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
-        self._bytes_per_seed: int | None = None
+        self._bytes: tuple[int, int] | None = None  # output gradients per example, and per example and seed
 
     def on(self, network: Network, dtype: torch.dtype) -> FactorPass:
         """The same pass over a network that has moved, or in another floating type."""
@@ -94,9 +95,8 @@ class FactorPass:
         """The same, a batch at a time; a `root` that depends on the outputs is a `Seeds`."""
         self._prepare(x)
         n, seeds = num_examples(x), _columns(root, self.network)
-        # factors are stacked over seeds; of rows that are written out, one seed's gradients are there at a time
-        at_once = max(1, seeds) if self.keep_factors else _COPIES
-        most = max(1, _WORKING_SET // (self._bytes_per_seed * at_once))
+        once, per_seed = self._bytes
+        most = max(1, _WORKING_SET // (once + per_seed * seeds))
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
@@ -105,7 +105,7 @@ class FactorPass:
 
     def _prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once."""
-        if self._bytes_per_seed is not None:
+        if self._bytes is not None:
             return
         self.network.probe(x)
         few = take(x, slice(0, _PROBE))
@@ -115,9 +115,11 @@ class FactorPass:
             self.network.lay_out(few)
             out = self.network.evaluate(few)
             graph = Graph(out, self.network.parameters)
-            plan = self._plan(graph, out)
-            sizes = [graph.shape(number).numel() for number in plan.edges]
-        self._bytes_per_seed = max(1, sum(sizes) * out.element_size() // len(out))
+            readings = self._plan(graph, out).readings(graph, len(out))
+            kept = kept_whole(readings)
+            sizes = {n: graph.shape(n).numel() * out.element_size() for n in edges(readings)}
+        once, per_seed = sum(sizes.values()), sum(size for number, size in sizes.items() if number in kept)
+        self._bytes = max(1, once // len(out)), per_seed // len(out)
 
     def _plan(self, graph: Graph, out: Tensor) -> Plan:
         signature = graph.signature()
@@ -174,7 +176,6 @@ class FactorPass:
             blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
             wrong = self._disagreeing(x, blocks, out, seeds, offset, whole=True)
         if wrong:
-            blocks = [part for block in blocks for part in _apart(block, out.dtype)]
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
             blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
@@ -188,10 +189,10 @@ class FactorPass:
         return blocks
 
     def _planned_blocks(self, x: Inputs, out: Tensor, graph: Graph, plan: Plan, seeds: Tensor) -> list[Block]:
-        written = None if self.keep_factors else self.dtype
-        blocks = stream_blocks(plan, graph, out, seeds, self.network.parameters, written)
-        own = list(self._fallback(plan.unmatched).rows(x, seeds)) if plan.unmatched else []
-        return _compacted(blocks + own, self.keep_factors)
+        gradients = Gradients(graph, plan.readings(graph, len(out)), seeds).collect(out)
+        blocks = plan.blocks(graph, gradients, self.network.parameters)
+        own = self._fallback(plan.unmatched).rows(x, seeds) if plan.unmatched else []
+        return _compacted(chain(blocks, own), self.keep_factors)
 
     def _disagreeing(
         self, x: Inputs, blocks: list[Block], out: Tensor, seeds: Tensor, offset: int, whole: bool = False
@@ -230,9 +231,8 @@ class FactorPass:
             return None
         total = {name: torch.zeros_like(parameter).flatten() for name, parameter in parameters.items()}
         for block in blocks:
-            own = weights.to(block.rows.dtype) if isinstance(block, Wide) else weights
-            for name, values in block.vjp(own).items():
-                total[name] += values.detach().to(weights.dtype)
+            for name, values in block.vjp(weights).items():
+                total[name] += values.detach()
         loud = loudest(truth)
         return tuple(
             name for (name, own), expected in zip(total.items(), truth, strict=True) if not agree(own, expected, loud)
@@ -246,21 +246,25 @@ def _columns(root: Tensor | Seeds | None, network: Network) -> int:
 
 
 def _finished(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
-    """Put what was written out side by side, and everything into the algebra's floating type."""
+    """Put what was written out into matrices, small ones side by side, and all into the algebra's floating type."""
     elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
-    alone = []
+    small = []
     while blocks:
         block = blocks.pop(0)
-        if isinstance(block, Dense) and block.weight not in elsewhere:
-            alone.append(block)
-        else:
+        if not isinstance(block, Dense) or block.weight in elsewhere:
             yield block.to(dtype)
-    if alone:
-        del block
-        yield Wide.of(alone, dtype)
+        elif block.rows.shape[2] >= _MATRIX:
+            alone = [block]
+            del block
+            yield Wide.of(alone, dtype)
+        else:
+            small.append(block)
+    if small:
+        block = None
+        yield Wide.of(small, dtype)
 
 
-def _compacted(blocks: list[Block], keep_factors: bool) -> list[Block]:
+def _compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
     """Choose each block's form, and add up what was written out for one parameter."""
     written: dict[str, Dense] = {}
     kept: list[Block] = []
@@ -276,20 +280,10 @@ def _compacted(blocks: list[Block], keep_factors: bool) -> list[Block]:
     return [*kept, *written.values()]
 
 
-def _apart(block: Block, dtype: torch.dtype) -> list[Block]:
-    """Rows that stand side by side as blocks of their own."""
-    if not isinstance(block, Wide):
-        return [block]
-    return [Dense(name, rows.to(dtype)) for name, rows in block.dense().items()]
-
-
 def _require_finite(blocks: list[Block], offset: int) -> None:
     for block in blocks:
-        if isinstance(block, Wide):
-            values = block.rows
-        else:
-            values = (block.rows if isinstance(block, Dense) else block.b).transpose(0, 1)
-        check_finite(values, "Jacobians", "Look at that input, or at diverged weights.", offset)
+        values = block.rows if isinstance(block, Dense) else block.b
+        check_finite(values.transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.", offset)
 
 
 def _apart_from(block: Block, x: Inputs) -> Block:

@@ -7,18 +7,19 @@ rows are then compared with autograd's own gradient, for two seeds: what does no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, join_positions
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.factors.gradients import Gradients, Reading
 from ntk_laplace.factors.graph import Graph, Step, is_view, node_kind, output_shape, pull_back, view_positions
+from ntk_laplace.factors.joins import join_positions
 from ntk_laplace.factors.layout import Layout, find_layout
-from ntk_laplace.factors.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Use
+from ntk_laplace.factors.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Reader, Use
 
 __all__ = ["Plan", "UsePlan", "agree", "find_uses", "loudest", "make_plan"]
 
@@ -79,46 +80,67 @@ class Plan:
     uses : tuple of UsePlan
     unmatched : tuple of str
     partners : dict of str to str
-        Weight by the name of a bias that an addition of its own brings in, as behind a matrix product.
+        Bias by the name of its weight, where an addition of its own brings it in, as behind a matrix product.
     """
 
     uses: tuple[UsePlan, ...]
     unmatched: tuple[str, ...]
     partners: dict[str, str] = field(default_factory=dict)
 
-    @cached_property
-    def edges(self) -> list[int]:
-        """Numbers of the consuming nodes, each once."""
-        return sorted({use.step.consumer for use in self.uses})
+    def readings(self, graph: Graph, n: int) -> list[Reading]:
+        """What reads each use's rows, in the order of `uses`, from a batch of n examples."""
+        return [Reading(use.step.consumer, use.layout.dim, _reader(use, graph, n)) for use in self.uses]
 
-    def blocks(
-        self, graph: Graph, gradients: dict[int, Tensor], parameters: dict[str, nn.Parameter], n: int,
-        memo: dict[int, dict[str, Tensor]] | None = None,
-    ) -> list[Block]:  # fmt: skip
-        """Rows of every matched parameter, uses of one parameter joined.
+    def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
+        """Rows of every matched parameter, uses of one parameter joined; gradients are freed as they are used up.
 
         Parameters
         ----------
         graph : Graph
-        gradients : dict of int to Tensor
-            Output gradients (K, *output shape) by node number.
+        gradients : Gradients
+            Of the plan's readings.
         parameters : dict of str to nn.Parameter
-        n : int
-            Number of examples.
-        memo : dict, optional
-            Keeps by node what rules need beside the gradient, for the next seeds.
         """
-        memo = {} if memo is None else memo
-        pending: dict[tuple[int, str], Block] = {}
-        biases: dict[int, tuple[str, Block]] = {}
-        for use in self.uses:
-            own = memo.setdefault(use.step.consumer, {})
-            block = _use_block(use, graph, gradients[use.step.consumer], parameters[use.name], n, own)
-            pending[(use.step.consumer, f"{use.step.operand}.{use.name}")] = block
-            if _is_bias(use, graph):
-                biases[use.step.consumer] = (f"{use.step.operand}.{use.name}", block)
-        _attach_biases(pending, biases)
-        return _united(_join(list(pending.values())), self.partners)
+        for family in self._families():
+            found: dict[int, Block] = {}
+            # biases last, when the weight whose output gradient they share is there
+            for index in sorted(family, key=lambda index: _is_bias(self.uses[index], graph)):
+                use = self.uses[index]
+                partner = self._partner(use, found, graph, parameters[use.name])
+                if partner is None:
+                    found[index] = _use_block(use, graph, gradients.rows(index), parameters[use.name])
+                else:
+                    found[partner] = replace(found[partner], bias=use.name)
+            gradients.forget(family)
+            for block in _joined(found.values()):
+                partner = self.partners.get(block.weight) if isinstance(block, Outer) else None
+                yield block if partner is None else replace(block, bias=partner)
+
+    def _families(self) -> list[list[int]]:
+        """Indices of uses, those with a parameter or a consuming node in common together."""
+        families: list[tuple[set[str | int], list[int]]] = []
+        for index, use in enumerate(self.uses):
+            ties, members = {use.name, use.step.consumer}, [index]
+            for family in [family for family in families if family[0] & ties]:
+                families.remove(family)
+                ties, members = ties | family[0], family[1] + members
+            families.append((ties, members))
+        return [members for _, members in families]
+
+    def _partner(
+        self, bias: UsePlan, found: dict[int, Block], graph: Graph, parameter: nn.Parameter
+    ) -> int | None:
+        """Which block a bias can join: its weight's, if both are used equally often. One product then serves both."""
+        if not _is_bias(bias, graph):
+            return None
+        for index, block in found.items():
+            use = self.uses[index]
+            if use.step.consumer == bias.step.consumer and isinstance(block, Outer):
+                uses = [each.name for each in self.uses]
+                same = uses.count(use.name) == uses.count(bias.name)
+                rows = block.b.shape[2] * block.b.shape[4]
+                return index if same and parameter.numel() == rows and block.index is None else None
+        return None
 
 
 def _is_bias(use: UsePlan, graph: Graph) -> bool:
@@ -127,81 +149,37 @@ def _is_bias(use: UsePlan, graph: Graph) -> bool:
     return plain and (kind, operand) in {("AddmmBackward", 0), ("ConvolutionBackward", 2)}
 
 
-def _attach_biases(pending: dict[tuple[int, str], Block], biases: dict[int, tuple[str, Block]]) -> None:
-    """A bias shares its weight's output gradient: one `Outer` holds both, and one product serves both."""
-    uses_of: dict[str, int] = {}
-    for block in pending.values():
-        uses_of[block.names[0]] = uses_of.get(block.names[0], 0) + 1
-    for consumer, (key, bias) in biases.items():
-        partner = next(
-            (k for k, b in pending.items() if k[0] == consumer and isinstance(b, Outer)), None
-        )
-        if partner is None:
-            continue
-        weight = pending[partner]
-        same_uses = uses_of[weight.names[0]] == uses_of[bias.names[0]]
-        rows = weight.b.shape[2] * weight.b.shape[4]
-        if same_uses and bias.rows.shape[2] == rows and weight.index is None:
-            pending[partner] = Outer(weight.weight, bias.weight, weight.b, weight.a, None, weight.size)
-            del pending[(consumer, key)]
-
-
-def _join(blocks: list[Block]) -> list[Block]:
+def _joined(blocks: Iterable[Block]) -> list[Block]:
     joined: dict[tuple, Block] = {}
     for block in blocks:
-        kind = block.kind
-        joined[kind] = join_positions(joined[kind], block) if kind in joined else block
+        joined[block.kind] = join_positions(joined[block.kind], block) if block.kind in joined else block
     return list(joined.values())
 
 
-def _find_partners(blocks: list[Block]) -> dict[str, str]:
-    """Biases whose rows are the sums of a weight's output gradients, in the same module."""
-    weights = {}
-    for block in blocks:
-        if isinstance(block, Outer) and block.bias is None and block.index is None:
-            weights.setdefault(block.weight.rpartition(".")[0], []).append(block)
+def _find_partners(blocks: Iterable[Block]) -> dict[str, str]:
+    """Biases whose rows are the sums of a weight's output gradients, in the same module, by the weight's name."""
     found: dict[str, str] = {}
+    blocks = list(blocks)
+    weights = [b for b in blocks if isinstance(b, Outer) and b.bias is None and b.index is None]
     for block in blocks:
-        if not isinstance(block, Dense):
-            continue
-        for weight in weights.get(block.weight.rpartition(".")[0], []):
+        for weight in weights if isinstance(block, Dense) else ():
+            if weight.weight in found or weight.weight.rpartition(".")[0] != block.weight.rpartition(".")[0]:
+                continue
             sums = weight.full_b().sum(3).flatten(2)
-            if weight.weight not in found.values() and sums.shape == block.rows.shape:
-                scale = float(sums.abs().max())
-                if agree(sums.flatten(), block.rows.flatten(), scale):
-                    found[block.weight] = weight.weight
-                    break
+            if sums.shape == block.rows.shape and agree(sums.flatten(), block.rows.flatten(), float(sums.abs().max())):
+                found[weight.weight] = block.weight
+                break
     return found
 
 
-def _united(blocks: list[Block], partners: dict[str, str]) -> list[Block]:
-    if not partners:
-        return blocks
-    biases = {weight: bias for bias, weight in partners.items()}
-    united = [
-        replace(block, bias=biases[block.weight]) if isinstance(block, Outer) and block.weight in biases else block
-        for block in blocks
-    ]
-    return [block for block in united if not (isinstance(block, Dense) and block.weight in partners)]
-
-
-def _operand_rows(
-    use: UsePlan, graph: Graph, gradient: Tensor, n: int, memo: dict[str, Tensor]
-) -> OperandRows | None:
+def _reader(use: UsePlan, graph: Graph, n: int) -> Reader | None:
     node = graph.nodes[use.step.consumer]
     rule = RULES.get(node_kind(node))
-    if rule is None:
-        return None
     shape = output_shape(graph.nodes[use.source], use.step.output)
-    return rule(Use(node, use.step.operand, shape, gradient, use.layout, n, memo))
+    return None if rule is None else rule(Use(node, use.step.operand, shape, use.layout, n))
 
 
-def _use_block(
-    use: UsePlan, graph: Graph, gradient: Tensor, parameter: nn.Parameter, n: int, memo: dict[str, Tensor]
-) -> Block | None:
-    rows = _operand_rows(use, graph, gradient, n, memo)
-    if rows is None:
-        return None
+def _use_block(use: UsePlan, graph: Graph, rows: OperandRows, parameter: nn.Parameter) -> Block:
     source = graph.nodes[use.source]
     shape = output_shape(source, use.step.output)
     if hasattr(source, "variable"):
@@ -260,7 +238,9 @@ def _operand_dense(rows: OperandRows, shape: torch.Size) -> Tensor:
     return Outer("", None, rows.b, rows.a, index, shape.numel()).dense()[""]
 
 
-def find_uses(graph: Graph, out: Tensor, seed: Tensor, weights: Tensor) -> tuple[dict[str, list[UsePlan]], set[str]]:
+def find_uses(
+    graph: Graph, out: Tensor, seed: Tensor, weights: Tensor
+) -> tuple[dict[str, list[UsePlan]], set[str], dict[int, Tensor]]:
     """Climb from each parameter to where its examples part.
 
     Returns
@@ -268,7 +248,10 @@ def find_uses(graph: Graph, out: Tensor, seed: Tensor, weights: Tensor) -> tuple
     uses : dict of str to list of UsePlan
     lost : set of str
         Parameters with a way to the output on which no such node was found.
+    gradients : dict of int to Tensor
+        Output gradients of `seed` at the nodes that were looked at.
     """
+    gradients: dict[int, Tensor] = {}
     layouts: dict[int, Layout | None] = {}
     uses: dict[str, list[UsePlan]] = {name: [] for name in graph.accumulators}
     lost: set[str] = set()
@@ -277,7 +260,8 @@ def find_uses(graph: Graph, out: Tensor, seed: Tensor, weights: Tensor) -> tuple
     while frontier:
         steps = [(name, source, step) for name, source in frontier for step in graph.consumers[source]]
         lost |= {name for name, source in frontier if not graph.consumers[source]}
-        _probe(graph, out, seed, weights, {step.consumer for _, _, step in steps}, layouts)
+        wanted = {step.consumer for _, _, step in steps}
+        gradients |= _probe(graph, out, seed, weights, wanted, layouts)
         frontier = []
         for name, source, step in steps:
             layout = layouts[step.consumer]
@@ -286,24 +270,30 @@ def find_uses(graph: Graph, out: Tensor, seed: Tensor, weights: Tensor) -> tuple
             elif (name, step.consumer) not in visited:
                 visited.add((name, step.consumer))
                 frontier.append((name, step.consumer))
-    return uses, lost
+    return uses, lost, gradients
 
 
-def _probe(graph: Graph, out: Tensor, seed: Tensor, weights: Tensor, numbers: set[int], layouts: dict) -> None:
-    """Find the layout at each node, with two backward passes for all of them; views of a parameter have none."""
+def _probe(
+    graph: Graph, out: Tensor, seed: Tensor, weights: Tensor, numbers: set[int], layouts: dict
+) -> dict[int, Tensor]:
+    """Find the layout at each node, with two backward passes for all of them; views of a parameter have none.
+
+    Returns the first pass's gradients.
+    """
     wanted = []
     for number in sorted(numbers - layouts.keys()):
         layouts[number] = None
         if not is_view(graph.nodes[number]):
             wanted.append(number)
     if not wanted:
-        return
+        return {}
     edges = [GradientEdge(graph.nodes[number], 0) for number in wanted]
     plain = torch.autograd.grad(out, edges, seed, retain_graph=True, allow_unused=True)
     scaled = torch.autograd.grad(out, edges, seed * weights[:, None], retain_graph=True, allow_unused=True)
     for number, one, other in zip(wanted, plain, scaled, strict=True):
         if one is not None and other is not None:
             layouts[number] = find_layout(one, other, weights)
+    return {number: one for number, one in zip(wanted, plain, strict=True) if one is not None}
 
 
 def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) -> Plan:
@@ -324,49 +314,51 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
 
     weights = 1.0 + 0.7 * torch.arange(n, dtype=torch.float64) * (-1.0) ** torch.arange(n)
     seeds, weights = draw(2, *out.shape), weights.to(out)
-    uses, lost = find_uses(graph, out, seeds[0], weights)
+    uses, lost, first = find_uses(graph, out, seeds[0], weights)
     truth = torch.autograd.grad(
         out, list(parameters.values()), seeds[0] + seeds[1] * weights[:, None], retain_graph=True, allow_unused=True
     )
     numbers = sorted({use.step.consumer for plans in uses.values() for use in plans})
-    gradients = _stack_gradients(out, graph, numbers, seeds)
+    gradients = _second_seed(out, graph, {number: first[number] for number in numbers}, seeds[1])
     cotangent = torch.stack([torch.ones_like(weights), weights])
     loud = loudest(truth)
     good: list[UsePlan] = []
     unmatched: list[str] = []
-    memo: dict[int, dict[str, Tensor]] = {}
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
         reference = expected, loud
-        if name not in lost and _confirmed(uses[name], graph, (gradients, memo), parameter, cotangent, reference):
+        if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, reference):
             good.extend(uses[name])
         else:
             unmatched.append(name)
     plan = Plan(tuple(good), tuple(unmatched))
-    kept = {use.step.consumer: gradients[use.step.consumer] for use in good}
-    return replace(plan, partners=_find_partners(plan.blocks(graph, kept, parameters, n, memo)))
+    known = Gradients(graph, plan.readings(graph, n), seeds, gradients)
+    partners = _find_partners(plan.blocks(graph, known, parameters))
+    covered = set(partners.values())  # by their weights' blocks
+    return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
 
 
-def _stack_gradients(out: Tensor, graph: Graph, numbers: list[int], seeds: Tensor) -> dict[int, Tensor]:
-    if not numbers:
+def _second_seed(out: Tensor, graph: Graph, first: dict[int, Tensor], seed: Tensor) -> dict[int, Tensor]:
+    """Gradients (2, *shape): those of the first seed are known from the search."""
+    if not first:
         return {}
-    edges = [GradientEdge(graph.nodes[number], 0) for number in numbers]
-    found = [torch.autograd.grad(out, edges, seed, retain_graph=True) for seed in seeds]
-    return {number: torch.stack(same) for number, same in zip(numbers, zip(*found, strict=True), strict=True)}
+    edges = [GradientEdge(graph.nodes[number], 0) for number in first]
+    second = torch.autograd.grad(out, edges, seed, retain_graph=True)
+    return {number: torch.stack([first[number], other]) for number, other in zip(first, second, strict=True)}
 
 
 def _confirmed(
-    uses: list[UsePlan], graph: Graph, known: tuple[dict[int, Tensor], dict[int, dict[str, Tensor]]],
-    parameter: nn.Parameter, cotangent: Tensor, expected: tuple[Tensor | None, float],
+    uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, cotangent: Tensor,
+    expected: tuple[Tensor | None, float],
 ) -> bool:  # fmt: skip
-    gradients, memo = known
     total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
     n = cotangent.shape[1]
     for use in uses:
         try:
-            number = use.step.consumer
-            block = _use_block(use, graph, gradients[number], parameter, n, memo.setdefault(number, {}))
+            reader = _reader(use, graph, n)
+            rows = None if reader is None else reader.read(gradients[use.step.consumer])
+            block = None if rows is None else _use_block(use, graph, rows, parameter)
         except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
             return False  # a node laid out in a way the rule does not know: the fallback is exact
         if block is None or block.shape != (2, n):

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide, concatenate_examples
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
+from ntk_laplace.factors.joins import concatenate_examples
 
-__all__ = ["Rows", "compact", "keeps_factors"]
+__all__ = ["Rows", "compact"]
 
 _ROOM = 8  # times the factors' memory that written-out rows may take
 
@@ -103,13 +104,14 @@ class Rows:
         return replace(self, blocks=(Wide.of([Dense(name, rows) for name, rows in total.items()]),))
 
 
-def keeps_factors(block: Block, k: int) -> bool:
-    """Keep shared positions as factors, or write K rows an example out, whichever makes a pair of examples cheaper.
+def compact(block: Block) -> list[Block]:
+    """Keep shared positions as factors, or write the rows out, whichever makes a pair of examples cheaper.
 
     Multiply-adds per pair: written out K² o i; contracted T² (i + K o) + K² T o. The contraction
     moves more memory per operation, so it must win by a factor of two; rows that would take over eight times the
     factors' memory are written out only if the contraction is far dearer.
     """
+    k = block.shape[0]
     if isinstance(block, Outer) and not block.single:
         g, t, o = block.b.shape[2:]
         i = block.a.shape[3]
@@ -120,12 +122,12 @@ def keeps_factors(block: Block, k: int) -> bool:
         dense_cost, dense_size = k * k * block.vocabulary * d, k * block.vocabulary * d
         factor_cost, factor_size = t * t * (1 + k * d) + k * k * t * d, k * t * d
     else:
-        return isinstance(block, Outer)
-    return dense_cost > 2 * factor_cost or (dense_size > _ROOM * factor_size and dense_cost > factor_cost / 8)
-
-
-def compact(block: Block) -> list[Block]:
-    """A block as it is, or written out, as `keeps_factors` has it."""
-    if isinstance(block, (Dense, Wide)) or keeps_factors(block, block.shape[0]):
         return [block]
-    return [Dense(name, rows) for name, rows in block.dense().items()]
+    keep = dense_cost > 2 * factor_cost or (dense_size > _ROOM * factor_size and dense_cost > factor_cost / 8)
+    return [_seeds_last(block)] if keep else [Dense(name, rows) for name, rows in block.dense().items()]
+
+
+def _seeds_last(block: Outer | Lookup) -> Block:
+    """The same block, in memory as the contraction of positions reads it."""
+    b = block.b.movedim(0, -1).contiguous().movedim(-1, 0)
+    return replace(block, b=b) if isinstance(block, Lookup) else replace(block, b=b, a=block.a.contiguous())

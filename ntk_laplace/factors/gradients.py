@@ -1,0 +1,119 @@
+"""Gradients: one backward pass per seed, and each node's output gradient put where rows are made from it.
+
+A plain loop over seeds beats one batched pass on CPUs. What a layer's factors need is kept for all seeds, these next
+to the examples in memory, so that each example's gradients are one matrix. Rows that are plain sums are made at once
+from the one gradient at hand, which is then gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ntk_laplace.factors.graph import Graph
+from ntk_laplace.factors.rules import OperandDense, OperandRows, Reader
+
+__all__ = ["Gradients", "Reading", "edges", "kept_whole"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A reader, the number of the node whose output gradient it reads, and the axis there that holds the examples."""
+
+    consumer: int
+    axis: int
+    reader: Reader
+
+
+def edges(readings: Sequence[Reading]) -> list[int]:
+    """Numbers of the nodes that are read, each once."""
+    return sorted({reading.consumer for reading in readings})
+
+
+def kept_whole(readings: Sequence[Reading]) -> set[int]:
+    """Nodes whose gradients are kept for all seeds: one reader that needs it is enough."""
+    return {reading.consumer for reading in readings if not reading.reader.summed}
+
+
+class Gradients:
+    """Output gradients of a batch for all its seeds, as far as they are needed for rows.
+
+    Parameters
+    ----------
+    graph : Graph
+    readings : sequence of Reading
+    seeds : Tensor, (K, N, C)
+        What each backward pass starts from.
+    known : dict of int to Tensor, optional
+        Gradients (K, *output shape) by node number, where they are at hand.
+    """
+
+    def __init__(
+        self, graph: Graph, readings: Sequence[Reading], seeds: Tensor, known: dict[int, Tensor] | None = None
+    ) -> None:
+        self.graph, self.readings, self.seeds = graph, readings, seeds
+        self._whole = dict(known or {})  # by node
+        self._rows: dict[int, Tensor] = {}  # by reading
+
+    def collect(self, out: Tensor) -> Gradients:
+        """Run the backward passes from the outputs `out` (N, C); returns itself."""
+        axes = {reading.consumer: reading.axis for reading in self.readings}
+        whole, numbers = kept_whole(self.readings), edges(self.readings)
+        summed = [(index, each) for index, each in enumerate(self.readings) if each.consumer not in whole]
+        wanted = [GradientEdge(self.graph.nodes[number], 0) for number in numbers]
+        for k, seed in enumerate(self.seeds if numbers else ()):
+            found = torch.autograd.grad(out, wanted, seed, retain_graph=True, allow_unused=True)
+            gradients = dict(zip(numbers, found, strict=True))
+            for number in whole:
+                self._keep(self._whole, number, gradients[number], k, axes[number])
+            for index, each in summed:
+                gradient = gradients[each.consumer]
+                rows = None if gradient is None else each.reader.read(gradient.unsqueeze(0)).rows[0]
+                self._keep(self._rows, index, rows, k, 0)
+        return self
+
+    def _keep(self, kept: dict[int, Tensor], key: int, values: Tensor | None, k: int, axis: int) -> None:
+        """Write what seed k gives; None is zero."""
+        if values is None:
+            if key in kept:
+                kept[key][k] = 0.0
+            return
+        if key not in kept:
+            kept[key] = _room(values, len(self.seeds), axis)
+            kept[key][:k] = 0.0
+        kept[key][k] = values
+
+    def rows(self, index: int) -> OperandRows | None:
+        """Rows of the operand of one reading, for all seeds."""
+        consumer, read = self.readings[index].consumer, self.readings[index].reader.read
+        if index in self._rows:
+            return OperandDense(self._rows[index])
+        if consumer in self._whole:
+            return read(self._whole[consumer])
+        # no seed reaches the node
+        return read(self.seeds.new_zeros(len(self.seeds), *self.graph.shape(consumer)))
+
+    def forget(self, indices: Sequence[int]) -> None:
+        """Free what these readings read, and nobody else."""
+        for index in indices:
+            self._rows.pop(index, None)
+            self._whole.pop(self.readings[index].consumer, None)
+
+
+def _room(values: Tensor, num_seeds: int, axis: int) -> Tensor:
+    """Room for (K, *shape of values), in memory in the order of `values`, the seeds just outside the axis after `axis`.
+
+    That axis holds channels: then channels of all seeds are one axis of a matrix, and positions the other.
+    """
+    order = sorted(range(values.ndim), key=lambda d: -values.stride(d)) if _dense(values) else list(range(values.ndim))
+    order.insert(order.index(axis + 1) if axis + 1 < values.ndim else 0, -1)
+    sizes = [num_seeds if d < 0 else values.shape[d] for d in order]
+    return values.new_empty(sizes).permute([order.index(d) for d in range(-1, values.ndim)])
+
+
+def _dense(values: Tensor) -> bool:
+    return values.is_contiguous() or (values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last))
