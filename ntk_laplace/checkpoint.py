@@ -13,7 +13,7 @@ from torch import nn
 from ntk_laplace.curvature import Root
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
-from ntk_laplace.evidence import ForgottenPoints, TrainingPoints
+from ntk_laplace.evidence import ForgottenPoints, TrainingPoints, present_values
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from ntk_laplace.network import Network
@@ -151,5 +151,5 @@ def _points(
         trained.likelihood.bind(*kept["f"].shape)
         return TrainingPoints(kept["f"], kept["targets"])
     trained.likelihood.bind(kept["num_examples"], saved["num_outputs"])
-    values = tuple(t.detach().clone() for t in (*trained.likelihood.parameters(), *trained.likelihood.buffers()))
+    values = present_values(trained.likelihood)
     return ForgottenPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values)

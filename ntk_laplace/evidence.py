@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ntk_laplace.curvature import Root
 from ntk_laplace.errors import UnsupportedError
@@ -26,6 +26,8 @@ __all__ = [
     "joint_gradient",
     "log_det",
     "log_joint",
+    "present_values",
+    "unmoved",
 ]
 
 
@@ -49,6 +51,17 @@ class Curvature(Protocol):
 
     def covariance(self, rows: Any) -> Tensor:
         """V at `rows`, joint and interleaved, (nC, nC)."""
+
+
+def present_values(*modules: nn.Module) -> tuple[Tensor, ...]:
+    """Copies of all hyperparameters of likelihoods and priors, to see later whether one has moved."""
+    return tuple(t.detach().clone() for module in modules for t in (*module.parameters(), *module.buffers()))
+
+
+def unmoved(before: Sequence[Tensor], *modules: nn.Module) -> bool:
+    """Whether the hyperparameters are those of `before`."""
+    now = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return len(now) == len(before) and all(torch.equal(a, b.to(a)) for a, b in zip(now, before, strict=True))
 
 
 @dataclass(frozen=True)
@@ -138,8 +151,7 @@ class ForgottenPoints:
 
     def log_likelihood(self, likelihood: Likelihood) -> Tensor:
         """Σ log p(y_n | f_n), if the likelihood is the checkpoint's."""
-        now = [*likelihood.parameters(), *likelihood.buffers()]
-        if not all(torch.equal(a, b.to(a)) for a, b in zip(now, self.hyperparameters, strict=True)):
+        if not unmoved(self.hyperparameters, likelihood):
             raise _forgotten("the evidence at other hyperparameters of the likelihood")
         return self.value
 

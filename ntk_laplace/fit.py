@@ -40,6 +40,7 @@ def laplace(
     prior: GaussianPrior | None = None,
     structure: str | Form = "gp",
     curvature: str | Root = "ggn",
+    *,
     parameters: ParameterChoice = None,
     dtype: torch.dtype | None = None,
     settings: Settings | None = None,
@@ -81,7 +82,7 @@ def laplace(
     """
     door = Network(network, parameters)
     prior = (GaussianPrior() if prior is None else prior).bind(door.shapes)
-    root = curvature if isinstance(curvature, Root) else Root(curvature)
+    root = Root.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
     settings = Settings() if settings is None else settings
     if not isinstance(likelihood, Likelihood):

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import Root
-from reference import differentiate, jacobian, outputs
+from reference import outputs
 from reference_structures import Part, Structured, StructuredModel, parts_of
-from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
+from registry import LIKELIHOODS, PRIORS, problem, targets
+from registry_cases import derivatives, jacobians
 
 CURVATURES = ("ggn", "ef", "mc")
 MC = Root("mc", samples=2, seed=3)
@@ -37,29 +38,6 @@ STRUCTURES = {
     "inf": (lambda: ntkl.INF(rank=0.4), lambda dense: dense.inf(fraction(0.4))),
     "diag": (lambda: "diag", lambda dense: dense.diagonal),
 }
-
-
-def offered(network: str) -> list[str]:
-    """Likelihoods that a network's number of outputs admits."""
-    return [name for name, case in LIKELIHOODS.items() if NETWORKS[network].outputs >= case.least_outputs]
-
-
-def tolerance(name: str, double: float) -> float:
-    """A float32 network rounds its own outputs and Jacobians."""
-    return double if NETWORKS[name].dtype == torch.float64 else 2e-5
-
-
-@functools.cache
-def jacobians(network: str) -> tuple[Tensor, Tensor]:
-    case = problem(network)
-    return jacobian(case.network, case.x), jacobian(case.network, case.x_new)
-
-
-@functools.cache
-def derivatives(network: str, likelihood: str) -> tuple[Tensor, Tensor, Tensor]:
-    case = problem(network)
-    y = targets(LIKELIHOODS[likelihood], case)
-    return differentiate(LIKELIHOODS[likelihood].log_density, outputs(case.network, case.x), y)
 
 
 @functools.cache

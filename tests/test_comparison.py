@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import sys
 import warnings
@@ -305,14 +306,21 @@ def test_first_use_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, bool]] = []
     fit = compare.laplace
 
+    @functools.wraps(fit)
     def watched(network: nn.Module, data: Any, likelihood: Any, prior: Any, structure: str, *rest: Any, **more: Any):
         seen.append((structure, isinstance(likelihood, ntkl.Gaussian)))
         return fit(network, data, likelihood, prior, structure, *rest, **more)
 
     monkeypatch.setattr(compare, "laplace", watched)
     network, data = case()
-    ntkl.compare_evidence(network, data, ntkl.Categorical(), None, ["gp", "diag"], "ef", settings=QUIET)
+    ntkl.compare_evidence(network, data, ntkl.Categorical(), None, ["gp", "diag"], curvature="ef", settings=QUIET)
     assert seen == [("gp", True), ("gp", False), ("diag", True), ("diag", False)]
+
+
+def test_an_option_that_laplace_does_not_have_is_an_error_before_anything_is_fitted() -> None:
+    network, data = case()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'curvatures'"):
+        ntkl.compare_evidence(network, data, ntkl.Categorical(), curvatures="ef")
 
 
 def test_progress_goes_to_the_error_stream_where_it_is_wanted(capsys: pytest.CaptureFixture) -> None:

@@ -12,8 +12,9 @@ from torch.func import functional_call, grad, hessian, vmap
 from torch.utils.data import DataLoader
 
 import ntk_laplace as ntkl
-from reference import Dense, differentiate, jacobian, join, num_examples, outputs, relative_error, take
+from reference import Dense, difference, differentiate, jacobian, join, num_examples, outputs, relative_error, take
 from registry import LIKELIHOODS, NETWORKS, PRIORS, Problem, fresh, problem, targets
+from registry_cases import derivatives, jacobians, offered, tolerance
 
 # the fallback announces itself; that it does so, and by name, is held in test_factors
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -24,11 +25,6 @@ CROSSED = (
     "deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "lstm", "frozen_part", "layer_twice",
     "scalar_outputs", "cross_attention_tuple", "direct_parameters", "saturated", "far_from_optimum",
 )  # fmt: skip
-
-
-def offered(network: str) -> list[str]:
-    """Likelihoods that a network's number of outputs admits."""
-    return [name for name, case in LIKELIHOODS.items() if NETWORKS[network].outputs >= case.least_outputs]
 
 
 def in_turn(networks, choices) -> list[tuple[str, str, str]]:
@@ -52,24 +48,6 @@ TURNS = [(name, offered(name)[i % len(offered(name))], list(PRIORS)[i // 4 % 4])
 
 def ids(case: tuple[str, ...]) -> str:
     return "-".join(case)
-
-
-def tolerance(name: str, double: float) -> float:
-    """The design's tolerance for float64; a float32 network rounds its own outputs and Jacobians."""
-    return double if NETWORKS[name].dtype == torch.float64 else 2e-5
-
-
-@functools.cache
-def jacobians(network: str) -> tuple[Tensor, Tensor]:
-    case = problem(network)
-    return jacobian(case.network, case.x), jacobian(case.network, case.x_new)
-
-
-@functools.cache
-def derivatives(network: str, likelihood: str) -> tuple[Tensor, Tensor, Tensor]:
-    case = problem(network)
-    y = targets(LIKELIHOODS[likelihood], case)
-    return differentiate(LIKELIHOODS[likelihood].log_density, outputs(case.network, case.x), y)
 
 
 @functools.cache
@@ -347,19 +325,6 @@ def test_more_data_is_never_less_certain(structure):
 
 def hyperparameters(posterior) -> list[Tensor]:
     return [*posterior.prior.parameters(), *posterior.likelihood.parameters()]
-
-
-def difference(value, parameter: Tensor, direction: Tensor, step: float = 2e-3) -> Tensor:
-    """Central difference of fourth order along a direction: its error is of the order step⁴ and rounding / step."""
-
-    def at(scale: float) -> Tensor:
-        with torch.no_grad():
-            parameter.add_(scale * step * direction)
-            result = value()
-            parameter.sub_(scale * step * direction)
-        return result.detach().clone()
-
-    return (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * step)
 
 
 GRADIENTS = crossed(("saturated",)) + in_turn(

@@ -11,6 +11,7 @@ from networks.case import Lambda
 from reference import jacobian, relative_error
 from reference_structures import Block, Kronecker, Structured, parts_of
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
+from registry_cases import jacobians, offered, tolerance
 from structured_cases import (
     BY_CALLS,
     CURVATURES,
@@ -19,12 +20,9 @@ from structured_cases import (
     fraction,
     fresh_fit,
     information,
-    jacobians,
-    offered,
     output_curvature,
     structured,
-    tolerance,
-)  # fmt: skip
+)
 
 # the fallback, large tensors and INF's shrinking announce themselves; that they do so is held where they are tested
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")

@@ -13,7 +13,8 @@ import ntk_laplace as ntkl
 from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
-from structured_cases import CURVATURES, STRUCTURES, fresh_fit, offered
+from registry_cases import offered
+from structured_cases import CURVATURES, STRUCTURES, fresh_fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 

@@ -7,21 +7,11 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
-from reference import outputs, relative_error
+from reference import difference, outputs, relative_error
 from reference_structures import Structured, StructuredModel
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
-from structured_cases import (
-    CURVATURES,
-    STRUCTURES,
-    derivatives,
-    fit,
-    fresh_fit,
-    jacobians,
-    offered,
-    structured,
-    tolerance,
-    truth,
-)
+from registry_cases import derivatives, jacobians, offered, tolerance
+from structured_cases import CURVATURES, STRUCTURES, fit, fresh_fit, structured, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -150,19 +140,6 @@ def test_damping_is_its_own_model(network, sharing):
 
 
 # ------------------------------------------------------------------------------------------------------------ gradients
-
-
-def difference(value, parameter: Tensor, direction: Tensor, step: float = 2e-3) -> Tensor:
-    """Central difference of fourth order along a direction."""
-
-    def at(scale: float) -> Tensor:
-        with torch.no_grad():
-            parameter.add_(scale * step * direction)
-            result = value()
-            parameter.sub_(scale * step * direction)
-        return result.detach().clone()
-
-    return (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / (12 * step)
 
 
 def check_gradients(posterior, correction: bool, limit: float = 1e-7) -> None:

@@ -10,7 +10,8 @@ import ntk_laplace as ntkl
 from ntk_laplace.predictive import predictive
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
-from structured_cases import fit, jacobians, tolerance, truth
+from registry_cases import jacobians, tolerance
+from structured_cases import fit, truth
 from test_structured_posterior import CASES, CHOSEN, ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")

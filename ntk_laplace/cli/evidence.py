@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         found = ntkl.compare_evidence(
             network, (x, y), _likelihood(options), ntkl.GaussianPrior(options.precision, groups=options.groups),
-            options.structures, options.curvature, options.correction,
+            options.structures, options.correction, curvature=options.curvature,
             dtype=dtype, settings=ntkl.Settings(memory_budget=budget),
         )  # fmt: skip
     except ntkl.ComparisonInterrupted as stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 import warnings
 from collections import Counter
@@ -62,11 +63,8 @@ def compare_evidence(
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
     structures: Sequence[str | Form] = STRUCTURES,
-    curvature: str | Root = "ggn",
     correction: bool = False,
-    parameters: ParameterChoice = None,
-    dtype: torch.dtype | None = None,
-    settings: Settings | None = None,
+    **options: Any,
 ) -> EvidenceComparison:
     """Evidence of one trained network under several structures, with the time and memory that each takes.
 
@@ -78,12 +76,14 @@ def compare_evidence(
 
     Parameters
     ----------
-    network, data, likelihood, prior, curvature, parameters, dtype, settings
+    network, data, likelihood, prior
         As for `laplace`. A data loader is read anew for each structure.
     structures : sequence
         Names, or forms with their options: ``["gp", "kfac", INF(rank=0.5)]``. All of them by default.
     correction : bool
         Add ½ gᵀH⁻¹g to each evidence.
+    options
+        `curvature`, `parameters`, `dtype`, `settings`, as for `laplace`.
 
     Returns
     -------
@@ -97,21 +97,22 @@ def compare_evidence(
         If the network, the data or the likelihood are at fault, or no structure has a value for other reasons than
         memory.
     """
-    root = curvature if isinstance(curvature, Root) else Root(curvature)
+    inspect.signature(laplace).bind(network, data, likelihood, **options)  # a wrong name is an error here already
+    options["curvature"] = root = Root.of(options.get("curvature", "ggn"))
     prior = GaussianPrior() if prior is None else prior
-    settings = Settings() if settings is None else settings
+    settings = options.get("settings") or Settings()
     if settings.checkpoint is not None or settings.resume is not None:
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
                                "Fit the structure that takes long with laplace, and the others here.")
     labels = _labels(structures)
-    found, device = _examine(network, data, likelihood, prior, root, parameters, settings)
+    found, device = _examine(network, data, likelihood, prior, root, options.get("parameters"), settings)
     outcomes: list[_Outcome] = []
     try:
         for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
             _tell(f"{label}, {number} of {len(labels)}", settings)
-            _warm_up(structure, root, correction, device, dtype)
+            _warm_up(structure, root, correction, device, options.get("dtype"))
             twins = copy.deepcopy((likelihood, prior))  # a fit binds its prior, and moves both to the network's device
-            fit = partial(laplace, network, data, *twins, structure, root, parameters, dtype, settings)
+            fit = partial(laplace, network, data, *twins, structure, **options)
             outcomes.append(_attempt(label, fit, correction, device, outcomes))
     except KeyboardInterrupt as stop:
         raise ComparisonInterrupted(_together(found, outcomes)) from stop

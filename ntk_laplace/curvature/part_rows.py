@@ -33,18 +33,39 @@ def _turn(values: Tensor, basis: Tensor | None) -> Tensor:
 class _Written:
     """What follows from rows that are written out a few examples at a time."""
 
-    num_seeds: int
-    num_examples: int
-    entries: tuple[int, int, int]
-    itemsize: int
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(K, N, G, o, i)."""
+        raise NotImplementedError
+
+    @property
+    def held(self) -> Tensor:
+        """A tensor of the rows' type and device."""
+        raise NotImplementedError
 
     def written(self, part: slice) -> Tensor:
         """Rows of some examples, (n, K, G, o, i)."""
         raise NotImplementedError
 
-    def like(self) -> Tensor:
-        """An empty tensor of the rows' type and device."""
-        raise NotImplementedError
+    @property
+    def num_seeds(self) -> int:
+        """K."""
+        return self.shape[0]
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.shape[1]
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        """(G, o, i)."""
+        return self.shape[2:]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one entry."""
+        return self.held.element_size()
 
     def _panels(self) -> Iterator[tuple[slice, Tensor]]:
         g, o, i = self.entries
@@ -53,14 +74,14 @@ class _Written:
 
     def squares(self) -> Tensor:
         """Σ_nk J_nk², (G, o, i)."""
-        total = self.like().new_zeros(self.entries)
+        total = self.held.new_zeros(self.entries)
         for _, rows in self._panels():
             total += rows.square().sum((0, 1))
         return total
 
     def blocks(self, weights: Tensor) -> Tensor:
         """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
-        out = self.like().new_empty(self.num_examples, self.num_seeds, self.num_seeds)
+        out = self.held.new_empty(self.num_examples, self.num_seeds, self.num_seeds)
         flat = weights.expand(self.entries).flatten()
         for part, rows in self._panels():
             rows = rows.flatten(2)
@@ -70,7 +91,7 @@ class _Written:
     def joint(self, weights: Tensor) -> Tensor:
         """The same for all pairs of examples, interleaved, (N*K, N*K)."""
         size = self.num_examples * self.num_seeds
-        out = self.like().new_zeros(size, size)
+        out = self.held.new_zeros(size, size)
         flat = weights.expand(self.entries).flatten()
         halves = list(self._panels())
         for rows, left in halves:
@@ -85,7 +106,7 @@ class _Written:
     def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
         g = self.entries[0]
-        out = self.like().new_empty(self.num_examples, self.num_seeds, g, left.shape[2], right.shape[2])
+        out = self.held.new_empty(self.num_examples, self.num_seeds, g, left.shape[2], right.shape[2])
         for part, rows in self._panels():
             out[part] = left.mT @ (rows * weights) @ right
         return out
@@ -115,33 +136,20 @@ class OuterRows(_Written):
         return torch.cat([self.inputs, self.inputs.new_ones(*self.inputs.shape[:-1], 1)], -1)
 
     @property
-    def num_seeds(self) -> int:
-        """K."""
-        return self.b.shape[0]
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(K, N, G, o, i)."""
+        k, n = self.b.shape[0], self.inputs.shape[0]
+        return k, n, self.b.shape[2], self.b.shape[4], self.inputs.shape[3] + self.ones
 
     @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.inputs.shape[0]
-
-    @property
-    def entries(self) -> tuple[int, int, int]:
-        """(G, o, i)."""
-        return self.b.shape[2], self.b.shape[4], self.inputs.shape[3] + self.ones
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one entry."""
-        return self.b.element_size()
+    def held(self) -> Tensor:
+        """A tensor of the rows' type and device."""
+        return self.b
 
     @property
     def single(self) -> bool:
         """One position: everything factorizes."""
         return self.b.shape[3] == 1
-
-    def like(self) -> Tensor:
-        """An empty tensor of the rows' type and device."""
-        return self.b.new_empty(0)
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> OuterRows:
         """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q)."""
@@ -177,7 +185,7 @@ class OuterRows(_Written):
         """The same for all pairs of examples, interleaved, (N*K, N*K), a few outputs of the layer at a time."""
         g, o, i = self.entries
         size = self.num_examples * self.num_seeds
-        out, weights = self.like().new_zeros(size, size), weights.expand(self.entries)
+        out, weights = self.held.new_zeros(size, size), weights.expand(self.entries)
         for part in _steps(o, size * g * i * self.itemsize):
             rows = OuterRows(self.b[..., part], self.a).written(slice(None)).flatten(2).flatten(0, 1)
             out.addmm_(rows * weights[:, part].flatten(), rows.T)
@@ -187,7 +195,7 @@ class OuterRows(_Written):
         """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
         if not self.single:
             return super().project(weights, left, right)
-        out = self.like().new_empty(self.num_examples, self.num_seeds, len(left), left.shape[2], right.shape[2])
+        out = self.held.new_empty(self.num_examples, self.num_seeds, len(left), left.shape[2], right.shape[2])
         weights = weights.expand(self.entries)
         (o, i), p, q, k = self.entries[1:], left.shape[2], right.shape[2], self.num_seeds
         numbers = len(left) * (k * o * p + q * (o + i) + k * p * q)  # of each example
@@ -224,28 +232,14 @@ class LookupRows(_Written):
         return summed * first.to(self.b.dtype)[None, :, :, None]
 
     @property
-    def num_seeds(self) -> int:
-        """K."""
-        return self.b.shape[0]
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(K, N, G, o, i)."""
+        return *self.b.shape[:2], 1, self.vocabulary, self.b.shape[3]
 
     @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.b.shape[1]
-
-    @property
-    def entries(self) -> tuple[int, int, int]:
-        """(1, V, d)."""
-        return 1, self.vocabulary, self.b.shape[3]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one entry."""
-        return self.b.element_size()
-
-    def like(self) -> Tensor:
-        """An empty tensor of the rows' type and device."""
-        return self.b.new_empty(0)
+    def held(self) -> Tensor:
+        """A tensor of the rows' type and device."""
+        return self.b
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> LookupRows | DenseRows:
         """Rows in the basis left ⊗ right; the table's own side is the identity, or is written out."""
@@ -290,28 +284,14 @@ class DenseRows(_Written):
     rows: Tensor
 
     @property
-    def num_seeds(self) -> int:
-        """K."""
-        return self.rows.shape[1]
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """(K, N, G, o, i)."""
+        return self.rows.shape[1], self.rows.shape[0], *self.rows.shape[2:]
 
     @property
-    def num_examples(self) -> int:
-        """N."""
-        return self.rows.shape[0]
-
-    @property
-    def entries(self) -> tuple[int, int, int]:
-        """(G, o, i)."""
-        return tuple(self.rows.shape[2:])
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one entry."""
-        return self.rows.element_size()
-
-    def like(self) -> Tensor:
-        """An empty tensor of the rows' type and device."""
-        return self.rows.new_empty(0)
+    def held(self) -> Tensor:
+        """A tensor of the rows' type and device."""
+        return self.rows
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> DenseRows:
         """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q)."""

@@ -40,6 +40,11 @@ class Root:
             raise UnsupportedError(f"curvature among {', '.join(CURVATURES)}", repr(self.curvature),
                                    "Use 'ggn' for the exact Laplace-GGN.")
 
+    @classmethod
+    def of(cls, curvature: str | Root) -> Root:
+        """A root as it is, or by its name."""
+        return curvature if isinstance(curvature, Root) else cls(curvature)
+
     def columns(self, likelihood: Likelihood, num_outputs: int) -> int:
         """R, the number of columns."""
         return {"ggn": likelihood.rank(num_outputs), "ef": 1, "mc": self.samples}[self.curvature]

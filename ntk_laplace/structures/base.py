@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["Settings", "Structure", "Trained"]
+__all__ = ["ExactStructure", "Settings", "Structure", "Trained"]
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,12 @@ class Trained:
         """θ*, (P,), in the algebra's floating type."""
         return self.network.theta.to(self.factors.dtype)
 
-    def hyperparameters(self) -> tuple[Tensor, ...]:
-        """Present values of everything that may move, to see whether it has."""
-        return tuple(
-            tensor.detach().clone()
-            for module in (self.prior, self.likelihood)
-            for tensor in (*module.parameters(), *module.buffers())
-        )
+    def to(self, device: torch.device, dtype: torch.dtype) -> Trained:
+        """The same on another device, its algebra in another floating type; hyperparameters move in place."""
+        network = self.network.to(device)
+        for module in (self.prior, self.likelihood):
+            module.to(device)
+        return replace(self, network=network, factors=self.factors.on(network, dtype))
 
 
 class Structure(Protocol):
@@ -122,3 +121,16 @@ class Structure(Protocol):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is kept."""
+
+
+class ExactStructure:
+    """What function space and the whole weight space do alike: H is P0 + JᵀΛJ itself."""
+
+    def newton_step(self, trained: Trained, curvature: Curvature, gradient: Tensor) -> NewtonStep:
+        """z = H⁻¹g and J z."""
+        z = curvature.newton(gradient)
+        return NewtonStep(z, self.push(trained, z))
+
+    def another(self, trained: Trained, batches: Batches) -> Structure:
+        """The same of other data."""
+        return type(self)(trained, batches)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
 from ntk_laplace.data import Batches, Joined, kept_or_missing
-from ntk_laplace.evidence import Curvature, ForgottenPoints, NewtonStep, TrainingPoints
+from ntk_laplace.evidence import Curvature, ForgottenPoints, TrainingPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures.base import Trained
+from ntk_laplace.structures.base import ExactStructure, Trained
 from ntk_laplace.structures.reading import backproject, push, read_batches, read_rows
 
 __all__ = ["FullStructure"]
@@ -24,7 +24,7 @@ __all__ = ["FullStructure"]
 _ROWS = 256 * 2**20  # bytes of dense rows at a time
 
 
-class FullStructure:
+class FullStructure(ExactStructure):
     """Exact weight space over all P parameters.
 
     Parameters
@@ -51,14 +51,12 @@ class FullStructure:
             targets.append(y)
         self.points = TrainingPoints.checked(trained.likelihood, torch.cat(f), targets)
         self._ggn: Tensor | None = None
-        self._seen: list[Tensor] = []
+        self._seen: tuple[Tensor, ...] = ()
 
     def curvature(self, trained: Trained) -> FullWeightSpace:
         """Factor H at the present hyperparameters."""
-        now = [t.detach().clone() for t in (*trained.likelihood.parameters(), *trained.likelihood.buffers())]
-        same = len(now) == len(self._seen) and all(torch.equal(a, b) for a, b in zip(now, self._seen, strict=True))
-        if self._ggn is None or not same:
-            self._ggn, self._seen = self._accumulate(trained), now
+        if self._ggn is None or not unmoved(self._seen, trained.likelihood):
+            self._ggn, self._seen = self._accumulate(trained), present_values(trained.likelihood)
         return FullWeightSpace(self._ggn, trained.prior, trained.network.shapes, trained.theta)
 
     def _accumulate(self, trained: Trained) -> Tensor:
@@ -89,15 +87,6 @@ class FullStructure:
         passes = read_rows(trained, self._batches, None, most, "training covariances")
         return torch.cat([curvature.moments(rows) for rows in passes])
 
-    def newton_step(self, trained: Trained, curvature: FullWeightSpace, gradient: Tensor) -> NewtonStep:
-        """z = H⁻¹g and J z."""
-        z = curvature.newton(gradient)
-        return NewtonStep(z, self.push(trained, z))
-
-    def another(self, trained: Trained, batches: Batches) -> FullStructure:
-        """JᵀΛJ of other data."""
-        return FullStructure(trained, batches)
-
     def merged(self, trained: Trained, other: FullStructure) -> FullStructure:
         """JᵀΛJ of both data sets."""
         for one in (self, other):
@@ -120,11 +109,11 @@ class FullStructure:
         """From a checkpoint."""
         made = cls.__new__(cls)
         made._batches, made.points, made._ggn = kept_or_missing(batches), points, saved["ggn"]
-        made._seen = [t.detach().clone() for t in (*trained.likelihood.parameters(), *trained.likelihood.buffers())]
+        made._seen = present_values(trained.likelihood)
         return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move JᵀΛJ, and where batches go."""
         self._batches.device, self.points = device, self.points.to(device, dtype)
         self._ggn = None if self._ggn is None else self._ggn.to(device, dtype)
-        self._seen = [tensor.to(device) for tensor in self._seen]
+        self._seen = tuple(tensor.to(device) for tensor in self._seen)

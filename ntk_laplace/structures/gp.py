@@ -11,16 +11,16 @@ from torch import Tensor
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
+from ntk_laplace.evidence import ForgottenPoints, TrainingPoints
 from ntk_laplace.factors import Rows, rows_from, rows_record
 from ntk_laplace.resources import format_bytes, require_memory
-from ntk_laplace.structures.base import Trained
+from ntk_laplace.structures.base import ExactStructure, Trained
 from ntk_laplace.structures.reading import read_batches
 
 __all__ = ["FunctionSpaceStructure"]
 
 
-class FunctionSpaceStructure:
+class FunctionSpaceStructure(ExactStructure):
     """Exact function space over stored rows; training inputs are not kept.
 
     Parameters
@@ -79,15 +79,6 @@ class FunctionSpaceStructure:
     def sensitivity(self, trained: Trained, curvature: FunctionSpace) -> Tensor:
         """∂ log det B/∂Λ_n = V_nn, (N, C, C)."""
         return curvature.moments(self.rows)
-
-    def newton_step(self, trained: Trained, curvature: FunctionSpace, gradient: Tensor) -> NewtonStep:
-        """z = H⁻¹g and J z."""
-        z = curvature.newton(gradient)
-        return NewtonStep(z, self.push(trained, z))
-
-    def another(self, trained: Trained, batches: Batches) -> FunctionSpaceStructure:
-        """Rows of other data."""
-        return FunctionSpaceStructure(trained, batches)
 
     def merged(self, trained: Trained, other: FunctionSpaceStructure) -> FunctionSpaceStructure:
         """Rows of both data sets."""

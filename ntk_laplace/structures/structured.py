@@ -13,7 +13,7 @@ from torch import Tensor
 from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
 from ntk_laplace.data import Batches, Joined, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
+from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained
@@ -260,9 +260,7 @@ def _require_mergeable(first: StructuredStructure, second: StructuredStructure) 
 
 def _common_factor(trained: Trained, before: Any, points: TrainingPoints) -> float | None:
     """c where Λ_n now is c times Λ_n under the likelihood `before`, for all n; None if there is no such number."""
-    now = [*trained.likelihood.parameters(), *trained.likelihood.buffers()]
-    then = [*before.parameters(), *before.buffers()]
-    if all(torch.equal(a, b) for a, b in zip(now, then, strict=True)):
+    if unmoved(present_values(before), trained.likelihood):
         return 1.0
     factor: float | None = None
     tolerance = 64 * torch.finfo(points.f.dtype).eps

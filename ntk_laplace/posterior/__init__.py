@@ -1,0 +1,24 @@
+"""The posterior people hold: one set of verbs, whichever space its algebra lives in."""
+
+from ntk_laplace.posterior.evidence import EvidenceVerbs
+from ntk_laplace.posterior.explanation import ExplanationVerbs
+from ntk_laplace.posterior.prediction import PredictionVerbs
+
+__all__ = ["Posterior"]
+
+
+class Posterior(EvidenceVerbs, PredictionVerbs, ExplanationVerbs):
+    """Laplace-GGN posterior of a trained network.
+
+    Made by `ntk_laplace.laplace`. The network's Jacobians at the training points are computed once; the prior's and
+    likelihood's hyperparameters may change at any time and every later answer sees it.
+
+    Attributes
+    ----------
+    network : Network
+        Private copy of the network at its trained weights θ*.
+    likelihood : Likelihood
+    prior : GaussianPrior
+    structure : str
+        "gp", "full", "kfac", "ekfac", "inf" or "diag".
+    """

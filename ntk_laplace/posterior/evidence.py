@@ -1,0 +1,126 @@
+"""Verbs of the evidence: its value, its parts, and the hyperparameters that maximize it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace import evidence
+from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.hyperparameters import HyperparameterHistory, maximize
+from ntk_laplace.posterior.fitted import Fitted
+
+__all__ = ["EvidenceVerbs"]
+
+
+class EvidenceVerbs(Fitted):
+    """How well the model explains its training data."""
+
+    def log_joint(self) -> Tensor:
+        """Σ log p(y_n given f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), the evidence's first part; differentiable like it."""
+        trained = self._trained
+        return evidence.log_joint(self._structure.points, trained.likelihood, trained.prior, trained.theta)
+
+    def log_det(self) -> Tensor:
+        """log det B, from the factorization that stands; the evidence is `log_joint` less half of it."""
+        trained, curvature = self._trained, self.curvature
+        return evidence.log_det(
+            self._structure.points, trained.likelihood, trained.prior, trained.root, curvature,
+            lambda: self._structure.sensitivity(trained, curvature),
+        )  # fmt: skip
+
+    def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
+        """Laplace-GGN evidence log q(D) ([I21] Eq. 3, 8).
+
+        Parameters
+        ----------
+        correction : bool
+            Add ½ gᵀH⁻¹g ([I21] A.1), g the gradient of the negative log joint: exact for the linearized model away
+            from the MAP, zero at it.
+
+        Returns
+        -------
+        Tensor, ()
+            In nats, summed over the data; differentiable (once) in ``prior.log_precision`` and in the likelihood's
+            hyperparameters.
+        """
+        joint = self.log_joint()
+        value = joint - 0.5 * self.log_det().to(joint)  # [I21] Eq. 8
+        if not correction:
+            return value
+        trained, points = self._trained, self._structure.points
+        step = self._structure.newton_step(trained, self.curvature, self._joint_gradient())
+        added = evidence.correction(points, trained.likelihood, trained.prior, trained.theta, trained.root, step)
+        return value + added.to(value)
+
+    def evidence_curve(self, factors: Tensor) -> Tensor:
+        """Evidence with all prior precisions multiplied by each of many factors, from one eigendecomposition.
+
+        Parameters
+        ----------
+        factors : Tensor, (m,)
+            Positive. With one precision of 1, these are the precisions themselves.
+
+        Returns
+        -------
+        Tensor, (m,)
+            In nats, without correction, at the trained weights; each further factor costs as many operations as
+            there are eigenvalues. The prior keeps its precisions.
+
+        Raises
+        ------
+        HyperparameterError
+            If a factor is not positive and finite.
+        """
+        factors = torch.as_tensor(factors, dtype=self.dtype, device=self.network.device).reshape(-1)
+        if not bool(((factors > 0) & torch.isfinite(factors)).all()):
+            raise HyperparameterError("positive finite factors", f"{factors.tolist()}",
+                                      "Pass the factors themselves, not their logarithms.")
+        trained, points = self._trained, self._structure.points
+        with torch.no_grad():
+            log_likelihood = points.log_likelihood(trained.likelihood)
+            energy = trained.prior.energy(trained.theta).to(log_likelihood)
+            log_det = self.curvature.log_dets(factors)
+            return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
+
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros left out or not; None where a structure has no list of them."""
+        spectrum = getattr(self.curvature, "spectrum", None)
+        return None if spectrum is None else spectrum()
+
+    def fit_hyperparameters(
+        self, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,
+        tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: Any,
+    ) -> HyperparameterHistory:  # fmt: skip
+        """Maximize the evidence over hyperparameters at fixed weights; the posterior is left at the best found.
+
+        Parameters
+        ----------
+        method : str
+            "lbfgs" (bounded, on the logarithms), "adam", or "mackay", the fixed point δ_g = γ_g/‖θ_g - μ0‖² and, for
+            a Gaussian with one noise variance, σ² = Σ‖y - f‖²/(NC - γ).
+        parameters : sequence of str, optional
+            Of "precision", "noise", "temperature", those that move; all there are by default.
+        steps : int
+            At most.
+        tolerance : float
+            Converged once no gradient in a logarithm exceeds this share of 1 + abs(evidence).
+        bounds : tuple of float
+            Of every precision, variance and temperature; what ends on one is named in a warning.
+        options
+            `correction` (bool), `learning_rate` ("adam", default 0.1), `progress`.
+
+        Returns
+        -------
+        HyperparameterHistory
+            Evidence and hyperparameters of each step.
+        """
+        options.setdefault("progress", self._trained.settings.progress)
+        return maximize(self, self._trained.theta, method, parameters, steps, tolerance, bounds, **options)
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g, the number of parameters of each prior group that the data determine, (G,)."""
+        return self.curvature.effective_parameters()

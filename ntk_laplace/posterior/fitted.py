@@ -1,0 +1,208 @@
+"""What a posterior is made of: a trained model, what is kept of its data, and the algebra at the present moment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import Part
+from ntk_laplace.data import Batches, Inputs, as_tensors, num_examples, to_device
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.evidence import Curvature, joint_gradient, present_values, unmoved
+from ntk_laplace.factors import Rows
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.network import Network
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures import Structure, Trained, posterior_record, write
+
+__all__ = ["Fitted"]
+
+
+class Fitted:
+    """A trained model and a structure fitted to its data; the verbs of a posterior stand on this.
+
+    Parameters
+    ----------
+    trained : Trained
+    structure : Structure
+    reason : str
+        Why "auto" chose it.
+    """
+
+    def __init__(self, trained: Trained, structure: Structure, reason: str = "") -> None:
+        self._trained, self._structure = trained, structure
+        self.reason = reason
+        self._curvature: Curvature | None = None
+        self._seen: tuple[Tensor, ...] = ()
+
+    # --- what it is made of
+
+    @property
+    def network(self) -> Network:
+        """The private copy of the network."""
+        return self._trained.network
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood; its hyperparameters may be changed in place."""
+        return self._trained.likelihood
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior; its precisions may be changed in place."""
+        return self._trained.prior
+
+    @property
+    def structure(self) -> str:
+        """Name of the structure."""
+        return self._structure.name
+
+    @property
+    def fitted(self) -> Structure:
+        """What was kept of the training data."""
+        return self._structure
+
+    @property
+    def parts(self) -> list[Part]:
+        """Which parameters share a factorization, and in which form; exact structures have none."""
+        return list(getattr(self._structure, "parts", []))
+
+    @property
+    def f(self) -> Tensor:
+        """Outputs at the training points, (N, C)."""
+        return self._structure.points.f
+
+    @property
+    def targets(self) -> Tensor:
+        """Training targets in the likelihood's canonical form."""
+        return self._structure.points.targets
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self._structure.points.num_examples
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self._structure.points.num_outputs
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the algebra."""
+        return self._trained.factors.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """P, the linearized parameters."""
+        return self.network.num_parameters
+
+    def __repr__(self) -> str:
+        why = f" ({self.reason})" if self.reason else ""
+        return (
+            f"Posterior(structure={self.structure!r}{why}, N={self.num_examples}, C={self.num_outputs}, "
+            f"P={self.num_parameters:,}, likelihood={type(self.likelihood).__name__}, dtype={self.dtype})"
+        )
+
+    @property
+    def curvature(self) -> Curvature:
+        """The algebra at the present hyperparameters; made anew when one of them has moved."""
+        modules = self.prior, self.likelihood
+        if self._curvature is None or not unmoved(self._seen, *modules):
+            self._curvature = None  # the old factorization goes before the new one comes
+            self._curvature = self._structure.curvature(self._trained)
+            self._seen = present_values(*modules)
+        return self._curvature
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Fitted:
+        """Move to another device, or do the algebra in another floating type; in place, as modules do.
+
+        Parameters
+        ----------
+        device : optional
+            The network's, the hyperparameters' and the stored rows' new place.
+        dtype : torch.dtype, optional
+            Of the algebra. The network itself, and the hyperparameters, keep theirs.
+
+        Returns
+        -------
+        Posterior
+            Itself. Nothing is computed again but the factorization.
+        """
+        trained = self._trained
+        device = trained.network.device if device is None else torch.device(device)
+        dtype = trained.factors.dtype if dtype is None else dtype
+        self._trained = trained.to(device, dtype)
+        self._structure.to(device, dtype)
+        self._curvature, self._seen = None, ()
+        return self
+
+    def save(self, path: str | os.PathLike[str], include_data: bool = False) -> None:
+        """Write a checkpoint that `ntk_laplace.load` reads, and ``torch.load(path, weights_only=True)`` opens.
+
+        Parameters
+        ----------
+        path : path
+        include_data : bool
+            Keep outputs and targets of the training points, so that the loaded posterior can do everything that needs
+            no further pass over the data. ``structure="gp"`` is made of its training points' rows, inputs of the
+            first layer among them, and can be saved in no other way.
+        """
+        write(posterior_record(self._trained, self._structure, self.reason, include_data), path)
+
+    # --- more data
+
+    def merge(self, other: Fitted) -> Fitted:
+        """Posterior given this one's data and another's, of the same network and hyperparameters.
+
+        Structured posteriors add up their sums, so that several processes can share the data; "ekfac" and "inf"
+        need one eigenbasis, ``EKFAC(basis=...)``. Exact ones join their rows, or their JᵀΛJ.
+
+        Raises
+        ------
+        UnsupportedError
+            If the two do not belong together.
+        """
+        same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
+        if not same or self.structure != other.structure or self._trained.root != other._trained.root:
+            raise UnsupportedError("two posteriors of one trained network, structure and curvature",
+                                   f"{self!r} and {other!r}", "Fit both with the same arguments but the data.")
+        return type(self)(self._trained, self._structure.merged(self._trained, other._structure), self.reason)
+
+    def condition(self, data: Any) -> Fitted:
+        """Posterior given new data as well, at the same weights; what was computed for the old is kept.
+
+        Parameters
+        ----------
+        data : DataLoader, Dataset, or (X, y)
+        """
+        network, settings = self.network, self._trained.settings
+        batches = Batches(data, settings.batch_size, network.device, network.dtype)
+        with torch.inference_mode(False):
+            new = self._structure.another(self._trained, batches)
+            return type(self)(self._trained, self._structure.merged(self._trained, new), self.reason)
+
+    # --- what the verbs share
+
+    def _joint_gradient(self) -> Tensor:
+        """g, the gradient of the negative log joint, (P,)."""
+        trained, points = self._trained, self._structure.points
+        with torch.no_grad():
+            residual = trained.likelihood.residual(points.f, points.targets)
+        return joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
+
+    def _newton_step(self) -> Tensor:
+        """z = H⁻¹g, (P,); the refitted linear model's weights are θ* - z."""
+        return self.curvature.newton(self._joint_gradient())
+
+    def _on_device(self, x: Inputs) -> Inputs:
+        if num_examples(x) == 0:
+            raise DataError("at least one input", "none", "Pass one or more inputs.")
+        return to_device(x, self.network.device, self.network.dtype)
+
+    def _rows(self, x: Inputs) -> Rows:
+        x = as_tensors(x)
+        return self._trained.factors.rows(self._on_device(x))
