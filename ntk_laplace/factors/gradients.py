@@ -48,15 +48,11 @@ class Gradients:
     readings : sequence of Reading
     seeds : Tensor, (K, N, C)
         What each backward pass starts from.
-    known : dict of int to Tensor, optional
-        Gradients (K, *output shape) by node number, where they are at hand.
     """
 
-    def __init__(
-        self, graph: Graph, readings: Sequence[Reading], seeds: Tensor, known: dict[int, Tensor] | None = None
-    ) -> None:
+    def __init__(self, graph: Graph, readings: Sequence[Reading], seeds: Tensor) -> None:
         self.graph, self.readings, self.seeds = graph, readings, seeds
-        self._whole = dict(known or {})  # by node
+        self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by reading
 
     def collect(self, out: Tensor) -> Gradients:
@@ -74,6 +70,7 @@ class Gradients:
                 gradient = gradients[each.consumer]
                 rows = None if gradient is None else each.reader.read(gradient.unsqueeze(0)).rows[0]
                 self._keep(self._rows, index, rows, k, 0)
+            found = gradients = gradient = rows = None  # their memory, warm, is the next seed's
         return self
 
     def _keep(self, kept: dict[int, Tensor], key: int, values: Tensor | None, k: int, axis: int) -> None:

@@ -112,8 +112,7 @@ class FactorPass:
         if num_examples(few) == 1:
             few = take(x, torch.zeros(2, dtype=torch.long))
         with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
-            self.network.lay_out(few)
-            out = self.network.evaluate(few)
+            out = self.network.lay_out(few)
             graph = Graph(out, self.network.parameters)
             readings = self._plan(graph, out).readings(graph, len(out))
             kept = kept_whole(readings)

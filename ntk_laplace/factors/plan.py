@@ -102,18 +102,14 @@ class Plan:
         parameters : dict of str to nn.Parameter
         """
         for family in self._families():
-            found: dict[int, Block] = {}
-            # biases last, when the weight whose output gradient they share is there
-            for index in sorted(family, key=lambda index: _is_bias(self.uses[index], graph)):
-                use = self.uses[index]
-                partner = self._partner(use, found, graph, parameters[use.name])
-                if partner is None:
-                    found[index] = _use_block(use, graph, gradients.rows(index), parameters[use.name])
-                else:
-                    found[partner] = replace(found[partner], bias=use.name)
+            found = [
+                _use_block(self.uses[index], graph, gradients.rows(index), parameters[self.uses[index].name])
+                for index in family
+            ]
             gradients.forget(family)
-            for block in _joined(found.values()):
-                partner = self.partners.get(block.weight) if isinstance(block, Outer) else None
+            for block in _joined(found):
+                whole = isinstance(block, Outer) and block.index is None
+                partner = self.partners.get(block.weight) if whole else None
                 yield block if partner is None else replace(block, bias=partner)
 
     def _families(self) -> list[list[int]]:
@@ -127,27 +123,6 @@ class Plan:
             families.append((ties, members))
         return [members for _, members in families]
 
-    def _partner(
-        self, bias: UsePlan, found: dict[int, Block], graph: Graph, parameter: nn.Parameter
-    ) -> int | None:
-        """Which block a bias can join: its weight's, if both are used equally often. One product then serves both."""
-        if not _is_bias(bias, graph):
-            return None
-        for index, block in found.items():
-            use = self.uses[index]
-            if use.step.consumer == bias.step.consumer and isinstance(block, Outer):
-                uses = [each.name for each in self.uses]
-                same = uses.count(use.name) == uses.count(bias.name)
-                rows = block.b.shape[2] * block.b.shape[4]
-                return index if same and parameter.numel() == rows and block.index is None else None
-        return None
-
-
-def _is_bias(use: UsePlan, graph: Graph) -> bool:
-    kind, operand = node_kind(graph.nodes[use.step.consumer]), use.step.operand
-    plain = hasattr(graph.nodes[use.source], "variable")
-    return plain and (kind, operand) in {("AddmmBackward", 0), ("ConvolutionBackward", 2)}
-
 
 def _joined(blocks: Iterable[Block]) -> list[Block]:
     joined: dict[tuple, Block] = {}
@@ -156,18 +131,28 @@ def _joined(blocks: Iterable[Block]) -> list[Block]:
     return list(joined.values())
 
 
-def _find_partners(blocks: Iterable[Block]) -> dict[str, str]:
-    """Biases whose rows are the sums of a weight's output gradients, in the same module, by the weight's name."""
+def _find_partners(blocks: dict[str, list[Block]], uses: Iterable[UsePlan]) -> dict[str, str]:
+    """Biases whose rows are the sums of a weight's output gradients, by the weight's name: its block holds them too.
+
+    Looked for among the weights that enter where the bias does, and those of its module: an addition of its own may
+    bring it in.
+    """
+    enters: dict[str, set[int]] = {}
+    for use in uses:
+        enters.setdefault(use.name, set()).add(use.step.consumer)
+    weights = [b for each in blocks.values() for b in each if isinstance(b, Outer) and b.index is None]
     found: dict[str, str] = {}
-    blocks = list(blocks)
-    weights = [b for b in blocks if isinstance(b, Outer) and b.bias is None and b.index is None]
-    for block in blocks:
-        for weight in weights if isinstance(block, Dense) else ():
-            if weight.weight in found or weight.weight.rpartition(".")[0] != block.weight.rpartition(".")[0]:
-                continue
+    for name, own in blocks.items():
+        if len(own) != 1 or not isinstance(own[0], Dense):
+            continue
+        rows, module = own[0].rows, name.rpartition(".")[0]
+        beside = [w for w in weights if enters[w.weight] == enters[name]]
+        beside += [w for w in weights if w.weight.rpartition(".")[0] == module and enters[w.weight] != enters[name]]
+        for weight in beside:
             sums = weight.full_b().sum(3).flatten(2)
-            if sums.shape == block.rows.shape and agree(sums.flatten(), block.rows.flatten(), float(sums.abs().max())):
-                found[weight.weight] = block.weight
+            same = weight.weight not in found and sums.shape == rows.shape
+            if same and agree(sums.flatten(), rows.flatten(), float(sums.abs().max())):
+                found[weight.weight] = name
                 break
     return found
 
@@ -322,19 +307,18 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     gradients = _second_seed(out, graph, {number: first[number] for number in numbers}, seeds[1])
     cotangent = torch.stack([torch.ones_like(weights), weights])
     loud = loudest(truth)
-    good: list[UsePlan] = []
+    blocks: dict[str, list[Block]] = {}
     unmatched: list[str] = []
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
-        reference = expected, loud
-        if name not in lost and _confirmed(uses[name], graph, gradients, parameter, cotangent, reference):
-            good.extend(uses[name])
+        own = None if name in lost else _read(uses[name], graph, gradients, parameter, n)
+        if own and _confirmed(own, parameter, cotangent, (expected, loud)):
+            blocks[name] = own
         else:
             unmatched.append(name)
-    plan = Plan(tuple(good), tuple(unmatched))
-    known = Gradients(graph, plan.readings(graph, n), seeds, gradients)
-    partners = _find_partners(plan.blocks(graph, known, parameters))
+    good = [use for name in blocks for use in uses[name]]
+    partners = _find_partners(blocks, good)
     covered = set(partners.values())  # by their weights' blocks
     return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
 
@@ -348,20 +332,28 @@ def _second_seed(out: Tensor, graph: Graph, first: dict[int, Tensor], seed: Tens
     return {number: torch.stack([first[number], other]) for number, other in zip(first, second, strict=True)}
 
 
-def _confirmed(
-    uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, cotangent: Tensor,
-    expected: tuple[Tensor | None, float],
-) -> bool:  # fmt: skip
-    total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    n = cotangent.shape[1]
+def _read(
+    uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, n: int
+) -> list[Block] | None:
+    """Rows of a parameter's uses, joined; None if a rule does not know how a node is laid out."""
+    found = []
     for use in uses:
         try:
             reader = _reader(use, graph, n)
             rows = None if reader is None else reader.read(gradients[use.step.consumer])
             block = None if rows is None else _use_block(use, graph, rows, parameter)
         except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
-            return False  # a node laid out in a way the rule does not know: the fallback is exact
+            return None  # the fallback is exact
         if block is None or block.shape != (2, n):
-            return False
-        total += block.vjp(cotangent)[use.name].detach()
-    return bool(uses) and agree(total, *expected)
+            return None
+        found.append(block)
+    return _joined(found)
+
+
+def _confirmed(
+    blocks: list[Block], parameter: nn.Parameter, cotangent: Tensor, expected: tuple[Tensor | None, float]
+) -> bool:
+    total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+    for block in blocks:
+        total += block.vjp(cotangent)[block.weight].detach()
+    return agree(total, *expected)
