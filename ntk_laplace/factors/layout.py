@@ -33,9 +33,12 @@ class Layout:
 
         None if the operand has an axis of its own where the examples lie.
         """
-        values, example, _ = self._unflatten(values, n, 1)
-        values = values.movedim(example, 1)
-        axes = values.ndim - 2
+        if self.dim == 0 and values.shape[1] == n and len(shape) <= values.ndim - 2:
+            axes = values.ndim - 2  # (K, N, the operand's axes) as it is
+        else:
+            values, example, _ = self._unflatten(values, n, 1)
+            values = values.movedim(example, 1)
+            axes = values.ndim - 2
         aligned = (1,) * (axes - len(shape)) + tuple(shape)
         if len(aligned) != axes or any(s not in (1, v) for s, v in zip(aligned, values.shape[2:], strict=True)):
             return None
