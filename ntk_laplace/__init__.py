@@ -2,7 +2,15 @@
 
 from ntk_laplace import gp
 from ntk_laplace.checkpoint import load
-from ntk_laplace.comparison import ComparisonInterrupted, EvidenceComparison, StructureEvidence, compare_evidence
+from ntk_laplace.comparison import (
+    ComparisonInterrupted,
+    EvidenceComparison,
+    ModelComparison,
+    ModelScores,
+    StructureEvidence,
+    compare_evidence,
+    compare_models,
+)
 from ntk_laplace.curvature import EKFAC, INF, KFAC, Diagonal, Root
 from ntk_laplace.errors import (
     DataError,
@@ -26,6 +34,7 @@ from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Ga
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.selection import LearningCurve
 from ntk_laplace.structures import Settings
 
 __version__ = "0.1.0"
@@ -47,10 +56,13 @@ __all__ = [
     "GaussianPrior",
     "HyperparameterError",
     "HyperparameterHistory",
+    "LearningCurve",
     "LeaveOneOut",
     "Likelihood",
     "MemoryBudgetError",
     "MixedExamplesError",
+    "ModelComparison",
+    "ModelScores",
     "NTKLaplaceError",
     "NTKLaplaceWarning",
     "NetworkError",
@@ -65,6 +77,7 @@ __all__ = [
     "TargetError",
     "UnsupportedError",
     "compare_evidence",
+    "compare_models",
     "empirical_ntk",
     "gp",
     "laplace",

@@ -18,6 +18,8 @@ __all__ = [
     "Batches",
     "Joined",
     "Missing",
+    "Selected",
+    "Source",
     "as_tensors",
     "check_finite",
     "concatenate",
@@ -262,6 +264,59 @@ class Joined:
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for source in self.sources:
             yield from source
+
+
+class Selected:
+    """Some examples of a source, read as `Batches` are, in the source's order.
+
+    Parameters
+    ----------
+    source : Source
+        Read anew in every pass; it must give the same examples in the same order each time.
+    keep : Tensor of bool, (N,)
+        Which of the source's examples.
+
+    Raises
+    ------
+    DataError
+        From a pass over it, if the source no longer has N examples.
+    """
+
+    def __init__(self, source: Source, keep: Tensor) -> None:
+        self.source, self.keep = source, keep.cpu()
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return self.source.device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self.source.device = device
+
+    @property
+    def length(self) -> int:
+        """Number of examples that are kept."""
+        return int(self.keep.sum())
+
+    @property
+    def num_batches(self) -> int | None:
+        """Not known: batches without an example of these are left out."""
+        return None
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        seen = 0
+        for x, y in self.source:
+            here = self.keep[seen : seen + len(y)].nonzero().squeeze(1).to(y.device)
+            seen += len(y)
+            if len(here):
+                yield take(x, here), y[here]
+        if seen != len(self.keep):
+            raise DataError(f"the same {len(self.keep):,} examples in every pass over the data", f"{seen:,} examples",
+                            "Pass data that can be read again, such as (X, y) or a loader over a map-style dataset.")
+
+
+Source = Batches | Joined | Selected
 
 
 class Missing:

@@ -102,6 +102,10 @@ class TrainingPoints:
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
         return TrainingPoints(self.f.to(device, dtype), targets)
 
+    def part(self, index: Tensor) -> TrainingPoints:
+        """Some of the points."""
+        return TrainingPoints(self.f[index], self.targets[index])
+
     def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
         """Points of both data sets."""
         f = torch.cat([self.f, other.f])

@@ -1,4 +1,4 @@
-"""Held-out quality of predictions: accuracy, log likelihood, calibration, error, interval coverage.
+"""Held-out quality of predictions: log likelihood, Brier score, accuracy, calibration, error, coverage, detection.
 
 Functions of plain arrays and of distributions; they know no network and no posterior.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from sklearn.metrics import accuracy_score, mean_squared_error
+from sklearn.metrics import accuracy_score, mean_squared_error, roc_auc_score
 from torch.distributions import Distribution
 
 from ntk_laplace.errors import DataError, TargetError
@@ -19,8 +19,11 @@ from ntk_laplace.errors import DataError, TargetError
 __all__ = [
     "Reliability",
     "accuracy",
+    "brier_score",
     "class_probabilities",
+    "detection_auroc",
     "expected_calibration_error",
+    "held_out_scores",
     "interval_coverage",
     "mean_log_likelihood",
     "reliability",
@@ -80,6 +83,23 @@ def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """
     table = class_probabilities(probabilities)
     return float(accuracy_score(_labels(labels, table), table.argmax(1)))
+
+
+def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:
+    """Mean squared distance of the probabilities from the indicator of the true class, summed over classes: 0 to 2.
+
+    Brier's own definition, which for two classes is twice the common one that counts class 1 alone.
+
+    Parameters
+    ----------
+    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
+        See `class_probabilities`.
+    labels : array_like or Tensor, (N,) or (N, 1)
+        True classes, integers from 0.
+    """
+    table = class_probabilities(probabilities)
+    truth = np.eye(table.shape[1])[_labels(labels, table)]
+    return float(table.shape[1] * mean_squared_error(truth, table))
 
 
 def mean_log_likelihood(predictive: Distribution, targets: torch.Tensor) -> float:
@@ -170,6 +190,54 @@ def rmse(prediction: ArrayLike, targets: ArrayLike) -> float:
             "Pass one target for each prediction.",
         )
     return float(np.sqrt(mean_squared_error(truth.ravel(), guess.ravel())))
+
+
+def detection_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
+    """Area under the ROC curve of a score that should be larger for inputs of a kind never seen.
+
+    The probability that a random one of `outside` scores higher than a random one of `inside`; ties count half.
+
+    Parameters
+    ----------
+    inside, outside : array_like or Tensor, (n,) and (m,)
+        Scores such as a predictive entropy, an epistemic variance, or minus the largest class probability.
+    """
+    known, strange = _array(inside).ravel(), _array(outside).ravel()
+    if not known.size or not strange.size or not np.isfinite(np.concatenate([known, strange])).all():
+        raise DataError("finite scores of both kinds of inputs", f"{known.size} and {strange.size} scores",
+                        "Pass one score for each input, and at least one of each kind.")
+    return float(roc_auc_score(np.repeat([0, 1], [known.size, strange.size]), np.concatenate([known, strange])))
+
+
+def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int = 15) -> dict[str, float]:
+    """All that fits a prediction: log likelihood; accuracy, Brier score and ECE of classes; RMSE of numbers.
+
+    Parameters
+    ----------
+    predictive : Distribution, batch shape (N,)
+        Such as `posterior.predict(x)`; with `probs` it is one of classes.
+    targets : Tensor
+        In the shape that ``predictive.log_prob`` takes.
+    bins : int
+        Of the ECE.
+
+    Returns
+    -------
+    dict
+        "log_likelihood", then "accuracy", "brier" and "ece", or "rmse".
+    """
+    scores = {"log_likelihood": mean_log_likelihood(predictive, targets)}
+    try:
+        probabilities = predictive.probs
+    except AttributeError:
+        return scores | {"rmse": rmse(predictive.mean, targets)}
+    if probabilities.ndim == 2 and probabilities.shape[1] > 1 and targets.ndim == 2:
+        return scores  # several yes-or-no outputs: no one class is the true one
+    return scores | {
+        "accuracy": accuracy(probabilities, targets),
+        "brier": brier_score(probabilities, targets),
+        "ece": expected_calibration_error(probabilities, targets, bins),
+    }
 
 
 def interval_coverage(

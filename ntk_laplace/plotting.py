@@ -29,6 +29,7 @@ __all__ = [
     "coverage_diagram",
     "evidence_comparison",
     "image_explanations",
+    "model_ranking",
     "png",
     "predictive_1d",
     "predictive_2d",
@@ -314,6 +315,47 @@ def evidence_comparison(
         axes.margins(x=0.22)
         if axes is not left:
             axes.set_xlim(left=0)
+    return figure
+
+
+def model_ranking(
+    across: tuple[str, Sequence[float]],
+    up: tuple[str, Sequence[float]],
+    names: Sequence[str],
+    parameters: Sequence[int],
+    rho: float,
+    hollow: Sequence[bool],
+    axes: Axes | None = None,
+) -> Figure:
+    """Two scores of several models, a point for each, with the correlation of their ranks.
+
+    Parameters
+    ----------
+    across, up : (label, sequence of float)
+        The scores.
+    names : sequence of str
+    parameters : sequence of int
+        Numbers of parameters: the larger the model, the larger its point.
+    rho : float
+        Spearman's ρ of the two; left out if it is not a number.
+    hollow : sequence of bool
+        Models whose prior is vague.
+    axes : Axes, optional
+        Where to draw; a figure of its own otherwise.
+    """
+    figure = Figure(figsize=(6.0, 4.6), layout="constrained") if axes is None else axes.figure
+    axes = _tidy(figure.add_subplot() if axes is None else axes, "" if np.isnan(rho) else f"Spearman's ρ = {rho:.2f}")
+    scale = np.log(np.maximum(_flat(parameters), 2.0))
+    size = 5.0 + 7.0 * (scale - scale.min()) / max(float(np.ptp(scale)), 1e-12)
+    for x, y, name, own, open_ in zip(across[1], up[1], names, size, hollow, strict=True):
+        axes.plot(x, y, "o", ms=own, mfc="white" if open_ else BLUE, mec=BLUE, mew=1.4, alpha=0.85)
+        axes.annotate(name, (x, y), xytext=(0, 0.6 * own + 2), textcoords="offset points", fontsize=7, color=GREY,
+                      ha="center")  # fmt: skip
+    if any(hollow):
+        axes.plot([], [], "o", mfc="white", mec=BLUE, mew=1.4, label="vague prior")
+        axes.legend(loc="best", fontsize=8, frameon=False)
+    axes.set(xlabel=across[0], ylabel=up[0])
+    axes.margins(0.12)
     return figure
 
 

@@ -29,7 +29,7 @@ HOUSE = [
     ["curvature"],
     ["evidence"],
     ["structures"],
-    ["explain", "hyperparameters"],
+    ["explain", "hyperparameters", "selection"],
     ["posterior"],
     ["fit", "ntk", "checkpoint"],
     ["gp"],

@@ -1,6 +1,16 @@
-"""Comparison: the evidence of one trained network under several structures, and what each costs."""
+"""Comparison: one trained network under several structures with what each costs, and several trained models."""
 
 from ntk_laplace.comparison.compare import ComparisonInterrupted, compare_evidence
+from ntk_laplace.comparison.models import compare_models
+from ntk_laplace.comparison.ranking import ModelComparison, ModelScores
 from ntk_laplace.comparison.table import EvidenceComparison, StructureEvidence
 
-__all__ = ["ComparisonInterrupted", "EvidenceComparison", "StructureEvidence", "compare_evidence"]
+__all__ = [
+    "ComparisonInterrupted",
+    "EvidenceComparison",
+    "ModelComparison",
+    "ModelScores",
+    "StructureEvidence",
+    "compare_evidence",
+    "compare_models",
+]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["EvidenceComparison", "StructureEvidence"]
+__all__ = ["EvidenceComparison", "StructureEvidence", "aligned"]
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,16 @@ class EvidenceComparison:
 
     def _lines(self) -> list[str]:
         columns = [_labels(self.rows), *(column for column in _columns(self.rows, self.exact) if column is not None)]
-        widths = [max(map(len, column)) for column in columns]
-        rows = list(zip(*columns, strict=True))
-        rows.insert(1, tuple("-" * width for width in widths))
-        first, *others = widths
-        return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+        return aligned(columns)
+
+
+def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table from its columns, headings first; the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in columns]
+    rows = list(zip(*columns, strict=True))
+    rows.insert(1, tuple("-" * width for width in widths))
+    first, *others = widths
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
 
 
 def _labels(rows: Sequence[StructureEvidence]) -> list[str]:

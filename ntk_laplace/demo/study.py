@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
@@ -190,12 +189,8 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
 def evaluate(problem: Problem, predictive: Distribution) -> dict[str, float]:
     """Score a prediction of the held-out data: accuracy and ECE for classes, RMSE and coverage for a regression."""
     truth = problem.split.y_test
-    scores = {"log_likelihood": metrics.mean_log_likelihood(predictive, truth)}
-    if problem.classifies:
-        scores["accuracy"] = metrics.accuracy(predictive.probs, truth)
-        scores["ece"] = metrics.expected_calibration_error(predictive.probs, truth, BINS)
-    else:
-        scores["rmse"] = metrics.rmse(predictive.mean, truth)
+    scores = metrics.held_out_scores(predictive, truth, BINS)
+    if not problem.classifies:
         (scores["coverage_90"],) = metrics.interval_coverage(
             predictive.mean, predictive.variance, truth, [0.9]
         ).tolist()
@@ -216,9 +211,8 @@ def _unseen(problem: Problem, posterior: ntkl.Posterior, seed: int) -> dict[str,
         known, strange = (
             confidence(posterior, x, seed, method) for x in (problem.split.x_test, problem.split.x_unseen)
         )
-        truth = np.repeat([1, 0], [len(known), len(strange)])
         scores[f"{prefix}unseen_confidence"] = float(strange.mean())
-        scores[f"{prefix}unseen_auroc"] = float(roc_auc_score(truth, np.concatenate([known, strange])))
+        scores[f"{prefix}unseen_auroc"] = metrics.detection_auroc(-known, -strange)
     return scores
 
 

@@ -1,13 +1,12 @@
 """The posterior people hold: one set of verbs, whichever space its algebra lives in."""
 
-from ntk_laplace.posterior.evidence import EvidenceVerbs
-from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.prediction import PredictionVerbs
+from ntk_laplace.posterior.selection import SelectionVerbs
 
 __all__ = ["Posterior"]
 
 
-class Posterior(EvidenceVerbs, PredictionVerbs, ExplanationVerbs):
+class Posterior(SelectionVerbs, PredictionVerbs):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The network's Jacobians at the training points are computed once; the prior's and

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Form, Frame, Part, Summary, find_parts
-from ntk_laplace.data import Batches, Inputs, Joined, num_examples
+from ntk_laplace.data import Inputs, Source, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.resources import require_memory
@@ -62,7 +62,7 @@ class Accumulation:
     targets: list[Tensor] = field(default_factory=list)
     checkpoint: Callable[..., None] = field(default=lambda gathered, now=False: None, repr=False, compare=False)
 
-    def advance(self, trained: Trained, batches: Batches | Joined) -> None:
+    def advance(self, trained: Trained, batches: Source) -> None:
         """Go on to the end of the data, through all passes.
 
         Raises
@@ -79,14 +79,14 @@ class Accumulation:
         if self.stage == SECOND:
             self._pass(trained, batches, "second moments", self._second)
 
-    def again(self, trained: Trained, batches: Batches | Joined) -> None:
+    def again(self, trained: Trained, batches: Source) -> None:
         """Gather anew at other hyperparameters of the likelihood: in the same eigenbasis, in one pass."""
         self.stage, self.batches_done, self.examples_done = FIRST, 0, 0
         self.summaries = [Summary(part, {}) for part in self.parts]
         self.f, self.targets = [], []
         self._pass(trained, batches, "curvature", partial(self._first, borrowed=self.form.moments))
 
-    def _pass(self, trained: Trained, batches: Batches | Joined, what: str, absorb: Callable[..., None]) -> None:
+    def _pass(self, trained: Trained, batches: Source, what: str, absorb: Callable[..., None]) -> None:
         try:
             roots = _Roots(trained, batches)
             for x, y in self._rest(read_batches(trained, batches, what)):
@@ -176,7 +176,7 @@ class _Roots:
     Drawn labels must not depend on how the data are cut into batches, so a pass for the outputs comes first.
     """
 
-    def __init__(self, trained: Trained, batches: Batches | Joined) -> None:
+    def __init__(self, trained: Trained, batches: Source) -> None:
         self.trained = trained
         self.whole: Tensor | None = None
         self.columns = trained.root.columns(trained.likelihood, trained.network.num_outputs)

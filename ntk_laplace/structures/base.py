@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Root
-from ntk_laplace.data import Batches
+from ntk_laplace.data import Source
 from ntk_laplace.evidence import Curvature, ForgottenPoints, NewtonStep, TrainingPoints
-from ntk_laplace.factors import FactorPass
+from ntk_laplace.factors import FactorPass, Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
 from ntk_laplace.priors import GaussianPrior
@@ -74,6 +75,13 @@ class Trained:
         """θ*, (P,), in the algebra's floating type."""
         return self.network.theta.to(self.factors.dtype)
 
+    def at(self, index: Tensor) -> Trained:
+        """The same model of some of the training points: noise per point is theirs alone."""
+        with torch.no_grad():  # a part of a parameter is none, and must not hold on to its graph
+            likelihood = self.likelihood.at(index)
+        settings = replace(self.settings, checkpoint=None, resume=None)  # those belong to the whole fit
+        return replace(self, likelihood=likelihood, settings=settings)
+
     def to(self, device: torch.device, dtype: torch.dtype) -> Trained:
         """The same on another device, its algebra in another floating type; hyperparameters move in place."""
         network = self.network.to(device)
@@ -113,8 +121,14 @@ class Structure(Protocol):
     def merged(self, trained: Trained, other: Structure) -> Structure:
         """The structure of both data sets together."""
 
-    def another(self, trained: Trained, batches: Batches) -> Structure:
+    def another(self, trained: Trained, batches: Source) -> Structure:
         """The same structure fitted to other data, so that the two can be merged."""
+
+    def part(self, trained: Trained, index: Tensor) -> Structure:
+        """The same structure of some of its examples, ascending; `trained` is the model of those."""
+
+    def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
+        """Rows of J at some of its examples, ascending, in pieces."""
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """What is kept, at the present hyperparameters, as plain containers of tensors."""
@@ -131,6 +145,6 @@ class ExactStructure:
         z = curvature.newton(gradient)
         return NewtonStep(z, self.push(trained, z))
 
-    def another(self, trained: Trained, batches: Batches) -> Structure:
+    def another(self, trained: Trained, batches: Source) -> Structure:
         """The same of other data."""
         return type(self)(trained, batches)

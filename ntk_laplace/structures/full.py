@@ -7,17 +7,19 @@ data; predictions and changes of the prior do not.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
-from ntk_laplace.data import Batches, Joined, kept_or_missing
+from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
 from ntk_laplace.evidence import Curvature, ForgottenPoints, TrainingPoints, present_values, unmoved
+from ntk_laplace.factors import Rows
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import ExactStructure, Trained
-from ntk_laplace.structures.reading import backproject, push, read_batches, read_rows
+from ntk_laplace.structures.reading import backproject, push, read_batches, read_rows, selected
 
 __all__ = ["FullStructure"]
 
@@ -30,13 +32,13 @@ class FullStructure(ExactStructure):
     Parameters
     ----------
     trained : Trained
-    batches : Batches
+    batches : Source
         Read once here, and again when the likelihood moves.
     """
 
     name = "full"
 
-    def __init__(self, trained: Trained, batches: Batches) -> None:
+    def __init__(self, trained: Trained, batches: Source) -> None:
         self._batches = batches
         p, element = trained.network.num_parameters, trained.factors.dtype.itemsize
         n = f"N = {batches.length:,}" if batches.length else "N unknown"
@@ -96,6 +98,16 @@ class FullStructure(ExactStructure):
         total._batches = Joined([self._batches, other._batches])
         total.points = self.points.joined(trained.likelihood, other.points)
         return total
+
+    def part(self, trained: Trained, index: Tensor) -> FullStructure:
+        """JᵀΛJ of those, from another pass."""
+        return FullStructure(trained, selected(self._batches, index, self.points.num_examples))
+
+    def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
+        """From another pass."""
+        batches = selected(self._batches, index, self.points.num_examples)
+        most = self._most(trained, trained.network.num_outputs)
+        yield from read_rows(trained, batches, None, most, "Jacobians")
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """JᵀΛJ at the present likelihood, its lower triangle."""

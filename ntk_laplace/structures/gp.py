@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,6 +88,16 @@ class FunctionSpaceStructure(ExactStructure):
         total.points = self.points.joined(trained.likelihood, other.points)
         total._require_memory(trained, total.rows.num_examples, None)
         return total
+
+    def part(self, trained: Trained, index: Tensor) -> FunctionSpaceStructure:
+        """Their rows; no new pass."""
+        some = copy.copy(self)
+        some.rows, some.points = self.rows.part(index), self.points.part(index)
+        return some
+
+    def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
+        """Rows that are kept."""
+        yield self.rows.part(index)
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """The rows."""

@@ -8,23 +8,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Batches, Inputs, Joined, num_examples
+from ntk_laplace.data import Inputs, Selected, Source, num_examples
 from ntk_laplace.factors import Rows
 from ntk_laplace.progress import track
 from ntk_laplace.structures.base import Trained
 
-__all__ = ["backproject", "digest", "model_signature", "push", "read_batches", "read_rows"]
+__all__ = ["backproject", "digest", "model_signature", "push", "read_batches", "read_rows", "selected"]
 
 
 def read_batches(
-    trained: Trained, batches: Batches | Joined, what: str
+    trained: Trained, batches: Source, what: str
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """One pass over the data; `what` is being computed."""
     return track(batches, f"ntk_laplace: {what}", batches.num_batches, trained.settings.progress)
 
 
 def read_rows(
-    trained: Trained, batches: Batches | Joined, root: Tensor | None, most: int | None, what: str
+    trained: Trained, batches: Source, root: Tensor | None, most: int | None, what: str
 ) -> Iterator[Rows]:
     """Rows of J, or of SᵀJ for S (N, C, R), at most so many examples at a time; `what` is being computed."""
     seen = 0
@@ -34,7 +34,14 @@ def read_rows(
         seen += n
 
 
-def backproject(trained: Trained, batches: Batches | Joined, residual: Tensor, most: int | None) -> Tensor:
+def selected(batches: Source, index: Tensor, total: int) -> Selected:
+    """The examples at `index` of a source with so many."""
+    keep = torch.zeros(total, dtype=torch.bool)
+    keep[index.cpu()] = True
+    return Selected(batches, keep)
+
+
+def backproject(trained: Trained, batches: Source, residual: Tensor, most: int | None) -> Tensor:
     """Jᵀr, (P,), for r (N, C): one backward pass per batch, seeded with r."""
     total = torch.zeros_like(trained.theta)
     for rows in read_rows(trained, batches, residual.unsqueeze(-1), most, "gradient"):
@@ -42,7 +49,7 @@ def backproject(trained: Trained, batches: Batches | Joined, residual: Tensor, m
     return total
 
 
-def push(trained: Trained, batches: Batches | Joined, vector: Tensor, most: int | None) -> Tensor:
+def push(trained: Trained, batches: Source, vector: Tensor, most: int | None) -> Tensor:
     """J v, (N, C), for v (P,)."""
     named = trained.network.unflatten(vector)
     rows = read_rows(trained, batches, None, most, "directional derivatives")

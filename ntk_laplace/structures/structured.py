@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
-from ntk_laplace.data import Batches, Joined, kept_or_missing
+from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints, present_values, unmoved
+from ntk_laplace.factors import Rows
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.reading import backproject, model_signature, push, read_rows
+from ntk_laplace.structures.reading import backproject, model_signature, push, read_rows, selected
 from ntk_laplace.structures.records import form_record, form_words, from_record, record
 
 __all__ = ["StructuredStructure"]
@@ -34,7 +35,7 @@ class StructuredStructure:
     Parameters
     ----------
     trained : Trained
-    batches : Batches
+    batches : Source
     form : Form
         KFAC, EKFAC, INF or Diagonal, with their options.
     accumulated : Accumulation, optional
@@ -42,7 +43,7 @@ class StructuredStructure:
     """
 
     def __init__(
-        self, trained: Trained, batches: Batches | Joined, form: Form, accumulated: Accumulation | None = None
+        self, trained: Trained, batches: Source, form: Form, accumulated: Accumulation | None = None
     ) -> None:
         form.check(trained.prior)
         self.form, self._batches = form, batches
@@ -149,12 +150,21 @@ class StructuredStructure:
 
     # --- more data
 
-    def another(self, trained: Trained, batches: Batches) -> StructuredStructure:
+    def another(self, trained: Trained, batches: Source) -> StructuredStructure:
         """The same form fitted to other data, in this eigenbasis."""
         accumulated = Accumulation(self.form, model=model_signature(trained), parts=list(self.parts))
         if self.form.moments:
             accumulated.frames = list(self.frames)
         return StructuredStructure(trained, batches, self.form, accumulated)
+
+    def part(self, trained: Trained, index: Tensor) -> StructuredStructure:
+        """Sums over those alone, in this eigenbasis, from another pass."""
+        return self.another(trained, selected(self._batches, index, self.points.num_examples))
+
+    def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
+        """From another pass."""
+        batches = selected(self._batches, index, self.points.num_examples)
+        yield from read_rows(trained, batches, None, trained.settings.batch_size, "Jacobians")
 
     def merged(self, trained: Trained, other: StructuredStructure) -> StructuredStructure:
         """Sums over both data sets; forms whose sums live in an eigenbasis must share it."""

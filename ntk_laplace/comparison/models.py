@@ -1,0 +1,161 @@
+"""Compare trained models by evidence, conditional evidence, leave-one-out, BIC and AIC, and by test data if given."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.comparison.priors import check_prior
+from ntk_laplace.comparison.ranking import ModelComparison, ModelScores
+from ntk_laplace.data import Batches
+from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.likelihoods import Gaussian
+from ntk_laplace.metrics import held_out_scores
+from ntk_laplace.posterior import Posterior
+
+__all__ = ["compare_models"]
+
+_SHARE = 0.8  # of the data, conditioned on where m is not given
+_CONDITIONAL = ("auto", "evidence", "average", "none")
+
+
+def compare_models(
+    models: Iterable[Any] | Mapping[str, Posterior], test: Any = None, *, m: int | None = None,
+    permutations: int | None = None, seed: int = 0, conditional: str = "auto", predictive: str = "glm",
+) -> ModelComparison:  # fmt: skip
+    """Scores of several trained models of the same data, and how their rankings agree.
+
+    Evidences of different data, or of densities and probabilities, mean nothing beside each other: the models must
+    have the same training targets in the same order. Models whose priors are vague are named in a warning: the
+    evidence then ranks badly ([L22] sections 4.1 and 7). A prior is vague if 1/δ is over twice the mean square of the
+    weights per effective parameter, and if MacKay's precisions would, by an estimate at fixed weights, add 3 nats and
+    a tenth of its size to the evidence.
+
+    Parameters
+    ----------
+    models : sequence or mapping
+        Posteriors, pairs (name, posterior), or a mapping of names to posteriors.
+    test : data, or mapping of name to data, optional
+        DataLoader, Dataset or (X, y); a mapping where models take different inputs.
+    m : int, optional
+        Points the conditional evidence conditions on; 80 % by default.
+    permutations, seed : optional
+        Orders of the data for it, the same for all models; as in `conditional_log_marginal_likelihood`.
+    conditional : str
+        Its method, one for all models: "evidence", "average", or "none" to leave it out; "auto" is "evidence" where
+        every structure has it.
+    predictive : str
+        Method of `predict` for the test data.
+
+    Returns
+    -------
+    ModelComparison
+
+    Raises
+    ------
+    DataError
+        If there are no models, two of one name, or models of different data.
+    UnsupportedError
+        If their likelihoods cannot be compared, or the method is unknown.
+    """
+    named = _named(models)
+    _require_same_data(named)
+    first = next(iter(named.values()))
+    m = int(_SHARE * first.num_examples) if m is None else m
+    method = _method(conditional, named)
+    with torch.inference_mode(False), torch.no_grad():
+        rows = []
+        for name, posterior in named.items():
+            given = None
+            if method != "none":
+                given = float(posterior.conditional_log_marginal_likelihood(m, permutations, seed, method=method))
+            own = test[name] if isinstance(test, Mapping) else test
+            rows.append(_row(name, posterior, given, {} if own is None else _test_scores(posterior, own, predictive)))
+    found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
+    if found.warning:
+        warnings.warn(found.warning, NTKLaplaceWarning, stacklevel=2)
+    return found
+
+
+def _named(models: Iterable[Any] | Mapping[str, Posterior]) -> dict[str, Posterior]:
+    pairs = list(models.items() if isinstance(models, Mapping) else models)
+    pairs = [pair if isinstance(pair, tuple) else (f"model {number}", pair) for number, pair in enumerate(pairs, 1)]
+    bad = [pair for pair in pairs if len(pair) != 2 or not isinstance(pair[1], Posterior)]
+    if bad or not pairs:
+        raise DataError("posteriors, pairs (name, posterior), or a mapping of names to posteriors",
+                        repr(bad[0]) if bad else "none", "Fit each model with ntk_laplace.laplace first.")
+    named = {str(name): posterior for name, posterior in pairs}
+    if len(named) != len(pairs):
+        raise DataError("a name of its own for each model", ", ".join(str(name) for name, _ in pairs), "Rename one.")
+    return named
+
+
+def _require_same_data(named: dict[str, Posterior]) -> None:
+    """The same targets in the same order, and log probabilities of the same kind."""
+    (name, first), *others = named.items()
+    for other, posterior in others:
+        if posterior.num_examples != first.num_examples:
+            got = f"{first.num_examples:,} examples for {name!r} and {posterior.num_examples:,} for {other!r}"
+        elif not _same(first.targets, posterior.targets):
+            got = f"other targets, or another order of them, for {other!r} than for {name!r}"
+        else:
+            got = ""
+        if got:
+            raise DataError("models fitted to the same data: evidences of different data are not comparable", got,
+                            "Fit all models to the same (X, y), without shuffling.")
+        densities = [isinstance(one.likelihood, Gaussian) for one in (first, posterior)]
+        if densities[0] != densities[1]:
+            kinds = " and ".join(type(one.likelihood).__name__ for one in (first, posterior))
+            raise UnsupportedError("likelihoods that are all densities or all probabilities", kinds,
+                                   "Their units differ: compare regressions with regressions.")
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    if first.numel() != second.numel():
+        return False
+    # a float32 network reads its targets in float32
+    return torch.allclose(first.flatten().double().cpu(), second.flatten().double().cpu(), rtol=1e-6, atol=1e-12)
+
+
+def _method(conditional: str, named: dict[str, Posterior]) -> str:
+    if conditional not in _CONDITIONAL:
+        raise UnsupportedError(f"conditional= among {', '.join(_CONDITIONAL)}", repr(conditional),
+                               "Choose one of these.")
+    if conditional != "auto":
+        return conditional
+    exact = all(one.structure == "gp" or (one.structure == "full" and one.root.curvature != "mc")
+                for one in named.values())  # fmt: skip
+    return "evidence" if exact else "average"
+
+
+def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str, float]) -> ModelScores:
+    evidence, used = float(posterior.log_marginal_likelihood()), posterior.effective_parameters()
+    check = check_prior(posterior, used, evidence)
+    return ModelScores(
+        name=name, structure=posterior.structure, parameters=posterior.num_parameters,
+        effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=_left_out(posterior),
+        bic=float(posterior.bic()), aic=float(posterior.aic()), prior_gap=check.gap, vague=check.vague,
+        narrow=check.narrow, prior=check.words, **tested,
+    )  # fmt: skip
+
+
+def _left_out(posterior: Posterior) -> float | None:
+    try:
+        return float(posterior.loo_log_density())
+    except UnsupportedError:
+        return None
+
+
+def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, float]:
+    """Test scores, by the names of `ModelScores`."""
+    network = posterior.network
+    parts, targets = [], []
+    for x, y in Batches(test, None, network.device, network.dtype):
+        parts.append(posterior.predict(x, method=method))
+        targets.append(y)
+    scores = held_out_scores(type(parts[0]).join(parts), torch.cat(targets))
+    return {f"test_{name}": value for name, value in scores.items()}

@@ -1,0 +1,63 @@
+"""Where a prior stands against its model's evidence: near its maximum, or so vague that the evidence ranks badly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ntk_laplace.posterior import Posterior
+
+__all__ = ["PriorCheck", "check_prior"]
+
+_RATIO, _NATS, _SHARE = 2.0, 3.0, 0.1  # of variances; of evidence; of the evidence's own size
+
+
+@dataclass(frozen=True)
+class PriorCheck:
+    """What better precisions would do for the evidence, estimated at fixed weights.
+
+    Attributes
+    ----------
+    gap : float
+        Nats.
+    vague, narrow : bool
+        Whether the prior is much wider, or much tighter, than the weights.
+    words : str
+        The same in words; empty if neither.
+    """
+
+    gap: float
+    vague: bool
+    narrow: bool
+    words: str
+
+
+def check_prior(posterior: Posterior, used: Tensor, evidence: float) -> PriorCheck:
+    """Compare a prior with the weights that it is the prior of; `used` is γ (G,).
+
+    At fixed weights ∂ log q/∂ log δ_g = ½ (γ_g - δ_g‖θ_g - μ0‖²) ([I21] Eq. 8), zero at MacKay's fixed point, where the
+    prior variance 1/δ_g is the mean square of the weights per effective parameter, ‖θ_g - μ0‖²/γ_g. With ρ_g the ratio
+    of the two and γ_g held, the evidence there would be ½ γ_g (log ρ_g - 1 + 1/ρ_g) higher: the gap. A prior is
+    "vague" if groups with ρ_g > 2 have gaps of 3 nats and of a tenth of the evidence's size together; "narrow" the
+    same for ρ_g < 1/2.
+    """
+    prior, theta = posterior.prior, posterior.network.theta.to(posterior.dtype)
+    precision = prior.precision.detach().double().flatten().cpu()
+    used = used.detach().double().cpu().clamp_min(1e-12)
+    energy = (precision * prior.group_distances(theta).detach().double().cpu()).clamp_min(1e-12 * used)
+    ratio = used / energy  # ρ
+    gaps = 0.5 * used * (ratio.log() - 1.0 + 1.0 / ratio)
+    found, words = {}, []
+    for kind, far in (("vague", ratio > _RATIO), ("narrow", ratio < 1.0 / _RATIO)):
+        gap = float(gaps[far].sum())
+        found[kind] = gap >= _NATS and gap >= _SHARE * abs(evidence)
+        if found[kind]:
+            worst = int((gaps * far).argmax())
+            many = "" if len(ratio) == 1 else f" in {int(far.sum())} of {len(ratio)} groups, most in "
+            many += "" if len(ratio) == 1 else repr(prior.group_names[worst])
+            times = ratio[worst] if kind == "vague" else 1.0 / ratio[worst]
+            side = "wider" if kind == "vague" else "tighter"
+            words.append(f"{kind}{many}: precision {precision[worst]:.3g}, a variance {times:.3g} times {side} than "
+                         f"the weights'; better precisions would add about {gap:.3g} nats")  # fmt: skip
+    return PriorCheck(float(gaps.sum()), found["vague"], found["narrow"], "; ".join(words))

@@ -1,0 +1,212 @@
+"""What a comparison of models found: scores, their rank correlations, and the same as table, data frame and picture."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from ntk_laplace.comparison.table import aligned
+from ntk_laplace.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+__all__ = ["ModelComparison", "ModelScores"]
+
+CRITERIA = ("evidence", "conditional", "loo", "bic", "aic")
+TEST = ("test_log_likelihood", "test_accuracy", "test_brier", "test_ece", "test_rmse")
+LESS_IS_BETTER = ("test_brier", "test_ece", "test_rmse")
+_HEADINGS = {
+    "parameters": ("P", "{:,}"), "effective_parameters": ("effective", "{:.1f}"), "evidence": ("evidence", "{:.2f}"),
+    "conditional": ("conditional", "{:.2f}"), "loo": ("LOO", "{:.2f}"), "bic": ("BIC", "{:.1f}"),
+    "aic": ("AIC", "{:.1f}"), "test_log_likelihood": ("test log lik.", "{:.4f}"),
+    "test_accuracy": ("accuracy", "{:.4f}"), "test_rmse": ("RMSE", "{:.4f}"),
+}  # fmt: skip
+_WORDS = {
+    "evidence": "evidence, nats", "conditional": "conditional evidence, nats", "loo": "leave-one-out log density, nats",
+    "bic": "BIC as a log score, nats", "aic": "AIC as a log score, nats",
+    "test_log_likelihood": "test log likelihood, nats per example", "test_accuracy": "test accuracy",
+    "test_brier": "test Brier score", "test_ece": "test calibration error", "test_rmse": "test RMSE",
+    "parameters": "parameters", "effective_parameters": "effective parameters",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """One model's scores.
+
+    Attributes
+    ----------
+    name, structure : str
+    parameters : int
+        P.
+    effective_parameters : float
+        γ, how many of them the data determine.
+    evidence : float
+        Log marginal likelihood without correction, nats, like all criteria below: sums over the training data, and
+        larger is better.
+    conditional : float or None
+        Conditional evidence, given m points.
+    loo : float or None
+        Leave-one-out log density; None where the structure has none.
+    bic, aic : float
+        As log scores; the textbook's are -2 of them.
+    prior_gap : float
+        About how many nats better precisions would add to the evidence at these weights.
+    vague, narrow : bool
+        Whether the prior is much wider, or much tighter, than the weights; see `compare_models`.
+    prior : str
+        The same in words, empty if neither.
+    test_log_likelihood : float or None
+        Nats per test example, like all below None without test data.
+    test_accuracy, test_brier, test_ece : float or None
+        Of classes.
+    test_rmse : float or None
+        Of numbers.
+    """
+
+    name: str
+    structure: str
+    parameters: int
+    effective_parameters: float
+    evidence: float
+    conditional: float | None
+    loo: float | None
+    bic: float
+    aic: float
+    prior_gap: float
+    vague: bool
+    narrow: bool
+    prior: str
+    test_log_likelihood: float | None = None
+    test_accuracy: float | None = None
+    test_brier: float | None = None
+    test_ece: float | None = None
+    test_rmse: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """Scores of several models of the same data; print it for a table.
+
+    Attributes
+    ----------
+    rows : tuple of ModelScores
+        In the order that the models were given in.
+    num_examples : int
+        N, the training points.
+    m : int or None
+        Points that the conditional evidence conditions on.
+    conditional : str
+        Its method, "evidence", "average" or "none".
+    """
+
+    rows: tuple[ModelScores, ...]
+    num_examples: int
+    m: int | None
+    conditional: str
+
+    def __getitem__(self, name: str) -> ModelScores:
+        """The row of a model."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"no model {name!r} among {', '.join(row.name for row in self.rows)}")
+
+    @property
+    def vague(self) -> tuple[str, ...]:
+        """Models whose prior is much wider than their weights."""
+        return tuple(row.name for row in self.rows if row.vague)
+
+    @property
+    def warning(self) -> str:
+        """What to mind in the ranking by evidence; empty if nothing."""
+        words = []
+        if self.vague:
+            words.append(
+                f"the evidence ranks badly at fixed vague priors ([L22] sections 4.1, 7), and that concerns "
+                f"{self._listed(self.vague)}: fit the precisions with fit_hyperparameters, or go by the conditional "
+                "evidence"
+            )
+        narrow = tuple(row.name for row in self.rows if row.narrow)
+        if narrow:
+            words.append(f"the precisions of {self._listed(narrow)} are above what the evidence asks for")
+        return "; ".join(words)
+
+    def spearman(self, criterion: str = "evidence", against: str = "test_log_likelihood") -> float:
+        """Spearman's ρ of two columns over the models, of minus those where less is better; NaN below 3 models."""
+        from scipy.stats import spearmanr
+
+        signs = [-1.0 if name in LESS_IS_BETTER else 1.0 for name in (criterion, against)]
+        pairs = [(signs[0] * x, signs[1] * y) for x, y in zip(*map(self._column, (criterion, against)), strict=True)]
+        if len(pairs) < 3 or any(len({pair[side] for pair in pairs}) == 1 for side in (0, 1)):
+            return float("nan")  # ranks say nothing
+        return float(spearmanr(*zip(*pairs, strict=True)).statistic)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One line per model, one column per attribute of `ModelScores`."""
+        import pandas
+
+        names = [entry.name for entry in fields(ModelScores)]
+        return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
+
+    def to_json(self) -> str:
+        """All numbers with all their digits, and the rank correlations with the test log likelihood."""
+        return json.dumps(asdict(self) | {"spearman": self._correlations()}, indent=2)
+
+    def plot(self, criterion: str = "evidence", against: str = "test_log_likelihood") -> Figure:
+        """Scatter of two columns with Spearman's ρ, a point for each model ([I21] Fig. 2, [L22] Fig. 5)."""
+        from ntk_laplace.plotting import model_ranking
+
+        return model_ranking(
+            (_WORDS[criterion], self._column(criterion)), (_WORDS[against], self._column(against)),
+            [row.name for row in self.rows], [row.parameters for row in self.rows],
+            self.spearman(criterion, against), [row.name in self.vague for row in self.rows],
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        """A table, the rank correlations with the test log likelihood, and what to mind."""
+        head = f"{len(self.rows)} models of {self.num_examples:,} points; scores in nats, more is better"
+        if self.m is not None:
+            how = {"evidence": "joint", "average": "one by one"}[self.conditional]
+            head += f"; conditional: given {self.m:,} points, the others {how}"
+        columns = [["model", *(row.name for row in self.rows)], ["structure", *(row.structure for row in self.rows)]]
+        for name, (heading, form) in _HEADINGS.items():
+            values = [getattr(row, name) for row in self.rows]
+            if any(value is not None for value in values):
+                columns.append([heading, *("-" if value is None else form.format(value) for value in values)])
+        lines = [head, "", *aligned(columns)]
+        found = {name: rho for name, rho in self._correlations().items() if rho is not None}
+        if found:
+            lines += ["", "Spearman's ρ with the test log likelihood: "
+                      + ", ".join(f"{name} {rho:.2f}" for name, rho in found.items())]  # fmt: skip
+        notes = [f"{row.name}: prior {row.prior}" for row in self.rows if row.prior]
+        if self.warning:
+            notes.insert(0, f"Mind: {self.warning}.")
+        notes = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
+
+    def _listed(self, names: tuple[str, ...]) -> str:
+        return f"all {len(names)} models" if len(names) == len(self.rows) > 1 else ", ".join(names)
+
+    def _column(self, name: str) -> list[float]:
+        if name not in _WORDS:
+            raise DataError(f"a column among {', '.join(_WORDS)}", repr(name), "Look for a typo.")
+        values = [getattr(row, name) for row in self.rows]
+        if any(value is None for value in values):
+            raise DataError(f"a value of {name!r} for every model", "none for some",
+                            "Pass test data, or choose a criterion that every structure has.")
+        return values
+
+    def _correlations(self) -> dict[str, float | None]:
+        """ρ of each criterion with the test log likelihood; None where there is none."""
+        found: dict[str, float | None] = {}
+        for name in CRITERIA:
+            columns = name, "test_log_likelihood"
+            known = all(getattr(row, column) is not None for row in self.rows for column in columns)
+            rho = self.spearman(name) if known else float("nan")
+            found[name] = rho if rho == rho else None
+        return found

@@ -1,0 +1,192 @@
+"""Verbs of selection: scores of a model by what it predicts of its training data, all in nats, larger is better."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.posterior.evidence import EvidenceVerbs
+from ntk_laplace.posterior.explanation import ExplanationVerbs
+from ntk_laplace.selection import LearningCurve, Sequence, average_score, orders, require_beginning
+
+__all__ = ["SelectionVerbs"]
+
+_METHODS = ("auto", "evidence", "average")
+_ORDERS = 10  # of a conditional evidence in closed form
+
+
+class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
+    """Criteria beside the evidence, on its scale: sums over the data in nats, and more is better."""
+
+    def conditional_log_marginal_likelihood(
+        self, m: int, permutations: int | None = None, seed: int = 0, *, method: str = "auto",
+        scale: float | None = None, samples: int = 1000,
+    ) -> Tensor:  # fmt: skip
+        """Conditional evidence log p(the other points given m of them), averaged over orders ([L22] Eq. 5, 19).
+
+        At fixed weights: the linearized model is conditioned, the network is not trained anew. Its Jacobians have
+        seen all points that it was trained on; to hide the others, train on the first m, fit to all, and pass
+        ``permutations=0``.
+
+        Parameters
+        ----------
+        m : int
+            Points to condition on.
+        permutations : int, optional
+            Random orders. 0: the data's own, conditioned on its first m points. By default 10, and 1 for "average",
+            where each is a fit of its own.
+        seed : int
+            Of the orders.
+        method : str
+            "evidence": the joint density in closed form, log Z(all) - log Z(first m), the evidence with correction of
+            all points less that of m (structure "gp" and "full"). For a Gaussian likelihood this is Gaussian-process
+            regression; others are expanded to second order at the network's outputs, as the evidence does.
+            "average": [L22] appendix B, for every structure: the refitted linear model of the m points, its
+            covariance scaled to predict a seventeenth of them that is held out, predicts the others one by one under
+            the likelihood itself: a sum of marginals, which is not the joint density. "auto": the first where it can
+            be had.
+        scale : float, optional
+            For "average": factor of the latent covariance; nothing is then held out.
+        samples : int
+            For "average": points of f where the predictive has no closed form.
+
+        Returns
+        -------
+        Tensor, ()
+            In nats, summed over the points that are not conditioned on. It carries no gradient.
+
+        Raises
+        ------
+        DataError
+            If m leaves no points to predict, or the data cannot be read again.
+        UnsupportedError
+            If a method does not exist for the structure.
+        """
+        method = self._selection_method(method)
+        require_beginning(m, self.num_examples, 0 if method == "evidence" else 2)
+        if permutations is None:
+            permutations = _ORDERS if method == "evidence" else 1
+        chosen = orders(self.num_examples, permutations, seed)
+        with torch.no_grad():
+            if method == "average":
+                arguments = self._trained, self._structure
+                scores = [average_score(*arguments, order, m, scale, samples) for order in chosen]
+            elif self.structure == "gp":
+                sequence = self._sequence()
+                whole = sequence.evidence(torch.arange(self.num_examples))
+                scores = [whole - sequence.evidence(order[:m]) for order in chosen]
+            else:
+                whole = self.log_marginal_likelihood(correction=True)
+                scores = [whole - self._evidence_of(order[:m]) for order in chosen]
+            return torch.stack(scores).mean()
+
+    def learning_curve(self, permutations: int = 10, seed: int = 0) -> LearningCurve:
+        """log p(D_n given D_1 ... D_n-1) for n = 1 ... N ([L22] Eq. 4), one factorization for each order.
+
+        Parameters
+        ----------
+        permutations : int
+            Random orders; 0 keeps the data's own.
+        seed : int
+            Of the orders.
+
+        Returns
+        -------
+        LearningCurve
+            Its terms add up to the evidence with correction; from term m + 1 on they are the conditional evidence.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure is not "gp".
+        """
+        if self.structure != "gp":
+            raise UnsupportedError('structure="gp" for a learning curve', f"structure={self.structure!r}",
+                                   "Ask for conditional_log_marginal_likelihood at a few m, or fit in function space.")
+        sequence = self._sequence()
+        return LearningCurve(torch.stack([
+            sequence.increments(order) for order in orders(self.num_examples, permutations, seed)
+        ]))  # fmt: skip
+
+    def loo_log_density(self) -> Tensor:
+        """Σ log p(y_n given all other points), each from the closed form of `leave_one_out`; structure "gp" alone.
+
+        Returns
+        -------
+        Tensor, ()
+            In nats: a cross-validated score of N folds, at fixed weights.
+        """
+        return self.leave_one_out().log_density.sum()
+
+    def log_likelihood(self) -> Tensor:
+        """Σ log p(y_n given f_n) at the network's own outputs, in nats; differentiable in the likelihood."""
+        return self._structure.points.log_likelihood(self.likelihood)
+
+    def bic(self, effective: bool = False) -> Tensor:
+        """Bayesian information criterion as a log score, Σ log p(y_n given f_n) - ½ P log N.
+
+        The textbook's BIC is minus twice this. It approximates an evidence under a unit-information prior, for
+        N much larger than P; a network is seldom there.
+
+        Parameters
+        ----------
+        effective : bool
+            Count the effective parameters γ instead of all P.
+
+        Returns
+        -------
+        Tensor, ()
+            In nats.
+        """
+        return self._penalized(effective, 0.5 * math.log(self.num_examples))
+
+    def aic(self, effective: bool = False) -> Tensor:
+        """Akaike's information criterion as a log score, Σ log p(y_n given f_n) - P; the textbook's is -2 of it.
+
+        Parameters
+        ----------
+        effective : bool
+            Count the effective parameters γ instead of all P.
+
+        Returns
+        -------
+        Tensor, ()
+            In nats: an estimate of the log likelihood of N new points.
+        """
+        return self._penalized(effective, 1.0)
+
+    # --- inside
+
+    def _penalized(self, effective: bool, price: float) -> Tensor:
+        with torch.no_grad():
+            fit = self.log_likelihood()
+            count = self.effective_parameters().sum().to(fit) if effective else self.num_parameters
+            return fit - price * count
+
+    def _sequence(self) -> Sequence:
+        trained = self._trained
+        centered = trained.theta - trained.prior.flat_mean().to(trained.theta)
+        budget = trained.settings.memory_budget
+        return Sequence.of(self.curvature, self._structure.points, trained.likelihood, centered.detach(), budget)
+
+    def _evidence_of(self, index: Tensor) -> Tensor:
+        if len(index) == 0:
+            return torch.zeros((), dtype=self.dtype, device=self.network.device)
+        return self.subset(index).log_marginal_likelihood(correction=True)
+
+    def _selection_method(self, method: str) -> str:
+        if method not in _METHODS:
+            raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method), "Choose one of these.")
+        drawn = self.structure == "full" and self._trained.root.curvature == "mc"  # other labels in every subset
+        exact = self.structure in ("gp", "full") and not drawn
+        if method == "evidence" and not exact:
+            raise UnsupportedError(
+                'structure="gp" or "full" for method="evidence"'
+                + (', the second with curvature "ggn" or "ef"' if drawn else ""),
+                f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                'Use method="average", or fit in function space.',
+            )
+        return ("evidence" if exact else "average") if method == "auto" else method

@@ -1,0 +1,96 @@
+"""The learning curve: how well each point is predicted from those before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+__all__ = ["LearningCurve", "require_beginning"]
+
+_WINDOW = 20  # points of the running mean: at most so many, a tenth of the curve
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """log p(D_n given D_1 ... D_n-1) for n = 1 ... N over orders of the data ([L22] Eq. 4).
+
+    Attributes
+    ----------
+    terms : Tensor, (orders, N)
+        Nats; each row adds up to the evidence with correction, the same for every order.
+    """
+
+    terms: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """Average over the orders, (N,)."""
+        return self.terms.mean(0)
+
+    @property
+    def standard_error(self) -> Tensor:
+        """Of `mean`, (N,); NaN for one order."""
+        return self.terms.std(0) / len(self.terms) ** 0.5
+
+    @property
+    def evidence(self) -> float:
+        """All terms together, nats."""
+        return float(self.terms.sum(1).mean())
+
+    def conditional(self, m: int) -> float:
+        """Conditional evidence given the first m points: the later terms' sum, averaged over the orders, nats."""
+        return float(self.terms[:, require_beginning(m, self.terms.shape[1], 0) :].sum(1).mean())
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per n: mean over the orders, its standard error, and the evidence of the first n points."""
+        import pandas as pd
+
+        return pd.DataFrame({
+            "n": range(1, self.terms.shape[1] + 1),
+            "log_density": self.mean.cpu().numpy(),
+            "standard_error": self.standard_error.cpu().numpy(),
+            "evidence_so_far": self.mean.cumsum(0).cpu().numpy(),
+        })  # fmt: skip
+
+    def plot(self) -> Figure:
+        """The terms, and the evidence that they add up to below ([L22] Fig. 4)."""
+        from matplotlib.figure import Figure
+
+        frame = self.to_dataframe()
+        figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        window = max(1, min(_WINDOW, len(frame) // 10))
+        smooth = frame["log_density"].rolling(window, center=True, min_periods=1).mean()
+        top.plot(frame["n"], frame["log_density"], ".", ms=3, color="#9aa3ad", label=f"{len(self.terms)} orders")
+        top.plot(frame["n"], smooth, color="#1f4e79", label=f"running mean of {window}")
+        top.set_ylabel("point n given those before, nats")
+        # the first points may lie far below all others
+        low, high = smooth[len(frame) // 10 :].min(), frame["log_density"].max()
+        top.set_ylim(low - 0.3 * (high - low) - 0.1, high + 0.1 * (high - low) + 0.1)
+        top.legend(fontsize=8, loc="lower right")
+        bottom.plot(frame["n"], frame["evidence_so_far"], color="#1f4e79")
+        bottom.set(xlabel="points seen, n", ylabel="evidence of the first n, nats")
+        return figure
+
+
+def require_beginning(m: int, num_examples: int, least: int) -> int:
+    """m as it is, if some points come before and some after.
+
+    Raises
+    ------
+    DataError
+        Otherwise.
+    """
+    whole = isinstance(m, int) and not isinstance(m, bool)
+    if not whole or not least <= m < num_examples:
+        raise DataError(f"a number m of points to condition on, {least} to {num_examples - 1}", repr(m),
+                        "Pass a whole number that leaves points to predict, such as 80 % of N.")  # fmt: skip
+    return m

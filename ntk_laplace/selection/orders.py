@@ -1,0 +1,26 @@
+"""Orders of the data over which conditional evidences are averaged."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+
+__all__ = ["orders"]
+
+
+def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
+    """Random orders of N examples, the same for a seed on every machine; with ``permutations=0`` their own alone.
+
+    Raises
+    ------
+    DataError
+        If the number is not a whole one from 0.
+    """
+    if isinstance(permutations, bool) or not isinstance(permutations, int) or permutations < 0:
+        raise DataError("a number of permutations, 0 or more", repr(permutations), "0 keeps the data's own order.")
+    if permutations == 0:
+        return [torch.arange(num_examples)]
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randperm(num_examples, generator=generator) for _ in range(permutations)]
