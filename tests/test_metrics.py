@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import log_loss
+from sklearn.metrics import brier_score_loss, log_loss
 from torch.distributions import Categorical, MultivariateNormal, Normal
 
+import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.errors import DataError, TargetError
 
@@ -69,6 +70,37 @@ def test_mean_log_likelihood_is_minus_log_loss(table: tuple[np.ndarray, np.ndarr
     probabilities, labels = table
     ours = metrics.mean_log_likelihood(Categorical(torch.tensor(probabilities)), torch.tensor(labels))
     assert ours == pytest.approx(-log_loss(labels, probabilities, labels=range(4)), rel=1e-12)
+
+
+def test_brier_score_of_two_classes_is_twice_that_of_one() -> None:
+    rng = np.random.default_rng(3)
+    p, y = rng.random(50), rng.integers(0, 2, 50)
+    assert metrics.brier_score(p, y) == pytest.approx(2 * brier_score_loss(y, p), rel=1e-12)
+    assert metrics.brier_score([[0.0, 1.0, 0.0]], [1]) == 0.0 and metrics.brier_score([[0.0, 1.0, 0.0]], [2]) == 2.0
+
+
+def test_detection_is_the_share_of_pairs_in_the_right_order() -> None:
+    inside, outside = torch.tensor([0.1, 0.5, 0.5]), torch.tensor([[0.5], [0.9]])
+    # pairs: 0.5 beats 0.1 and ties twice; 0.9 beats all
+    assert metrics.detection_auroc(inside, outside) == pytest.approx((1 + 0.5 + 0.5 + 3) / 6)
+    for wrong in ([], [np.nan]):
+        with pytest.raises(DataError, match="finite scores of both kinds"):
+            metrics.detection_auroc([0.1], wrong)
+
+
+def test_held_out_scores_are_those_that_fit(table: tuple[np.ndarray, np.ndarray]) -> None:
+    probabilities, labels = torch.tensor(table[0]), torch.tensor(table[1])
+    found = metrics.held_out_scores(Categorical(probabilities), labels, bins=7)
+    assert found == pytest.approx({
+        "log_likelihood": metrics.mean_log_likelihood(Categorical(probabilities), labels),
+        "accuracy": metrics.accuracy(*table),
+        "brier": metrics.brier_score(*table),
+        "ece": metrics.expected_calibration_error(*table, bins=7),
+    }, rel=1e-12)  # fmt: skip
+    real = MultivariateNormal(torch.zeros(5, 2), torch.eye(2))
+    assert metrics.held_out_scores(real, torch.ones(5, 2)).keys() == {"log_likelihood", "rmse"}
+    several = ntkl.Bernoulli().distribution(torch.zeros(5, 2))
+    assert metrics.held_out_scores(several, torch.ones(5, 2)) == {"log_likelihood": pytest.approx(-2 * np.log(2))}
 
 
 def test_mean_log_likelihood_wants_one_number_per_example() -> None:

@@ -47,6 +47,9 @@ FIGURES = {
     "evidence_comparison": lambda: plotting.evidence_comparison(
         ["gp", "kfac", "diag"], [-10.0, -12.5, None], [(0.5, 0.1), (0.2, 0.1), None], [2**21, None, None], -10.0
     ),
+    "model_ranking": lambda: plotting.model_ranking(
+        ("evidence", [-2.0, -1.0]), ("test", [0.1, 0.3]), ["small", "large"], [10, 1000], 1.0, [True, False]
+    ),
     "selection_curves": lambda: plotting.selection_curves({"one": ([0.1, 1.0], {"evidence": [-2.0, -1.0]})}),
     "image_explanations": lambda: plotting.image_explanations([ROW, ROW], "log odds"),
 }  # fmt: skip
@@ -130,3 +133,13 @@ def test_explanations_show_every_image_with_its_caption() -> None:
 def test_nothing_to_explain_is_an_error() -> None:
     with pytest.raises(DataError, match="at least one image to explain; got none"):
         plotting.image_explanations([], "log odds")
+
+
+def test_a_ranking_marks_size_and_vague_priors() -> None:
+    (axes,) = FIGURES["model_ranking"]().axes
+    small, large, *_ = axes.lines
+    assert small.get_xydata().tolist() == [[-2.0, 0.1]] and large.get_xydata().tolist() == [[-1.0, 0.3]]
+    assert small.get_markersize() < large.get_markersize()
+    assert small.get_markerfacecolor() == "white" != large.get_markerfacecolor()
+    assert [text.get_text() for text in axes.texts] == ["small", "large"]
+    assert "1.00" in axes.get_title(loc="left")

@@ -277,7 +277,7 @@ def test_bic_and_aic_are_log_scores(structure):
         fit_ = -nn.functional.cross_entropy(network(x), y, reduction="sum").item()
     count = sum(p.numel() for p in network.parameters())
     used = float(posterior.effective_parameters().sum())
-    assert float(posterior.log_likelihood()) == pytest.approx(fit_, rel=1e-12)
+    assert posterior.log_likelihood().item() == pytest.approx(fit_, rel=1e-12)
     # the textbook's: BIC = P log N - 2 log L, AIC = 2 P - 2 log L
     assert -2 * float(posterior.bic()) == pytest.approx(count * math.log(40) - 2 * fit_, rel=1e-12)
     assert -2 * float(posterior.aic()) == pytest.approx(2 * count - 2 * fit_, rel=1e-12)
@@ -351,7 +351,7 @@ def test_bad_questions_are_answered(ask, error, words):
 
 def test_a_budget_is_kept():
     posterior = of_classes("gp", settings=ntkl.Settings(memory_budget=90_000))
-    with pytest.raises(ntkl.MemoryBudgetError, match="in another.*structured posterior"):
+    with pytest.raises(ntkl.MemoryBudgetError, match=r"in another.*structured posterior"):
         posterior.learning_curve()
 
 

@@ -14,7 +14,6 @@ from ntk_laplace.comparison.ranking import ModelComparison, ModelScores
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.likelihoods import Gaussian
-from ntk_laplace.metrics import held_out_scores
 from ntk_laplace.posterior import Posterior
 
 __all__ = ["compare_models"]
@@ -152,6 +151,8 @@ def _left_out(posterior: Posterior) -> float | None:
 
 def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, float]:
     """Test scores, by the names of `ModelScores`."""
+    from ntk_laplace.metrics import held_out_scores  # scikit-learn sets filters of warnings when it is imported
+
     network = posterior.network
     parts, targets = [], []
     for x, y in Batches(test, None, network.device, network.dtype):

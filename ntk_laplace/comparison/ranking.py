@@ -161,10 +161,10 @@ class ModelComparison:
         """Scatter of two columns with Spearman's ρ, a point for each model ([I21] Fig. 2, [L22] Fig. 5)."""
         from ntk_laplace.plotting import model_ranking
 
+        across, up = self._column(criterion), self._column(against)
         return model_ranking(
-            (_WORDS[criterion], self._column(criterion)), (_WORDS[against], self._column(against)),
-            [row.name for row in self.rows], [row.parameters for row in self.rows],
-            self.spearman(criterion, against), [row.name in self.vague for row in self.rows],
+            (_WORDS[criterion], across), (_WORDS[against], up), [row.name for row in self.rows],
+            [row.parameters for row in self.rows], self.spearman(criterion, against), [row.vague for row in self.rows],
         )  # fmt: skip
 
     def __str__(self) -> str:

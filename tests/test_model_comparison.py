@@ -1,0 +1,224 @@
+"""Comparison of models: the numbers of the verbs side by side, refusals, the warning about vague priors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import rankdata
+from sklearn.metrics import log_loss
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace import metrics
+from ntk_laplace.comparison import ModelComparison
+
+WIDTHS = (1, 2, 4, 8)
+
+
+@functools.cache
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.rand(90, 2).double() * 4 - 2
+    y = x[:, :1].sin() * x[:, 1:] + 0.3 * torch.randn(90, 1).double()
+    return x[:50], y[:50], x[50:], y[50:]
+
+
+@functools.cache
+def regression(width: int, precision: float, inputs: int = 2) -> nn.Module:
+    x, y, *_ = data()
+    torch.manual_seed(1)
+    network = nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, 1)).double()
+    weights = list(network.parameters())
+    optimizer = torch.optim.LBFGS(weights, max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        penalty = 0.5 * precision * sum(p.square().sum() for p in weights)
+        loss = (network(x[:, :inputs]) - y).square().sum() / 0.18 + penalty
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return network
+
+
+def posterior(width: int = 4, precision: float = 1.0, structure: str = "gp", groups: str = "layer", part: int = 50):
+    x, y, *_ = data()
+    prior = ntkl.GaussianPrior(precision, groups=groups)
+    return ntkl.laplace(regression(width, precision), (x[:part], y[:part]), ntkl.Gaussian(0.09), prior, structure)
+
+
+def tuned(width: int, **options) -> ntkl.Posterior:
+    found = posterior(width, **options)
+    found.fit_hyperparameters(parameters=["precision"])
+    return found
+
+
+def quietly(*arguments, **options) -> ModelComparison:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        return ntkl.compare_models(*arguments, **options)
+
+
+@functools.cache
+def four() -> ModelComparison:
+    return ntkl.compare_models({f"width {w}": tuned(w) for w in WIDTHS}, data()[2:], permutations=3, seed=4)
+
+
+def test_every_number_is_that_of_its_verb():
+    _, _, x_new, y_new = data()
+    for width in WIDTHS:
+        row, one = four()[f"width {width}"], tuned(width)
+        predicted = one.predict(x_new)
+        wanted = {
+            "parameters": 4 * width + 1,
+            "effective_parameters": one.effective_parameters().sum(),
+            "evidence": one.log_marginal_likelihood().detach(),
+            "conditional": one.conditional_log_marginal_likelihood(40, 3, 4),
+            "loo": one.leave_one_out().log_density.sum(),
+            "bic": one.bic(), "aic": one.aic(),
+            "test_log_likelihood": predicted.log_prob(y_new).mean().detach(),
+            "test_rmse": (predicted.mean - y_new).square().mean().sqrt(),
+        }  # fmt: skip
+        for name, value in wanted.items():
+            assert getattr(row, name) == pytest.approx(float(value), rel=1e-9), name
+        assert row.test_accuracy is None and row.structure == "gp"
+    assert four().m == 40 and four().conditional == "evidence"
+
+
+def test_rank_correlations_are_those_of_the_ranks():
+    frame = four().to_dataframe()
+    for criterion in ("evidence", "conditional", "loo", "bic", "aic"):
+        ranks = [rankdata(frame[name]) for name in (criterion, "test_log_likelihood")]
+        assert four().spearman(criterion) == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-12)
+    # less is better: the sign is turned
+    assert four().spearman("evidence", "test_rmse") == pytest.approx(
+        np.corrcoef(rankdata(frame["evidence"]), rankdata(-frame["test_rmse"]))[0, 1], abs=1e-12
+    )
+    assert np.isnan(quietly([posterior(2), posterior(4)], data()[2:]).spearman())
+
+
+def test_table_json_and_picture_hold_the_numbers():
+    found, text = four(), str(four())
+    read = json.loads(found.to_json())
+    for row, kept, line in zip(found.rows, read["rows"], text.splitlines()[4:8], strict=True):
+        assert kept["evidence"] == row.evidence and kept["name"] == row.name
+        assert row.name in line and f"{row.evidence:.2f}" in line and f"{row.test_rmse:.4f}" in line
+    assert read["spearman"]["evidence"] == found.spearman()
+    assert f"evidence {found.spearman():.2f}" in text and "given 40 points, the others joint" in text
+    assert list(found.to_dataframe()["loo"]) == [row.loo for row in found.rows]
+    (axes,) = found.plot("conditional", "test_rmse").axes
+    points = [line.get_xydata()[0].tolist() for line in axes.lines]
+    assert points == [[row.conditional, row.test_rmse] for row in found.rows]
+    assert f"{found.spearman('conditional', 'test_rmse'):.2f}" in axes.get_title(loc="left")
+
+
+def test_vague_priors_are_named_and_tuned_ones_are_not():
+    """At MacKay's fixed point no prior is vague; the gap foretells what tuning adds at the same weights."""
+    assert four().warning == "" and four().vague == () and "Mind" not in str(four())
+    models = {"vague": posterior(8, 1e-3), "tuned": tuned(8, precision=1e-3), "narrow": posterior(8, 30.0)}
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"ranks badly at fixed vague priors.*concerns vague: fit"):
+        found = ntkl.compare_models(models, conditional="none")
+    assert found.vague == ("vague",) and found["tuned"].prior == "" and found["tuned"].prior_gap < 1e-3
+    assert found["vague"].prior_gap == pytest.approx(found["tuned"].evidence - found["vague"].evidence, rel=0.2)
+    assert found["narrow"].narrow and not found["narrow"].vague and "narrow" in found.warning
+    assert "variance" in found["vague"].prior and found["vague"].prior in " ".join(str(found).split())
+    assert found["vague"].conditional is None and "conditional" not in str(found).splitlines()[2]
+    # one precision for all weights, and one for each
+    for groups in ("all", "parameter"):
+        assert quietly([posterior(8, 1e-3, groups=groups)], conditional="none").vague == ("model 1",)
+
+
+def test_one_method_for_all_structures():
+    models = [("exact", posterior(4)), ("kfac", posterior(4, structure="kfac"))]
+    mixed = quietly(models)
+    assert mixed.conditional == "average" and mixed["kfac"].loo is None and "one by one" in str(mixed)
+    alone = posterior(4).conditional_log_marginal_likelihood(40, method="average")
+    assert mixed["exact"].conditional == pytest.approx(float(alone), rel=1e-12)
+    assert np.isnan(mixed.spearman("evidence", "conditional"))  # of two models
+    with pytest.raises(ntkl.DataError, match="'loo' for every model"):
+        mixed.plot("loo", "evidence")
+
+
+def test_models_of_different_inputs_bring_their_own_test_data():
+    x, y, x_new, y_new = data()
+    one = ntkl.laplace(regression(3, 1.0, inputs=1), (x[:, :1], y), ntkl.Gaussian(0.09))
+    tests = {"both": (x_new, y_new), "first": (x_new[:, :1], y_new)}
+    found = quietly({"both": posterior(3), "first": one}, tests)
+    assert found["first"].test_log_likelihood == pytest.approx(
+        one.predict(x_new[:, :1]).log_prob(y_new).mean().item(), rel=1e-12
+    )
+
+
+def test_classes_are_scored_as_classes():
+    torch.manual_seed(0)
+    x = torch.randn(60, 3).double()
+    y = (x[:, 0] > 0).long() + (x[:, 1] > 0.5).long()
+    network = nn.Linear(3, 3).double()
+    one = ntkl.laplace(network, (x[:40], y[:40]), ntkl.Categorical())
+    row = quietly([one], (x[40:], y[40:])).rows[0]
+    probabilities = one.predict(x[40:]).probs.detach().numpy()
+    assert row.test_log_likelihood == pytest.approx(-log_loss(y[40:], probabilities, labels=range(3)))
+    assert row.test_accuracy == pytest.approx((probabilities.argmax(1) == y[40:].numpy()).mean())
+    truth = np.eye(3)[y[40:]]
+    assert row.test_brier == pytest.approx(((probabilities - truth) ** 2).sum(1).mean())
+    assert row.test_ece == pytest.approx(metrics.expected_calibration_error(probabilities, y[40:]))
+    assert row.test_rmse is None
+
+
+def test_networks_and_priors_come_back_as_they_were():
+    model = posterior(4)
+    before = [t.detach().clone() for t in (model.network.theta, model.prior.log_precision)]
+    state = torch.random.get_rng_state()
+    quietly([model], data()[2:])
+    assert torch.equal(before[0], model.network.theta) and torch.equal(before[1], model.prior.log_precision)
+    assert torch.equal(torch.random.get_rng_state(), state) and model.prior.log_precision.grad is None
+
+
+# --- what is not comparable
+
+
+def test_different_data_are_refused():
+    x, y, *_ = data()
+    network = regression(4, 1.0)
+    moved = y.clone()
+    moved[7] += 0.1
+    others = {
+        "50 examples.*45": posterior(4, part=45),
+        "other targets": ntkl.laplace(network, (x, moved), ntkl.Gaussian(0.09)),
+        "another order": ntkl.laplace(network, (x.flip(0), y.flip(0)), ntkl.Gaussian(0.09)),
+    }
+    for words, other in others.items():
+        with pytest.raises(ntkl.DataError, match=f"(?s)same data.*{words}.*without shuffling"):
+            ntkl.compare_models([posterior(4), other])
+    counts = torch.randint(0, 4, (50, 1)).double()
+    pair = [ntkl.laplace(network, (x, counts), model) for model in (ntkl.Gaussian(), ntkl.Poisson())]
+    with pytest.raises(ntkl.UnsupportedError, match=r"densities or all probabilities.*Gaussian and Poisson"):
+        ntkl.compare_models(pair)
+    # float32 rounds the targets, which is no other data
+    single = ntkl.laplace(network.float(), (x.float(), y.float()), ntkl.Gaussian(0.09))
+    network.double()
+    quietly([posterior(4), single])
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "words"),
+    [
+        (lambda one: ntkl.compare_models([]), ntkl.DataError, "got none"),
+        (lambda one: ntkl.compare_models([one.network]), ntkl.DataError, "Fit each model"),
+        (lambda one: ntkl.compare_models([("a", one), ("a", one)]), ntkl.DataError, "a name of its own"),
+        (lambda one: ntkl.compare_models([one], conditional="all"), ntkl.UnsupportedError, "conditional=.*'all'"),
+        (lambda one: ntkl.compare_models([one], m=50), ntkl.DataError, "0 to 49; got 50"),
+        (lambda one: quietly([one]).spearman("evidence"), ntkl.DataError, "'test_log_likelihood' for every"),
+        (lambda one: quietly([one]).plot("clml"), ntkl.DataError, "a column among"),
+        (lambda one: quietly([one])["b"], KeyError, "no model 'b' among model 1"),
+    ],
+)
+def test_bad_questions_are_answered(ask, error, words):
+    with pytest.raises(error, match=words):
+        ask(posterior(2))
