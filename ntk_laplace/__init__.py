@@ -25,17 +25,25 @@ from ntk_laplace.errors import (
     NTKLaplaceWarning,
     NumericalError,
     TargetError,
+    TrainingInterrupted,
     UnsupportedError,
 )
 from ntk_laplace.explain import Explanation, LeaveOneOut
 from ntk_laplace.fit import laplace
 from ntk_laplace.hyperparameters import HyperparameterHistory
-from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson
+from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.selection import LearningCurve
 from ntk_laplace.structures import Settings
+from ntk_laplace.training import (
+    EvidenceHistory,
+    EvidenceSchedule,
+    EvidenceTraining,
+    TrainingState,
+    train_with_evidence,
+)
 
 __version__ = "0.1.0"
 
@@ -50,6 +58,9 @@ __all__ = [
     "DataError",
     "Diagonal",
     "EvidenceComparison",
+    "EvidenceHistory",
+    "EvidenceSchedule",
+    "EvidenceTraining",
     "Explanation",
     "FitInterrupted",
     "Gaussian",
@@ -75,6 +86,9 @@ __all__ = [
     "Settings",
     "StructureEvidence",
     "TargetError",
+    "Tempered",
+    "TrainingInterrupted",
+    "TrainingState",
     "UnsupportedError",
     "compare_evidence",
     "compare_models",
@@ -82,4 +96,5 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "train_with_evidence",
 ]

@@ -15,6 +15,7 @@ __all__ = [
     "NonFiniteError",
     "NumericalError",
     "TargetError",
+    "TrainingInterrupted",
     "UnsupportedError",
 ]
 
@@ -92,6 +93,21 @@ class FitInterrupted(KeyboardInterrupt):
     def __init__(self, state: object, done: int, total: int | None) -> None:
         of = f" of {total:,}" if total else ""
         super().__init__(f"interrupted after {done:,}{of} examples; laplace(..., settings=Settings("
+                         "resume=error.state)) goes on from there")
+        self.state = state
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """A training with evidence was interrupted; the network is left at the best evidence so far.
+
+    Attributes
+    ----------
+    state : dict
+        The end of the last epoch, or of one a second before: pass it as ``Settings(resume=error.state)``.
+    """
+
+    def __init__(self, state: dict, done: int, total: int) -> None:
+        super().__init__(f"interrupted after {done:,} of {total:,} epochs; train_with_evidence(..., settings=Settings("
                          "resume=error.state)) goes on from there")
         self.state = state
 

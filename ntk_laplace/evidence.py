@@ -32,7 +32,15 @@ __all__ = [
 
 
 class Curvature(Protocol):
-    """What evidence and predictive ask of a structure, whichever space it lives in."""
+    """What evidence and predictive ask of a structure, whichever space it lives in.
+
+    Attributes
+    ----------
+    homogeneous : bool
+        Whether H for c Λ and c P0 is c H.
+    """
+
+    homogeneous: bool
 
     def logdet(self) -> Tensor:
         """log det B = log det H - log det P0, a scalar."""
@@ -233,6 +241,10 @@ def log_det(
         Gives ∂ log det B/∂Λ_n, (N, C, C), V at the training points if the curvature is exact; called by the backward
         pass alone.
     """
+    kept = isinstance(points, TrainingPoints) and curvature.homogeneous
+    scale = root.log_scale(likelihood) if kept else None
+    if scale is not None:  # Λ = c Λ': ∂ log det B/∂ log c = Σ γ_g, as if every precision were divided by c
+        return _LogDet.apply(prior.log_precision, scale, curvature, lambda: curvature.effective_parameters().sum())
     hessian = points.hessian(root, likelihood)
     return _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
 

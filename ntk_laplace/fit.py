@@ -26,7 +26,7 @@ from ntk_laplace.structures import (
     resumed,
 )
 
-__all__ = ["STRUCTURES", "laplace"]
+__all__ = ["STRUCTURES", "form_of", "laplace"]
 
 EXACT = {"gp": FunctionSpaceStructure, "full": FullStructure}
 STRUCTURES = (*EXACT, *FORMS)
@@ -91,7 +91,7 @@ def laplace(
     for module in (prior, likelihood):
         module.to(door.device)  # hyperparameters live where the network does
     batches = Batches(data, settings.batch_size, door.device, door.dtype)
-    form = FORMS[structure]() if structure in FORMS else structure
+    form = form_of(structure)
     factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
     trained = Trained(door, likelihood, prior, root, factors, settings)
     with torch.inference_mode(False):
@@ -100,6 +100,23 @@ def laplace(
         posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
     return posterior
+
+
+def form_of(structure: str | Form) -> str | Form:
+    """The structured form that a name stands for; "gp", "full" and "auto" stay.
+
+    Raises
+    ------
+    UnsupportedError
+        If nothing has that name.
+    """
+    if isinstance(structure, Form) or structure in (*EXACT, "auto"):
+        return structure
+    if structure not in FORMS:
+        raise UnsupportedError(f'structure among {", ".join([*STRUCTURES, "auto"])}', repr(structure),
+                               'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
+                               "let cost decide between the exact two.")
+    return FORMS[structure]()
 
 
 def _fit(form: str | Form, trained: Trained, batches: Batches) -> tuple[Structure, str]:
@@ -116,10 +133,6 @@ def _fit(form: str | Form, trained: Trained, batches: Batches) -> tuple[Structur
 def _choose(structure: str, trained: Trained, batches: Batches) -> tuple[str, str]:
     if structure in EXACT:
         return structure, ""
-    if structure != "auto":
-        raise UnsupportedError(f'structure among {", ".join([*STRUCTURES, "auto"])}', repr(structure),
-                               'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
-                               "let cost decide between the exact two.")
     n = batches.length or sum(len(y) for _, y in batches)
     size = n * trained.root.columns(trained.likelihood, trained.network.num_outputs)
     p = trained.network.num_parameters

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ntk_laplace.data import Inputs, check_finite, num_examples, take
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError
 
-__all__ = ["Network", "ParameterChoice", "preserved_rng"]
+__all__ = ["Caller", "Network", "ParameterChoice", "preserved_rng"]
 
 
-class _Caller(nn.Module):
+class Caller(nn.Module):
     """Calls a module on one input, or on the parts of a tuple or dict where its `forward` takes them apart."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,6 +28,7 @@ class _Caller(nn.Module):
         self._signature = _signature(module)
 
     def forward(self, x: Inputs) -> Tensor:
+        """Outputs as the module gives them."""
         if isinstance(x, dict) and _binds(self._signature, (), x):
             return self.module(**x)
         if isinstance(x, (tuple, list)) and _binds(self._signature, tuple(x), {}):
@@ -105,7 +106,7 @@ class Network:
             raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
                                "Wrap the function in a module whose parameters are registered.")
         self.module = _private_copy(module)
-        self.caller = _Caller(self.module)
+        self.caller = Caller(self.module)
         chosen = _choose(self.module, parameters)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 __all__ = ["track"]
@@ -11,15 +11,17 @@ __all__ = ["track"]
 T = TypeVar("T")
 
 
-def track(items: Iterable[T], description: str, total: int | None, enabled: bool | None = None) -> Iterator[T]:
+def track(
+    items: Iterable[T], description: str | Callable[[], str], total: int | None, enabled: bool | None = None
+) -> Iterator[T]:
     """Iterate over `items` behind a progress bar with the time left.
 
     Parameters
     ----------
     items : iterable
         The work.
-    description : str
-        What is being done.
+    description : str or callable
+        What is being done; a callable is asked again after each item.
     total : int, optional
         Number of items, if known.
     enabled : bool, optional
@@ -34,4 +36,11 @@ def track(items: Iterable[T], description: str, total: int | None, enabled: bool
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield from bar.track(items, total=total, description=description)
+        task = bar.add_task(_words(description), total=total)
+        for item in items:
+            yield item
+            bar.update(task, advance=1, description=_words(description))
+
+
+def _words(description: str | Callable[[], str]) -> str:
+    return description if isinstance(description, str) else description()

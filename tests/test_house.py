@@ -32,7 +32,7 @@ HOUSE = [
     ["explain", "hyperparameters", "selection"],
     ["posterior"],
     ["fit", "ntk", "checkpoint"],
-    ["gp"],
+    ["gp", "training"],
     ["metrics"],
     ["plotting", "report"],
     ["comparison"],

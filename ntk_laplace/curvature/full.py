@@ -44,6 +44,8 @@ class FullWeightSpace:
         The weights at which the network is linearized.
     """
 
+    homogeneous = True
+
     def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor) -> None:
         self.shapes, self.theta = shapes, theta
         with torch.no_grad():

@@ -35,6 +35,8 @@ class FunctionSpace:
         The parameters, in order.
     """
 
+    homogeneous = True
+
     def __init__(self, rows: Rows, root: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size]) -> None:
         self.rows, self.root, self.shapes = rows, root, shapes
         self.variances: Variances = prior_variances(prior, shapes)

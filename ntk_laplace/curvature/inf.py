@@ -126,6 +126,8 @@ class InfPart:
         it. "raise": leave it, and refuse a precision that does not make up for it.
     """
 
+    homogeneous = True
+
     def __init__(
         self, part: Part, low: LowRank, moments: Tensor, exact: Tensor, precision: Tensor, violation: str = "shrink"
     ) -> None:

@@ -62,11 +62,19 @@ class Root:
         root = self._gradients(likelihood, f, targets)
         return root @ root.mT
 
+    def log_scale(self, likelihood: Likelihood) -> Tensor | None:
+        """Return log c, if all that the likelihood's hyperparameters do to S Sᵀ is to multiply it by a number c."""
+        scale = likelihood.log_curvature_scale()
+        # r = Λ (y - f) with the data's own y; a drawn y - f grows with the noise, and its r rᵀ goes as Λ
+        return 2.0 * scale if scale is not None and self.curvature == "ef" else scale
+
     def _gradients(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        # an example that counts w times has the gradient w r, and w times r rᵀ
+        share = likelihood.weight**0.5
         if self.curvature == "ef":
-            return likelihood.residual(f, targets).unsqueeze(-1)
+            return likelihood.residual(f, targets).unsqueeze(-1) / share
         with preserved_rng(f.device), torch.no_grad():
             torch.manual_seed(self.seed)
             drawn = likelihood.distribution(f).sample((self.samples,))
         columns = [likelihood.residual(f, y) for y in drawn]
-        return torch.stack(columns, -1) / self.samples**0.5  # E[S Sᵀ] = Λ
+        return torch.stack(columns, -1) / (share * self.samples**0.5)  # E[S Sᵀ] = Λ

@@ -33,6 +33,8 @@ class SpectralPart:
         P0^-½, if λ and U are those of the scaled matrix; H's own eigenvalues are then relative to P0.
     """
 
+    homogeneous = True
+
     def __init__(
         self, part: Part, basis: Basis, values: Tensor, precision: Tensor, scale: Tensor | None = None
     ) -> None:
@@ -59,6 +61,10 @@ class SpectralPart:
     def spectrum(self) -> Tensor | None:
         """Eigenvalues relative to P0."""
         return self.values / self._shift
+
+    def entry_of(self, values: Tensor) -> Tensor | None:
+        """What belongs to each eigenvalue, of (G, o, i) that belong to each entry; None if eigenvectors mix entries."""
+        return values if self.basis.right is None and self.basis.left is None else None
 
     def effective(self) -> Tensor:
         """γ = Σ λ/(λ + δ), 0-d; or entry by entry, (G, o, i), where each has a precision of its own."""
@@ -157,6 +163,7 @@ class KroneckerPart(SpectralPart):
         values = self.left.unsqueeze(2) * self.right.unsqueeze(1)
         super().__init__(part, basis, values, precision)
         self.sharing, self.damped, self.count = sharing, damped, count
+        self.homogeneous = not damped
 
     @cached_property
     def inverse(self) -> Tensor:

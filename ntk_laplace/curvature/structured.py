@@ -17,9 +17,17 @@ __all__ = ["PartAlgebra", "StructuredWeightSpace", "group_numbers"]
 
 
 class PartAlgebra(Protocol):
-    """What one part answers for one setting of the hyperparameters; values are in the part's frame (G, o, i)."""
+    """What one part answers for one setting of the hyperparameters; values are in the part's frame (G, o, i).
+
+    Attributes
+    ----------
+    part : Part
+    homogeneous : bool
+        Whether c times Λ and P0 make c times H.
+    """
 
     part: Part
+    homogeneous: bool
 
     def logdet(self) -> Tensor:
         """log det H - log det P0."""
@@ -88,6 +96,31 @@ class StructuredWeightSpace:
         """Eigenvalues of P0^-½ (H - P0) P0^-½, those of no part left out; None if a part does not list its own."""
         lists = [getattr(algebra, "spectrum", lambda: None)() for algebra in self.algebras]
         return None if any(own is None for own in lists) else torch.cat([own.double().flatten() for own in lists])
+
+    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
+        """The spectrum part by part, each with its prior group, or with one group for each eigenvalue.
+
+        None where a part does not list its eigenvalues, or they belong to several precisions at once.
+        """
+        found: list[tuple[Tensor, int | Tensor]] = []
+        for algebra in self.algebras:
+            spectrum = getattr(algebra, "spectrum", lambda: None)()
+            if spectrum is None:
+                return None
+            groups = [self._prior.group_of(name) for name in algebra.part.names]
+            if isinstance(groups[0], int) and groups.count(groups[0]) == len(groups):
+                found.append((spectrum.flatten(), groups[0]))
+                continue
+            own = algebra.entry_of(algebra.part.gather(self._named(self._groups)))
+            if own is None:
+                return None
+            found.append((spectrum.flatten(), own.flatten()))
+        return found
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether c times Λ and P0 make c times H; not where factors are damped."""
+        return all(algebra.homogeneous for algebra in self.algebras)
 
     def effective_parameters(self) -> Tensor:
         """γ_g = -∂ log det B/∂ log δ_g for each prior group, (G,)."""

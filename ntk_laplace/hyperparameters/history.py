@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["HyperparameterHistory"]
+__all__ = ["HyperparameterHistory", "draw_history"]
 
 _MOST_LINES = 12  # hyperparameters drawn one by one; of more, the first ones
 
@@ -71,21 +72,39 @@ class HyperparameterHistory:
 
     def plot(self) -> Figure:
         """Evidence over the steps, and the hyperparameters on a log scale below."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.4, 5.2), layout="constrained")
-        top, bottom = figure.subplots(2, 1, sharex=True)
-        steps = range(len(self))
-        top.plot(steps, self.evidence, color="#1f4e79", marker="." if len(self) < 40 else None)
-        top.set_ylabel("evidence, nats")
-        top.set_title(f"{self.method}: {self.message}", fontsize=10)
-        for number, name in enumerate(self.names[:_MOST_LINES]):
-            bottom.semilogy(steps, [row[number] for row in self.values], label=name)
-        shown = f" (first {_MOST_LINES} of {len(self.names)})" if len(self.names) > _MOST_LINES else ""
-        bottom.set(xlabel="step", ylabel="hyperparameter" + shown)
-        bottom.legend(fontsize=8, ncols=2)
+        figure = draw_history("step", range(len(self)), self.evidence, self.names, self.values)
+        figure.axes[0].set_title(f"{self.method}: {self.message}", fontsize=10)
         return figure
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
         return dict(vars(self))
+
+
+def draw_history(
+    axis: str, steps: Sequence[int], evidence: Sequence[float], names: Sequence[str], values: Sequence[Sequence[float]]
+) -> Figure:
+    """Evidence over steps or epochs, and hyperparameters on a log scale below.
+
+    Parameters
+    ----------
+    axis : str
+        What `steps` count.
+    steps, evidence : sequences of equal length
+    names : sequence of str
+    values : sequence of sequences
+        Hyperparameters of each step in the order of `names`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    marker = "." if len(steps) < 40 else None
+    top.plot(steps, evidence, color="#1f4e79", marker=marker)
+    top.set_ylabel("evidence, nats")
+    for number, name in enumerate(names[:_MOST_LINES]):
+        bottom.semilogy(steps, [row[number] for row in values], label=name, marker=marker)
+    shown = f" (first {_MOST_LINES} of {len(names)})" if len(names) > _MOST_LINES else ""
+    bottom.set(xlabel=axis, ylabel="hyperparameter" + shown)
+    bottom.legend(fontsize=8, ncols=2)
+    return figure

@@ -58,7 +58,7 @@ def maximize(
     if options:
         raise HyperparameterError("options among correction, learning_rate, progress", ", ".join(options), "Drop them.")
     variables = Variables(posterior, parameters)
-    evidence = None if correction else spectral_evidence(posterior, list(variables.parameters))
+    evidence = None if correction else spectral_evidence(posterior, theta, list(variables.parameters))
     if evidence is None:
         evidence = partial(posterior.log_marginal_likelihood, correction=correction)
     search = _Search(variables, evidence, bounds, steps, tolerance)

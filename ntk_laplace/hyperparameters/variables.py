@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError
-from ntk_laplace.likelihoods import Gaussian, Likelihood
+from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["Evidence", "Variables", "spectral_evidence"]
@@ -22,8 +22,14 @@ class Evidence(Protocol):
     prior: GaussianPrior
     likelihood: Likelihood
 
-    def log_joint(self) -> Tensor:
-        """First part of the evidence, differentiable."""
+    def log_likelihood(self) -> Tensor:
+        """Σ log p(y_n given f_n), differentiable in the likelihood's hyperparameters."""
+
+    def log_scale(self) -> Tensor | None:
+        """The logarithm of a number by which the likelihood's hyperparameters multiply the curvature; or None."""
+
+    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½ with their prior groups; or None."""
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Evidence in nats, differentiable in the hyperparameters."""
@@ -126,30 +132,35 @@ class Variables:
         return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in flat])
 
 
-def spectral_evidence(posterior: Evidence, which: Sequence[str]) -> Callable[[], Tensor] | None:
-    """The evidence from one eigendecomposition, where everything that moves scales B - I by one number.
+def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Callable[[], Tensor] | None:
+    """The evidence from one eigendecomposition, where each eigenvalue of B - I belongs to one precision.
 
-    One precision δ, and a Gaussian's one noise variance σ²: SᵀKS is proportional to 1/(δσ²). None if more moves.
+    So it does under one precision for all, and in weight space of Kronecker factors and diagonals. A likelihood may
+    move too if all it does to Λ is to multiply it by a number (a Gaussian's one noise variance), and a fixed one is
+    evaluated once. A step costs O(P), or O(N R). None if more moves.
     """
-    prior, likelihood = posterior.prior, posterior.likelihood
-    noise = isinstance(likelihood, Gaussian) and likelihood.kind == "scalar"
+    prior = posterior.prior
     moving = set(which) - {"precision"}
-    if prior.log_precision.numel() != 1 or (moving and not (noise and moving == {"noise"})):
+    scale = posterior.log_scale()
+    if moving and scale is None:
         return None
-    spectrum_of = getattr(posterior, "spectrum", None)
-    spectrum: Tensor | None = None if spectrum_of is None else spectrum_of()
-    if spectrum is None:
+    spectra = posterior.group_spectra()
+    if spectra is None:
         return None
-    spectrum = spectrum.clamp_min(0.0).double()  # rounding leaves those of a semidefinite matrix a little below zero
-    log_precision = prior.log_precision.detach().clone()
-    log_noise = likelihood.log_noise.detach().clone() if noise else None
+    # rounding leaves the eigenvalues of a semidefinite matrix a little below zero
+    spectra = [(values.detach().clamp_min(0.0).double(), group) for values, group in spectra]
+    with torch.no_grad():
+        log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
+        log_scale = None if scale is None else scale.detach().clone()
+        log_likelihood = posterior.log_likelihood()
 
     def evidence() -> Tensor:
-        shift = (prior.log_precision - log_precision).double().squeeze()
-        if log_noise is not None:
-            shift = shift + (likelihood.log_noise - log_noise).double().squeeze()
-        joint = posterior.log_joint()
-        return joint - 0.5 * torch.log1p(spectrum * torch.exp(-shift)).sum().to(joint)  # [I21] Eq. 8
+        shift = (prior.log_precision - log_precision).double()
+        if moving:
+            shift = shift - (posterior.log_scale() - log_scale).double()
+        joint = posterior.log_likelihood() if moving else log_likelihood
+        joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
+        log_det = sum(torch.log1p(values * torch.exp(-shift[group])).sum() for values, group in spectra)
+        return joint - 0.5 * log_det.to(joint)  # [I21] Eq. 8, 9
 
     return evidence
-

@@ -13,6 +13,7 @@ from ntk_laplace.likelihoods.custom import CustomLikelihood, from_log_prob
 from ntk_laplace.likelihoods.gaussian import Gaussian
 from ntk_laplace.likelihoods.poisson import Poisson
 from ntk_laplace.likelihoods.responses import Response
+from ntk_laplace.likelihoods.tempered import Tempered
 
 __all__ = [
     "Bernoulli",
@@ -22,5 +23,6 @@ __all__ = [
     "Likelihood",
     "Poisson",
     "Response",
+    "Tempered",
     "from_log_prob",
 ]

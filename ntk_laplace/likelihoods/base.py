@@ -31,6 +31,9 @@ class Likelihood(nn.Module):
     classifies: bool = False
     """Whether `mean` holds class probabilities."""
 
+    weight: float = 1.0
+    """How many times each example counts; see `Tempered`."""
+
     # --- the door -------------------------------------------------------------------------------------
 
     def bind(self, num_examples: int, num_outputs: int) -> None:
@@ -75,6 +78,10 @@ class Likelihood(nn.Module):
             If the noise belongs to the training points.
         """
         return self
+
+    def log_curvature_scale(self) -> Tensor | None:
+        """Return log c, if all that the hyperparameters do to `hessian` is to multiply it by a number c; else None."""
+        return None
 
     # --- the density and its derivatives in f -----------------------------------------------------------
 

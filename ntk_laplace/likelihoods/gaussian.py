@@ -124,6 +124,10 @@ class Gaussian(Likelihood):
         """(C,)."""
         return Size((num_outputs,))
 
+    def log_curvature_scale(self) -> Tensor | None:
+        """Return -log σ² where one variance multiplies all of Λ = I/σ²."""
+        return -self.log_noise if self.kind == "scalar" else None
+
     # --- the density and its derivatives in f ---------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

@@ -19,6 +19,10 @@ __all__ = ["EvidenceVerbs"]
 class EvidenceVerbs(Fitted):
     """How well the model explains its training data."""
 
+    def log_likelihood(self) -> Tensor:
+        """Σ log p(y_n given f_n) of the training points, nats; differentiable in the likelihood's hyperparameters."""
+        return self._structure.points.log_likelihood(self._trained.likelihood)
+
     def log_joint(self) -> Tensor:
         """Σ log p(y_n given f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), the evidence's first part; differentiable like it."""
         trained = self._trained
@@ -90,6 +94,22 @@ class EvidenceVerbs(Fitted):
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros left out or not; None where a structure has no list of them."""
         spectrum = getattr(self.curvature, "spectrum", None)
         return None if spectrum is None else spectrum()
+
+    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
+        """The spectrum in pieces, each with its prior group (a number, or one for each eigenvalue).
+
+        With all of a group's precisions multiplied by c_g and Λ by c, log det B = Σ log(1 + c λ_i/c_g). None where a
+        structure has no eigenvalues that belong to one group each.
+        """
+        if len(self.prior.log_precision) == 1:
+            spectrum = self.spectrum()
+            return None if spectrum is None else [(spectrum.flatten(), 0)]
+        by_group = getattr(self.curvature, "group_spectra", None)
+        return None if by_group is None else by_group()
+
+    def log_scale(self) -> Tensor | None:
+        """Return log c, if all that the likelihood's hyperparameters do to the curvature is to multiply it by c."""
+        return self._trained.root.log_scale(self.likelihood)
 
     def fit_hyperparameters(
         self, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,

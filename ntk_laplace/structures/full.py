@@ -1,7 +1,7 @@
 """structure="full": the data pass by, and JᵀΛJ stays.
 
-A change of a likelihood's hyperparameter, a correction, or a gradient in the noise asks for another pass over the
-data; predictions and changes of the prior do not.
+A correction asks for another pass over the data, and so does a change of the likelihood's hyperparameters, unless it
+multiplies all Λ_n by one number (a Gaussian's noise); predictions and changes of the prior do not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
 from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
 from ntk_laplace.evidence import Curvature, ForgottenPoints, TrainingPoints, present_values, unmoved
 from ntk_laplace.factors import Rows
+from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import ExactStructure, Trained
-from ntk_laplace.structures.reading import backproject, push, read_batches, read_rows, selected
+from ntk_laplace.structures.reading import backproject, common_factor, push, read_batches, read_rows, selected
 
 __all__ = ["FullStructure"]
 
@@ -53,13 +54,23 @@ class FullStructure(ExactStructure):
             targets.append(y)
         self.points = TrainingPoints.checked(trained.likelihood, torch.cat(f), targets)
         self._ggn: Tensor | None = None
-        self._seen: tuple[Tensor, ...] = ()
+        self._likelihood: Likelihood | None = None  # as it was when JᵀΛJ was summed
 
     def curvature(self, trained: Trained) -> FullWeightSpace:
         """Factor H at the present hyperparameters."""
-        if self._ggn is None or not unmoved(self._seen, trained.likelihood):
-            self._ggn, self._seen = self._accumulate(trained), present_values(trained.likelihood)
+        if self._ggn is None:
+            self._ggn, self._likelihood = self._accumulate(trained), copy.deepcopy(trained.likelihood)
+        self._follow(trained)
         return FullWeightSpace(self._ggn, trained.prior, trained.network.shapes, trained.theta)
+
+    def _follow(self, trained: Trained) -> None:
+        """Bring JᵀΛJ to the likelihood's present hyperparameters."""
+        if unmoved(present_values(self._likelihood), trained.likelihood):
+            return
+        known = isinstance(self.points, TrainingPoints)
+        factor = common_factor(trained, self._likelihood, self.points) if known else None
+        self._ggn = self._accumulate(trained) if factor is None else self._ggn * factor
+        self._likelihood = copy.deepcopy(trained.likelihood)
 
     def _accumulate(self, trained: Trained) -> Tensor:
         p = trained.network.num_parameters
@@ -121,11 +132,12 @@ class FullStructure(ExactStructure):
         """From a checkpoint."""
         made = cls.__new__(cls)
         made._batches, made.points, made._ggn = kept_or_missing(batches), points, saved["ggn"]
-        made._seen = present_values(trained.likelihood)
+        made._likelihood = copy.deepcopy(trained.likelihood)
         return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move JᵀΛJ, and where batches go."""
         self._batches.device, self.points = device, self.points.to(device, dtype)
         self._ggn = None if self._ggn is None else self._ggn.to(device, dtype)
-        self._seen = tuple(tensor.to(device) for tensor in self._seen)
+        if self._likelihood is not None:
+            self._likelihood.to(device)

@@ -9,11 +9,24 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.data import Inputs, Selected, Source, num_examples
+from ntk_laplace.evidence import TrainingPoints, present_values, unmoved
 from ntk_laplace.factors import Rows
+from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.progress import track
 from ntk_laplace.structures.base import Trained
 
-__all__ = ["backproject", "digest", "model_signature", "push", "read_batches", "read_rows", "selected"]
+__all__ = [
+    "backproject",
+    "common_factor",
+    "digest",
+    "model_signature",
+    "push",
+    "read_batches",
+    "read_rows",
+    "selected",
+]
+
+_CHUNK = 4096  # examples whose output Hessians are compared at a time
 
 
 def read_batches(
@@ -75,3 +88,23 @@ def model_signature(trained: Trained) -> dict[str, str]:
         "prior groups": repr(trained.prior.groups),
         "dtype": repr(trained.factors.dtype),
     }
+
+
+def common_factor(trained: Trained, before: Likelihood, points: TrainingPoints) -> float | None:
+    """c where Λ_n now is c times Λ_n under the likelihood `before`, for all n; None if there is no such number."""
+    if unmoved(present_values(before), trained.likelihood):
+        return 1.0
+    factor: float | None = None
+    tolerance = 64 * torch.finfo(points.f.dtype).eps
+    for start in range(0, len(points.f), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        new, old = (
+            trained.root.hessian(likelihood.at(part), points.f[part], points.targets[part]).detach()
+            for likelihood in (trained.likelihood, before)
+        )
+        if factor is None:
+            size = old.square().sum()
+            factor = float((new * old).sum() / size) if float(size) else 1.0
+        if float((new - factor * old).abs().max()) > tolerance * float(new.abs().max()):
+            return None
+    return factor

@@ -13,17 +13,15 @@ from torch import Tensor
 from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
 from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints, present_values, unmoved
+from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.factors import Rows
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.reading import backproject, model_signature, push, read_rows, selected
+from ntk_laplace.structures.reading import backproject, common_factor, model_signature, push, read_rows, selected
 from ntk_laplace.structures.records import form_record, form_words, from_record, record
 
 __all__ = ["StructuredStructure"]
-
-_CHUNK = 4096  # examples whose output Hessians are compared at a time
 
 
 class StructuredStructure:
@@ -114,7 +112,7 @@ class StructuredStructure:
 
     def _follow(self, trained: Trained) -> None:
         """Bring the sums to the likelihood's present hyperparameters."""
-        factor = _common_factor(trained, self._likelihood, self.points)
+        factor = common_factor(trained, self._likelihood, self.points)
         if factor is not None:
             self._scale = factor
             return
@@ -266,23 +264,3 @@ def _require_mergeable(first: StructuredStructure, second: StructuredStructure) 
             if a is not None and not torch.equal(a, b.to(a)):
                 raise UnsupportedError("one eigenbasis for both posteriors", "two",
                                        f"Fit both with {first.form.name.upper()}(basis=kfac_posterior).")
-
-
-def _common_factor(trained: Trained, before: Any, points: TrainingPoints) -> float | None:
-    """c where Λ_n now is c times Λ_n under the likelihood `before`, for all n; None if there is no such number."""
-    if unmoved(present_values(before), trained.likelihood):
-        return 1.0
-    factor: float | None = None
-    tolerance = 64 * torch.finfo(points.f.dtype).eps
-    for start in range(0, len(points.f), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        new, old = (
-            trained.root.hessian(likelihood.at(part), points.f[part], points.targets[part]).detach()
-            for likelihood in (trained.likelihood, before)
-        )
-        if factor is None:
-            size = old.square().sum()
-            factor = float((new * old).sum() / size) if float(size) else 1.0
-        if float((new - factor * old).abs().max()) > tolerance * float(new.abs().max()):
-            return None
-    return factor

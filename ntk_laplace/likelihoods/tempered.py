@@ -1,0 +1,141 @@
+"""Tempered: a likelihood whose every example counts several times, or less than once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Size, Tensor
+
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.responses import Response
+
+__all__ = ["Tempered"]
+
+
+class Tempered(Likelihood):
+    """The likelihood ``p(y given f)^w``: each example counts w times.
+
+    Under data augmentation the loss sees more than the N examples there are, and [I21] section 4.3 weighs the
+    likelihood by w = 5 for it. With a whole w the evidence and the posterior are those of the data repeated w
+    times. New responses are predicted by the likelihood itself.
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+        Its hyperparameters are this one's.
+    weight : float
+        w.
+
+    Raises
+    ------
+    HyperparameterError
+        If the weight is not positive and finite.
+    """
+
+    def __init__(self, likelihood: Likelihood, weight: float) -> None:
+        super().__init__()
+        if not isinstance(likelihood, Likelihood) or isinstance(likelihood, Tempered):
+            raise UnsupportedError("a likelihood that is not tempered yet", f"{likelihood!r}",
+                                   "Multiply the weights instead.")
+        if not (isinstance(weight, (int, float)) and weight > 0 and math.isfinite(weight)):
+            raise HyperparameterError("a positive finite weight", f"{weight!r}", "Pass for instance weight=5.")
+        self.weight = float(weight)
+        self.likelihood = likelihood
+        self.classifies = likelihood.classifies
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
+        """The likelihood's own hyperparameters, under their own names."""
+        return self.likelihood.named_parameters(prefix, recurse, remove_duplicate)
+
+    def extra_repr(self) -> str:
+        """The weight."""
+        return f"weight={self.weight:g}"
+
+    # --- the door
+
+    def bind(self, num_examples: int, num_outputs: int) -> None:
+        """As the likelihood does."""
+        self.likelihood.bind(num_examples, num_outputs)
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """As the likelihood does."""
+        return self.likelihood.targets(y, num_examples, num_outputs)
+
+    def event_shape(self, num_outputs: int) -> Size | None:
+        """The likelihood's."""
+        return self.likelihood.event_shape(num_outputs)
+
+    def at(self, index: Tensor | slice) -> Likelihood:
+        """The likelihood of a subset of the examples, with the same weight."""
+        own = self.likelihood.at(index)
+        return self if own is self.likelihood else Tempered(own, self.weight)
+
+    def for_new_points(self) -> Likelihood:
+        """The likelihood itself: a new response comes once."""
+        return self.likelihood.for_new_points()
+
+    def log_curvature_scale(self) -> Tensor | None:
+        """The likelihood's."""
+        return self.likelihood.log_curvature_scale()
+
+    # --- the density and its derivatives in f
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """w times the log density of each example, (N,), nats."""
+        return self.weight * self.likelihood.log_prob(f, y)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """w times the gradient in f, (N, C)."""
+        return self.weight * self.likelihood.residual(f, y)
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """w times minus the second derivative in f, (N, C, C)."""
+        return self.weight * self.likelihood.hessian(f, y)
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """S (N, C, R) with ``S Sᵀ`` equal to `hessian`."""
+        return math.sqrt(self.weight) * self.likelihood.root(f, y)
+
+    def rank(self, num_outputs: int) -> int:
+        """The likelihood's."""
+        return self.likelihood.rank(num_outputs)
+
+    # --- the response, which is the likelihood's own
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Mean response."""
+        return self.likelihood.mean(f)
+
+    def mean_jacobian(self, f: Tensor) -> Tensor:
+        """Derivative of `mean` in f."""
+        return self.likelihood.mean_jacobian(f)
+
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """Covariance of the response given f."""
+        return self.likelihood.response_covariance(f)
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """Variance of each response given f."""
+        return self.likelihood.response_variance(f)
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> Response:
+        """Return the response given f."""
+        return self.likelihood.distribution(f, scalar)
+
+    def average(self, f: Tensor, scalar: bool = False) -> Response:
+        """Average the response over samples of f."""
+        return self.likelihood.average(f, scalar)
+
+    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
+        """Response for f ~ N(mean, covariance) in closed form, if there is one."""
+        return self.likelihood.integrate(mean, covariance, scalar)
+
+    def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Moments of the response for f ~ N(mean, covariance)."""
+        return self.likelihood.linearize(mean, covariance, scalar)
+
+    def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
+        return self.likelihood.probit(mean, covariance, scalar)

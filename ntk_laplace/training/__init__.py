@@ -1,0 +1,15 @@
+"""Training with evidence: weights and hyperparameters in turns ([I21] Algorithm 1)."""
+
+from ntk_laplace.training.history import EvidenceHistory
+from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
+from ntk_laplace.training.run import train_with_evidence
+from ntk_laplace.training.schedule import EvidenceSchedule
+
+__all__ = [
+    "Callback",
+    "EvidenceHistory",
+    "EvidenceSchedule",
+    "EvidenceTraining",
+    "TrainingState",
+    "train_with_evidence",
+]

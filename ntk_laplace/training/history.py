@@ -1,0 +1,88 @@
+"""What a training with evidence did, evaluation by evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ntk_laplace.hyperparameters import draw_history
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+__all__ = ["EvidenceHistory"]
+
+
+@dataclass
+class EvidenceHistory:
+    """Evidence, loss and hyperparameters at every evaluation, and the loss of every epoch.
+
+    Attributes
+    ----------
+    names : list of str
+        Hyperparameters by name: ``precision[group]``, ``noise``, ``temperature``.
+    epochs : list of int
+        After which the evidence was computed, counted from 1.
+    evidence : list of float
+        Nats, after the hyperparameter steps.
+    evidence_before : list of float
+        Before them.
+    values : list of list of float
+        Hyperparameters after the steps, in the order of `names`; precisions and variances, not their logarithms.
+    loss : list of float
+        Of every epoch: the negative log joint in nats, as the epoch's minibatches saw it.
+    """
+
+    names: list[str] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    evidence: list[float] = field(default_factory=list)
+    evidence_before: list[float] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> int:
+        """Evaluation of the largest evidence (not its epoch, which is ``epochs[best]``)."""
+        return max(range(len(self.evidence)), key=self.evidence.__getitem__)
+
+    @property
+    def waited(self) -> int:
+        """Evaluations since the best one."""
+        return len(self) - 1 - self.best if self.evidence else 0
+
+    def __len__(self) -> int:
+        return len(self.evidence)
+
+    def to_dataframe(self) -> pd.DataFrame:
+        """One row per evaluation."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.values, columns=self.names)
+        frame.insert(0, "epoch", self.epochs)
+        frame.insert(1, "evidence", self.evidence)
+        frame.insert(2, "evidence_before", self.evidence_before)
+        frame.insert(3, "loss", [self.loss[epoch - 1] for epoch in self.epochs])
+        return frame
+
+    def plot(self) -> Figure:
+        """Evidence and loss over the epochs, and the hyperparameters on a log scale below."""
+        figure = draw_history("epoch", self.epochs, self.evidence, self.names, self.values)
+        top = figure.axes[0]
+        top.plot(range(1, len(self.loss) + 1), [-loss for loss in self.loss], color="#b0b0b0", lw=1, zorder=0)
+        top.plot(self.epochs[self.best], self.evidence[self.best], "o", color="#1f4e79", mfc="none", ms=9)
+        top.legend(["evidence", "log joint", "best evidence"], fontsize=8)
+        top.set_ylim(*_window(self.evidence, [-loss for loss in self.loss]))
+        top.set_ylabel("nats")
+        return figure
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for JSON."""
+        return asdict(self)
+
+
+def _window(evidence: list[float], joint: list[float]) -> tuple[float, float]:
+    """From a little below the evidence's lower half to above everything: the first epochs dwarf the rest."""
+    low, high = sorted(evidence)[len(evidence) // 4], max(*evidence, *joint)
+    margin = 0.15 * (high - low) or 1.0
+    return low - margin, high + margin

@@ -1,0 +1,99 @@
+"""The training loss: the negative log joint of a minibatch, and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.data import Inputs, num_examples
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.network import Caller
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["Objective", "in_mode"]
+
+
+class Objective:
+    """The negative log joint ([I21] Eq. 6), divided by the number of examples so that learning rates keep their size.
+
+    ``-Σ log p(y_n given f_n) + ½ (θ-μ0)ᵀP0(θ-μ0)``, the sum over a minibatch of b examples times N/b.
+
+    Parameters
+    ----------
+    network : nn.Module
+        The caller's own; its gradients are set.
+    likelihood : Likelihood
+    prior : GaussianPrior
+        Bound to the network.
+    num_examples, num_outputs : int
+        N and C.
+    """
+
+    def __init__(
+        self, network: nn.Module, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int
+    ) -> None:
+        self._caller = Caller(network)
+        self._likelihood, self._prior = likelihood, prior
+        self._n, self._c = num_examples, num_outputs
+        self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        mean = prior.flat_mean()
+        flat = mean.split([p.numel() for p in self.parameters.values()])
+        self._means = [
+            None if not bool(own.any()) else own.view(p.shape).to(p)
+            for own, p in zip(flat, self.parameters.values(), strict=True)
+        ]
+        self._pull: list[Tensor | float] = []
+
+    @property
+    def scale(self) -> float:
+        """How many examples the loss is divided by: N, times the weight of a tempered likelihood."""
+        return self._n * self._likelihood.weight
+
+    def settle(self) -> None:
+        """Take the present precisions; to be called when they have moved."""
+        self._pull = []
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                own = self._prior.tensor_precision(name) / self.scale
+                self._pull.append(float(own) if own.ndim == 0 else own.view(parameter.shape).to(parameter))
+
+    def gradient(self, x: Inputs, y: Tensor) -> Tensor:
+        """Set the parameters' gradients from one minibatch; its negative log likelihood, scaled to N, nats."""
+        n = num_examples(x)
+        f = self._caller(x)
+        f = f.unsqueeze(1) if f.ndim == 1 else f
+        targets = self._likelihood.targets(y, n, self._c)
+        loss = -(self._n / n) * self._likelihood.log_prob(f, targets).sum()
+        own = list(self.parameters.values())
+        # not all leaves: the likelihood's hyperparameters are not ours to fill
+        (loss / self.scale).backward(inputs=own)
+        with torch.no_grad():
+            for parameter, mean, pull in zip(own, self._means, self._pull, strict=True):
+                away = parameter if mean is None else parameter - mean
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if isinstance(pull, float):
+                    parameter.grad.add_(away, alpha=pull)  # the prior's gradient, P0 (θ - μ0)
+                else:
+                    parameter.grad.addcmul_(pull, away)
+        return loss.detach()
+
+    def energy(self) -> Tensor:
+        """½ (θ-μ0)ᵀP0(θ-μ0) at the present weights, nats."""
+        with torch.no_grad():
+            return self._prior.energy(torch.cat([p.detach().flatten() for p in self.parameters.values()]))
+
+
+@contextmanager
+def in_mode(network: nn.Module, training: bool) -> Iterator[None]:
+    """Train or eval mode for a block; afterwards every submodule is in the mode it was in."""
+    before = [(module, module.training) for module in network.modules()]
+    network.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -1,0 +1,76 @@
+"""When the evidence is computed during training, and how the hyperparameters follow it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.likelihoods import Likelihood
+
+__all__ = ["EvidenceSchedule"]
+
+
+@dataclass(frozen=True)
+class EvidenceSchedule:
+    """F, K, B and γ of [I21] Algorithm 1, and when to stop early.
+
+    Attributes
+    ----------
+    frequency : int
+        F: the evidence is computed after every F-th epoch, and after the last.
+    steps : int
+        K: steps of Adam on the logarithms of the hyperparameters each time. With 0 they stay, and the evidence is
+        watched.
+    burn_in : int
+        B: no evidence in the first B epochs.
+    learning_rate : float
+        γ, in log units.
+    hyperparameters : sequence of str, optional
+        Of "precision", "noise", "temperature", or "likelihood" for all of the likelihood's, those that move. By
+        default precisions, and the noise of a Gaussian. Each step of a temperature costs a pass over the data.
+    bounds : tuple of float
+        Of every precision, variance and temperature.
+    patience : int, optional
+        Stop after so many evaluations in a row without a better evidence.
+
+    Raises
+    ------
+    HyperparameterError
+        If a number makes no sense.
+    """
+
+    frequency: int = 5
+    steps: int = 100
+    burn_in: int = 0
+    learning_rate: float = 0.1
+    hyperparameters: Sequence[str] | str | None = None
+    bounds: tuple[float, float] = (1e-10, 1e10)
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        patience = 1 if self.patience is None else self.patience
+        least = {"frequency": (self.frequency, 1), "steps": (self.steps, 0), "burn_in": (self.burn_in, 0),
+                 "patience": (patience, 1)}  # fmt: skip
+        for name, (value, low) in least.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise HyperparameterError(f"{name} as a whole number, at least {low}", f"{value!r}",
+                                          f"Pass for instance EvidenceSchedule({name}={max(low, 1)}).")
+        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
+            raise HyperparameterError("a positive learning rate", f"{self.learning_rate!r}",
+                                      "Between 0.01 and 1 works; see [I21] section 3.4.")
+        if len(self.bounds) != 2 or not 0 < self.bounds[0] < self.bounds[1] < math.inf:
+            raise HyperparameterError("positive bounds (low, high)", f"{self.bounds}",
+                                      "Leave them out for (1e-10, 1e10).")
+
+    def due(self, epoch: int, last: int) -> bool:
+        """Whether the evidence is computed after this epoch, counted from 1 ([I21] Algorithm 1, line 5)."""
+        return epoch == last or (epoch > self.burn_in and epoch % self.frequency == 0)
+
+    def moving(self, likelihood: Likelihood) -> list[str]:
+        """Which hyperparameters move."""
+        if self.hyperparameters is None:
+            own = dict(likelihood.named_parameters())
+            return ["precision", "noise"] if "log_noise" in own else ["precision"]
+        return [self.hyperparameters] if isinstance(self.hyperparameters, str) else list(self.hyperparameters)

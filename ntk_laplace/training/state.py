@@ -1,0 +1,111 @@
+"""Where a training stands: all that another process needs to go on to the same result."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import DataError, UnsupportedError
+
+__all__ = ["FORMAT", "load_random", "load_tensors", "random_state", "read", "require_same", "tensors"]
+
+FORMAT, VERSION = "ntk_laplace training", 1
+
+
+def tensors(*modules: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers, the non-persistent ones too, by name."""
+    found: dict[str, Tensor] = {}
+    for number, module in enumerate(modules):
+        named = (*module.named_parameters(), *module.named_buffers())
+        found |= {f"{number}.{name}": value.detach().clone() for name, value in named}
+    return found
+
+
+@torch.no_grad()
+def load_tensors(saved: Mapping[str, Tensor], *modules: nn.Module) -> None:
+    """Put them back, in place."""
+    for number, module in enumerate(modules):
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            value.copy_(saved[f"{number}.{name}"])
+
+
+def random_state(device: torch.device, generators: Sequence[torch.Generator]) -> dict[str, Any]:
+    """States of all random sources that an epoch may draw from."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 -- what augmentations draw from
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "python": copy.deepcopy(random.getstate()),
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def load_random(saved: Mapping[str, Any], device: torch.device, generators: Sequence[torch.Generator]) -> None:
+    """Put them back.
+
+    Raises
+    ------
+    UnsupportedError
+        If the data have other random generators than those of the interrupted training.
+    """
+    if len(saved["generators"]) != len(generators):
+        raise UnsupportedError(f"data with {len(saved['generators'])} random generators, as before",
+                               f"{len(generators)}", "Resume with a loader made in the same way.")
+    torch.set_rng_state(saved["cpu"].cpu())
+    if saved["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(saved["cuda"].cpu(), device)
+    kind, keys, *rest = saved["numpy"]
+    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    version, internal, gauss = saved["python"]
+    random.setstate((version, tuple(internal), gauss))
+    for generator, state in zip(generators, saved["generators"], strict=True):
+        generator.set_state(state.cpu())
+
+
+def read(resume: Any, device: torch.device) -> dict[str, Any]:
+    """A state, from a file or as it is.
+
+    Raises
+    ------
+    DataError
+        If it is none.
+    """
+    remedy = "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path)."
+    if isinstance(resume, (str, os.PathLike)):
+        path = Path(resume)
+        try:
+            resume = torch.load(path, map_location=device, weights_only=True)
+        except FileNotFoundError as error:
+            raise DataError(f"a checkpoint at {path}", "no such file", remedy) from error
+        except Exception as error:  # whatever unpickling foreign bytes may raise
+            got = f"{type(error).__name__}: {str(error)[:200]}"
+            raise DataError(f"a checkpoint of a training at {path}", got, remedy) from error
+    if not isinstance(resume, dict) or resume.get("format") != FORMAT:
+        raise DataError("the state of an interrupted training, or the file it was saved to",
+                        f"a {type(resume).__name__}", remedy)
+    if resume["version"] > VERSION:
+        raise DataError(f"a checkpoint of version {VERSION} or older", f"version {resume['version']}",
+                        "Update ntk_laplace.")
+    return resume
+
+
+def require_same(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """What is resumed must go on as it began.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    for what, value in now.items():
+        if saved.get(what) != value:
+            raise UnsupportedError(f"to resume with the {what} of the interrupted training, {saved.get(what)}", value,
+                                   "Pass the same arguments, or start anew without resume=.")

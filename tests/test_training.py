@@ -1,0 +1,615 @@
+"""Training with evidence: [I21] Algorithm 1 against a few dense lines, and everything around it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import ntk_laplace as ntkl
+
+F64 = torch.float64
+STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=8), "diag": "diag"}
+OPTIONS = {"reduce": ntkl.KFAC(sharing="reduce"), "damped": ntkl.KFAC(damped=True), "trace": ntkl.INF(rank="trace:0.9")}
+quiet = pytest.mark.filterwarnings("ignore:INF's low-rank part")
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)
+
+
+def mlp(*widths: int, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for d_in, d_out in pairwise(widths):
+        layers += [nn.Linear(d_in, d_out), nn.Tanh()]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def sine(n: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.linspace(-2, 2, n, dtype=F64).unsqueeze(1)
+    return x, torch.sin(3 * x) + 0.2 * torch.randn(n, 1, generator=generator, dtype=F64)
+
+
+def classes(n: int = 30) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(n, 3, generator=generator, dtype=F64)
+    return x, (x[:, 0] + 0.5 * x[:, 1].square() > 0.3).long() + (x[:, 2] > 1).long()
+
+
+def flat(network: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in network.parameters()])
+
+
+def train(network: nn.Module, data: Any = None, likelihood: ntkl.Likelihood | None = None, **options: Any):
+    options = {"optimizer": adam, "epochs": 6, "schedule": ntkl.EvidenceSchedule(2, 4)} | options
+    return ntkl.train_with_evidence(
+        network, sine() if data is None else data, ntkl.Gaussian(0.5) if likelihood is None else likelihood, **options
+    )
+
+
+# --- the algorithm
+
+
+def algorithm_1(
+    network: nn.Module, x: Tensor, y: Tensor, kind: str, epochs: int, batch: int, f: int, k: int, gamma: float
+) -> list[tuple[float, list[float]]]:
+    """[I21] Algorithm 1 written out: dense Jacobians, [I21] Eq. B.1, autograd. One precision for each layer."""
+    names, weights = zip(*network.named_parameters(), strict=True)
+    layer = torch.cat([torch.full((p.numel(),), int(n[0]) // 2) for n, p in network.named_parameters()])
+    logs = torch.zeros(3 if kind == "regression" else 2, dtype=F64, requires_grad=True)  # log δ, log δ, log σ²
+    if kind == "regression":
+        logs.data[2] = float(np.log(0.5))
+
+    def likelihood(out: Tensor, targets: Tensor) -> Tensor:
+        if kind == "classification":
+            return -nn.functional.cross_entropy(out, targets, reduction="sum")
+        return torch.distributions.Normal(out, (0.5 * logs[2]).exp()).log_prob(targets).sum()
+
+    def prior(theta: Tensor) -> Tensor:
+        return torch.distributions.Normal(torch.zeros_like(theta), (-0.5 * logs[layer]).exp()).log_prob(theta).sum()
+
+    def evidence() -> Tensor:
+        values = {n: p.detach() for n, p in network.named_parameters()}
+        jac = torch.func.jacrev(lambda v: torch.func.functional_call(network, v, (x,)))(values)
+        jac = torch.cat([jac[n].flatten(2) for n in names], 2)
+        out = network(x).detach()
+        p = torch.softmax(out, 1)
+        hessian = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+        if kind == "regression":
+            hessian = torch.eye(out.shape[1], dtype=F64).expand(len(x), -1, -1) * torch.exp(-logs[2])
+        h = torch.einsum("nip,nij,njq->pq", jac, hessian, jac) + torch.diag(logs[layer].exp())
+        theta = flat(network)
+        constant = 0.5 * len(theta) * np.log(2 * np.pi)
+        return likelihood(out, y) + prior(theta) + constant - 0.5 * torch.linalg.slogdet(h)[1]
+
+    optimizer, ascent = torch.optim.Adam(weights, lr=1e-2), torch.optim.Adam([logs], lr=gamma, maximize=True)
+    trace = []
+    for epoch in range(1, epochs + 1):
+        for part in torch.arange(len(x)).split(batch):
+            optimizer.zero_grad()
+            theta = torch.cat([p.flatten() for p in weights])
+            joint = len(x) / len(part) * likelihood(network(x[part]), y[part]) + prior(theta)
+            (-joint / len(x)).backward(inputs=list(weights))
+            optimizer.step()
+        if epoch % f == 0:
+            for _ in range(k):
+                ascent.zero_grad()
+                evidence().backward()
+                ascent.step()
+            trace.append((evidence().item(), logs.detach().exp().tolist()))
+    return trace
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize(("kind", "batch"), [("regression", 24), ("regression", 7), ("classification", 30)])
+def test_the_trajectory_is_that_of_algorithm_1(kind: str, batch: int, structure: str) -> None:
+    x, y = sine() if kind == "regression" else classes()
+    widths = (1, 5, 1) if kind == "regression" else (3, 4, 3)
+    theirs, ours = mlp(*widths), mlp(*widths)
+    reference = algorithm_1(theirs, x, y, kind, 9, batch, 3, 5, 0.1)
+    likelihood = ntkl.Gaussian(0.5) if kind == "regression" else ntkl.Categorical()
+    data = DataLoader(TensorDataset(x, y), batch_size=batch)
+    result = train(ours, data, likelihood, structure=structure, epochs=9, schedule=ntkl.EvidenceSchedule(3, 5))
+    history = result.history
+    assert history.epochs == [3, 6, 9]
+    for number, (evidence, values) in enumerate(reference):
+        assert history.evidence[number] == pytest.approx(evidence, rel=1e-9)
+        assert history.values[number] == pytest.approx(values, rel=1e-9)
+    best = max(range(3), key=lambda i: reference[i][0])
+    assert result.best_epoch == history.epochs[best]
+    if best == 2:
+        torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-9, atol=1e-11)
+
+
+@quiet
+@pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_every_structure_and_curvature_trains(name: str, curvature: str) -> None:
+    for data, widths, likelihood in (
+        (sine(), (1, 5, 1), ntkl.Gaussian(1.0)), (classes(), (3, 4, 3), ntkl.Categorical())
+    ):  # fmt: skip
+        network = mlp(*widths)
+        result = train(network, data, likelihood, structure=STRUCTURES[name], curvature=curvature, epochs=12,
+                       schedule=ntkl.EvidenceSchedule(3, 10), batch_size=10)
+        history = result.history
+        assert history.evidence[0] > history.evidence_before[0] and history.evidence[-1] > history.evidence[0]
+        # the posterior is that of the network as it was left
+        assert result.posterior.structure == name
+        torch.testing.assert_close(result.posterior.network.theta, flat(network))
+        assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
+
+
+@quiet
+@pytest.mark.parametrize("name", OPTIONS)
+def test_forms_with_options(name: str) -> None:
+    result = train(mlp(1, 5, 1), structure=OPTIONS[name])
+    assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("groups", "structure", "count"),
+    [("all", "gp", 1), ("layer", "kfac", 2), ("tensor", "full", 4), ("parameter", "diag", 16),
+     ({"first": ["0"], "rest": ["2"]}, "ekfac", 2)],
+)  # fmt: skip
+def test_every_grouping(groups: Any, structure: str, count: int) -> None:
+    network = mlp(1, 5, 1)
+    prior = ntkl.GaussianPrior(2.0, mean=0.1, groups=groups)
+    result = train(network, prior=prior, structure=structure)
+    assert result.posterior.prior is prior and len(prior.precision) == count
+    assert sum(name.startswith("precision") for name in result.history.names) == count
+    assert not torch.allclose(prior.precision, torch.tensor(2.0, dtype=F64))
+    assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
+
+
+def test_the_loss_pulls_each_parameter_to_its_own_mean() -> None:
+    """One SGD step is that of autograd on the log joint; precisions and means differ from parameter to parameter."""
+    x, y = sine()
+    network, twin = mlp(1, 3, 1), mlp(1, 3, 1)
+    precision = torch.linspace(0.5, 3.0, 10, dtype=F64)
+    mean = torch.linspace(-1.0, 1.0, 10, dtype=F64)
+    prior = ntkl.GaussianPrior(precision, mean=mean, groups="parameter")
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    train(network, (x, y), prior=prior, structure="diag", optimizer=optimizer, epochs=1, batch_size=None,
+          schedule=ntkl.EvidenceSchedule(1, 0))
+    theta = torch.cat([p.flatten() for p in twin.parameters()])
+    loss = (twin(x) - y).square().sum() + 0.5 * (precision * (theta - mean).square()).sum()  # σ² = 0.5
+    (loss / len(x)).backward()
+    stepped = [p - 0.1 * p.grad for p in twin.parameters()]
+    torch.testing.assert_close(flat(network), torch.cat([p.detach().flatten() for p in stepped]))
+
+
+@quiet
+@pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
+@pytest.mark.parametrize("name", [*STRUCTURES, "damped"])
+def test_gradients_in_noise_and_precision_are_finite_differences(name: str, curvature: str) -> None:
+    structure = (STRUCTURES | OPTIONS)[name]
+    prior, likelihood = ntkl.GaussianPrior(0.7, groups="layer"), ntkl.Gaussian(0.3)
+    posterior = ntkl.laplace(mlp(1, 5, 1), sine(), likelihood, prior, structure, curvature)
+    values = [prior.log_precision, likelihood.log_noise]
+    gradients = torch.autograd.grad(posterior.log_marginal_likelihood(), values)
+    if name == "damped" and curvature == "mc":
+        values, gradients = values[:1], gradients[:1]  # redrawn labels move with the noise
+    for value, gradient in zip(values, gradients, strict=True):
+        for i in range(value.numel()):
+            found = []
+            for step in (1e-5, -1e-5):
+                with torch.no_grad():
+                    value.view(-1)[i] += step
+                found.append(posterior.log_marginal_likelihood().item())
+                with torch.no_grad():
+                    value.view(-1)[i] -= step
+            assert gradient.view(-1)[i].item() == pytest.approx((found[0] - found[1]) / 2e-5, rel=2e-6, abs=1e-6)
+
+
+@quiet
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "diag", "full"])
+def test_hyperparameter_steps_read_the_data_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K steps cost algebra alone, with a noise among what moves, and with a temperature that does not."""
+    counts = []
+
+    class Counted(Dataset):
+        def __init__(self, data: tuple[Tensor, Tensor]) -> None:
+            self.data = data
+
+        def __len__(self) -> int:
+            return len(self.data[1])
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            counts.append(index)
+            return self.data[0][index], self.data[1][index]
+
+    for data, widths, likelihood in (
+        (sine(), (1, 5, 1), ntkl.Gaussian(1.0)), (classes(), (3, 4, 3), ntkl.Categorical())
+    ):  # fmt: skip
+        read = []
+        for steps in (1, 30):
+            counts.clear()
+            train(mlp(*widths), data, likelihood, structure=name, evidence_data=Counted(data), epochs=2,
+                  schedule=ntkl.EvidenceSchedule(2, steps))
+            read.append(len(counts))
+        assert read[0] == read[1]
+
+
+def test_a_temperature_moves_if_it_is_asked_for() -> None:
+    likelihood = ntkl.Categorical()
+    result = train(mlp(3, 4, 3), classes(), likelihood, structure="kfac",
+                   schedule=ntkl.EvidenceSchedule(3, 4, hyperparameters=["precision", "temperature"]))
+    assert result.history.names[-1] == "temperature" and likelihood.temperature.item() != 1.0
+    assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
+    assert train(mlp(3, 4, 3), classes(), ntkl.Categorical()).history.names[-1] == "precision[2]"
+
+
+# --- the best evidence, and when to stop
+
+
+def test_the_best_evidence_is_kept() -> None:
+    """A rate that blows up half way: everything is left where the evidence was best."""
+    network, seen = mlp(1, 5, 1), {}
+
+    def watch(state: ntkl.TrainingState) -> None:
+        if state.posterior is not None:
+            seen[state.epoch] = flat(state.network), state.posterior.prior.precision.detach().clone()
+        if state.epoch == 8:
+            for group in state.optimizer.param_groups:
+                group["lr"] = 0.7
+
+    likelihood = ntkl.Gaussian(0.5)
+    result = train(network, likelihood=likelihood, structure="full", epochs=14, callbacks=watch)
+    assert result.best_epoch == 8 < result.history.epochs[-1] == 14
+    assert result.evidence == max(result.history.evidence)
+    weights, precision = seen[8]
+    assert torch.equal(flat(network), weights) and torch.equal(result.posterior.prior.precision, precision)
+    torch.testing.assert_close(result.posterior.network.theta, weights)
+    assert likelihood.noise.item() == pytest.approx(result.history.values[3][-1])
+    assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-10)
+
+
+def test_patience() -> None:
+    def blow_up(state: ntkl.TrainingState) -> None:
+        if state.epoch == 4:
+            state.optimizer.param_groups[0]["lr"] = 0.7
+
+    result = train(mlp(1, 5, 1), epochs=60, callbacks=blow_up, schedule=ntkl.EvidenceSchedule(2, 4, patience=2))
+    assert result.stopped == "no better evidence in 2 evaluations" and "no better" in str(result)
+    assert result.history.epochs[-1] == len(result.history.loss) < 60
+    assert result.history.waited == 2
+
+
+def test_a_callback_may_stop() -> None:
+    epochs = []
+
+    def stop(state: ntkl.TrainingState) -> None:
+        epochs.append((state.epoch, state.posterior is not None, state.network.training))
+        if state.epoch == 3:
+            state.stop("enough")
+
+    result = train(mlp(1, 5, 1), epochs=50, callbacks=[stop])
+    assert epochs == [(1, False, True), (2, True, True), (3, False, True)]
+    assert result.stopped == "enough" and result.history.epochs == [2, 3]  # the last epoch counts too
+
+
+def test_burn_in_and_the_last_epoch() -> None:
+    result = train(mlp(1, 5, 1), epochs=7, schedule=ntkl.EvidenceSchedule(2, 1, burn_in=3))
+    assert result.history.epochs == [4, 6, 7]
+    result = train(mlp(1, 5, 1), epochs=3, schedule=ntkl.EvidenceSchedule(5, 0))
+    assert result.history.epochs == [3] and result.history.evidence == result.history.evidence_before
+
+
+# --- modes, optimizers, schedulers
+
+
+class Moody(nn.Module):
+    """BatchNorm and dropout, and a record of the modes of every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.last = nn.Linear(6, 3)
+        self.calls: list[tuple[bool, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append((self.training and self.norm.training and self.drop.training, len(x)))
+        return self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_are_right_at_every_step(training: bool) -> None:
+    network = Moody().double().train(training)
+    network.drop.eval()  # the caller's own mixture comes back
+    before = [module.training for module in network.modules()]
+    moments = []
+    result = train(network, classes(), ntkl.Categorical(), batch_size=10, epochs=4,
+                   callbacks=lambda state: moments.append(network.norm.running_mean.clone()))
+    assert [module.training for module in network.modules()] == before
+    assert [mode for mode, _ in network.calls] == [True] * 12  # the evidence runs a copy
+    assert not any(module.training for module in result.posterior.network.module.modules())
+    assert not torch.equal(moments[0], moments[1])  # BatchNorm learned
+    best = result.best_epoch - 1
+    assert torch.equal(network.norm.running_mean, moments[best])  # and was left as at the best evidence
+    assert torch.equal(result.posterior.network.module.norm.running_mean, moments[best])
+    assert all(p.grad is None for p in network.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.LBFGS,
+     lambda p, **kw: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)],
+)  # fmt: skip
+def test_any_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
+    options = {"weight_decay": 0.0} if make is torch.optim.AdamW else {}
+    network = mlp(1, 5, 1)
+    result = train(network, optimizer=lambda p: make(p, **options), epochs=8, batch_size=None)
+    assert result.history.loss[-1] < result.history.loss[0]
+    given = make(mlp(1, 5, 1).parameters(), **options)
+    network = nn.Sequential(nn.Linear(1, 1)).double()
+    with pytest.raises(ntkl.UnsupportedError, match="all the network's parameters"):
+        train(network, optimizer=given)
+
+
+def test_schedulers_step_by_epoch_or_by_batch() -> None:
+    rates: dict[str, list[float]] = {"epoch": [], "batch": []}
+    for interval, found in rates.items():
+        train(mlp(1, 5, 1), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5), batch_size=8,
+              scheduler_interval=interval, epochs=3,
+              callbacks=lambda state, found=found: found.append(state.optimizer.param_groups[0]["lr"]))
+    assert rates["epoch"] == pytest.approx([0.005, 0.0025, 0.00125])
+    assert rates["batch"] == pytest.approx([0.01 / 2**3, 0.01 / 2**6, 0.01 / 2**9])
+    network = mlp(1, 5, 1)
+    optimizer = adam(network.parameters())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+    train(network, optimizer=optimizer, scheduler=plateau, epochs=3)
+    assert optimizer.param_groups[0]["lr"] < 0.01
+
+
+def test_frozen_parameters_stay() -> None:
+    network = mlp(1, 5, 1)
+    network[0].requires_grad_(False)
+    before = flat(network[0])
+    result = train(network)
+    assert torch.equal(flat(network[0]), before) and result.posterior.num_parameters == 6
+    assert result.history.names == ["precision[2]", "noise"]
+
+
+def test_gradients_can_be_clipped() -> None:
+    norms = []
+
+    def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        weights = optimizer.param_groups[0]["params"]
+        nn.utils.clip_grad_norm_(weights, 1e-3)
+        norms.append(float(torch.cat([p.grad.flatten() for p in weights]).norm()))
+
+    network = mlp(1, 5, 1)
+    optimizer = adam(network.parameters())
+    optimizer.register_step_pre_hook(clip)
+    train(network, optimizer=optimizer)
+    assert norms and max(norms) <= 1.001e-3
+
+
+# --- augmentation
+
+
+@quiet
+@pytest.mark.parametrize("curvature", ["ggn", "ef"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_weight_of_three_is_the_data_three_times(name: str, curvature: str) -> None:
+    for (x, y), widths, likelihood in (
+        (sine(10), (1, 3, 1), ntkl.Gaussian(0.3)), (classes(12), (3, 2, 3), ntkl.Categorical(1.5))
+    ):  # fmt: skip
+        network, structure = mlp(*widths), STRUCTURES[name]
+        thrice = ntkl.laplace(network, (torch.cat([x] * 3), torch.cat([y] * 3)), likelihood, None, structure, curvature)
+        once = ntkl.laplace(network, (x, y), ntkl.Tempered(likelihood, 3), None, structure, curvature)
+        expected = thrice.log_marginal_likelihood().item()
+        assert once.log_marginal_likelihood().item() == pytest.approx(expected, rel=1e-10)
+        torch.testing.assert_close(once.latent_moments(x)[1], thrice.latent_moments(x)[1], rtol=1e-8, atol=1e-11)
+        torch.testing.assert_close(once.predict(x, "map").mean, thrice.predict(x, "map").mean)
+
+
+class Jittered(Dataset):
+    """Inputs with noise from every random source an augmentation may use."""
+
+    def __init__(self, data: tuple[Tensor, Tensor]) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data[1])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(1).double() + random.gauss(0, 1) + np.random.randn()  # noqa: NPY002
+        return self.data[0][index] + 0.05 * noise, self.data[1][index]
+
+
+def test_augmentation() -> None:
+    data, likelihood = sine(), ntkl.Gaussian(0.5)
+    network = mlp(1, 5, 1)
+    result = train(network, Jittered(data), ntkl.Tempered(likelihood, 4.0), evidence_data=data, batch_size=8)
+    posterior = result.posterior
+    torch.testing.assert_close(posterior.f, network(data[0]).detach())  # the evidence reads the clean data
+    assert posterior.likelihood.likelihood is likelihood and likelihood.noise.item() != 0.5
+    assert result.history.names[-1] == "noise"
+    repeated = ntkl.laplace(network, (data[0].repeat(4, 1), data[1].repeat(4, 1)), likelihood, posterior.prior, "gp")
+    exact = ntkl.laplace(network, data, posterior.likelihood, posterior.prior, "gp")
+    expected = repeated.log_marginal_likelihood().item()
+    assert exact.log_marginal_likelihood().item() == pytest.approx(expected, rel=1e-10)
+
+
+# --- interruption and resuming
+
+
+def trainings(network: nn.Module, kind: str) -> dict[str, Any]:
+    """Arguments of trainings with much state: momentum, schedulers, loaders with generators, dropout, augmentation."""
+    common: dict[str, Any] = {"schedule": ntkl.EvidenceSchedule(2, 3), "epochs": 7}
+    if kind == "tensors":
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+        return common | {"data": sine(), "likelihood": ntkl.Gaussian(0.5), "batch_size": 8,
+                         "scheduler": lambda o: cosine(o, 7)}  # fmt: skip
+    generator = torch.Generator().manual_seed(5)
+    loader = DataLoader(Jittered(classes()), batch_size=10, shuffle=True, generator=generator)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    return common | {
+        "data": loader, "likelihood": ntkl.Categorical(), "evidence_data": classes(), "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7),
+    }  # fmt: skip
+
+
+def interrupted(state: ntkl.TrainingState) -> None:
+    if state.epoch == 5:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["state", "file"])
+@pytest.mark.parametrize("kind", ["tensors", "loader"])
+def test_resuming_is_bit_for_bit(kind: str, where: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ntk_laplace.training.run._SNAPSHOT", 0.0)
+
+    def start() -> nn.Module:
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002
+        torch.manual_seed(3)
+        return Moody().double() if kind == "loader" else mlp(1, 5, 1, seed=3)
+
+    whole = start()
+    expected = train(whole, **trainings(whole, kind))
+    network = start()
+    path = tmp_path / "training.pt"
+    with pytest.raises(ntkl.TrainingInterrupted, match="interrupted after 4 of 7 epochs") as caught:
+        train(network, callbacks=interrupted, settings=ntkl.Settings(checkpoint=path), **trainings(network, kind))
+    assert torch.load(path, weights_only=True)["format"] == "ntk_laplace training"
+    torch.manual_seed(99)
+    fresh = Moody().double() if kind == "loader" else mlp(1, 5, 1, seed=77)
+    resume = caught.value.state if where == "state" else path
+    result = train(fresh, settings=ntkl.Settings(resume=resume), **trainings(fresh, kind))
+    assert result.history == expected.history
+    for ours, theirs in zip(fresh.state_dict().values(), whole.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(result.posterior.prior.log_precision, expected.posterior.prior.log_precision)
+    assert torch.equal(torch.rand(3), torch.rand(3)) is False  # the stream goes on
+
+
+def test_an_interruption_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, prior, at_four = mlp(1, 5, 1), ntkl.GaussianPrior(groups="layer"), []
+
+    def watch(state: ntkl.TrainingState) -> None:
+        if state.epoch == 4:
+            at_four.append(flat(network))
+        interrupted(state)
+
+    network.eval()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(network, prior=prior, callbacks=watch)
+    assert torch.equal(flat(network), at_four[0]) and not network.training
+    posterior = ntkl.laplace(network, sine(), ntkl.Gaussian(0.5), prior, "kfac")
+    assert posterior.log_marginal_likelihood().isfinite()
+    with pytest.raises(ntkl.UnsupportedError, match="structure of the interrupted training"):
+        train(mlp(1, 5, 1), structure="diag", settings=ntkl.Settings(resume=caught.value.state))
+    with pytest.raises(ntkl.UnsupportedError, match="frequency of the interrupted"):
+        train(mlp(1, 5, 1), schedule=ntkl.EvidenceSchedule(3, 4), settings=ntkl.Settings(resume=caught.value.state))
+    with pytest.raises(ntkl.UnsupportedError, match="parameters of the interrupted"):
+        train(mlp(1, 6, 1), settings=ntkl.Settings(resume=caught.value.state))
+
+
+def test_what_is_no_checkpoint(tmp_path) -> None:
+    for content in (b"", b"nothing"):
+        (tmp_path / "bad.pt").write_bytes(content)
+        with pytest.raises(ntkl.DataError, match="checkpoint of a training"):
+            train(mlp(1, 5, 1), settings=ntkl.Settings(resume=tmp_path / "bad.pt"))
+    with pytest.raises(ntkl.DataError, match="no such file"):
+        train(mlp(1, 5, 1), settings=ntkl.Settings(resume=tmp_path / "none.pt"))
+    torch.save({"weights": torch.ones(1)}, tmp_path / "other.pt")
+    with pytest.raises(ntkl.DataError, match="the state of an interrupted training"):
+        train(mlp(1, 5, 1), settings=ntkl.Settings(resume=tmp_path / "other.pt"))
+
+
+def test_training_goes_on_where_it_ended(tmp_path) -> None:
+    path, schedule = tmp_path / "training.pt", ntkl.EvidenceSchedule(2, 3)
+    torch.manual_seed(0)
+    whole = mlp(1, 5, 1)
+    expected = train(whole, epochs=8, batch_size=8, schedule=schedule)
+    network = mlp(1, 5, 1)
+    train(network, epochs=4, batch_size=8, schedule=schedule, settings=ntkl.Settings(checkpoint=path))
+    network = mlp(1, 5, 1, seed=5)
+    result = train(network, epochs=8, batch_size=8, schedule=schedule, settings=ntkl.Settings(resume=path))
+    assert result.history == expected.history and torch.equal(flat(network), flat(whole))
+
+
+# --- what people see, and bad input
+
+
+def test_a_history_for_people() -> None:
+    history = train(mlp(1, 5, 1)).history
+    frame = history.to_dataframe()
+    assert list(frame.columns) == [
+        "epoch", "evidence", "evidence_before", "loss", "precision[0]", "precision[2]", "noise"
+    ]  # fmt: skip
+    assert list(frame["epoch"]) == [2, 4, 6] and frame["loss"].iloc[-1] == history.loss[-1] and len(history.loss) == 6
+    assert json.loads(json.dumps(history.to_dict()))["epochs"] == [2, 4, 6]
+    top, bottom = history.plot().axes
+    assert len(top.get_lines()) == 3 and len(bottom.get_lines()) == 3 and bottom.get_xlabel() == "epoch"
+
+
+def test_the_bar_names_the_evidence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    train(mlp(1, 5, 1), settings=ntkl.Settings(progress=True))
+    shown = capsys.readouterr().err
+    assert "epoch 6" in shown and "nats" in shown
+
+
+def test_the_loss_is_the_log_joint() -> None:
+    """With steps of length zero nothing moves: the loss is the negative log joint of the posterior."""
+    result = train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.0), epochs=1, batch_size=6,
+                   schedule=ntkl.EvidenceSchedule(1, 0))
+    assert result.history.loss[0] == pytest.approx(-result.posterior.log_joint().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"optimizer": "adam"}, ntkl.UnsupportedError, "an optimizer, or what makes one"),
+        ({"optimizer": lambda p: None}, ntkl.UnsupportedError, "a callable that returns a torch.optim.Optimizer"),
+        ({"optimizer": torch.optim.AdamW}, ntkl.HyperparameterError, "without weight decay"),
+        ({"optimizer": lambda p: torch.optim.Adam(list(p)[:2])}, ntkl.UnsupportedError, "one without 2.weight, 2.bias"),
+        ({"epochs": 0}, ntkl.HyperparameterError, "at least one epoch"),
+        ({"batch_size": 0}, ntkl.DataError, "a batch size of at least 1"),
+        ({"structure": "kron"}, ntkl.UnsupportedError, "structure among"),
+        ({"curvature": "hessian"}, ntkl.UnsupportedError, "curvature among"),
+        ({"scheduler": 3}, ntkl.UnsupportedError, "a learning rate scheduler"),
+        ({"scheduler": lambda o: torch.optim.lr_scheduler.ConstantLR(adam([torch.zeros(1, requires_grad=True)]))},
+         ntkl.UnsupportedError, "a scheduler of this training's optimizer"),
+        ({"scheduler_interval": "step"}, ntkl.UnsupportedError, 'interval "epoch" or "batch"'),
+        ({"data": torch.zeros(3)}, ntkl.DataError, "data as a DataLoader"),
+        ({"data": (torch.zeros(3, 1), torch.zeros(2))}, ntkl.DataError, "as many targets as inputs"),
+        ({"data": DataLoader(TensorDataset(*sine()), batch_size=7, drop_last=True)}, ntkl.DataError, "drops 3 of 24"),
+        ({"likelihood": "gaussian"}, ntkl.UnsupportedError, "a likelihood object"),
+        ({"likelihood": ntkl.Gaussian(torch.ones(24))}, ntkl.UnsupportedError, "the same for every example"),
+        ({"likelihood": ntkl.Categorical()}, ntkl.NetworkError, "one output per class"),
+        ({"schedule": ntkl.EvidenceSchedule(hyperparameters="temperature")}, ntkl.HyperparameterError, "among prec"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=1e200)}, ntkl.NonFiniteError, "training loss; got (nan|inf)"),
+    ],
+)  # fmt: skip
+def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    network = mlp(1, 5, 1)
+    with pytest.raises(error, match=words):
+        train(network, **options)
+    assert all(module.training for module in network.modules())
+
+
+def test_bad_schedules_and_weights() -> None:
+    for name, value in (("frequency", 0), ("steps", -1), ("burn_in", 1.5), ("patience", 0), ("learning_rate", 0.0),
+                        ("bounds", (1.0, 0.1))):  # fmt: skip
+        with pytest.raises(ntkl.HyperparameterError):
+            ntkl.EvidenceSchedule(**{name: value})
+    for weight in (0, -1.0, float("inf"), "5"):
+        with pytest.raises(ntkl.HyperparameterError, match="positive finite weight"):
+            ntkl.Tempered(ntkl.Categorical(), weight)
+    with pytest.raises(ntkl.UnsupportedError, match="not tempered yet"):
+        ntkl.Tempered(ntkl.Tempered(ntkl.Categorical(), 2), 2)
