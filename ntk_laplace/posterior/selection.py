@@ -121,10 +121,6 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         """
         return self.leave_one_out().log_density.sum()
 
-    def log_likelihood(self) -> Tensor:
-        """Σ log p(y_n given f_n) at the network's own outputs, in nats; differentiable in the likelihood."""
-        return self._structure.points.log_likelihood(self.likelihood)
-
     def bic(self, effective: bool = False) -> Tensor:
         """Bayesian information criterion as a log score, Σ log p(y_n given f_n) - ½ P log N.
 
