@@ -82,10 +82,16 @@ class TrainingPoints:
         Outputs at the trained weights.
     targets : Tensor
         In the likelihood's canonical form.
+    weights : Tensor, (N,), optional
+        How often each point counts in the log likelihood, its gradient and its curvature; once by default.
+    expanded : Tensor, (N, C), optional
+        Outputs at which the curvature is taken, if they are not `f`: those at the start of the last Newton step.
     """
 
     f: Tensor
     targets: Tensor
+    weights: Tensor | None = None
+    expanded: Tensor | None = None
 
     @property
     def num_examples(self) -> int:
@@ -99,26 +105,57 @@ class TrainingPoints:
 
     def log_likelihood(self, likelihood: Likelihood) -> Tensor:
         """Σ log p(y_n | f_n), nats."""
-        return likelihood.log_prob(self.f, self.targets).sum()
+        return self.log_prob(likelihood).sum()
+
+    def log_prob(self, likelihood: Likelihood) -> Tensor:
+        """log p(y_n | f_n), (N,), times the point's weight."""
+        return self._times(likelihood.log_prob(self.f, self.targets))
+
+    def residual(self, likelihood: Likelihood) -> Tensor:
+        """r_n, (N, C), times the point's weight."""
+        return self._times(likelihood.residual(self.f, self.targets))
+
+    def root(self, root: Root, likelihood: Likelihood) -> Tensor:
+        """S_n, (N, C, R), times the root of the point's weight."""
+        return self._times(root.root(likelihood, self._at, self.targets), 0.5)
 
     def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
         """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
-        return root.hessian(likelihood, self.f, self.targets)
+        return self._times(root.hessian(likelihood, self._at, self.targets))
+
+    @property
+    def counts(self) -> Tensor:
+        """The weights, (N,), ones if there are none."""
+        return self.f.new_ones(len(self.f)) if self.weights is None else self.weights
+
+    @property
+    def _at(self) -> Tensor:
+        return self.f if self.expanded is None else self.expanded
+
+    def _times(self, values: Tensor, power: float = 1.0) -> Tensor:
+        if self.weights is None:
+            return values
+        return values * self.weights.to(values).pow(power).view(-1, *[1] * (values.ndim - 1))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainingPoints:
         """The same points elsewhere; labels stay whole numbers."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
-        return TrainingPoints(self.f.to(device, dtype), targets)
+        weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
+        return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded)
 
     def part(self, index: Tensor) -> TrainingPoints:
         """Some of the points."""
-        return TrainingPoints(self.f[index], self.targets[index])
+        weights, expanded = (None if v is None else v[index] for v in (self.weights, self.expanded))
+        return TrainingPoints(self.f[index], self.targets[index], weights, expanded)
 
     def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
         """Points of both data sets."""
         f = torch.cat([self.f, other.f])
         likelihood.bind(*f.shape)
-        return TrainingPoints(f, torch.cat([self.targets, other.targets]))
+        both = (self, other)
+        weights = None if all(p.weights is None for p in both) else torch.cat([p.counts for p in both])
+        expanded = None if all(p.expanded is None for p in both) else torch.cat([p._at for p in both])
+        return TrainingPoints(f, torch.cat([self.targets, other.targets]), weights, expanded)
 
     @classmethod
     def checked(cls, likelihood: Likelihood, f: Tensor, targets: list[Tensor]) -> TrainingPoints:
@@ -166,6 +203,15 @@ class ForgottenPoints:
         if not unmoved(self.hyperparameters, likelihood):
             raise _forgotten("the evidence at other hyperparameters of the likelihood")
         return self.value
+
+    @property
+    def counts(self) -> Tensor:
+        """How often each point counts, (N,): once."""
+        return self.value.new_ones(self.num_examples)
+
+    def residual(self, likelihood: Likelihood) -> Tensor:
+        """Not there."""
+        raise _forgotten("the residuals at the training points")
 
     def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
         """None of it: the evidence is a constant of the likelihood."""
@@ -306,7 +352,7 @@ def correction(
     Written as its own maximum over z, ½ gᵀH⁻¹g = max_z zᵀg - ½ zᵀHz, whose gradient at z = H⁻¹g is exact with z held.
     """
     precision = prior.flat_precision().to(theta)
-    residual = likelihood.residual(points.f, points.targets)
+    residual = points.residual(likelihood)
     hessian = points.hessian(root, likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + step.curve(prior.log_precision, hessian)

@@ -9,6 +9,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from reference import jacobian, outputs, relative_error
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
+from test_bad_input import refused
 from test_identities import TURNS, fit, ids, jacobians, tolerance, trained, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -123,3 +124,201 @@ def test_the_jacobians_behind_the_table_are_the_references():
     case = problem("deep_mlp")
     assert relative_error(jacobians("deep_mlp")[0], jacobian(case.network, case.x)) == 0
     assert NETWORKS["deep_mlp"].outputs == 5
+
+
+# ------------------------------------------------------------------------------------------------- what is asked of it
+
+
+def _after(case, i: int, x_new):
+    """Outputs and variances at new inputs after one dense Newton step without point i."""
+    reference, jac_new = truth(*case), jacobians(case[0])[1]
+    each = torch.einsum("ncp,ncd,ndq->npq", reference.jac, reference.hessian, reference.jac)
+    without = torch.cat([each[:i], each[i + 1 :]]).sum(0) + torch.diag(reference.precision)
+    f = outputs(problem(case[0]).network, x_new)
+    moved = f - jac_new @ torch.linalg.solve(without, reference.jac[i].T @ reference.residual[i])
+    return f, moved, torch.einsum("xcp,pq,xcq->xc", jac_new, torch.linalg.inv(without), jac_new)
+
+
+CATEGORICAL = ("deep_mlp", "categorical", "layer")
+
+
+@pytest.mark.parametrize("by", ["output", "logit", "probability", "log_likelihood", "variance"])
+def test_effects_are_differences_of_the_quantity(by):
+    """Every quantity, recomputed from outputs and variances before and after each removal."""
+    own, posterior, density = problem("deep_mlp"), fit(*CATEGORICAL, "gp"), LIKELIHOODS["categorical"]
+    y = torch.tensor([1, 0, 4, 2])
+    explanation = posterior.explain(own.x_new, output=2, by=by, y=y)
+    assert explanation.by == by and explanation.output.tolist() == [2] * 4
+    before = posterior.latent_moments(own.x_new)[1].diagonal(dim1=1, dim2=2)
+    for i in range(own.case.examples):
+        f, moved, variance = _after(CATEGORICAL, i, own.x_new)
+        expected = {
+            "probability": lambda f=f, m=moved: (density.response(m) - density.response(f))[:, 2],
+            "log_likelihood": lambda f=f, m=moved: torch.stack(
+                [density.log_density(b, t) - density.log_density(a, t) for a, b, t in zip(f, m, y, strict=True)]
+            ),
+            "variance": lambda v=variance: (v - before)[:, 2],
+        }.get(by, lambda f=f, m=moved: (m - f)[:, 2])()
+        assert relative_error(explanation.effect[:, i], expected) < 1e-8
+    words = {"output": "output 2", "logit": "logit 2", "probability": "the probability of class 2",
+             "log_likelihood": "log likelihood by .* nats", "variance": "raises the variance of output 2"}[by]
+    table = explanation.to_dataframe(k=2)
+    assert table["meaning"].str.contains(words).all()
+    assert (table["meaning"].str.contains("lowers") == (table["removal_effect"] < 0)).all()
+
+
+def test_supporters_of_a_sure_prediction_are_those_that_make_it_sure():
+    """A variance can but rise: there is one side, and the strongest come first."""
+    explanation = fit(*CATEGORICAL, "gp").explain(problem("deep_mlp").x_new, k=3, by="variance")
+    assert explanation.effect.min() >= 0
+    assert torch.equal(explanation.supporting(), explanation.effect.argsort(dim=1, descending=True)[:, :3])
+    table = explanation.to_dataframe()
+    assert len(table) == 4 * 3 and set(table["speaks"]) == {"for"}
+
+
+@pytest.mark.parametrize("case", TURNS, ids=ids)
+def test_importances_and_similarities(case):
+    """[T20] 5.2: shares are the kernel with each output times the residual; the correlation is the kernel's own."""
+    reference, limit = truth(*case), tolerance(case[0], 1e-9)
+    explanation = fit(*case, "gp").explain(problem(case[0]).x_new)
+    jac, jac_new = reference.jac, jacobians(case[0])[1]
+    rows = jac_new[torch.arange(len(jac_new)), explanation.output]
+    kernel = torch.einsum("xp,p,ncp->xnc", rows, 1 / reference.precision, jac)
+    assert relative_error(explanation.kernel, kernel) < limit
+    assert relative_error(explanation.importance, reference.residual) < limit
+    assert relative_error(torch.einsum("xnc,nc->xn", explanation.kernel, explanation.importance), explanation.share) < (
+        limit if limit < 1e-6 else 1e-4
+    )
+    own = torch.einsum("xp,p->x", rows**2, 1 / reference.precision)
+    theirs = torch.einsum("ncp,p->nc", jac**2, 1 / reference.precision)[:, explanation.output].T
+    same = kernel[torch.arange(len(rows)), :, explanation.output]
+    assert relative_error(explanation.similarity, same) < limit
+    assert relative_error(explanation.correlation, same / (own[:, None] * theirs).sqrt()) < limit
+    assert explanation.correlation.abs().max() <= 1 + 1e-6
+
+
+def test_axes_are_named_as_they_are():
+    explanation = fit(*CATEGORICAL, "gp").explain(problem("deep_mlp").x_new)
+    sizes = {"input": 4, "training point": problem("deep_mlp").case.examples, "output": 5}
+    assert len(explanation.AXES) == 13
+    for name, axes in explanation.AXES.items():
+        assert getattr(explanation, name).shape == tuple(sizes[axis] for axis in axes)
+
+
+def test_the_strongest_of_either_sign():
+    explanation = fit(*CATEGORICAL, "gp").explain(problem("deep_mlp").x_new)
+    for found, effect in zip(explanation.top(3), explanation.effect, strict=True):
+        assert found.tolist() == sorted(range(len(effect)), key=lambda j: -abs(float(effect[j])))[:3]
+
+
+def test_the_decomposition_as_a_table():
+    explanation = fit(*CATEGORICAL, "gp").explain(problem("deep_mlp").x_new)
+    table = explanation.decomposition()
+    assert len(table) == 4 * 5
+    total = table["offset"] + table["contributions"] + table["gap"]
+    assert (total - table["prediction"]).abs().max() < 1e-10
+    assert table.loc[7, ["input", "output"]].tolist() == [1, 2]
+    assert table.loc[7, "prediction"] == explanation.f[1, 2].item()
+
+
+@pytest.mark.parametrize("case", TURNS, ids=ids)
+def test_the_training_set_seen_from_within(case):
+    """Self-influence, effective parameters and information from dense matrices."""
+    reference, limit = truth(*case), tolerance(case[0], 1e-7)
+    posterior = fit(*case, "gp")
+    loo, f = posterior.leave_one_out(), outputs(problem(case[0]).network, problem(case[0]).x)
+    density, y = LIKELIHOODS[case[1]].log_density, targets(LIKELIHOODS[case[1]], problem(case[0]))
+    y = y[:, None] if y.is_floating_point() and y.ndim == 1 else y
+    own = torch.stack([density(a.double(), b) - density(m, b) for a, m, b in zip(f, loo.mean, y, strict=True)])
+    finite = own.isfinite()  # without a point of high leverage a rate may overflow
+    assert torch.equal(loo.self_influence.isfinite(), finite)
+    assert relative_error(loo.self_influence[finite], own[finite]) < limit
+    inner = reference.hessian @ (reference.jac @ torch.linalg.solve(
+        reference.posterior_precision, reference.jac.flatten(0, 1).T
+    ).T.view_as(reference.jac).mT)  # Λ_iV_ii
+    assert relative_error(loo.effective_parameters, inner.diagonal(dim1=1, dim2=2).sum(1)) < limit
+    assert relative_error(loo.effective_parameters.sum(), posterior.effective_parameters().sum()) < limit
+    eye = torch.eye(inner.shape[1], dtype=inner.dtype)
+    assert relative_error(loo.information, -0.5 * torch.linalg.slogdet(eye - inner).logabsdet) < max(limit, 1e-6)
+    assert relative_error(loo.importance, reference.residual.norm(dim=1)) < limit
+
+
+def test_the_training_table_sorts_by_any_column():
+    loo = fit(*CATEGORICAL, "gp").leave_one_out()
+    table = loo.to_dataframe()
+    assert table["training_index"].tolist() == list(range(problem("deep_mlp").case.examples))
+    for name in ("suspicion", "self_influence", "leverage", "information", "importance", "log_density"):
+        values = loo.to_dataframe(name, k=4)[name].tolist()
+        assert values == sorted(table[name], reverse=True)[:4]
+        assert torch.equal(loo.ranked(name, 3), getattr(loo, name).argsort(descending=True)[:3])
+    assert (table["suspicion"] == -table["log_density"]).all()
+    with refused(ntkl.UnsupportedError, "one of suspicion", "'beauty'", "suspicion"):
+        loo.ranked("beauty")
+
+
+def test_wrong_labels_are_suspected_first():
+    """A separated problem with two labels turned: the rest does not believe them."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, generator=generator).double()
+    y = (x[:, 0] > 0).long()
+    x[:, 0] += 2 * x[:, 0].sign()
+    wrong = [7, 21]
+    y[wrong] = 1 - y[wrong]
+    network = torch.nn.Linear(2, 2).double()
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        norm = sum(p.square().sum() for p in network.parameters())
+        loss = torch.nn.functional.cross_entropy(network(x), y, reduction="sum") + 0.5 * norm
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(1.0))
+    assert sorted(posterior.leave_one_out().ranked(k=2).tolist()) == wrong
+
+
+def test_questions_that_make_no_sense():
+    posterior, x = fit(*CATEGORICAL, "gp"), problem("deep_mlp").x_new
+    with refused(ntkl.UnsupportedError, "output, logit, probability", "'loss'", "output"):
+        posterior.explain(x, by="loss")
+    with refused(ntkl.DataError, "an output from 0 to 4", "5", "outputs"):
+        posterior.explain(x, output=5)
+    with refused(ntkl.DataError, "k of at least 1", "0", "one or more"):
+        posterior.explain(x, k=0)
+    with refused(ntkl.TargetError, "targets for 4 examples", ".", "row of targets"):
+        posterior.explain(x, by="log_likelihood", y=[1, 2])
+    with refused(ntkl.DataError, "targets y at the inputs", "none", "y="):
+        fit("deep_mlp", "gaussian", "layer", "gp").explain(x, by="log_likelihood")
+
+
+PLOTS = {
+    "bars": (lambda case: {}, 4),
+    "table": (lambda case: {"inputs": case.x_new, "training": case.x, "names": list("abcdefgh")}, 8),
+    "images": (lambda case: {"inputs": case.x_new, "training": case.x, "shape": (1, 3)}, 4 * 5),
+    "line": (lambda case: {"inputs": case.x_new[:, 0], "training": case.x[:, :1]}, 4),
+}
+
+
+@pytest.mark.parametrize("kind", PLOTS)
+@pytest.mark.parametrize("by", ["output", "variance"])
+def test_pictures_of_every_kind(kind, by):
+    case = problem("deep_mlp")
+    arguments, panels = PLOTS[kind]
+    explanation = fit(*CATEGORICAL, "gp").explain(case.x_new, k=2, by=by)
+    figure = explanation.plot(**arguments(case))
+    assert len(figure.axes) == (panels if by == "output" or kind != "images" else 4 * 3)
+    words = [t for axes in figure.axes for t in (axes.title, axes.xaxis.label, *axes.get_yticklabels())]
+    text = " ".join(t.get_text() for t in words)
+    first = int(explanation.supporting()[0, 0])
+    assert f"#{first}" in text or kind == "line"
+    figure.canvas.draw()
+
+
+def test_a_page_says_what_it_promises():
+    case = problem("deep_mlp")
+    page = fit(*CATEGORICAL, "gp").explain(case.x_new, k=2).to_html(inputs=case.x_new, training=case.x)
+    for words in ("data:image/png;base64,", "exact for one Newton step", "How each prediction is made up", "removing"):
+        assert words in page
+    assert "<script" not in page and "http" not in page

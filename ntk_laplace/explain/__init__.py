@@ -1,6 +1,18 @@
 """Explain: which training points make a prediction, and what it would be without them."""
 
-from ntk_laplace.explain.explanation import Explanation, explain
+from ntk_laplace.explain.explanation import Asked, Explanation, explain
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
+from ntk_laplace.explain.what_if import Indices, positions, relabeled, reweighted, stepped
 
-__all__ = ["Explanation", "LeaveOneOut", "explain", "leave_one_out"]
+__all__ = [
+    "Asked",
+    "Explanation",
+    "Indices",
+    "LeaveOneOut",
+    "explain",
+    "leave_one_out",
+    "positions",
+    "relabeled",
+    "reweighted",
+    "stepped",
+]

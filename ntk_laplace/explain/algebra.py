@@ -10,10 +10,12 @@ from torch import Tensor
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.factors import Rows
-from ntk_laplace.gram import cross_gram
+from ntk_laplace.gram import cross_gram, diagonal_blocks
 from ntk_laplace.likelihoods import Likelihood
 
-__all__ = ["Decomposition", "contributions", "leverage_blocks", "leverages", "removal_effects", "without_each"]
+__all__ = [
+    "Decomposition", "contributions", "leverage_blocks", "leverages", "removal_effects", "similarities", "without_each",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,12 @@ def leverages(blocks: Tensor) -> Tensor:
     return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
 
 
-def removal_effects(space: FunctionSpace, test: Rows, residual: Tensor, shares: Tensor) -> Tensor:
-    """Change of f(x) when one training point leaves: -V_xi (I - Λ_iV_ii)⁻¹ r_i, (n, N, C).
+def removal_effects(
+    space: FunctionSpace, test: Rows, residual: Tensor, shares: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Change of f(x) when one training point leaves, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C) each.
+
+    The second is the diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
 
     With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
     (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii, so that no inverse of Λ is taken.
@@ -83,9 +89,30 @@ def removal_effects(space: FunctionSpace, test: Rows, residual: Tensor, shares: 
     to_train = space.cross(test).T  # K_xS, (n*K, N*R)
     seen = shares - (to_train @ solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
     diagonal = solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
-    amplified = torch.linalg.solve(leverage_blocks(space), diagonal.unsqueeze(-1)).squeeze(-1)  # [B⁻¹]_ii⁻¹ D_ii
+    blocks = leverage_blocks(space)
+    amplified = torch.linalg.solve(blocks, diagonal.unsqueeze(-1)).squeeze(-1)  # [B⁻¹]_ii⁻¹ D_ii
     through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
-    return -(seen + torch.einsum("xcnr,nr->xnc", through, amplified))
+    moved = -(seen + torch.einsum("xcnr,nr->xnc", through, amplified))
+    half = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), through.permute(2, 3, 0, 1).flatten(2),
+                                         upper=False)  # L_i⁻¹ S_iᵀV_ix with [B⁻¹]_ii = L_i L_iᵀ
+    widened = half.square().sum(1).view(n, test.num_examples, -1).transpose(0, 1)
+    return moved, widened
+
+
+def similarities(space: FunctionSpace, test: Rows, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """k(x, x_i) of one output of each input with all of each training point (n, N, C), with the same, and that scaled.
+
+    The last two are (n, N): the similarity of [T20] 5.2, and its correlation, in [-1, 1].
+    """
+    n, c = test.f.shape
+    chosen = torch.nn.functional.one_hot(output, c).to(test.f).unsqueeze(-1)  # (n, C, 1)
+    kernel = _cross(space, test.weighted(chosen), space.rows).squeeze(1)
+    index = output.view(n, 1, 1).expand(-1, kernel.shape[1], 1)
+    same = kernel.gather(2, index).squeeze(2)
+    own = diagonal_blocks(test, space.variances).diagonal(dim1=1, dim2=2).gather(1, output.unsqueeze(1))
+    theirs = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)[:, output].T
+    scale = (own * theirs).sqrt()
+    return kernel, same, torch.where(scale > 0, same / scale, torch.zeros_like(same))
 
 
 def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
@@ -95,7 +122,7 @@ def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likel
     difference loses its digits, while the block of B⁻¹ keeps them.
     """
     with torch.no_grad():
-        residual = likelihood.residual(points.f, points.targets)
+        residual = points.residual(likelihood)
     moments = space.training_moments()
     half = moments @ space.root  # V_iiS_i
     covariance = moments + half @ torch.linalg.solve(leverage_blocks(space), half.mT)

@@ -1,46 +1,74 @@
-"""Explanation: which training points make a prediction, as numbers, a table, a picture and a page."""
+"""Explanation: which training points make a prediction, all of them, exactly."""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import DataError
-from ntk_laplace.explain.algebra import contributions, leverage_blocks, leverages, removal_effects
-from ntk_laplace.explain.picture import draw
+from ntk_laplace.explain.algebra import contributions, leverage_blocks, leverages, removal_effects, similarities
+from ntk_laplace.explain.quantity import Question, question
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, strongest
 from ntk_laplace.factors import Rows
 from ntk_laplace.structures import Structure, Trained
 
-if TYPE_CHECKING:
-    import pandas
-    from matplotlib.figure import Figure
+__all__ = ["Asked", "Explanation", "explain"]
 
-__all__ = ["Explanation", "explain"]
-
-HIGH_LEVERAGE = 0.9
-"""Above it one Newton step without the point is an extrapolation: the score is flagged."""
+_EXACT = (
+    "offset, contributions and gap add up to the prediction exactly",
+    "removal effects are exact for one Newton step of the linearized model without the point",
+)
+_OTHER_ROOT = (
+    _EXACT[0],
+    "removal effects take the point out of this curvature, which is not the linearized model's: they rank, and are no "
+    "refit",
+)
 
 
 @dataclass(frozen=True)
-class Explanation:
-    """Shares and effects of the training points on predictions, in units of the network's outputs.
+class Asked:
+    """What is asked of predictions.
 
-    Axes are named: n inputs explained, N training points, C outputs.
+    Attributes
+    ----------
+    k : int
+        Training points to show on each side.
+    output : int or None
+        Of every input; by default each input's largest one.
+    by : str
+        "output" or "logit", "probability", "log_likelihood", "variance".
+    y : optional
+        Targets at the inputs, for the log likelihood.
+    """
+
+    k: int = 8
+    output: int | None = None
+    by: str = "output"
+    y: object = None
+
+    def of(self, trained: Trained, f: Tensor, count: int) -> tuple[Question, int]:
+        """The question at predictions f, and how many of `count` training points to show."""
+        if not 1 <= self.k:
+            raise DataError("k of at least 1", f"{self.k}", "Ask for one or more training points.")
+        return question(trained.likelihood, f, self.by, self.output, self.y), min(self.k, count)
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Ranked):
+    """Shares and effects of the training points on predictions, in units of the quantity asked for.
+
+    Axes are named: n inputs explained, N training points, C outputs; `AXES` lists them by field.
 
     Attributes
     ----------
     f : Tensor, (n, C)
         The predictions: network outputs (logits, for classes).
-    output : Tensor, (n,)
-        Which output is explained.
+    question : Question
+        What is explained: the quantity (`by`), its `output` (n,), the targets.
     offset : Tensor, (n, C)
         What the linearized network says at the prior mean.
     contributions : Tensor, (n, N, C)
@@ -50,29 +78,56 @@ class Explanation:
     removal : Tensor, (n, N, C)
         Change of each output if one training point were left out (posterior covariance, one Newton step).
         Positive: removing the point raises the output, it speaks against it.
+    widening : Tensor, (n, N, C)
+        Change of each output's posterior variance if one training point were left out; never negative.
+    effect : Tensor, (n, N)
+        Change of the quantity asked for if one training point were left out. For a probability or a log likelihood
+        the exact difference at the outputs before and after.
+    importance : Tensor, (N, C)
+        r_i, the residuals of the training points ([T20] 5.2).
+    kernel : Tensor, (n, N, C)
+        k(x, x_i) between the explained output and each output of the training point; its sum over C with the
+        importances is `share` ([T20] 5.2).
+    similarity, correlation : Tensor, (n, N)
+        k(x, x_i) of the explained output with the same of the training point, and k(x, x_i)/√(k(x, x) k(x_i, x_i)).
+    variance : Tensor, (n, C)
+        Posterior variance of each output.
     leverage : Tensor, (N,)
         In [0, 1). Near 1 the removal effect is an extrapolation; see `flagged`.
     targets : Tensor
         Training targets.
     k : int
         Training points shown for and against.
+    guarantees : tuple of str
+        What holds exactly, and what does not.
     """
 
     f: Tensor
-    output: Tensor
+    question: Question
     offset: Tensor
     contributions: Tensor
     gap: Tensor
     removal: Tensor
+    widening: Tensor
+    effect: Tensor
+    importance: Tensor
+    kernel: Tensor
+    similarity: Tensor
+    correlation: Tensor
+    variance: Tensor
     leverage: Tensor
     targets: Tensor
     k: int
+    guarantees: tuple[str, ...]
 
-    @property
-    def effect(self) -> Tensor:
-        """Change of the explained output on removal, (n, N)."""
-        index = self.output[:, None, None].expand(-1, self.removal.shape[1], 1)
-        return self.removal.gather(2, index).squeeze(2)
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "f": ("input", "output"), "offset": ("input", "output"), "gap": ("input", "output"),
+        "contributions": ("input", "training point", "output"), "removal": ("input", "training point", "output"),
+        "widening": ("input", "training point", "output"), "effect": ("input", "training point"),
+        "importance": ("training point", "output"), "kernel": ("input", "training point", "output"),
+        "similarity": ("input", "training point"), "correlation": ("input", "training point"),
+        "variance": ("input", "output"), "leverage": ("training point",),
+    }  # fmt: skip
 
     @property
     def share(self) -> Tensor:
@@ -81,48 +136,39 @@ class Explanation:
         return self.contributions.gather(2, index).squeeze(2)
 
     @property
-    def flagged(self) -> Tensor:
-        """Training points whose leverage is too near 1 for one step to be trusted, (N,)."""
-        return self.leverage > HIGH_LEVERAGE
+    def support(self) -> Tensor:
+        """The effect with its sign turned so that positive speaks for the prediction, (n, N)."""
+        return -self.question.good * self.effect
 
     def supporting(self, k: int | None = None) -> Tensor:
-        """Indices of the training points whose removal lowers the explained output most, (n, k)."""
-        return self.effect.argsort(dim=1)[:, : k or self.k]
+        """Indices of the training points that speak most for the prediction (its proponents), (n, k).
+
+        Their removal lowers the quantity most; the variance, it raises most.
+        """
+        return strongest(self.support, k or self.k)
 
     def opposing(self, k: int | None = None) -> Tensor:
-        """Indices of the training points whose removal raises the explained output most, (n, k)."""
-        return self.effect.argsort(dim=1, descending=True)[:, : k or self.k]
+        """Indices of the training points that speak most against the prediction (its opponents), (n, k)."""
+        return strongest(-self.support, k or self.k)
 
-    def to_dataframe(self, k: int | None = None) -> pandas.DataFrame:
-        """One row per input and training point shown, strongest effect first on each side."""
-        import pandas
+    def top(self, k: int | None = None) -> Tensor:
+        """Indices of the training points with the largest effects of either sign, (n, k)."""
+        return strongest(self.effect.abs(), k or self.k)
 
-        records = []
-        for i in range(len(self.f)):
-            for side, chosen in (("for", self.supporting(k)[i]), ("against", self.opposing(k)[i])):
-                records += [self._record(i, side, rank, int(j)) for rank, j in enumerate(chosen)]
-        return pandas.DataFrame.from_records(records)
+    def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
+        """The training points on one side of input i, the strongest first."""
+        chosen = self.supporting(k) if side == "for" else self.opposing(k)
+        return [self._entry(j, float(self.effect[i, j]), self._more(i, j)) for j in chosen[i].tolist()]
 
-    def _record(self, i: int, side: str, rank: int, j: int) -> dict[str, Any]:
-        effect = float(self.effect[i, j])
-        words = "lowers" if effect < 0 else "raises"
+    def _more(self, i: int, j: int) -> dict[str, float]:
         return {
-            "input": i,
-            "output": int(self.output[i]),
-            "speaks": side if (effect < 0) == (side == "for") else "neither",
-            "rank": rank,
-            "training_index": j,
-            "target": self._target(j),
-            "removal_effect": effect,
-            "meaning": f"removing it {words} output {int(self.output[i])} by {abs(effect):.3g}",
-            "contribution": float(self.share[i, j]),
-            "leverage": float(self.leverage[j]),
-            "flagged": bool(self.flagged[j]),
-        }
+            "contribution": float(self.share[i, j]), "similarity": float(self.similarity[i, j]),
+            "correlation": float(self.correlation[i, j]), "importance": float(self.importance[j, self.output[i]]),
+        }  # fmt: skip
 
-    def _target(self, j: int) -> Any:
-        target = self.targets[j]
-        return target.item() if target.numel() == 1 else target.tolist()
+    def contributed(self) -> Tensor:
+        """Sum of all contributions, (n, C)."""
+        return self.contributions.sum(1)
 
     def __repr__(self) -> str:
         n, count, c = self.removal.shape
@@ -132,60 +178,29 @@ class Explanation:
             f"{int(self.flagged.sum())} point(s) of leverage above {HIGH_LEVERAGE})"
         )
 
-    def plot(
-        self, inputs: Tensor | None = None, training: Tensor | None = None, shape: Sequence[int] | None = None
-    ) -> Figure:
-        """Draw, for each input, the training points that speak for and against it.
 
-        Parameters
-        ----------
-        inputs, training : Tensor, optional
-            The explained inputs and all training inputs; drawn as images where they are, or where `shape` says how.
-        shape : (height, width), optional
-            Of the images.
-        """
-        return draw(self, inputs, training, shape)
-
-    def to_html(self, k: int | None = None) -> str:
-        """A self-contained fragment: the picture and the table."""
-        buffer = io.BytesIO()
-        self.plot().savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-        picture = base64.b64encode(buffer.getvalue()).decode()
-        table = self.to_dataframe(k).to_html(index=False, float_format=lambda v: f"{v:.4g}", border=0)
-        return (
-            f'<section class="ntk-laplace-explanation"><p>{html.escape(repr(self))}</p>'
-            f'<img alt="Training points for and against each prediction" src="data:image/png;base64,{picture}">'
-            f"{table}</section>"
-        )
-
-
-def explain(
-    trained: Trained, structure: Structure, space: FunctionSpace, test: Rows, k: int, output: int | None
-) -> Explanation:  # fmt: skip
+def explain(trained: Trained, structure: Structure, space: FunctionSpace, test: Rows, asked: Asked) -> Explanation:
     """Decompose predictions and rank the training points behind them.
 
     Parameters
     ----------
     test : Rows
         Rows of J at the inputs to explain.
-    k : int
-        Training points to show on each side.
-    output : int, optional
-        Output to explain for every input; by default each input's largest one.
+    asked : Asked
     """
-    n, c = space.rows.num_examples, test.num_seeds
-    if not 1 <= k:
-        raise DataError("k of at least 1", f"{k}", "Ask for one or more training points.")
-    if output is not None and not 0 <= output < c:
-        raise DataError(f"an output from 0 to {c - 1}", f"{output}", "Choose one of the network's outputs.")
     points = structure.points
+    about, k = asked.of(trained, test.f, points.num_examples)
     with torch.no_grad():
-        residual = trained.likelihood.residual(points.f, points.targets)
+        residual = points.residual(trained.likelihood)
         centered = trained.theta - trained.prior.flat_mean().to(trained.theta)
-    parts = contributions(space, test, residual, centered)
-    chosen = test.f.argmax(1) if output is None else torch.full((test.num_examples,), output, device=test.f.device)
+        parts = contributions(space, test, residual, centered)
+        moved, widened = removal_effects(space, test, residual, parts.contributions)
+        variance = space.moments(test).diagonal(dim1=1, dim2=2)
+        kernel, similarity, correlation = similarities(space, test, about.output)
+        effect = about.effect(test.f, moved, widened)
     return Explanation(
-        f=test.f, output=chosen, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
-        removal=removal_effects(space, test, residual, parts.contributions),
-        leverage=leverages(leverage_blocks(space))[:, -1], targets=points.targets, k=min(k, n),
+        f=test.f, question=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
+        removal=moved, widening=widened, effect=effect, importance=residual, kernel=kernel, similarity=similarity,
+        correlation=correlation, variance=variance, leverage=leverages(leverage_blocks(space))[:, -1],
+        targets=points.targets, k=k, guarantees=_EXACT if trained.root.curvature == "ggn" else _OTHER_ROOT,
     )  # fmt: skip

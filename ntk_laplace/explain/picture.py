@@ -1,4 +1,4 @@
-"""The picture of an explanation: bars of removal effects, with images of the training points where there are any."""
+"""The picture of an explanation: bars, images, a table of features, or points along a line."""
 
 from __future__ import annotations
 
@@ -12,34 +12,28 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from ntk_laplace.explain.explanation import Explanation
+    from ntk_laplace.explain.ranked import Entry, Ranked
 
 __all__ = ["draw"]
 
-_FOR, _AGAINST = "#0072B2", "#D55E00"  # Okabe-Ito blue and vermilion
+_FOR, _AGAINST, _GREY = "#0072B2", "#D55E00", "#9AA3AD"  # Okabe-Ito blue and vermilion
+_FEATURES = 8  # columns of a table that a picture has room for
 
 
 def draw(
-    explanation: Explanation, inputs: Tensor | None, training: Tensor | None, shape: Sequence[int] | None
-) -> Figure:
-    """One row per input: bars, or the input and its training points as images."""
-    from matplotlib.figure import Figure
-
+    ranked: Ranked, inputs: Tensor | None, training: Tensor | None, shape: Sequence[int] | None,
+    names: Sequence[str] | None = None,
+) -> Figure:  # fmt: skip
+    """One row per input: its training points as bars, as images, in a table, or along a line."""
     images = _images(inputs, shape), _images(training, shape)
-    rows = len(explanation.f)
-    with_images = images[0] is not None and images[1] is not None
-    shown = min(explanation.k, 6) if with_images else explanation.k
-    width = 1.15 * (2 * shown + 1) + 0.6 if with_images else 7.0
-    figure = Figure(figsize=(width, (1.75 if with_images else 0.32 * 2 * shown + 1.0) * rows), layout="constrained")
-    if with_images:
-        axes = figure.subplots(rows, 2 * shown + 1, squeeze=False)
-        for i in range(rows):
-            _image_row(axes[i], explanation, i, images, shown)
-    else:
-        axes = figure.subplots(rows, 1, squeeze=False)
-        for i in range(rows):
-            _bars(axes[i, 0], explanation, i, shown)
-    return figure
+    if images[0] is not None and images[1] is not None:
+        return _image_rows(ranked, images)
+    features = _features(inputs), _features(training)
+    if features[0] is not None and features[1] is not None:
+        if features[1].shape[1] == 1:
+            return _lines(ranked, features, names)
+        return _bar_rows(ranked, features, names)
+    return _bar_rows(ranked, None, names)
 
 
 def _images(x: Tensor | None, shape: Sequence[int] | None) -> Tensor | None:
@@ -53,18 +47,35 @@ def _images(x: Tensor | None, shape: Sequence[int] | None) -> Tensor | None:
     return x if x.ndim == 3 else None
 
 
-def _image_row(axes: Any, explanation: Explanation, i: int, images: tuple, shown: int) -> None:
-    inputs, training = images
-    order = [("for", explanation.supporting(shown)[i]), ("against", explanation.opposing(shown)[i])]
-    _show(axes[0], inputs[i], f"input {i}\noutput {int(explanation.output[i])}", "black")
-    column = 1
-    for side, chosen in order:
-        for j in chosen.tolist():
-            effect = float(explanation.effect[i, j])
-            mark = " !" if bool(explanation.flagged[j]) else ""
-            title = f"#{j} y={explanation._target(j)}\n{-effect:+.2g}{mark}"
-            _show(axes[column], training[j], title, _FOR if side == "for" else _AGAINST)
-            column += 1
+def _features(x: Tensor | None) -> Tensor | None:
+    """(n, d) of inputs that are rows of a table, or numbers on a line."""
+    if x is None or not isinstance(x, Tensor) or x.ndim > 2:
+        return None
+    return x.detach().cpu().reshape(len(x), -1)
+
+
+# --- images
+
+
+def _image_rows(ranked: Ranked, images: tuple[Tensor, Tensor]) -> Figure:
+    from matplotlib.figure import Figure
+
+    shown, sides, rows = min(ranked.k, 6), ranked.question.sides, len(ranked.f)
+    columns = len(sides) * shown + 1
+    figure = Figure(figsize=(1.15 * columns + 0.6, 1.75 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for i in range(rows):
+        _show(axes[i, 0], images[0][i], f"input {i}\noutput {int(ranked.output[i])}", "black")
+        column = 1
+        for side in sides:
+            for entry in ranked.entries(i, side, shown):
+                title = f"#{entry.training_index} y={_short(entry.target)}\n{_support(entry)}{_mark(entry)}"
+                color = _FOR if side == "for" else _AGAINST
+                _show(axes[i, column], images[1][entry.training_index], title, color)
+                column += 1
+        for empty in axes[i, column:]:
+            empty.set_axis_off()
+    return figure
 
 
 def _show(axes: Axes, image: Tensor, title: str, color: str) -> None:
@@ -76,18 +87,114 @@ def _show(axes: Axes, image: Tensor, title: str, color: str) -> None:
         spine.set_color(color)
 
 
-def _bars(axes: Axes, explanation: Explanation, i: int, shown: int) -> None:
-    chosen = torch.cat([explanation.supporting(shown)[i], explanation.opposing(shown)[i].flip(0)])
-    chosen = list(dict.fromkeys(chosen.tolist()))
-    support = [-float(explanation.effect[i, j]) for j in chosen]
-    labels = [f"#{j}, y = {_short(explanation._target(j))}" + (" !" if explanation.flagged[j] else "") for j in chosen]
+# --- bars, with a table where there are features
+
+
+def _bar_rows(ranked: Ranked, features: tuple[Tensor, Tensor] | None, names: Sequence[str] | None) -> Figure:
+    from matplotlib.figure import Figure
+
+    rows, most = len(ranked.f), len(ranked.question.sides) * ranked.k
+    width = 7.0 if features is None else 7.0 + 0.75 * min(_FEATURES, features[1].shape[1])
+    figure = Figure(figsize=(width, (0.32 * most + 1.15) * rows), layout="constrained")
+    axes = figure.subplots(rows, 1 if features is None else 2, squeeze=False,
+                           width_ratios=None if features is None else (7.0, width - 7.0))
+    for i in range(rows):
+        chosen = _both_sides(ranked, i)
+        _bars(axes[i, 0], ranked, i, chosen)
+        if features is not None:
+            _table(axes[i, 1], features, names, i, chosen)
+    return figure
+
+
+def _both_sides(ranked: Ranked, i: int) -> list[Entry]:
+    """All entries of an input, each once, from the strongest for it to the strongest against."""
+    found = {entry.training_index: entry for side in ranked.question.sides for entry in ranked.entries(i, side)}
+    return sorted(found.values(), key=lambda entry: -entry.support)
+
+
+def _bars(axes: Axes, ranked: Ranked, i: int, chosen: list[Entry]) -> None:
+    support = [entry.support for entry in chosen]
+    labels = [f"#{e.training_index}, y = {_short(e.target)}{_mark(e)}" for e in chosen]
     axes.barh(range(len(chosen)), support, color=[_FOR if v > 0 else _AGAINST for v in support])
     axes.set_yticks(range(len(chosen)), labels, fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(chosen) - 0.5, -0.5)
     axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.set_xlabel(f"fall of output {int(explanation.output[i])} if the point were left out")
-    axes.set_title(f"input {i}: training points for (right) and against (left)", fontsize=10)
+    change = "fall" if ranked.question.good > 0 else "rise"
+    axes.set_xlabel(f"{change} of {ranked.question.words(i)} if the point were left out{_in_unit(ranked)}")
+    sides = "for (right) and against (left)" if len(ranked.question.sides) == 2 else "that make it sure"
+    axes.set_title(f"input {i}: training points {sides}", fontsize=10)
+
+
+def _table(
+    axes: Axes, features: tuple[Tensor, Tensor], names: Sequence[str] | None, i: int, chosen: list[Entry]
+) -> None:
+    """Features beside the bars, the input's own on top, those that differ most among the points shown."""
+    inputs, training = features
+    points = training[[entry.training_index for entry in chosen]]
+    spread = (points - inputs[i]).abs().mean(0) / training.std(0).clamp_min(1e-12)
+    columns = spread.argsort(descending=True)[:_FEATURES].sort().values.tolist()
+    heads = [str(names[c]) if names is not None else f"x{c}" for c in columns]
+    body = [[f"{float(v):.3g}" for v in row[columns]] for row in points]
+    axes.set_axis_off()
+    height = 1.0 / len(chosen)  # the lines of the bars
+    axes.text(0.5, -0.03, "first line: the input itself", transform=axes.transAxes, ha="center", va="top", fontsize=8)
+    table = axes.table(body, loc="center", bbox=(0, 0, 1, 1), cellLoc="center")
+    head = axes.table([[f"{float(v):.3g}" for v in inputs[i][columns]]], colLabels=heads, cellLoc="center",
+                      bbox=(0, 1.0, 1, 2 * height))
+    for each in (table, head):
+        each.auto_set_font_size(False)
+        each.set_fontsize(8)
+        for cell in each.get_celld().values():
+            cell.set(edgecolor="#D9DEE4", linewidth=0.6)
+
+
+# --- along a line
+
+
+def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str] | None) -> Figure:
+    from matplotlib.figure import Figure
+
+    inputs, training = (values[:, 0] for values in features)
+    rows = len(ranked.f)
+    figure = Figure(figsize=(8.6, 2.7 * rows), layout="constrained")
+    for i, axes in enumerate(figure.subplots(rows, 1, squeeze=False)[:, 0]):
+        output = int(ranked.output[i])
+        targets = ranked.targets.detach().cpu().double()
+        targets = targets if targets.ndim == 1 else targets[:, min(output, targets.shape[1] - 1)]
+        axes.plot(training, targets, "o", ms=3.5, color=_GREY, label="training points")
+        chosen = _both_sides(ranked, i)
+        largest = max((abs(entry.support) for entry in chosen), default=1.0) or 1.0
+        for side, color, marker in (("for", _FOR, "o"), ("against", _AGAINST, "s")):
+            own = [e for e in chosen if (e.support > 0) == (side == "for") and e.support]
+            if own:
+                at = torch.tensor([e.training_index for e in own])
+                sizes = [16 + 130 * abs(e.support) / largest for e in own]
+                axes.scatter(training[at], targets[at], s=sizes, marker=marker, color=color, alpha=0.7, label=side)
+        axes.axvline(float(inputs[i]), color="black", lw=1.0, ls=(0, (4, 2)))
+        if ranked.targets.is_floating_point():  # labels are no heights
+            mean = ranked.question.likelihood.mean(ranked.f[i : i + 1]).detach()
+            axes.plot(float(inputs[i]), float(mean[0, output]), "*", ms=13, color="black", label="prediction")
+        axes.set(xlabel=names[0] if names else "input", ylabel="target")
+        axes.set_title(f"input {i}: training points behind {ranked.question.words(i)}, area as effect", fontsize=10)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
+# --- words
 
 
 def _short(target: Any) -> str:
     return f"{target:.3g}" if isinstance(target, float) else str(target)
+
+
+def _support(entry: Entry) -> str:
+    return f"{entry.support:+.2g}".replace("-", "\N{MINUS SIGN}")
+
+
+def _mark(entry: Entry) -> str:
+    return " !" if entry.flagged else ""
+
+
+def _in_unit(ranked: Ranked) -> str:
+    unit = ranked.question.unit.strip()
+    return f" ({unit})" if unit else ""

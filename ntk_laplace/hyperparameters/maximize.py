@@ -230,8 +230,9 @@ def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Ten
             found.append((used.clamp_min(torch.finfo(torch.float64).tiny) / distances).log())
         else:
             residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()
-            squares = float((residual.double() * posterior.likelihood.noise.detach()).square().sum())
-            left = max(residual.numel() - float(used.sum()), torch.finfo(torch.float64).tiny)
+            counts = posterior.weights.double()
+            squares = float((residual.double() * posterior.likelihood.noise.detach()).square().sum(1) @ counts)
+            left = max(residual.shape[1] * float(counts.sum()) - float(used.sum()), torch.finfo(torch.float64).tiny)
             found.append(torch.tensor([squares / left], dtype=torch.float64).log())
     return torch.cat(found)
 

@@ -2,11 +2,12 @@
 
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
+from ntk_laplace.posterior.what_if import WhatIfVerbs
 
 __all__ = ["Posterior"]
 
 
-class Posterior(SelectionVerbs, PredictionVerbs):
+class Posterior(SelectionVerbs, PredictionVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The network's Jacobians at the training points are computed once; the prior's and

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ntk_laplace.data import Inputs
-from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.explain import Explanation, LeaveOneOut, explain, leave_one_out
+from ntk_laplace.explain import Asked, Explanation, LeaveOneOut, explain, leave_one_out
 from ntk_laplace.posterior.fitted import Fitted
 
 __all__ = ["ExplanationVerbs"]
@@ -13,8 +14,10 @@ __all__ = ["ExplanationVerbs"]
 class ExplanationVerbs(Fitted):
     """Training points behind a prediction."""
 
-    def explain(self, x: Inputs, k: int = 8, output: int | None = None) -> Explanation:
-        """Which training points make the predictions at `x`.
+    def explain(
+        self, x: Inputs, k: int = 8, output: int | None = None, *, by: str = "output", y: Any = None
+    ) -> Explanation:
+        """Which training points make the predictions at `x`, and what would be without each of them.
 
         Parameters
         ----------
@@ -23,21 +26,26 @@ class ExplanationVerbs(Fitted):
             Training points to show for and against.
         output : int, optional
             The output to explain; by default the predicted class (or the only output).
+        by : str
+            The quantity whose change ranks the training points: "output" (or "logit"), "probability" (the mean
+            response), "log_likelihood" of `y`, in nats, "variance" of the output.
+        y : optional
+            Targets at `x`, for "log_likelihood"; for classes by default the explained class.
 
         Returns
         -------
         Explanation
+
+        Raises
+        ------
+        DataError, UnsupportedError
+            If there is no such output or quantity, or the structure keeps no rows.
         """
-        self._require_function_space("explain")
-        return explain(self._trained, self._structure, self.curvature, self._rows(x), k, output)
+        self._require_rows("explain")
+        asked = Asked(k, output, by, y)
+        return explain(self._trained, self._structure, self.curvature, self._rows(x), asked)
 
     def leave_one_out(self) -> LeaveOneOut:
-        """What each training point's prediction would be without it, in closed form."""
-        self._require_function_space("leave_one_out")
+        """What each training point's prediction would be without it, in closed form, and what it does to the fit."""
+        self._require_rows("leave_one_out")
         return leave_one_out(self._trained, self._structure, self.curvature)
-
-    def _require_function_space(self, verb: str) -> None:
-        if self.structure != "gp" or self._trained.root.curvature != "ggn":
-            raise UnsupportedError(f'structure="gp" and curvature="ggn" for {verb}',
-                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
-                                   'Fit with ntk_laplace.laplace(..., structure="gp").')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,6 +87,11 @@ class Fitted:
         return self._structure.points.targets
 
     @property
+    def weights(self) -> Tensor:
+        """How often each training point counts, (N,): once, unless it was removed (0) or reweighted."""
+        return self._structure.points.counts
+
+    @property
     def num_examples(self) -> int:
         """N."""
         return self._structure.points.num_examples
@@ -108,9 +114,16 @@ class Fitted:
     def __repr__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
         return (
-            f"Posterior(structure={self.structure!r}{why}, N={self.num_examples}, C={self.num_outputs}, "
+            f"Posterior(structure={self.structure!r}{why}, N={self.num_examples}{self._words()}, C={self.num_outputs}, "
             f"P={self.num_parameters:,}, likelihood={type(self.likelihood).__name__}, dtype={self.dtype})"
         )
+
+    def _words(self) -> str:
+        """What was changed by a what-if, for `repr`."""
+        if self._trained.move is None:
+            return ""
+        removed = int((self.weights == 0).sum())
+        return f" ({removed} removed)" if removed else " (changed)"
 
     @property
     def curvature(self) -> Curvature:
@@ -171,6 +184,10 @@ class Fitted:
         UnsupportedError
             If the two do not belong together.
         """
+        moved = [one for one in (self, other) if one._trained.move is not None]
+        if moved:
+            raise UnsupportedError("two posteriors of training data as they are", f"{moved[0]!r}",
+                                   "Merge first, and ask what if afterwards.")
         same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
         if not same or self.structure != other.structure or self._trained.root != other._trained.root:
             raise UnsupportedError("two posteriors of one trained network, structure and curvature",
@@ -219,7 +236,7 @@ class Fitted:
         """g, the gradient of the negative log joint, (P,)."""
         trained, points = self._trained, self._structure.points
         with torch.no_grad():
-            residual = trained.likelihood.residual(points.f, points.targets)
+            residual = points.residual(trained.likelihood)
         return joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
 
     def _newton_step(self) -> Tensor:
@@ -232,5 +249,13 @@ class Fitted:
         return to_device(x, self.network.device, self.network.dtype)
 
     def _rows(self, x: Inputs) -> Rows:
-        x = as_tensors(x)
-        return self._trained.factors.rows(self._on_device(x))
+        rows = self._trained.factors.rows(self._on_device(as_tensors(x)))
+        return rows if self._trained.move is None else replace(rows, f=self._trained.outputs(rows))
+
+    def _require_rows(self, verb: str) -> Any:
+        """The structure, if it keeps the training points' rows under the exact curvature."""
+        if self.structure != "gp" or self._trained.root.curvature != "ggn":
+            raise UnsupportedError(f'structure="gp" and curvature="ggn" for {verb}',
+                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                                   'Fit with ntk_laplace.laplace(..., structure="gp").')
+        return self._structure

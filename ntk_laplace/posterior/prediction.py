@@ -29,6 +29,12 @@ _DRAWS = 256 * 2**20  # bytes of weight samples held at a time
 class PredictionVerbs(Fitted):
     """Outputs and responses at new inputs."""
 
+    def outputs(self, x: Inputs) -> Tensor:
+        """f at `x`, (n, C), without its uncertainty: of the network, or of the linearized one that a what-if moved."""
+        if self._trained.move is not None:
+            return self._rows(x).f
+        return self.network.without_grad(self._on_device(x)).to(self.dtype)
+
     def latent(self, x: Inputs, mean: str = "map") -> MultitaskMultivariateNormal:
         """Joint posterior of f at `x` ([T20] 3.13).
 
@@ -37,8 +43,9 @@ class PredictionVerbs(Fitted):
         x : tensor, tuple or dict of tensors
             n inputs.
         mean : str
-            "map": the network's own outputs. "posterior": those of the refitted linear model, f + J(θ̄-θ*) with
-            θ̄ = θ* - H⁻¹g.
+            "map": the network's own outputs; after `remove`, `relabel`, `reweight` or `add` those of the linearized
+            network at the weights θ it moved to, f + J(θ-θ*). "posterior": those of the refitted linear model,
+            f + J(θ̄-θ*) with θ̄ = θ - H⁻¹g.
 
         Returns
         -------
@@ -95,7 +102,7 @@ class PredictionVerbs(Fitted):
             draws = self._weight_outputs(samples, x, generator)
             return predictive_from_samples(likelihood, draws, self.network.scalar)
         if method == "map":
-            f = self.network.without_grad(self._on_device(x)).to(self.dtype)
+            f = self.outputs(x)
             covariance = f.new_zeros(*f.shape, f.shape[1])
         else:
             f, covariance = self.latent_moments(x, mean)

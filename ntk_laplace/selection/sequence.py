@@ -64,8 +64,8 @@ class Sequence:
                        f"B of {n * k:,} x {n * k:,} in the data's order and in another",
                        "Use fewer points, or a structured posterior.", budget)
         with torch.no_grad():
-            residual = likelihood.residual(points.f, points.targets)
-            log_prob = likelihood.log_prob(points.f, points.targets)
+            residual = points.residual(likelihood)
+            log_prob = points.log_prob(likelihood)
         parts = centered.split([shape.numel() for shape in space.shapes.values()])
         named = {name: part.view(shape) for part, (name, shape) in zip(parts, space.shapes.items(), strict=True)}
         distance = space.rows.jvp(named)  # d

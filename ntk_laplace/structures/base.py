@@ -61,6 +61,8 @@ class Trained:
     factors : FactorPass
         Makes rows at inputs.
     settings : Settings
+    move : Tensor, (P,), optional
+        θ - θ*, how far a what-if has moved the weights of the linearized model; the network itself stays.
     """
 
     network: Network
@@ -69,11 +71,17 @@ class Trained:
     root: Root
     factors: FactorPass
     settings: Settings
+    move: Tensor | None = None
 
     @property
     def theta(self) -> Tensor:
-        """θ*, (P,), in the algebra's floating type."""
-        return self.network.theta.to(self.factors.dtype)
+        """Weights of the linearized model, (P,), in the algebra's floating type: θ*, or where a what-if moved them."""
+        theta = self.network.theta.to(self.factors.dtype)
+        return theta if self.move is None else theta + self.move
+
+    def outputs(self, rows: Rows) -> Tensor:
+        """f of the linearized model at rows of J, (n, C): the network's outputs, or f + J(θ - θ*) after a move."""
+        return rows.f if self.move is None else rows.f + rows.jvp(self.network.unflatten(self.move))
 
     def at(self, index: Tensor) -> Trained:
         """The same model of some of the training points: noise per point is theirs alone."""
@@ -87,7 +95,8 @@ class Trained:
         network = self.network.to(device)
         for module in (self.prior, self.likelihood):
             module.to(device)
-        return replace(self, network=network, factors=self.factors.on(network, dtype))
+        move = None if self.move is None else self.move.to(device, dtype)
+        return replace(self, network=network, factors=self.factors.on(network, dtype), move=move)
 
 
 class Structure(Protocol):

@@ -29,9 +29,17 @@ class FunctionSpaceStructure(ExactStructure):
     trained : Trained
     batches : Batches
         Read once.
+
+    Attributes
+    ----------
+    rows : Rows
+        Of J at the training points.
+    base : TrainingPoints or None
+        The points the network was trained on, if a what-if has changed them since.
     """
 
     name = "gp"
+    base: TrainingPoints | None = None
 
     def __init__(self, trained: Trained, batches: Batches) -> None:
         parts: list[Rows] = []
@@ -43,7 +51,7 @@ class FunctionSpaceStructure(ExactStructure):
                 self._require_memory(trained, batches.length or parts[0].num_examples, parts[0])
         self.rows = Rows.concatenate(parts)
         parts.clear()
-        self.points = TrainingPoints.checked(trained.likelihood, self.rows.f, targets)
+        self.points = TrainingPoints.checked(trained.likelihood, trained.outputs(self.rows), targets)
         self._require_memory(trained, self.rows.num_examples, None)
 
     @staticmethod
@@ -66,7 +74,7 @@ class FunctionSpaceStructure(ExactStructure):
 
     def curvature(self, trained: Trained) -> FunctionSpace:
         """Factor B at the present hyperparameters, without a new Jacobian."""
-        root = trained.root.root(trained.likelihood, self.points.f, self.points.targets).detach()
+        root = self.points.root(trained.root, trained.likelihood).detach()
         return FunctionSpace(self.rows, root, trained.prior, trained.network.shapes)
 
     def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
@@ -89,10 +97,19 @@ class FunctionSpaceStructure(ExactStructure):
         total._require_memory(trained, total.rows.num_examples, None)
         return total
 
+    def changed(self, rows: Rows, points: TrainingPoints) -> FunctionSpaceStructure:
+        """The same model of other points, over rows that are there already; what the network saw stays known."""
+        other = copy.copy(self)
+        other.rows, other.points = rows, points
+        other.base = self.points if self.base is None else self.base
+        return other
+
     def part(self, trained: Trained, index: Tensor) -> FunctionSpaceStructure:
         """Their rows; no new pass."""
         some = copy.copy(self)
         some.rows, some.points = self.rows.part(index), self.points.part(index)
+        if self.base is not None:  # points that were added come last, and belong to no base
+            some.base = self.base.part(index[index < self.base.num_examples])
         return some
 
     def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
@@ -101,6 +118,11 @@ class FunctionSpaceStructure(ExactStructure):
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """The rows."""
+        if self.base is not None:
+            raise UnsupportedError(
+                "a posterior of the data it was fitted to, to save", "one that a what-if changed",
+                "Save the original, and ask what if again after loading it.",
+            )  # fmt: skip
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",
@@ -120,6 +142,7 @@ class FunctionSpaceStructure(ExactStructure):
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the rows; none is made anew."""
         self.rows, self.points = self.rows.to(dtype, device), self.points.to(device, dtype)
+        self.base = None if self.base is None else self.base.to(device, dtype)
 
 
 def _count(parts: list[Rows]) -> int:

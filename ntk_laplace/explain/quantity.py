@@ -1,0 +1,125 @@
+"""Quantities: what of a prediction a training point changes, in which unit, and how to say so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.likelihoods import Likelihood
+
+__all__ = ["Question", "question"]
+
+_WORDS = {
+    "output": "output {0}",
+    "logit": "logit {0}",
+    "probability": "the mean response {0}",
+    "log_likelihood": "the log likelihood",
+    "variance": "the variance of output {0}",
+}
+_UNITS = {"log_likelihood": " nats"}
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which quantity of which predictions is explained.
+
+    Attributes
+    ----------
+    by : str
+        "output" (for classes also "logit"): f itself. "probability": the mean response at f, for classes the
+        probability. "log_likelihood": log p(y | f), nats. "variance": the posterior variance of f.
+    output : Tensor, (n,)
+        Of which output; for "log_likelihood" it is shown beside it.
+    targets : Tensor or None
+        y at the inputs explained, canonical, for "log_likelihood".
+    likelihood : Likelihood
+    """
+
+    by: str
+    output: Tensor
+    targets: Tensor | None
+    likelihood: Likelihood
+
+    @property
+    def good(self) -> float:
+        """Whether a point that supports a prediction raises the quantity (1) or lowers it (-1)."""
+        return -1.0 if self.by == "variance" else 1.0
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Sides a training point can take; all of them make a prediction surer."""
+        return ("for",) if self.by == "variance" else ("for", "against")
+
+    def words(self, i: int) -> str:
+        """The quantity of input i."""
+        words = _WORDS[self.by]
+        if self.by == "probability" and self.likelihood.classifies:
+            words = "the probability of class {0}" if self.likelihood.event_shape(2) == () else "probability {0}"
+        return words.format(int(self.output[i]))
+
+    def meaning(self, i: int, effect: float) -> str:
+        """The sign in words."""
+        return f"removing it {'lowers' if effect < 0 else 'raises'} {self.words(i)} by {abs(effect):.3g}" + self.unit
+
+    @property
+    def unit(self) -> str:
+        """Behind a number."""
+        return _UNITS.get(self.by, "")
+
+    def _value(self, f: Tensor) -> Tensor:
+        """Mean response or log likelihood at outputs f (m, C), those of input i side by side, (m,)."""
+        each = len(f) // len(self.output)
+        if self.by == "log_likelihood":
+            return self.likelihood.log_prob(f, self.targets.repeat_interleave(each, 0))
+        return self.likelihood.mean(f).gather(1, self.output.repeat_interleave(each).unsqueeze(1)).squeeze(1)
+
+    def direction(self, f: Tensor) -> Tensor:
+        """Derivative of the quantity in f (n, C); for the variance, the output's own direction."""
+        if self.by == "log_likelihood":
+            return self.likelihood.residual(f, self.targets)
+        if self.by == "probability":
+            slope = self.likelihood.mean_jacobian(f)
+            return slope[torch.arange(len(f), device=f.device), self.output]
+        return one_hot(self.output, f.shape[1]).to(f)
+
+    def effect(self, f: Tensor, moved: Tensor, widened: Tensor) -> Tensor:
+        """Change of the quantity for changes of f and its variance (n, N, C): (n, N), the exact difference."""
+        n, count, c = moved.shape
+        if self.by in ("output", "logit", "variance"):
+            change = widened if self.by == "variance" else moved
+            return change.gather(2, self.output.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)
+        then = self._value((f.unsqueeze(1) + moved).reshape(-1, c))
+        return then.view(n, count) - self._value(f).unsqueeze(1)
+
+
+def question(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Question:
+    """Check what was asked of predictions f (n, C).
+
+    Raises
+    ------
+    DataError
+        If the output is none, or targets are needed and not there.
+    UnsupportedError
+        If there is no such quantity.
+    """
+    n, c = f.shape
+    if by not in _WORDS:
+        raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
+    if output is not None and not 0 <= output < c:
+        raise DataError(f"an output from 0 to {c - 1}", f"{output}", "Choose one of the network's outputs.")
+    chosen = f.argmax(1) if output is None else torch.full((n,), output, device=f.device)
+    if by != "log_likelihood":
+        return Question(by, chosen, None, likelihood)
+    likelihood = likelihood.for_new_points()
+    if y is None:
+        if likelihood.event_shape(c) != ():
+            raise DataError("targets y at the inputs, for their log likelihood", "none", "Pass y=, one per input.")
+        return Question(by, chosen, chosen, likelihood)
+    targets = likelihood.targets(y, n, c).to(f.device)
+    if output is None and targets.ndim == 1 and likelihood.event_shape(c) == ():
+        chosen = targets
+    return Question(by, chosen, targets, likelihood)

@@ -1,0 +1,183 @@
+"""What every explanation shows: training points for and against, as a table, a picture and a page."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ntk_laplace.explain.picture import draw
+from ntk_laplace.explain.quantity import Question
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+__all__ = ["HIGH_LEVERAGE", "Entry", "Ranked", "strongest"]
+
+HIGH_LEVERAGE = 0.9
+"""Above it one Newton step without the point is an extrapolation: the score is flagged."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One training point beside one prediction.
+
+    Attributes
+    ----------
+    training_index : int
+    target : number or list
+    removal_effect : float
+        Change of the quantity if the point were left out.
+    support : float
+        The same, positive where the point speaks for the prediction.
+    leverage : float
+    flagged : bool
+    more : dict
+        What else is known of the pair, by column name.
+    """
+
+    training_index: int
+    target: Any
+    removal_effect: float
+    support: float
+    leverage: float
+    flagged: bool
+    more: dict[str, float]
+
+
+class Ranked:
+    """Table, picture and page of ranked training points.
+
+    Attributes
+    ----------
+    f : Tensor, (n, C)
+    question : Question
+        What was asked.
+    offset, gap : Tensor, (n, C)
+    leverage : Tensor, (N,)
+    targets : Tensor
+    k : int
+    guarantees : tuple of str
+        What holds exactly, and what does not.
+    """
+
+    f: Tensor
+    question: Question
+    offset: Tensor
+    gap: Tensor
+    leverage: Tensor
+    targets: Tensor
+    k: int
+    guarantees: tuple[str, ...]
+
+    @property
+    def output(self) -> Tensor:
+        """Which output is explained, (n,)."""
+        return self.question.output
+
+    @property
+    def by(self) -> str:
+        """The quantity whose change ranks the training points."""
+        return self.question.by
+
+    @property
+    def flagged(self) -> Tensor:
+        """Training points whose leverage is too near 1 for one step to be trusted, (N,)."""
+        return self.leverage > HIGH_LEVERAGE
+
+    def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
+        """The training points on one side of input i, the strongest first."""
+        raise NotImplementedError
+
+    def contributed(self) -> Tensor:
+        """Sum of all contributions, (n, C)."""
+        raise NotImplementedError
+
+    def to_dataframe(self, k: int | None = None) -> pandas.DataFrame:
+        """One row per input and training point shown, strongest effect first on each side."""
+        import pandas
+
+        return pandas.DataFrame.from_records(list(self._records(k)))
+
+    def _records(self, k: int | None) -> Iterator[dict[str, Any]]:
+        for i in range(len(self.f)):
+            for side in self.question.sides:
+                for rank, entry in enumerate(self.entries(i, side, k)):
+                    own = asdict(entry)
+                    support, more = own.pop("support"), own.pop("more")
+                    yield {
+                        "input": i,
+                        "output": int(self.output[i]),
+                        "speaks": side if (support > 0) == (side == "for") and support != 0 else "neither",
+                        "rank": rank,
+                        "training_index": own.pop("training_index"),
+                        "target": own.pop("target"),
+                        "removal_effect": entry.removal_effect,
+                        "meaning": self.question.meaning(i, own.pop("removal_effect")),
+                        **{name: more[name] for name in more},
+                        **own,
+                    }
+
+    def _entry(self, j: int, effect: float, more: dict[str, float] | None = None) -> Entry:
+        target = self.targets[j]
+        value = target.item() if target.numel() == 1 else target.tolist()
+        return Entry(j, value, effect, -self.question.good * effect, float(self.leverage[j]), bool(self.flagged[j]),
+                     more or {})
+
+    def decomposition(self) -> pandas.DataFrame:
+        """One row per input and output: prediction = offset + contributions + gap."""
+        import pandas
+
+        parts = {"prediction": self.f, "offset": self.offset, "contributions": self.contributed(), "gap": self.gap}
+        n, c = self.f.shape
+        where = {"input": [i for i in range(n) for _ in range(c)], "output": list(range(c)) * n}
+        return pandas.DataFrame(where | {name: value.flatten().tolist() for name, value in parts.items()})
+
+    def plot(
+        self, inputs: Tensor | None = None, training: Tensor | None = None, shape: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Figure:  # fmt: skip
+        """Draw, for each input, the training points that speak for and against it.
+
+        Parameters
+        ----------
+        inputs, training : Tensor, optional
+            The explained inputs and all training inputs. Images are drawn as images, where they are some or `shape`
+            says how; one feature on a line, against the targets; a few features as a table beside the bars.
+        shape : (height, width), optional
+            Of the images.
+        names : sequence of str, optional
+            Of the features.
+        """
+        return draw(self, inputs, training, shape, names)
+
+    def to_html(
+        self, k: int | None = None, inputs: Tensor | None = None, training: Tensor | None = None,
+        shape: Sequence[int] | None = None, names: Sequence[str] | None = None,
+    ) -> str:  # fmt: skip
+        """A self-contained fragment: the picture (of `plot`), the table, and how each prediction is made up."""
+        buffer = io.BytesIO()
+        self.plot(inputs, training, shape, names).savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+        picture = base64.b64encode(buffer.getvalue()).decode()
+        tables = [
+            table.to_html(index=False, float_format=lambda v: f"{v:.4g}", border=0)
+            for table in (self.to_dataframe(k), self.decomposition())
+        ]
+        promises = "".join(f"<li>{html.escape(words)}</li>" for words in self.guarantees)
+        return (
+            f'<section class="ntk-laplace-explanation"><p>{html.escape(repr(self))}</p><ul>{promises}</ul>'
+            f'<img alt="Training points for and against each prediction" src="data:image/png;base64,{picture}">'
+            f"{tables[0]}<h3>How each prediction is made up</h3>{tables[1]}</section>"
+        )
+
+
+def strongest(values: Tensor, k: int) -> Tensor:
+    """Indices of the largest entries of each row (n, N), largest first; ties in the order of the data, (n, k)."""
+    return values.argsort(dim=1, descending=True, stable=True)[:, :k]
+

@@ -1,0 +1,209 @@
+"""What if: other weights, labels or points, answered by Newton's method on the linearized model, without retraining.
+
+The linearized network f + J(θ - θ*) with a log-concave likelihood has one optimum. A change of the data moves it, and
+one Newton step, or several, from the trained weights follow it. What training itself had left undone, the gradient at
+θ*, is held fixed: where nothing changes, nothing moves. In function space, with r* the residuals of training and w, r
+those after the change, the model's weights minimize
+
+    -Σ w_n log p(y_n | f_n) + Σ r*_nᵀ(f_n - f*_n) + ½ (θ-θ*)ᵀP0(θ-θ*),   gradient P0(θ-θ*) - Jᵀ(w r - r*).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FunctionSpace
+from ntk_laplace.errors import DataError, HyperparameterError, NumericalError
+from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.factors import Rows
+from ntk_laplace.structures import FunctionSpaceStructure, Trained
+
+__all__ = ["Indices", "positions", "relabeled", "reweighted", "stepped"]
+
+Indices = int | Sequence[int] | Tensor
+"""Training points: their numbers from 0, or a mask of all of them."""
+
+_MOST = 100  # Newton steps on the way to the optimum
+_HALVINGS = 40
+
+
+def positions(indices: Indices, count: int) -> Tensor:
+    """Numbers of training points, checked, (m,).
+
+    Raises
+    ------
+    DataError
+        If they are out of range, repeated, or no whole numbers.
+    """
+    remedy = f"Pass numbers from 0 to {count - 1}, each once, or a mask of {count} booleans."
+    try:
+        chosen = torch.as_tensor(indices).detach().cpu().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError("numbers of training points", f"{indices!r}"[:80], remedy) from error
+    if chosen.numel() == 0:
+        return chosen.long()
+    if chosen.dtype == torch.bool:
+        if len(chosen) != count:
+            raise DataError(f"a mask of {count} training points", f"{len(chosen)} booleans", remedy)
+        return chosen.nonzero().squeeze(1)
+    if chosen.is_floating_point() or chosen.is_complex():
+        raise DataError("whole numbers of training points", f"dtype {chosen.dtype}", remedy)
+    chosen = chosen.long()
+    outside = chosen[(chosen < 0) | (chosen >= count)]
+    if len(outside):
+        raise DataError(f"training points from 0 to {count - 1}", f"{int(outside[0])}", remedy)
+    unique, times = chosen.unique(return_counts=True)
+    if len(unique) != len(chosen):
+        raise DataError("each training point once", f"{int(unique[times > 1][0])} more than once", remedy)
+    return chosen
+
+
+def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float) -> TrainingPoints:
+    """Points that count otherwise.
+
+    Raises
+    ------
+    HyperparameterError
+        If a weight is negative or not finite, or their number is not that of the indices.
+    DataError
+        If no point is left.
+    """
+    new = torch.as_tensor(weights, dtype=points.f.dtype, device=points.f.device).detach().reshape(-1)
+    if new.numel() not in (1, len(indices)) or not bool((torch.isfinite(new) & (new >= 0)).all()):
+        raise HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
+                                  "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")
+    counts = points.counts.clone()
+    counts[indices.to(counts.device)] = new
+    if not bool((counts > 0).any()):
+        raise DataError("at least one training point that is left", "none", "Remove fewer points.")
+    return replace(points, weights=counts)
+
+
+def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: object) -> TrainingPoints:
+    """Points with other targets.
+
+    Raises
+    ------
+    TargetError, NonFiniteError
+        If the targets do not fit the likelihood.
+    """
+    new = torch.as_tensor(y)
+    if new.ndim == 0:
+        new = new.expand(len(indices))
+    elif len(indices) == 1 and new.shape == points.targets.shape[1:]:
+        new = new.unsqueeze(0)
+    new = trained.likelihood.targets(new, len(indices), points.num_outputs)
+    targets = points.targets.clone()
+    targets[indices.to(targets.device)] = new.to(targets)
+    return replace(points, targets=targets)
+
+
+def stepped(
+    trained: Trained, structure: FunctionSpaceStructure, rows: Rows, points: TrainingPoints, steps: int | None
+) -> tuple[Trained, FunctionSpaceStructure]:
+    """Newton steps of the linearized model to changed training points.
+
+    Parameters
+    ----------
+    structure : FunctionSpaceStructure
+        Of the points as they were.
+    rows : Rows
+        Of J at all points, those that were added included.
+    points : TrainingPoints
+        As they are now, their outputs `f` not moved yet.
+    steps : int or None
+        So many full Newton steps; None goes on to the optimum, with steps halved where the objective would rise.
+
+    Returns
+    -------
+    Trained, FunctionSpaceStructure
+        The model moved, and its points with the outputs there. Their curvature is that of the last step's start, as
+        the closed forms of one step have it; at the optimum it is the optimum's.
+
+    Raises
+    ------
+    NumericalError
+        If the optimum is not reached.
+    """
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        raise HyperparameterError("steps of at least 1, or None for the optimum", f"{steps!r}",
+                                  "Use steps=1 for one Newton step.")
+    base = structure.points if structure.base is None else structure.base
+    problem = _Tilted(trained, rows, points, base)
+    with torch.no_grad():
+        at = _Place(trained.theta.new_zeros(len(trained.theta)) if trained.move is None else trained.move, points.f)
+        for _ in range(_MOST if steps is None else steps):
+            before = at
+            direction, decrement = problem.direction(at)
+            if steps is not None:
+                at = at.along(direction, 1.0)
+                continue
+            at, size = problem.search(at, direction, decrement)
+            # quadratic convergence: after this step the distance is of the order of the decrement
+            if size == 1.0 and decrement <= torch.finfo(at.f.dtype).eps * (1.0 + abs(problem.value(at))):
+                break
+        else:
+            if steps is None:
+                raise NumericalError(f"the linearized model's optimum within {_MOST} Newton steps",
+                                     f"a Newton decrement of {decrement:.2g}", "Use steps=1, or a larger precision.")
+    moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
+    return replace(trained, move=at.move), structure.changed(rows, moved)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """θ - θ* (P,) and the outputs there (N, C)."""
+
+    move: Tensor
+    f: Tensor
+
+    def along(self, direction: tuple[Tensor, Tensor], size: float) -> _Place:
+        return _Place(self.move - size * direction[0], self.f - size * direction[1])
+
+
+class _Tilted:
+    """The objective of the changed points, tilted so that θ* is optimal for the points as they were."""
+
+    def __init__(self, trained: Trained, rows: Rows, points: TrainingPoints, base: TrainingPoints) -> None:
+        self.trained, self.rows, self.points = trained, rows, points
+        with torch.no_grad():
+            held = base.residual(trained.likelihood)
+            self.precision = trained.prior.flat_precision().to(trained.theta)
+        self.held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
+        self.start = torch.cat([base.f, points.f[len(base.f) :]])
+        self.active = (points.counts > 0).nonzero().squeeze(1)
+
+    def value(self, at: _Place) -> float:
+        """The objective, in nats."""
+        fit = replace(self.points, f=at.f).log_likelihood(self.trained.likelihood)
+        tilt = (self.held * (at.f - self.start)).sum()
+        return float(tilt - fit + 0.5 * (self.precision * at.move.square()).sum())
+
+    def direction(self, at: _Place) -> tuple[tuple[Tensor, Tensor], float]:
+        """H⁻¹g in weights and in outputs, and the decrement gᵀH⁻¹g."""
+        trained, network = self.trained, self.trained.network
+        here = replace(self.points, f=at.f, expanded=None)
+        pull = here.residual(trained.likelihood) - self.held
+        gradient = self.precision * at.move - self.rows.vjp(pull, network.shapes)
+        root = here.root(trained.root, trained.likelihood)
+        everything = len(self.active) == len(root)
+        rows = self.rows if everything else self.rows.part(self.active)
+        space = FunctionSpace(rows, root if everything else root[self.active], trained.prior, network.shapes)
+        step = space.newton(gradient)
+        return (step, self.rows.jvp(network.unflatten(step))), float(gradient @ step)
+
+    def search(self, at: _Place, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[_Place, float]:
+        """The full step, or the largest of its halves that makes the objective fall."""
+        value, size = self.value(at), 1.0
+        slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
+        for _ in range(_HALVINGS):
+            there = at.along(direction, size)
+            if self.value(there) <= value - 1e-4 * size * decrement + slack:
+                return there, size
+            size /= 2
+        raise NumericalError("a Newton step that makes the objective fall", f"none down to {size:.2g} of it",
+                             "The likelihood may not be log-concave: use steps=1.")

@@ -1,0 +1,138 @@
+"""Verbs of change: the posterior that other training data would have given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.data import Batches, Inputs
+from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.explain import Indices, positions, relabeled, reweighted, stepped
+from ntk_laplace.factors import Rows
+from ntk_laplace.posterior.fitted import Fitted
+
+__all__ = ["WhatIfVerbs"]
+
+
+class WhatIfVerbs(Fitted):
+    """What if the training data were others? Answered by the linearized network, without training it again.
+
+    Each verb returns a new posterior with the same verbs; this one stays as it is. Training points keep their numbers,
+    removed ones too, so that changes can follow one another. The mean is that of the linearized network at weights θ
+    that have moved, f + J(θ - θ*). ``steps=1`` is one Newton step, in closed form; more iterate, and ``steps=None``
+    goes on to the optimum of the convex linearized model, its exact refit. Where training stopped short of its own
+    optimum, what was left undone is held fixed, so that changing nothing moves nothing.
+    """
+
+    def remove(self, indices: Indices, steps: int | None = 1) -> WhatIfVerbs:
+        """Posterior without some training points, all of them together.
+
+        Parameters
+        ----------
+        indices : int, sequence of int, or Tensor
+            Numbers of training points, or a mask.
+        steps : int or None
+            Newton steps; None for the exact refit of the linearized model.
+
+        Returns
+        -------
+        Posterior
+            In one step f(x) moves by -V_xM (I - Λ_M V_MM)⁻¹ r_M, V by V_xM (I - Λ_M V_MM)⁻¹ Λ_M V_Mx.
+
+        Raises
+        ------
+        DataError
+            If an index is out of range or repeated, or no point is left.
+        UnsupportedError
+            If the structure keeps no rows, or its curvature is not the GGN.
+        """
+        return self.reweight(indices, 0.0, steps)
+
+    def reweight(self, indices: Indices, weights: Tensor | float, steps: int | None = 1) -> WhatIfVerbs:
+        """Posterior in which some training points count otherwise.
+
+        Parameters
+        ----------
+        indices : int, sequence of int, or Tensor
+        weights : float or Tensor, (m,)
+            At least 0, in place of those they have: 0 removes a point, 2 counts it twice.
+        steps : int or None
+            As in `remove`.
+
+        Returns
+        -------
+        Posterior
+
+        Raises
+        ------
+        DataError, UnsupportedError
+            As in `remove`.
+        HyperparameterError
+            If a weight is negative or not finite.
+        """
+        structure = self._require_rows("what if")
+        chosen = positions(indices, self.num_examples)
+        return self._moved(structure.rows, reweighted(structure.points, chosen, weights), steps)
+
+    def relabel(self, indices: Indices, y: Any, steps: int | None = 1) -> WhatIfVerbs:
+        """Posterior in which some training points have other targets.
+
+        Parameters
+        ----------
+        indices : int, sequence of int, or Tensor
+        y : number, sequence or Tensor
+            One target per point, or one for all of them.
+        steps : int or None
+            As in `remove`.
+
+        Returns
+        -------
+        Posterior
+            In one step f(x) moves by V_xM (r_M(y) - r_M), and V stays, if the likelihood's curvature knows no targets.
+
+        Raises
+        ------
+        DataError, UnsupportedError
+            As in `remove`.
+        TargetError
+            If a target does not fit the likelihood.
+        """
+        structure = self._require_rows("what if")
+        chosen = positions(indices, self.num_examples)
+        return self._moved(structure.rows, relabeled(self._trained, structure.points, chosen, y), steps)
+
+    def add(self, x: Inputs, y: Any, steps: int | None = 1) -> WhatIfVerbs:
+        """Posterior given new training points as well, whose pull on the mean is followed, unlike in `condition`.
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors
+            m inputs; they become training points N, N+1, and so on.
+        y : Tensor
+            Their targets.
+        steps : int or None
+            As in `remove`.
+
+        Returns
+        -------
+        Posterior
+            In one step f(x) moves by V_xM (I + Λ_M V_MM)⁻¹ r_M.
+
+        Raises
+        ------
+        DataError, TargetError, UnsupportedError
+            If inputs and targets do not fit the network and the likelihood.
+        """
+        structure, trained = self._require_rows("what if"), self._trained
+        batches = Batches((x, y), trained.settings.batch_size, trained.network.device, trained.network.dtype)
+        with torch.inference_mode(False):
+            new = structure.another(trained, batches)
+            points = structure.points.joined(trained.likelihood, new.points)
+            return self._moved(Rows.concatenate([structure.rows, new.rows]), points, steps)
+
+    def _moved(self, rows: Rows, points: TrainingPoints, steps: int | None) -> WhatIfVerbs:
+        with torch.inference_mode(False):
+            trained, structure = stepped(self._trained, self._structure, rows, points, steps)
+        return type(self)(trained, structure, self.reason)
