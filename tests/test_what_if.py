@@ -301,3 +301,20 @@ def test_one_label_for_all_and_targets_of_regression():
     assert torch.equal(regression.relabel([4, 5], y[:2]).targets[4:6], y[:2])
     noisy = ntkl.laplace(network(), (inputs(), y), ntkl.Gaussian(noise=torch.rand(9) + 0.5))
     assert torch.isfinite(noisy.remove([0, 1]).latent_moments(inputs())[0]).all()
+
+
+def test_scores_of_a_changed_posterior_are_those_of_the_data_that_are_left():
+    """Subsets, the learning curve and the conditional evidence count a removed point for nothing."""
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(8, 3, generator=generator).double(), torch.randn(8, 1, generator=generator).double()
+    network = torch.nn.Linear(3, 1).double()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(noise=0.4)).remove([2, 6])
+    kept = torch.tensor([0, 1, 3, 4, 5, 7])
+    truth = ntkl.laplace(network, (x[kept], y[kept]), ntkl.Gaussian(noise=0.4))
+    evidence = truth.log_marginal_likelihood(correction=True)
+    assert relative_error(posterior.log_marginal_likelihood(correction=True), evidence) < 1e-9
+    assert relative_error(posterior.learning_curve(0).terms.sum(), evidence) < 1e-9
+    for found in (posterior.subset(kept), posterior.add(x[:1], y[:1]).subset(kept)):
+        assert relative_error(found.log_marginal_likelihood(correction=True), evidence) < 1e-9
+        again = found.reweight([0], 1.0)
+        assert relative_error(again.log_marginal_likelihood(correction=True), evidence) < 1e-9
