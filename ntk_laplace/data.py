@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _BATCH = 512  # examples read at a time where the caller did not say
-_LARGEST_BATCH = 4096  # and of tensors that are small
+_LARGEST_BATCH = 2048  # and of tensors that are small
 _BATCH_BYTES = 32 * 2**20
 
 Inputs = Any

@@ -370,7 +370,10 @@ def test_seeds_that_do_not_reach_a_node():
 
 @pytest.mark.parametrize("layer", ["conv", "tokens", "positions first", "single"])
 def test_gradients_lie_as_the_product_reads_them(layer):
-    """The seeds lie next to the examples, so that one product per example needs no copy of the gradients."""
+    """The seeds lie next to the examples, so that one product per example needs no copy of the gradients.
+
+    Where there is no product of positions, a Kronecker factor is one product over all seeds and examples.
+    """
     torch.manual_seed(10)
     networks = {
         "conv": nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2)),
@@ -384,7 +387,7 @@ def test_gradients_lie_as_the_product_reads_them(layer):
     block = FactorPass(Network(network), torch.float64, keep_factors=True).rows(x).blocks[0]
     k, n, g, t, o = block.b.shape
     assert (g, n) == (1, 5) and (t > 1) == (layer != "single")
-    matrices = block.b.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
+    matrices = block.b.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t) if t > 1 else block.b.reshape(k * n, o)
     assert matrices.data_ptr() == block.b.data_ptr()
 
 

@@ -7,7 +7,7 @@ from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.parts import Part, find_parts
 from ntk_laplace.curvature.roots import CURVATURES, Root
 from ntk_laplace.curvature.structured import StructuredWeightSpace
-from ntk_laplace.curvature.summary import Summary
+from ntk_laplace.curvature.summary import Products, Summary
 
 __all__ = [
     "CURVATURES",
@@ -22,6 +22,7 @@ __all__ = [
     "FunctionSpace",
     "LowRank",
     "Part",
+    "Products",
     "Root",
     "StructuredWeightSpace",
     "Summary",

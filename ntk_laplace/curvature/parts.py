@@ -163,7 +163,7 @@ class Part:
 def _written_names(block: Block, names: set[str]) -> dict[str, Tensor]:
     """Written-out rows (K, N, p) of some of a block's parameters; a bias alone needs no product."""
     if isinstance(block, Outer) and block.bias in names and block.weight not in names:
-        return {block.bias: block.full_b().sum(3).flatten(2)}
+        return {block.bias: block.sums()}
     return {name: rows for name, rows in block.dense().items() if name in names}
 
 

@@ -14,9 +14,10 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import Rows
 from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["SHARING", "Basis", "Summary"]
+__all__ = ["SHARING", "Basis", "Products", "Summary"]
 
 SHARING = ("expand", "reduce")
+_LARGEST_SHARED = 1024  # columns of a product that a bias's block and a weight's factor may share
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,25 @@ class Basis:
         return Basis(left, right)
 
 
+class Products:
+    """Σ v vᵀ over the rows of matrices of one batch, lower triangles, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def add_to(self, total: Tensor, rows: Tensor) -> None:
+        """total (p, p) += the product of rows (m, p)."""
+        if rows.shape[1] > _LARGEST_SHARED:
+            add_outer_lower_(total, rows)
+            return
+        where = rows.data_ptr(), rows.shape, rows.stride()
+        if where not in self._made:
+            product = torch.zeros_like(total)
+            add_outer_lower_(product, rows)
+            self._made[where] = rows, product  # the rows stay, so that no other tensor takes their place in memory
+        total += self._made[where][1]
+
+
 @dataclass
 class Summary:
     """Sums of one part.
@@ -65,16 +85,20 @@ class Summary:
     part: Part
     sums: dict[str, Tensor]
 
-    def add_factors(self, rows: Rows, sharing: str) -> None:
-        """One batch of rows of SᵀJ: the factors, the block or the diagonal."""
+    def add_factors(self, rows: Rows, sharing: str, products: Products) -> None:
+        """One batch of rows of SᵀJ: the factors, the block or the diagonal.
+
+        A bias's exact block and its weight's output factor are the same product where a layer has one position:
+        `products` are those of this batch, for all parts.
+        """
         own = self.part.rows(rows)
         if self.part.kind == "diagonal":
             self._add("squares", own.squares())
         elif self.part.kind == "block":
-            flat = own.written(slice(None)).flatten(0, 1).flatten(1)
-            add_outer_lower_(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
+            flat = _as_matrix(own.written(slice(None)).flatten(2))
+            products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
         elif isinstance(own, OuterRows):
-            self._add_outer(own, sharing)
+            self._add_outer(own, sharing, products)
         elif isinstance(own, LookupRows):
             self._add_lookup(own)
         else:
@@ -84,18 +108,18 @@ class Summary:
                 'Use structure="diag", "full" or "gp", which follow any graph.',
             )
 
-    def _add_outer(self, rows: OuterRows, sharing: str) -> None:
+    def _add_outer(self, rows: OuterRows, sharing: str, products: Products) -> None:
         g, o, i = rows.entries
         a, b = rows.inputs, rows.b
         if sharing == "reduce" and not rows.single:
             a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
         left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
         for number in range(g):
-            add_outer_lower_(left[number], b[:, :, number].reshape(-1, o))
+            products.add_to(left[number], _as_matrix(b[:, :, number]))
             own = a[:, number].reshape(-1, a.shape[3])
             add_outer_lower_(right[number, : own.shape[1], : own.shape[1]], own)
             if rows.ones:  # the bias's input is 1: its row of A is the sum of the others
-                right[number, -1, :-1] += own.sum(0)
+                right[number, -1, :-1] += own.new_ones(len(own)) @ own
                 right[number, -1, -1] += len(own)
         self._count(a.shape[0] * a.shape[2], a)
 
@@ -147,3 +171,8 @@ class Summary:
     def _add(self, name: str, values: Tensor) -> None:
         self._zeros(name, values, *values.shape).add_(values)
 
+
+def _as_matrix(values: Tensor) -> Tensor:
+    """(..., o) -> (m, o), its rows in the order in which they lie in memory: a sum over them needs no copy."""
+    order = sorted(range(values.ndim - 1), key=lambda axis: -values.stride(axis))
+    return values.permute(*order, values.ndim - 1).reshape(-1, values.shape[-1])

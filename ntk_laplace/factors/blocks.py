@@ -175,8 +175,13 @@ class Outer:
             rows = whole
         found = {self.weight: rows}
         if self.bias is not None:
-            found[self.bias] = b.sum(3).flatten(2)
+            found[self.bias] = self.sums()
         return found
+
+    def sums(self) -> Tensor:
+        """Σ_t b_nkt, the rows of a bias, (K, N, G*o)."""
+        b = self.full_b()
+        return (b.squeeze(3) if b.shape[3] == 1 else b.sum(3)).flatten(2)
 
     def weighted(self, root: Tensor) -> Outer:
         return replace(self, b=weigh(self.full_b(), root), constant=False)

@@ -1,8 +1,9 @@
 """Gradients: one backward pass per seed, and each node's output gradient put where rows are made from it.
 
-A plain loop over seeds beats one batched pass on CPUs. What a layer's factors need is kept for all seeds, these next
-to the examples in memory, so that each example's gradients are one matrix. Rows that are plain sums are made at once
-from the one gradient at hand, which is then gone.
+A plain loop over seeds beats one batched pass on CPUs. What a layer's factors need is kept for all seeds, laid out for
+what comes next: seeds inside the examples where rows are written out, so that each example's gradients are one
+matrix, and a seed after the other where factors are summed. Rows that are plain sums are made at once from the one
+gradient at hand, which is then gone.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ class Gradients:
     readings : sequence of Reading
     seeds : Tensor, (K, N, C)
         What each backward pass starts from.
+    seeds_first : bool
+        Keep the gradients of a layer without positions a seed after the other.
     """
 
-    def __init__(self, graph: Graph, readings: Sequence[Reading], seeds: Tensor) -> None:
-        self.graph, self.readings, self.seeds = graph, readings, seeds
+    def __init__(self, graph: Graph, readings: Sequence[Reading], seeds: Tensor, seeds_first: bool = False) -> None:
+        self.graph, self.readings, self.seeds, self.seeds_first = graph, readings, seeds, seeds_first
         self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by reading
 
@@ -80,7 +83,8 @@ class Gradients:
                 kept[key][k] = 0.0
             return
         if key not in kept:
-            kept[key] = _room(values, len(self.seeds), axis)
+            flat = self.seeds_first and values.ndim == 2 and len(values) == self.seeds.shape[1]
+            kept[key] = values.new_empty(len(self.seeds), *values.shape) if flat else _room(values, len(self.seeds), axis)
             kept[key][:k] = 0.0
         kept[key][k] = values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -87,12 +88,16 @@ class FactorPass:
         NonFiniteError
             If an output or a row is NaN or infinite, with the index of the example.
         """
-        return Rows.concatenate(list(self.batches(x, root, batch_size, offset)))
+        parts = [_apart_from(rows, x) for rows in self.batches(x, root, batch_size, offset)]
+        return Rows.concatenate(parts)
 
     def batches(
         self, x: Inputs, root: Tensor | Seeds | None, batch_size: int | None, offset: int = 0
     ) -> Iterator[Rows]:
-        """The same, a batch at a time; a `root` that depends on the outputs is a `Seeds`."""
+        """The same, a batch at a time; a `root` that depends on the outputs is a `Seeds`.
+
+        A first layer's inputs may be the memory of `x` itself: for use at once.
+        """
         self._prepare(x)
         n, seeds = num_examples(x), _columns(root, self.network)
         once, per_seed = self._bytes
@@ -155,7 +160,6 @@ class FactorPass:
             if not out.requires_grad:
                 return Rows((), len(seeds), n, out.detach().to(self.dtype))
             blocks = self._blocks(x, out, seeds, offset)
-        blocks = [_apart_from(block, x) for block in blocks]
         finished = (block.to(self.dtype) for block in blocks) if self.keep_factors else _finished(blocks, self.dtype)
         return Rows(tuple(finished), len(seeds), n, out.detach().to(self.dtype, copy=True))
 
@@ -188,7 +192,7 @@ class FactorPass:
         return blocks
 
     def _planned_blocks(self, x: Inputs, out: Tensor, graph: Graph, plan: Plan, seeds: Tensor) -> list[Block]:
-        gradients = Gradients(graph, plan.readings(graph, len(out)), seeds).collect(out)
+        gradients = Gradients(graph, plan.readings(graph, len(out)), seeds, self.keep_factors).collect(out)
         blocks = plan.blocks(graph, gradients, self.network.parameters)
         own = self._fallback(plan.unmatched).rows(x, seeds) if plan.unmatched else []
         return _compacted(chain(blocks, own), self.keep_factors)
@@ -226,16 +230,19 @@ class FactorPass:
             out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, seeds), retain_graph=True,
             allow_unused=True,
         )  # fmt: skip
-        if not all(bool(torch.isfinite(gradient).all()) for gradient in truth if gradient is not None):
+        loud = loudest(truth)
+        if not math.isfinite(loud):
             return None
-        total = {name: torch.zeros_like(parameter).flatten() for name, parameter in parameters.items()}
+        total: dict[str, Tensor] = {}
         for block in blocks:
             for name, values in block.vjp(weights).items():
-                total[name] += values.detach()
-        loud = loudest(truth)
-        return tuple(
-            name for (name, own), expected in zip(total.items(), truth, strict=True) if not agree(own, expected, loud)
-        )
+                total[name] = total[name] + values.detach() if name in total else values.detach()
+        wrong = []
+        for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
+            own = total.get(name)
+            if not agree(torch.zeros_like(parameter).flatten() if own is None else own, expected, loud):
+                wrong.append(name)
+        return tuple(wrong)
 
 
 def _columns(root: Tensor | Seeds | None, network: Network) -> int:
@@ -285,14 +292,18 @@ def _require_finite(blocks: list[Block], offset: int) -> None:
         check_finite(values.transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.", offset)
 
 
-def _apart_from(block: Block, x: Inputs) -> Block:
+def _apart_from(rows: Rows, x: Inputs) -> Rows:
     """A first layer's inputs are the caller's own memory: take a copy, which later changes cannot reach."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in leaves(x)}
-    if isinstance(block, Outer) and block.a.untyped_storage().data_ptr() in theirs:
-        return replace(block, a=block.a.clone())
-    if isinstance(block, Lookup) and block.tokens.untyped_storage().data_ptr() in theirs:
-        return replace(block, tokens=block.tokens.clone())
-    return block
+
+    def apart(block: Block) -> Block:
+        if isinstance(block, Outer) and block.a.untyped_storage().data_ptr() in theirs:
+            return replace(block, a=block.a.clone())
+        if isinstance(block, Lookup) and block.tokens.untyped_storage().data_ptr() in theirs:
+            return replace(block, tokens=block.tokens.clone())
+        return block
+
+    return replace(rows, blocks=tuple(apart(block) for block in rows.blocks))
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:

@@ -27,8 +27,14 @@ _AGREEMENT = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 
 def loudest(gradients: Sequence[Tensor | None]) -> float:
-    """Largest entry of all gradients."""
-    return max((float(g.abs().max()) for g in gradients if g is not None and g.numel()), default=0.0)
+    """Largest entry of all gradients, in absolute value; not finite if one of them is not."""
+    largest = [_largest(gradient) for gradient in gradients if gradient is not None and gradient.numel()]
+    return max(largest, key=lambda value: (value != value, value), default=0.0)
+
+
+def _largest(values: Tensor) -> float:
+    low, high = torch.aminmax(values)  # one pass without a copy; NaN comes through
+    return float(torch.maximum(-low, high))
 
 
 def agree(own: Tensor, expected: Tensor | None, loud: float) -> bool:
@@ -41,12 +47,12 @@ def agree(own: Tensor, expected: Tensor | None, loud: float) -> bool:
     loud : float
         The largest gradient of the network: what lies below its rounding cannot be compared.
     """
-    truth = torch.zeros_like(own) if expected is None else expected.flatten()
     if not own.numel():
         return True
-    scale = max(float(truth.abs().max()), float(own.abs().max()))
+    truth = torch.zeros_like(own) if expected is None else expected.flatten()
+    scale = max(_largest(truth), _largest(own))
     floor = 100 * torch.finfo(own.dtype).eps * loud
-    return float((own - truth).abs().max()) <= max(_AGREEMENT.get(own.dtype, 5e-2) * scale, floor)
+    return _largest(own - truth) <= max(_AGREEMENT.get(own.dtype, 5e-2) * scale, floor)
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ def _find_partners(blocks: dict[str, list[Block]], uses: Iterable[UsePlan]) -> d
         beside = [w for w in weights if enters[w.weight] == enters[name]]
         beside += [w for w in weights if w.weight.rpartition(".")[0] == module and enters[w.weight] != enters[name]]
         for weight in beside:
-            sums = weight.full_b().sum(3).flatten(2)
+            sums = weight.sums()
             same = weight.weight not in found and sums.shape == rows.shape
             if same and agree(sums.flatten(), rows.flatten(), float(sums.abs().max())):
                 found[weight.weight] = name

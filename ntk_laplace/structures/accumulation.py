@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Form, Frame, Part, Summary, find_parts
+from ntk_laplace.curvature import Form, Frame, Part, Products, Summary, find_parts
 from ntk_laplace.data import Inputs, Source, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.evidence import TrainingPoints
@@ -125,11 +125,12 @@ class Accumulation:
                 _require_memory(self.parts, self.form, trained)
             if not self.summaries:
                 self.summaries = [Summary(part, {}) for part in self.parts]
+            products = Products()
             for number, summary in enumerate(self.summaries):
                 if borrowed and summary.part.kind == "kronecker":
                     summary.add_moments(rows, self.frames[number].basis, self.form.squares)
                 else:
-                    summary.add_factors(rows, getattr(self.form, "sharing", "expand"))
+                    summary.add_factors(rows, getattr(self.form, "sharing", "expand"), products)
             kept.append(rows.f)
         self.f += kept
         self.targets.append(targets)
