@@ -83,8 +83,9 @@ class Gradients:
                 kept[key][k] = 0.0
             return
         if key not in kept:
-            flat = self.seeds_first and values.ndim == 2 and len(values) == self.seeds.shape[1]
-            kept[key] = values.new_empty(len(self.seeds), *values.shape) if flat else _room(values, len(self.seeds), axis)
+            count, n = self.seeds.shape[:2]
+            flat = self.seeds_first and values.ndim == 2 and len(values) == n
+            kept[key] = values.new_empty(count, *values.shape) if flat else _room(values, count, axis)
             kept[key][:k] = 0.0
         kept[key][k] = values
 
