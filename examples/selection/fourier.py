@@ -8,7 +8,7 @@ function there is one of order 3. So both: s = 1 as printed, and s = 2π, whole 
 features are trained to their MAP and made Gaussian processes: order 3 and order 9 with a_d, b_d ~ N(0, 1), and order 9
 with the prior that made the data (9c). Per seed: evidence, conditional evidence given 85 points (200 orders), test log
 likelihood of 1,000 new points; their means and standard errors over seeds. The terms log p(point n given those before)
-of 600 points (20 orders) say up to which n the evidence prefers the smaller model. It writes fourier.json and
+of 400 points (10 orders) say up to which n the evidence prefers the smaller model. It writes fourier.json and
 fourier.png, the picture for s = 2π.
 """
 
@@ -145,7 +145,7 @@ def main() -> None:
     arguments.add_argument("--orders", type=int, default=200, help="orders of the data (default 200)")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    options.points, options.long, options.curves = (30, 40, 3) if options.small else (100, 600, 20)
+    options.points, options.long, options.curves = (30, 40, 3) if options.small else (100, 400, 10)
     if options.small:
         options.seeds, options.orders = 2, 5
     torch.set_num_threads(options.threads)
