@@ -316,6 +316,30 @@ def _jacobian(network: nn.Module, x: Tensor) -> Tensor:
     return torch.cat([each.flatten(1) for each in jac.values()], 1)
 
 
+def test_points_that_a_what_if_removed_count_for_nothing():
+    torch.manual_seed(5)
+    x, y = torch.randn(12, 3).double(), torch.randn(12, 1).double()
+    network = nn.Linear(3, 1).double()
+    design = torch.cat([x, torch.ones(12, 1).double()], 1)
+    best = torch.linalg.solve(design.T @ design / 0.4 + torch.eye(4).double(), design.T @ y / 0.4)
+    with torch.no_grad():  # the MAP
+        network.weight.copy_(best[:3].T)
+        network.bias.copy_(best[3])
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.4)).remove([2, 6])
+    kept = torch.tensor([0, 1, 3, 4, 5, 7, 8, 9, 10, 11])
+    truth = ntkl.laplace(network, (x[kept], y[kept]), ntkl.Gaussian(0.4))
+    assert float(posterior.bic()) == pytest.approx(posterior.log_likelihood().item() - 2 * math.log(10))
+    whole = truth.log_marginal_likelihood(correction=True)
+    others = [torch.tensor([j for j in range(10) if j != i]) for i in range(10)]
+    each = [whole - truth.subset(index).log_marginal_likelihood(correction=True) for index in others]
+    assert relative_error(posterior.loo_log_density(), sum(each)) < 1e-9
+    given = posterior.conditional_log_marginal_likelihood(8, 0, method="average", scale=1.0)
+    mine = truth.conditional_log_marginal_likelihood(6, 0, method="average", scale=1.0)
+    assert relative_error(given, mine) < 1e-9
+    with pytest.raises(ntkl.DataError, match="removed or reweighted"):
+        ntkl.compare_models([posterior, ntkl.laplace(network, (x, y), ntkl.Gaussian(0.4))])
+
+
 # --- bad input
 
 

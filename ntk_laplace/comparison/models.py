@@ -101,6 +101,8 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
             got = f"{first.num_examples:,} examples for {name!r} and {posterior.num_examples:,} for {other!r}"
         elif not _same(first.targets, posterior.targets):
             got = f"other targets, or another order of them, for {other!r} than for {name!r}"
+        elif not _same(first.fitted.points.counts, posterior.fitted.points.counts):
+            got = f"points that a what-if removed or reweighted for {other!r} or {name!r}"
         else:
             got = ""
         if got:

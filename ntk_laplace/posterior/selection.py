@@ -119,7 +119,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Tensor, ()
             In nats: a cross-validated score of N folds, at fixed weights.
         """
-        return self.leave_one_out().log_density.sum()
+        return (self._structure.points.counts * self.leave_one_out().log_density).sum()
 
     def bic(self, effective: bool = False) -> Tensor:
         """Bayesian information criterion as a log score, Σ log p(y_n given f_n) - ½ P log N.
@@ -137,7 +137,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Tensor, ()
             In nats.
         """
-        return self._penalized(effective, 0.5 * math.log(self.num_examples))
+        return self._penalized(effective, 0.5 * math.log(float(self._structure.points.counts.sum())))
 
     def aic(self, effective: bool = False) -> Tensor:
         """Akaike's information criterion as a log score, Σ log p(y_n given f_n) - P; the textbook's is -2 of it.

@@ -50,7 +50,7 @@ class _Fit:
         own, part = trained.at(index), structure.part(trained.at(index), index)
         self.curvature: Curvature = part.curvature(own)
         with torch.no_grad():
-            residual = own.likelihood.residual(part.points.f, part.points.targets)
+            residual = part.points.residual(own.likelihood)
         gradient = joint_gradient(part.backproject(own, residual), own.prior, own.theta)
         self.step = trained.network.unflatten(self.curvature.newton(gradient))  # θ* - θ̄
 
@@ -61,11 +61,11 @@ class _Fit:
         for rows in self.structure.rows_at(self.trained, index):
             here = index[seen : seen + rows.num_examples].to(points.f.device)
             seen += rows.num_examples
-            mean, covariance = rows.f - rows.jvp(self.step), self.curvature.moments(rows)
-            targets = points.targets[here]
+            mean, covariance = self.trained.outputs(rows) - rows.jvp(self.step), self.curvature.moments(rows)
+            targets, counts = points.targets[here], points.counts[here]
             with torch.no_grad():
                 likelihood = self.trained.likelihood.at(here)
                 for number, scale in enumerate(scales):
                     found = predictive(likelihood, mean, scale * covariance, "glm", samples)
-                    total[number] += found.log_prob(targets).sum().double().cpu()
+                    total[number] += (counts * found.log_prob(targets)).sum().double().cpu()
         return total
