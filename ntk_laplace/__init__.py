@@ -28,7 +28,7 @@ from ntk_laplace.errors import (
     TrainingInterrupted,
     UnsupportedError,
 )
-from ntk_laplace.explain import Explanation, LeaveOneOut
+from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking
 from ntk_laplace.fit import laplace
 from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
@@ -82,6 +82,7 @@ __all__ = [
     "NumericalError",
     "Poisson",
     "Posterior",
+    "Ranking",
     "Root",
     "Settings",
     "StructureEvidence",

@@ -49,8 +49,6 @@ def test_unknown_words():
     with refused(UnsupportedError, "kfac, ekfac, inf, diag", "'kronecker'", "kfac"):
         kfac(structure="kronecker")
     with refused(UnsupportedError, 'structure="gp"', "kfac", "gp"):
-        kfac().explain(problem("deep_mlp").x_new)
-    with refused(UnsupportedError, 'structure="gp"', "kfac", "gp"):
         kfac().leave_one_out()
     with refused(HyperparameterError, "positive finite factors", "0.0", "logarithms"):
         kfac().evidence_curve(torch.tensor([1.0, 0.0]))

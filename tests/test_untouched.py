@@ -146,7 +146,6 @@ PATHS: dict[str, Callable[[Any], Any]] = {
 ONLY = {
     "nn": lambda structure, likelihood: structure == "full",
     "weight samples": lambda structure, likelihood: structure == "full",
-    "explanation": lambda structure, likelihood: structure == "gp",
     "leave one out": lambda structure, likelihood: structure == "gp",
     "probit": lambda structure, likelihood: likelihood in ("bernoulli", "categorical"),
 }

@@ -2,6 +2,8 @@
 
 from ntk_laplace.explain.explanation import Asked, Explanation, explain
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
+from ntk_laplace.explain.ranked import Ranked
+from ntk_laplace.explain.ranking import Ranking, effects, rank
 from ntk_laplace.explain.what_if import Indices, positions, relabeled, reweighted, stepped
 
 __all__ = [
@@ -9,9 +11,13 @@ __all__ = [
     "Explanation",
     "Indices",
     "LeaveOneOut",
+    "Ranked",
+    "Ranking",
+    "effects",
     "explain",
     "leave_one_out",
     "positions",
+    "rank",
     "relabeled",
     "reweighted",
     "stepped",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class Question:
     def sides(self) -> tuple[str, ...]:
         """Sides a training point can take; all of them make a prediction surer."""
         return ("for",) if self.by == "variance" else ("for", "against")
+
+    def part(self, index: slice) -> Question:
+        """The same of some of the inputs."""
+        targets = None if self.targets is None else self.targets[index]
+        return replace(self, output=self.output[index], targets=targets)
 
     def words(self, i: int) -> str:
         """The quantity of input i."""

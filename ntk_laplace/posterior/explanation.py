@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ntk_laplace.data import Inputs
-from ntk_laplace.explain import Asked, Explanation, LeaveOneOut, explain, leave_one_out
+from ntk_laplace.explain import Asked, Explanation, LeaveOneOut, Ranking, effects, explain, leave_one_out, rank
 from ntk_laplace.posterior.fitted import Fitted
 
 __all__ = ["ExplanationVerbs"]
@@ -16,8 +18,11 @@ class ExplanationVerbs(Fitted):
 
     def explain(
         self, x: Inputs, k: int = 8, output: int | None = None, *, by: str = "output", y: Any = None
-    ) -> Explanation:
+    ) -> Explanation | Ranking:
         """Which training points make the predictions at `x`, and what would be without each of them.
+
+        With structure "gp" all of them, exactly, in memory of n x N x C. The other structures read the training data
+        again and keep the strongest alone; `guarantees` says what holds there.
 
         Parameters
         ----------
@@ -34,16 +39,37 @@ class ExplanationVerbs(Fitted):
 
         Returns
         -------
-        Explanation
+        Explanation, or Ranking where the structure is not "gp"
 
         Raises
         ------
         DataError, UnsupportedError
-            If there is no such output or quantity, or the structure keeps no rows.
+            If there is no such output or quantity, or the data cannot be read again.
         """
-        self._require_rows("explain")
         asked = Asked(k, output, by, y)
-        return explain(self._trained, self._structure, self.curvature, self._rows(x), asked)
+        how = explain if self.structure == "gp" else rank
+        return how(self._trained, self._structure, self.curvature, self._rows(x), asked)
+
+    def removal_effects(
+        self, x: Inputs, output: int | None = None, *, by: str = "output", y: Any = None
+    ) -> Tensor:
+        """Change of the quantity at each input of `x` if one training point were left out, for all of them.
+
+        Parameters
+        ----------
+        x, output, by, y
+            As in `explain`.
+
+        Returns
+        -------
+        Tensor, (n, N)
+            The numbers that `explain` ranks by: with structure "gp" exact differences, elsewhere as it says there.
+        """
+        rows, asked = self._rows(x), Asked(1, output, by, y)
+        if self.structure == "gp":
+            return explain(self._trained, self._structure, self.curvature, rows, asked).effect
+        question, _ = asked.of(self._trained, rows.f, self.num_examples)
+        return effects(self._trained, self._structure, self.curvature, rows, question)
 
     def leave_one_out(self) -> LeaveOneOut:
         """What each training point's prediction would be without it, in closed form, and what it does to the fit."""

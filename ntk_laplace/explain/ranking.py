@@ -1,0 +1,241 @@
+"""Ranking over streaming data: the strongest training points for and against, in bounded memory, for every structure.
+
+With U_x = H⁻¹ J_xᵀ c_x for the quantity's direction c_x, the effects of all training points on a prediction are
+products with rows of the Jacobian that pass by, a batch at a time. No matrix of N by P is ever there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.evidence import Curvature
+from ntk_laplace.explain.explanation import Asked
+from ntk_laplace.explain.quantity import Question
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked
+from ntk_laplace.factors import Rows
+from ntk_laplace.resources import require_memory
+from ntk_laplace.structures import Structure, Trained
+
+__all__ = ["Ranking", "effects", "rank"]
+
+_DENSE = 128 * 2**20  # bytes of training rows written out at a time
+_TEST = 512 * 2**20  # bytes of U, over as many inputs as go through the data together
+
+_SUMS = "offset, the sum of contributions and gap add up to the prediction exactly; single contributions are not kept"
+_FIRST_ORDER = "effects on a probability or a log likelihood are of first order in the change of the outputs"
+_GUARANTEES = {
+    "full": "removal effects on outputs are exact for one Newton step of the linearized model without the point",
+    "other": "removal effects take the point out of this structure's own approximation of the curvature: they rank, "
+    "and are no refit; where its leverage exceeds 0.9 the effect is of first order, and the point is flagged",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Ranking(Ranked):
+    """The training points with the strongest effects on predictions, found in a pass over the data.
+
+    Axes: n inputs explained, N training points, C outputs, k shown.
+
+    Attributes
+    ----------
+    f : Tensor, (n, C)
+        The predictions.
+    question : Question
+        What is explained: the quantity (`by`), its `output` (n,), the targets.
+    offset, total, gap : Tensor, (n, C)
+        f = offset + total + gap, `total` the sum of all contributions.
+    indices, effects : dict of str to Tensor, (n, k)
+        By side, "for" and "against", the strongest first: training points, and the change of the quantity if one
+        were left out.
+    leverage : Tensor, (N,)
+        Largest eigenvalue of SᵀVS; an approximate curvature may take it above 1.
+    targets : Tensor
+        Training targets.
+    k : int
+        Training points shown on each side.
+    guarantees : tuple of str
+        What holds exactly, and what does not.
+    """
+
+    f: Tensor
+    question: Question
+    offset: Tensor
+    total: Tensor
+    gap: Tensor
+    indices: dict[str, Tensor]
+    effects: dict[str, Tensor]
+    leverage: Tensor
+    targets: Tensor
+    k: int
+    guarantees: tuple[str, ...]
+
+    def supporting(self, k: int | None = None) -> Tensor:
+        """Indices of the training points that speak most for the prediction (its proponents), (n, k)."""
+        return self.indices["for"][:, : k or self.k]
+
+    def opposing(self, k: int | None = None) -> Tensor:
+        """Indices of the training points that speak most against the prediction (its opponents), (n, k)."""
+        return self.indices["against"][:, : k or self.k]
+
+    def top(self, k: int | None = None) -> Tensor:
+        """Indices of the training points with the largest effects of either sign, (n, k)."""
+        effects = torch.cat(list(self.effects.values()), 1)
+        chosen = effects.abs().argsort(dim=1, descending=True, stable=True)
+        found = torch.cat(list(self.indices.values()), 1).gather(1, chosen)
+        # a point may stand on both sides where there are few of them: once is enough
+        rows = [list(dict.fromkeys(row))[: k or self.k] for row in found.tolist()]
+        return torch.tensor(rows, device=found.device)
+
+    def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
+        """The training points on one side of input i, the strongest first."""
+        pairs = zip(self.indices[side][i].tolist(), self.effects[side][i].tolist(), strict=True)
+        return [self._entry(j, effect) for j, effect in list(pairs)[: k or self.k]]
+
+    def contributed(self) -> Tensor:
+        """Sum of all contributions, (n, C)."""
+        return self.total
+
+    def __repr__(self) -> str:
+        n, c = self.f.shape
+        return (
+            f"Ranking({n} input(s), the strongest of {len(self.leverage)} training points, {c} output(s); largest gap "
+            f"{float(self.gap.abs().max()):.2g}; {int(self.flagged.sum())} point(s) of leverage above {HIGH_LEVERAGE})"
+        )
+
+
+@dataclass
+class _Strongest:
+    """A bounded heap for each input: the k largest values so far, and where they were."""
+
+    k: int
+    values: Tensor | None = None
+    indices: Tensor | None = None
+
+    def add(self, values: Tensor, start: int) -> None:
+        """Values (n, m) of training points start, start + 1, ...; ties go to the earlier one."""
+        here = torch.arange(start, start + values.shape[1], device=values.device).expand_as(values)
+        if self.values is not None:
+            values, here = torch.cat([self.values, values], 1), torch.cat([self.indices, here], 1)
+        order = values.argsort(dim=1, descending=True, stable=True)[:, : self.k]
+        self.values, self.indices = values.gather(1, order), here.gather(1, order)
+
+
+def rank(trained: Trained, structure: Structure, curvature: Curvature, test: Rows, asked: Asked) -> Ranking:
+    """Rank the training points behind predictions, in one pass over the data.
+
+    Parameters
+    ----------
+    test : Rows
+        Rows of J at the inputs to explain.
+    asked : Asked
+    """
+    points = structure.points
+    question, k = asked.of(trained, test.f, points.num_examples)
+    sides = {side: [] for side in question.sides}
+    leverage = total = None
+    for part in _parts(test, len(trained.theta)):
+        heaps = {side: _Strongest(k) for side in sides}
+        passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
+        for start, change in passing.effects():
+            support = -question.good * change
+            for side, heap in heaps.items():
+                heap.add(support if side == "for" else -support, start)
+        for side, heap in heaps.items():
+            sides[side].append(heap)
+        leverage, total = passing.leverage, passing.backprojected
+    with torch.no_grad():
+        network, prior = trained.network, trained.prior
+        centered = trained.theta - prior.flat_mean().to(trained.theta)
+        pushed = test.jvp(network.unflatten(centered))
+        contributed = test.jvp(network.unflatten(total / prior.flat_precision().to(total)))  # J P0⁻¹ Jᵀr
+    exact = structure.name == "full" and trained.root.curvature == "ggn"
+    guarantees = (_SUMS, _GUARANTEES["full" if exact else "other"])
+    first_order = (_FIRST_ORDER,) if question.by in ("probability", "log_likelihood") else ()
+    signs = {"for": -question.good, "against": question.good}
+    return Ranking(
+        f=test.f, question=question, offset=test.f - pushed, total=contributed, gap=pushed - contributed,
+        indices={side: torch.cat([heap.indices for heap in heaps]) for side, heaps in sides.items()},
+        effects={side: signs[side] * torch.cat([heap.values for heap in heaps]) for side, heaps in sides.items()},
+        leverage=leverage, targets=points.targets, k=k, guarantees=guarantees + first_order,
+    )  # fmt: skip
+
+
+def effects(
+    trained: Trained, structure: Structure, curvature: Curvature, test: Rows, question: Question
+) -> Tensor:
+    """Change of the quantity for every input and training point, (n, N), by the same pass."""
+    found = []
+    for part in _parts(test, len(trained.theta)):
+        passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
+        found.append(torch.cat([change for _, change in passing.effects()], 1))
+    return torch.cat(found)
+
+
+def _parts(test: Rows, p: int) -> Iterator[slice]:
+    """Inputs that go through the data together."""
+    step = max(1, _TEST // (p * test.f.element_size()))
+    for start in range(0, test.num_examples, step):
+        yield slice(start, min(start + step, test.num_examples))
+
+
+class _Passing:
+    """One pass over the training data for a few inputs."""
+
+    def __init__(
+        self, trained: Trained, structure: Structure, curvature: Curvature, test: Rows, question: Question
+    ) -> None:
+        self.trained, self.structure, self.curvature, self.question = trained, structure, curvature, question
+        shapes = trained.network.shapes
+        require_memory(4 * test.num_examples * len(trained.theta) * test.f.element_size(), test.f.device,
+                       f"directions of {test.num_examples} inputs", "Explain fewer inputs at a time.",
+                       trained.settings.memory_budget)
+        with torch.no_grad():
+            direction = question.direction(test.f)
+            pulled = test.weighted(direction.unsqueeze(-1)).dense(shapes)[0]  # J_xᵀc_x, (n, P)
+            self.solved = torch.stack([curvature.newton(row) for row in pulled])  # U_x
+        self.leverage = test.f.new_zeros(structure.points.num_examples)
+        self.backprojected = torch.zeros_like(trained.theta)  # Jᵀr
+
+    def effects(self) -> Iterator[tuple[int, Tensor]]:
+        """(number of the first, effects (n, m)) of the training points, a batch at a time, in order."""
+        trained, points = self.trained, self.structure.points
+        with torch.no_grad():
+            residual = points.residual(trained.likelihood)
+            root = points.root(trained.root, trained.likelihood)
+            shapes, start = trained.network.shapes, 0
+            everything = torch.arange(points.num_examples)
+            seeds = 1 if self.question.by != "variance" else root.shape[2]
+            step = max(1, _DENSE // (seeds * len(trained.theta) * residual.element_size()))
+            for rows in self.structure.rows_at(trained, everything):
+                here = slice(start, start + rows.num_examples)
+                weights = self._weights(rows, residual[here], root[here], here)
+                self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
+                for first in range(0, rows.num_examples, step):
+                    part = slice(first, min(first + step, rows.num_examples))
+                    dense = rows.part(part).weighted(weights[part]).dense(shapes)  # (1 or R, m, P)
+                    seen = self.solved @ dense.mT  # c_xᵀV_xi times the weights, (1 or R, n, m)
+                    change = seen.square().sum(0) if self.question.by == "variance" else -seen[0]
+                    yield start + first, change
+                start = here.stop
+
+    def _weights(self, rows: Rows, residual: Tensor, root: Tensor, here: slice) -> Tensor:
+        """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
+        half = self.curvature.moments(rows) @ root  # V_iiS_i
+        inner = root.mT @ half
+        leverage = torch.linalg.eigvalsh(inner)[:, -1]
+        self.leverage[here] = leverage
+        held = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device) - inner
+        trusted = leverage <= HIGH_LEVERAGE
+        if self.structure.name == "full" and self.trained.root.curvature == "ggn":
+            trusted = leverage < 1.0  # H holds the point whole, so that this is lost to rounding alone
+        held[~trusted] = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
+        if self.question.by == "variance":
+            factor = torch.linalg.cholesky(held)
+            return torch.linalg.solve_triangular(factor, root.mT, upper=False).mT
+        bent = torch.linalg.solve(held, half.mT @ residual.unsqueeze(-1))  # (I - SᵀVS)⁻¹ SᵀV r
+        bent = bent * trusted.view(-1, 1, 1)
+        return residual.unsqueeze(-1) + root @ bent

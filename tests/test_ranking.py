@@ -1,0 +1,166 @@
+"""Ranking over streaming data, for every structure, against dense matrices of that structure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import ntk_laplace as ntkl
+from ntk_laplace.explain import ranking
+from reference import outputs, relative_error
+from registry import LIKELIHOODS, problem, targets
+from registry_cases import jacobians
+from structured_cases import STRUCTURES, fit, truth
+from test_bad_input import refused
+from test_identities import fit as exact_fit
+
+pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+
+CASES = [
+    ("deep_mlp", "categorical", "layer"), ("scalar_outputs", "gaussian", "scalar"),
+    ("far_from_optimum", "bernoulli", "tensor"), ("transformer_tied", "poisson", "scalar"),
+]  # fmt: skip
+
+
+def dense_effects(h: Tensor, reference, jac_new: Tensor, direction: Tensor, variance: bool, exact: bool) -> Tensor:
+    """cᵀ of the change of f, or of its variance, for every training point, matrix by matrix, (n, N)."""
+    inverse, columns = torch.linalg.inv(h), []
+    for jac, curvature, residual in zip(reference.jac, reference.hessian, reference.residual, strict=True):
+        inner = jac @ inverse @ jac.T
+        leverage = torch.linalg.eigvals(curvature @ inner).real.max()
+        eye = torch.eye(len(inner), dtype=inner.dtype)
+        held = eye - curvature @ inner if exact or leverage <= 0.9 else eye
+        seen = torch.einsum("xc,xcp,pq,kq->xk", direction, jac_new, inverse, jac)
+        if variance:
+            columns.append(torch.einsum("xk,kl,xl->x", seen, torch.linalg.solve(held, curvature), seen))
+        else:
+            columns.append(-seen @ torch.linalg.solve(held, residual))
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("by", ["output", "probability", "variance"])
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if "reduce" not in name])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_effects_are_the_dense_ones_of_the_structure(case, structure, by):
+    """All effects, and the heap's choice among them, with data in pieces of two rows."""
+    reference, own = truth(*case, "ggn", structure), problem(case[0])
+    posterior = fit(*case, "ggn", structure)
+    f, jac_new = outputs(own.network, own.x_new), jacobians(case[0])[1]
+    explanation = posterior.explain(own.x_new, k=3, by=by)
+    chosen = torch.nn.functional.one_hot(explanation.output, f.shape[1]).double()
+    if by == "probability":
+        response = LIKELIHOODS[case[1]].response
+        slope = torch.func.vmap(torch.func.jacrev(response))(f)
+        direction = torch.einsum("xc,xcd->xd", chosen, slope)
+    else:
+        direction = chosen
+    expected = dense_effects(reference.posterior_precision, reference, jac_new, direction, by == "variance", False)
+    assert relative_error(posterior.removal_effects(own.x_new, by=by), expected) < 1e-8
+    support = expected if by == "variance" else -expected
+    for side, order in (("for", support), ("against", -support)):
+        if side not in explanation.question.sides:
+            continue
+        best = order.argsort(dim=1, descending=True)[:, :3]
+        assert torch.equal(explanation.indices[side], best)
+        assert relative_error(explanation.effects[side], expected.gather(1, best)) < 1e-8
+    leverage = [torch.linalg.eigvals(c @ j @ torch.linalg.solve(reference.posterior_precision, j.T)).real.max()
+                for j, c in zip(reference.jac, reference.hessian, strict=True)]  # fmt: skip
+    assert relative_error(explanation.leverage, torch.stack(leverage)) < 1e-7
+    assert "no refit" in explanation.guarantees[1]
+
+
+@pytest.mark.parametrize("by", ["output", "variance"])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_weight_space_ranks_as_function_space(case, by):
+    """structure="full" is exact: the same effects, sums and sides as structure="gp"."""
+    x = problem(case[0]).x_new
+    streamed, dense = (exact_fit(*case, structure).explain(x, k=4, by=by) for structure in ("full", "gp"))
+    assert relative_error(exact_fit(*case, "full").removal_effects(x, by=by), dense.effect) < 1e-7
+    assert torch.equal(exact_fit(*case, "gp").removal_effects(x, by=by), dense.effect)
+    assert torch.equal(streamed.supporting(), dense.supporting())
+    assert torch.equal(streamed.top(2), dense.top(2)) or by == "variance"
+    assert relative_error(streamed.offset, dense.offset) < 1e-9
+    assert relative_error(streamed.contributed(), dense.contributed()) < 1e-9
+    total = streamed.offset + streamed.total + streamed.gap
+    assert relative_error(total, dense.f) < 1e-10
+    assert "exact for one Newton step" in streamed.guarantees[1]
+    for a, b in zip(streamed.to_dataframe()["meaning"], dense.to_dataframe()["meaning"], strict=True):
+        assert a == b
+
+
+def test_log_likelihoods_to_first_order():
+    case, y = CASES[0], torch.tensor([1, 0, 4, 2])
+    reference, own = truth(*case, "ggn", "ekfac"), problem(case[0])
+    f, density = outputs(own.network, own.x_new), LIKELIHOODS["categorical"].log_density
+    direction = torch.func.vmap(torch.func.grad(density))(f, y)
+    expected = dense_effects(reference.posterior_precision, reference, jacobians(case[0])[1], direction, False, False)
+    posterior = fit(*case, "ggn", "ekfac")
+    assert relative_error(posterior.removal_effects(own.x_new, by="log_likelihood", y=y), expected) < 1e-8
+    assert "first order in the change" in posterior.explain(own.x_new, by="log_likelihood", y=y).guarantees[-1]
+
+
+@pytest.mark.parametrize("curvature", ["ef", "mc"])
+def test_other_curvatures_rank_too(curvature):
+    """A point is taken out of the curvature that was fitted."""
+    own = problem("deep_mlp")
+    data = own.x, targets(LIKELIHOODS["categorical"], own)
+    found = [
+        ntkl.laplace(own.network, data, ntkl.Categorical(), structure=structure, curvature=curvature)
+        for structure in ("gp", "full")
+    ]
+    exact, streamed = (posterior.removal_effects(own.x_new) for posterior in found)
+    trusted = found[1].explain(own.x_new).leverage <= 0.9
+    assert trusted.any()
+    assert relative_error(streamed[:, trusted], exact[:, trusted]) < 1e-8
+    assert "no refit" in found[0].explain(own.x_new).guarantees[1]
+
+
+def test_memory_is_bounded_and_pieces_change_nothing(monkeypatch):
+    """Rows are written out a few at a time, inputs go through the data in groups, ties go to the earlier point."""
+    case, own = CASES[0], problem("deep_mlp")
+    posterior = fit(*case, "ggn", "kfac")
+    before = posterior.explain(own.x_new, k=2)
+    largest = []
+    dense = ranking.Rows.dense
+    monkeypatch.setattr(ranking.Rows, "dense", lambda rows, shapes: largest.append(rows.num_examples) or
+                        dense(rows, shapes))  # fmt: skip
+    element = posterior.num_parameters * 8
+    monkeypatch.setattr(ranking, "_DENSE", 2 * element)
+    monkeypatch.setattr(ranking, "_TEST", 3 * element)
+    after = posterior.explain(own.x_new, k=2)
+    assert max(largest) <= 3
+    for side in ("for", "against"):
+        assert torch.equal(before.indices[side], after.indices[side])
+        assert relative_error(before.effects[side], after.effects[side]) < 1e-12
+    assert relative_error(before.gap, after.gap) < 1e-12
+
+
+def test_a_bounded_heap_is_a_sort():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(0, 20, (3, 40), generator=generator).double()
+    heap = ranking._Strongest(5)
+    for start in range(0, 40, 7):
+        heap.add(values[:, start : start + 7], start)
+    order = values.argsort(dim=1, descending=True, stable=True)[:, :5]
+    assert torch.equal(heap.indices, order)
+    assert torch.equal(heap.values, values.gather(1, order))
+
+
+def test_pictures_and_pages_of_a_ranking():
+    own = problem("deep_mlp")
+    explanation = fit(*CASES[0], "ggn", "kfac").explain(own.x_new, k=2)
+    assert len(explanation.plot(own.x_new, own.x).axes) == 8
+    assert "no refit" in explanation.to_html()
+    assert "Ranking(4 input(s)" in repr(explanation)
+    table = explanation.to_dataframe()
+    assert len(table) == 16 and "contribution" not in table
+
+
+def test_data_that_are_gone_are_asked_for(tmp_path):
+    own = problem("deep_mlp")
+    posterior = fit(*CASES[0], "ggn", "kfac")
+    posterior.save(tmp_path / "posterior.pt")
+    loaded = ntkl.load(tmp_path / "posterior.pt", own.network)
+    with refused(ntkl.NTKLaplaceError, "training data", "none", "load"):
+        loaded.explain(own.x_new)
