@@ -1,6 +1,6 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
-from ntk_laplace import gp
+from ntk_laplace import attribution, gp
 from ntk_laplace.checkpoint import load
 from ntk_laplace.comparison import (
     ComparisonInterrupted,
@@ -91,6 +91,7 @@ __all__ = [
     "TrainingInterrupted",
     "TrainingState",
     "UnsupportedError",
+    "attribution",
     "compare_evidence",
     "compare_models",
     "empirical_ntk",

@@ -35,7 +35,7 @@ HOUSE = [
     ["gp", "training"],
     ["metrics"],
     ["plotting", "report"],
-    ["comparison"],
+    ["comparison", "attribution"],
     [""],  # ntk_laplace/__init__.py; what stands below calls the library as you do
     ["demo"],
     ["cli"],

@@ -1,0 +1,91 @@
+"""A posterior in the shapes that attribution benchmarks ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from ntk_laplace.data import Inputs, num_examples, take
+from ntk_laplace.errors import DataError
+from ntk_laplace.posterior import Posterior
+
+__all__ = ["Attributor", "predicted"]
+
+
+@dataclass(frozen=True)
+class Attributor:
+    """Scores of all training points at test points: ``explain(test) -> (test, train)``.
+
+    Parameters
+    ----------
+    posterior : Posterior
+        Of any structure.
+    by : str
+        The quantity, as in `Posterior.explain`.
+    batch_size : int
+        Test points at a time.
+    """
+
+    posterior: Posterior
+    by: str = "log_likelihood"
+    batch_size: int = 64
+
+    def explain(self, test: Inputs, targets: Any = None) -> Tensor:
+        """Scores, (n, N): the fall of the quantity if the training point were removed.
+
+        Positive: the training point helps. For "variance" positive means that it makes the prediction surer.
+
+        Parameters
+        ----------
+        test : tensor, tuple or dict of tensors
+            n inputs.
+        targets : optional
+            Their targets, for the log likelihood; for classes by default the predicted ones.
+        """
+        if self.batch_size < 1:
+            raise DataError("at least one test point at a time", f"batch_size={self.batch_size}", "Leave it out.")
+        count, found = num_examples(test), []
+        sign = 1.0 if self.by == "variance" else -1.0
+        for start in range(0, count, self.batch_size):
+            part = slice(start, start + self.batch_size)
+            y = None if targets is None else torch.as_tensor(targets)[part]
+            found.append(sign * self.posterior.removal_effects(take(test, part), by=self.by, y=y))
+        return torch.cat(found)
+
+    def __call__(self, test: Inputs, targets: Any = None) -> Tensor:
+        """As `explain`."""
+        return self.explain(test, targets)
+
+
+def predicted(
+    posterior: Posterior, kept: ArrayLike, measure: Callable[[Posterior], Tensor], steps: int | None = 1
+) -> NDArray[np.float64]:
+    """What the linearized model says of training on subsets: all other points removed together.
+
+    Parameters
+    ----------
+    posterior : Posterior
+        With structure "gp".
+    kept : array_like of bool, (M, N)
+        Which training points each subset holds.
+    measure : callable
+        From a posterior to a tensor of outcomes, such as the loss at each test point.
+    steps : int or None
+        Newton steps, as in `Posterior.remove`.
+
+    Returns
+    -------
+    array, (M, ...)
+    """
+    kept = torch.as_tensor(np.asarray(kept, dtype=bool))
+    if kept.ndim != 2 or kept.shape[1] != posterior.num_examples:
+        raise DataError(f"masks of subsets (M, {posterior.num_examples})", f"shape {tuple(kept.shape)}",
+                        "Give every subset one boolean per training point.")
+    with torch.no_grad():
+        return np.stack([measure(posterior.remove(~one, steps=steps)).detach().cpu().double().numpy() for one in kept])

@@ -1,0 +1,158 @@
+"""Retraining: the ground truth of attribution, by a function of yours, resumable and in parallel processes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.progress import track
+
+__all__ = ["random_halves", "retrain", "without_each_in_turn"]
+
+Train = Callable[[NDArray[np.int64], int], ArrayLike]
+
+
+def random_halves(count: int, num_examples: int, seed: int = 1000) -> NDArray[np.bool_]:
+    """Masks of random halves of the training points, (count, N); half s comes from the seed `seed` + s."""
+    if count < 1 or num_examples < 2:
+        raise DataError("at least one half of at least two points", f"{count} of {num_examples}", "Ask for more.")
+    kept = np.zeros((count, num_examples), dtype=bool)
+    for number in range(count):
+        drawn = np.random.default_rng(seed + number).choice(num_examples, num_examples // 2, replace=False)
+        kept[number, drawn] = True
+    return kept
+
+
+def without_each_in_turn(indices: Iterable[int], num_examples: int) -> NDArray[np.bool_]:
+    """Masks of all training points but one, for each of `indices`, (m, N)."""
+    indices = np.asarray(list(indices), dtype=np.int64)
+    if len(indices) == 0 or indices.min() < 0 or indices.max() >= num_examples:
+        raise DataError(f"training points from 0 to {num_examples - 1}", f"{indices[:5].tolist()} ...",
+                        "Pass their numbers.")
+    kept = np.ones((len(indices), num_examples), dtype=bool)
+    kept[np.arange(len(indices)), indices] = False
+    return kept
+
+
+def retrain(
+    train: Train, kept: ArrayLike, seeds: Sequence[int] = (0,), *, folder: str | os.PathLike[str] | None = None,
+    processes: int = 1, progress: bool | None = None,
+) -> NDArray[np.float64]:  # fmt: skip
+    """Outcomes of training on subsets of the data, from several seeds.
+
+    Parameters
+    ----------
+    train : callable
+        ``train(indices, seed)``, with the numbers of the training points to use, ascending; returns the outcomes, an
+        array that has one shape for all subsets, such as the loss at each test point. Train to convergence: noise of
+        the optimizer makes all attributions look alike.
+    kept : array_like of bool, (M, N)
+        Which training points each subset holds.
+    seeds : sequence of int
+    folder : path, optional
+        Every outcome is written there as soon as it is known; a further call with the same subsets goes on from
+        what it finds.
+    processes : int
+        Above 1, `train` runs in so many fresh processes, with one thread each: it must be a function of an importable
+        module.
+    progress : bool, optional
+        Show a bar; by default if the error stream is a terminal.
+
+    Returns
+    -------
+    array, (S, M, ...)
+
+    Raises
+    ------
+    DataError
+        If a subset is empty, the folder belongs to other subsets, or outcomes differ in shape.
+    UnsupportedError
+        If `train` cannot be sent to another process.
+    """
+    kept = np.asarray(kept, dtype=bool)
+    if kept.ndim != 2 or not kept.any(1).all() or processes < 1 or len(seeds) < 1:
+        raise DataError("masks of non-empty subsets (M, N), one seed and one process at least",
+                        f"shape {kept.shape}, {len(seeds)} seeds, {processes} processes", "See random_halves.")
+    store = _Store(folder, kept)
+    jobs = [(int(seed), number) for seed in seeds for number in range(len(kept))]
+    found = {job: outcome for job in jobs if (outcome := store.read(job)) is not None}
+    missing = [job for job in jobs if job not in found]
+    run = _one_by_one if processes == 1 else _in_parallel
+    for job, outcome in track(run(train, kept, missing, processes), "ntk_laplace: retraining", len(missing), progress):
+        found[job] = np.asarray(outcome, dtype=np.float64)
+        store.write(job, found[job])
+    shapes = {outcome.shape for outcome in found.values()}
+    if len(shapes) != 1:
+        raise DataError("outcomes of one shape", f"{sorted(shapes)}", "Evaluate every model at the same test points.")
+    return np.stack([np.stack([found[int(seed), number] for number in range(len(kept))]) for seed in seeds])
+
+
+Job = tuple[int, int]
+
+
+def _one_by_one(
+    train: Train, kept: NDArray[np.bool_], jobs: list[Job], processes: int
+) -> Iterator[tuple[Job, ArrayLike]]:
+    for seed, number in jobs:
+        yield (seed, number), train(np.flatnonzero(kept[number]), seed)
+
+
+def _in_parallel(
+    train: Train, kept: NDArray[np.bool_], jobs: list[Job], processes: int
+) -> Iterator[tuple[Job, ArrayLike]]:
+    try:
+        pickle.dumps(train)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UnsupportedError("a function of an importable module, to run it in other processes", f"{error}",
+                               "Define it at the top of a file of its own, or use processes=1.") from error
+    fresh = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
+    with ProcessPoolExecutor(processes, mp_context=fresh, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting = {pool.submit(train, np.flatnonzero(kept[number]), seed): (seed, number) for seed, number in jobs}
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _Store:
+    """Outcomes on disk, one file each; a fingerprint of the subsets keeps other experiments out."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None, kept: NDArray[np.bool_]) -> None:
+        self.folder = None if folder is None else Path(folder)
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        mark = {"shape": list(kept.shape), "subsets": hashlib.sha256(np.packbits(kept).tobytes()).hexdigest()}
+        file = self.folder / "subsets.json"
+        if file.exists() and json.loads(file.read_text()) != mark:
+            raise DataError("a folder of outcomes of the same subsets", f"another experiment in {self.folder}",
+                            "Choose another folder.")
+        file.write_text(json.dumps(mark))
+
+    def read(self, job: Job) -> NDArray[np.float64] | None:
+        file = self._file(job)
+        return np.load(file, allow_pickle=False) if file is not None and file.exists() else None
+
+    def write(self, job: Job, outcome: NDArray[np.float64]) -> None:
+        file = self._file(job)
+        if file is None:
+            return
+        partial = file.with_suffix(".part")
+        with partial.open("wb") as stream:
+            np.save(stream, outcome, allow_pickle=False)
+        partial.replace(file)  # a reader never meets half a file
+
+    def _file(self, job: Job) -> Path | None:
+        return None if self.folder is None else self.folder / f"seed{job[0]}-subset{job[1]}.npy"

@@ -1,0 +1,275 @@
+"""Scores of an attribution: how well it predicts what retraining on other data does. Plain arrays in, numbers out.
+
+Axes: M subsets of the training data that were retrained on, N training points, n test points. Effects are changes of a
+quantity at a test point if a training point is removed, as `Posterior.removal_effects` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
+
+from ntk_laplace.errors import DataError, NonFiniteError
+from ntk_laplace.metrics import detection_auroc
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "Agreement",
+    "RemovalCurve",
+    "Score",
+    "additive",
+    "datamodeling_score",
+    "leave_one_out_agreement",
+    "mislabel_auroc",
+    "mislabels_found",
+    "removal_curve",
+    "seed_ceiling",
+]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A number with its error.
+
+    Attributes
+    ----------
+    value : float
+    error : float
+        Bootstrap standard error over the subsets.
+    each : array, (n,)
+        The score of each test point; `value` is their mean.
+    """
+
+    value: float
+    error: float
+    each: NDArray[np.float64]
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ± {self.error:.3f}"
+
+
+def additive(effects: ArrayLike, kept: ArrayLike) -> NDArray[np.float64]:
+    """What single effects predict for subsets: the sum over the points that are left out.
+
+    Parameters
+    ----------
+    effects : array_like, (n, N)
+        Change of the quantity if a training point is removed.
+    kept : array_like of bool, (M, N)
+        Which training points each subset holds.
+
+    Returns
+    -------
+    array, (M, n)
+    """
+    effects, kept = _finite(effects, "effects"), np.asarray(kept, dtype=bool)
+    if effects.ndim != 2 or kept.ndim != 2 or kept.shape[1] != effects.shape[1]:
+        raise DataError("effects (n, N) and masks of subsets (M, N)", f"shapes {effects.shape} and {kept.shape}",
+                        "Give every subset one boolean per training point.")
+    return (~kept).astype(np.float64) @ effects.T
+
+
+def datamodeling_score(
+    predictions: ArrayLike, outcomes: ArrayLike, bootstrap: int = 200, seed: int = 0
+) -> Score:
+    """Linear datamodeling score: rank correlation, over subsets, of predicted and retrained outcomes.
+
+    Parameters
+    ----------
+    predictions : array_like, (M, n)
+        Of each test point's outcome after training on each subset: `additive` of single effects, or `predicted` by
+        removing all points together. Any increasing function of the outcome will do.
+    outcomes : array_like, (M, n) or (S, M, n)
+        After retraining; over S seeds their mean is taken.
+    bootstrap : int
+        Samples for the standard error; 0 leaves it out (NaN).
+    seed : int
+        Of the bootstrap.
+
+    Returns
+    -------
+    Score
+        Mean over test points of Spearman's correlation; a test point whose predictions or outcomes are all the same
+        counts as 0.
+
+    Raises
+    ------
+    DataError, NonFiniteError
+        If shapes do not match or numbers are not finite.
+    """
+    predictions, outcomes = _finite(predictions, "predictions"), _finite(outcomes, "outcomes")
+    outcomes = outcomes.mean(0) if outcomes.ndim == 3 else outcomes
+    if predictions.shape != outcomes.shape or predictions.ndim != 2 or len(predictions) < 3:
+        raise DataError("predictions and outcomes of one shape (M, n), M at least 3",
+                        f"{predictions.shape} and {outcomes.shape}", "Give one row per subset, one column per test "
+                        "point.")  # fmt: skip
+    each = _spearman(predictions, outcomes)
+    generator, count = np.random.default_rng(seed), len(predictions)
+    drawn = [generator.integers(0, count, count) for _ in range(bootstrap)]
+    means = [_spearman(predictions[rows], outcomes[rows]).mean() for rows in drawn]
+    return Score(float(each.mean()), float(np.std(means, ddof=1)) if bootstrap > 1 else float("nan"), each)
+
+
+def seed_ceiling(outcomes: ArrayLike, bootstrap: int = 200, seed: int = 0) -> Score:
+    """What retraining itself reaches from another seed, outcomes (S, M, n): the mean over pairs of seeds.
+
+    A score near it cannot be told from a perfect one with outcomes of one seed.
+    """
+    outcomes = _finite(outcomes, "outcomes")
+    if outcomes.ndim != 3 or len(outcomes) < 2:
+        raise DataError("outcomes of at least two seeds, (S, M, n)", f"shape {outcomes.shape}",
+                        "Retrain with seeds=(0, 1).")
+    pairs = [(a, b) for a in range(len(outcomes)) for b in range(a)]
+    found = [datamodeling_score(outcomes[a], outcomes[b], bootstrap, seed) for a, b in pairs]
+    each = np.mean([score.each for score in found], 0)
+    return Score(float(each.mean()), float(np.mean([score.error for score in found])), each)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Predicted against retrained changes.
+
+    Attributes
+    ----------
+    correlation : float
+        Pearson's.
+    rank_correlation : float
+        Spearman's.
+    slope : float
+        Of the least-squares line of truth on prediction through the origin: 1 where effects have the right size,
+        above 1 where they are too small.
+    """
+
+    correlation: float
+    rank_correlation: float
+    slope: float
+
+    def __str__(self) -> str:
+        return f"r = {self.correlation:.3f}, rank {self.rank_correlation:.3f}, slope {self.slope:.2f}"
+
+
+def leave_one_out_agreement(predictions: ArrayLike, truth: ArrayLike) -> Agreement:
+    """Predicted changes against those of retraining, over all pairs of removed and test points together.
+
+    Parameters
+    ----------
+    predictions, truth : array_like, of one shape
+        Changes of a quantity, after less before.
+    """
+    x, y = _finite(predictions, "predictions").ravel(), _finite(truth, "truth").ravel()
+    if x.shape != y.shape or len(x) < 3 or not (np.ptp(x) and np.ptp(y)):
+        raise DataError("at least three predicted and true changes that are not all the same",
+                        f"{len(x)} and {len(y)}", "Retrain without more points.")
+    return Agreement(float(np.corrcoef(x, y)[0, 1]), float(np.corrcoef(rankdata(x), rankdata(y))[0, 1]),
+                     float((x @ y) / (x @ x)))
+
+
+def mislabel_auroc(suspicion: ArrayLike, wrong: ArrayLike) -> float:
+    """Probability that a wrong label is more suspicious than a right one (area under the ROC curve).
+
+    Parameters
+    ----------
+    suspicion : array_like, (N,)
+        Such as `LeaveOneOut.suspicion`.
+    wrong : array_like of bool, (N,)
+    """
+    suspicion, wrong = _suspects(suspicion, wrong)
+    return detection_auroc(suspicion[~wrong], suspicion[wrong])
+
+
+def mislabels_found(suspicion: ArrayLike, wrong: ArrayLike, shares: Sequence[float] = (0.1, 0.2, 0.4)) -> dict:
+    """Share of all wrong labels among the most suspicious so many of the data, by share looked at."""
+    suspicion, wrong = _suspects(suspicion, wrong)
+    order = np.argsort(-suspicion, kind="stable")
+    return {share: float(wrong[order[: round(share * len(wrong))]].sum() / wrong.sum()) for share in shares}
+
+
+@dataclass(frozen=True)
+class RemovalCurve:
+    """Outcomes as more and more training points are removed.
+
+    Attributes
+    ----------
+    removed : array, (F,)
+        Numbers of points.
+    outcomes : dict of str to array, (F,)
+        By ranking.
+    """
+
+    removed: NDArray[np.int64]
+    outcomes: dict[str, NDArray[np.float64]]
+
+    def plot(self, label: str = "outcome") -> Figure:
+        """A line for each ranking."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5.6, 3.8), layout="constrained")
+        axes = figure.add_subplot()
+        markers = "osv^Dx+*"
+        for number, (name, values) in enumerate(self.outcomes.items()):
+            axes.plot(self.removed, values, marker=markers[number % len(markers)], ms=4, label=name)
+        axes.set(xlabel="training points removed", ylabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+        return figure
+
+
+def removal_curve(
+    train: Callable[[NDArray[np.int64]], float], rankings: dict[str, ArrayLike], removed: Sequence[int]
+) -> RemovalCurve:
+    """Retrain without the first so many points of each ranking.
+
+    Parameters
+    ----------
+    train : callable
+        From the numbers of the training points that are kept to one number.
+    rankings : dict of str to array_like, (N,)
+        All training points, the first to go first.
+    removed : sequence of int
+        How many.
+    """
+    removed = np.asarray(removed, dtype=np.int64)
+    found = {}
+    for name, order in rankings.items():
+        order = np.asarray(order).astype(np.int64)
+        if sorted(order.tolist()) != list(range(len(order))) or removed.min() < 0 or removed.max() >= len(order):
+            raise DataError("rankings that hold every training point once, and fewer points to remove",
+                            f"{len(order)} entries in {name!r}, {removed.max()} to remove",
+                            "Pass for example effects.argsort().")
+        found[name] = np.array([float(train(np.sort(order[count:]))) for count in removed])
+    return RemovalCurve(removed, found)
+
+
+# --- inside
+
+
+def _spearman(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each column; 0 where one is constant."""
+    a, b = (rankdata(values, axis=0) for values in (first, second))
+    a, b = a - a.mean(0), b - b.mean(0)
+    scale = np.sqrt((a**2).sum(0) * (b**2).sum(0))
+    return np.divide((a * b).sum(0), scale, out=np.zeros_like(scale), where=scale > 0)
+
+
+def _finite(values: ArrayLike, what: str) -> NDArray[np.float64]:
+    found = np.asarray(values, dtype=np.float64)
+    if not np.isfinite(found).all():
+        raise NonFiniteError(f"finite {what}", f"{int((~np.isfinite(found)).sum())} that are not",
+                             "Look for training runs that diverged.")
+    return found
+
+
+def _suspects(suspicion: ArrayLike, wrong: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    suspicion, wrong = np.asarray(suspicion, dtype=np.float64), np.asarray(wrong, dtype=bool)
+    if suspicion.shape != wrong.shape or suspicion.ndim != 1 or wrong.all() or not wrong.any():
+        raise DataError("one suspicion per training point, some labels wrong and some right",
+                        f"shapes {suspicion.shape} and {wrong.shape}, {int(wrong.sum())} wrong",
+                        "Flip some labels, and say which.")
+    return suspicion, wrong
