@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata
 
 from ntk_laplace.errors import DataError, NonFiniteError
 from ntk_laplace.metrics import detection_auroc
@@ -167,7 +166,7 @@ def leave_one_out_agreement(predictions: ArrayLike, truth: ArrayLike) -> Agreeme
     if x.shape != y.shape or len(x) < 3 or not (np.ptp(x) and np.ptp(y)):
         raise DataError("at least three predicted and true changes that are not all the same",
                         f"{len(x)} and {len(y)}", "Retrain without more points.")
-    return Agreement(float(np.corrcoef(x, y)[0, 1]), float(np.corrcoef(rankdata(x), rankdata(y))[0, 1]),
+    return Agreement(float(np.corrcoef(x, y)[0, 1]), float(np.corrcoef(_ranks(x), _ranks(y))[0, 1]),
                      float((x @ y) / (x @ x)))
 
 
@@ -252,10 +251,16 @@ def removal_curve(
 
 def _spearman(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
     """Of each column; 0 where one is constant."""
-    a, b = (rankdata(values, axis=0) for values in (first, second))
+    a, b = _ranks(first), _ranks(second)
     a, b = a - a.mean(0), b - b.mean(0)
     scale = np.sqrt((a**2).sum(0) * (b**2).sum(0))
     return np.divide((a * b).sum(0), scale, out=np.zeros_like(scale), where=scale > 0)
+
+
+def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    from scipy.stats import rankdata  # its import touches the warning filters and random numbers
+
+    return rankdata(values, axis=0)
 
 
 def _finite(values: ArrayLike, what: str) -> NDArray[np.float64]:
