@@ -114,24 +114,27 @@ def picture(runs: list[dict[str, Any]], options: argparse.Namespace) -> Figure:
         axes = figure.add_subplot(grid[0, column])
         prediction = posterior(problem, order, corrected, options.points).predict(features(x[:, None], order, scale))
         mean, sd = prediction.mean.detach().flatten(), prediction.variance.detach().sqrt().flatten()
-        color = SERIES[column][0]
-        axes.fill_between(x, mean - 2 * sd, mean + 2 * sd, color=color, alpha=0.25, lw=0)
-        axes.plot(x, mean, color=color)
-        axes.plot(x, truth, color="black", lw=1, ls=(0, (4, 2)))
-        axes.plot(problem.x[: options.points], problem.y[: options.points], ".", ms=3, color="#5B6470")
+        color, at = SERIES[column][0], problem.x[: options.points]
+        low, high = (mean - 2 * sd - truth.flatten(), mean + 2 * sd - truth.flatten())
+        axes.fill_between(x, low, high, color=color, alpha=0.25, lw=0)
+        axes.plot(x, mean - truth.flatten(), color=color)
+        axes.axhline(0.0, color="black", lw=1, ls=(0, (4, 2)))
+        noise = problem.y[: options.points] - features(at, ORDER, scale) @ problem.weights
+        axes.plot(at, noise, ".", ms=3, color="#5B6470")
         first = runs[0][name]
         axes.set_title(f"{name}: evidence {first['evidence']:.1f}, conditional {first['conditional']:.1f}", fontsize=9)
-        middle, reach = float(truth.mean()), 1.6 * float(truth.max() - truth.min())
-        axes.set(ylim=(middle - reach, middle + reach), xlabel="x")
+        axes.set(ylim=(-0.6, 0.6), xlabel="x", ylabel="prediction less truth" if column == 0 else "")
     terms, total = figure.add_subplot(grid[1, :2]), figure.add_subplot(grid[1, 2])
     for (name, _), (color, _, line) in zip(MODELS.items(), SERIES, strict=False):
         curves = torch.tensor([run[name]["terms"] for run in runs], dtype=torch.float64)
         n = range(1, curves.shape[1] + 1)
-        terms.plot(n, curves.mean(0), line, color=color, label=name, lw=1.4)
+        smooth = torch.nn.functional.avg_pool1d(curves.mean(0)[None], 9, 1, 4, count_include_pad=False)[0]
+        shown = torch.where(torch.arange(len(smooth)) < 9, curves.mean(0), smooth)  # the first terms change quickly
+        terms.plot(n, shown, line, color=color, label=name, lw=1.4)
         total.plot(n, curves.cumsum(1).mean(0), line, color=color, lw=1.4)
     best = torch.tensor(runs[0]["order 9c"]["terms"]).max().item()
     terms.set(xscale="log", ylim=(-1.5, max(best, 0.9) + 0.1), xlabel="n", ylabel="log p(point n given those before)")
-    terms.set_title(f"learning curve, mean of {options.curves} orders and {len(runs)} seeds", fontsize=9)
+    terms.set_title(f"learning curve, mean of {options.curves} orders, {len(runs)} seeds and 9 terms", fontsize=9)
     terms.legend(frameon=False, fontsize=9)
     total.set_title("evidence of the first n", fontsize=9)
     total.set(xlabel="n", ylabel="nats")
@@ -140,7 +143,7 @@ def picture(runs: list[dict[str, Any]], options: argparse.Namespace) -> Figure:
 
 def main() -> None:
     arguments = parser(__doc__, "fourier")
-    arguments.add_argument("--seeds", type=int, default=20, help="data sets (default 20)")
+    arguments.add_argument("--seeds", type=int, default=10, help="data sets (default 10)")
     arguments.add_argument("--seeds-from", type=int, default=0, help="the first seed (default 0)")
     arguments.add_argument("--orders", type=int, default=200, help="orders of the data (default 200)")
     options = arguments.parse_args()
