@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ntk_laplace.errors import DataError, NonFiniteError
-from ntk_laplace.metrics import detection_auroc
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,6 +178,8 @@ def mislabel_auroc(suspicion: ArrayLike, wrong: ArrayLike) -> float:
         Such as `LeaveOneOut.suspicion`.
     wrong : array_like of bool, (N,)
     """
+    from ntk_laplace.metrics import detection_auroc  # scikit-learn is not imported with the library
+
     suspicion, wrong = _suspects(suspicion, wrong)
     return detection_auroc(suspicion[~wrong], suspicion[wrong])
 
