@@ -126,3 +126,28 @@ def test_the_architectures(tmp_path: Path) -> None:
     for each in results["spearman"]["fixed"].values():
         assert all(-1.0 <= rho <= 1.0 for rho in each.values())
     assert "Spearman" in printed and (tmp_path / "out" / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_uci_script_and_the_library_agree(tmp_path: Path) -> None:
+    printed = run("uci/uci.py", tmp_path, "--out", "out")
+    results = figures(tmp_path / "out" / "uci.json")["results"]
+    assert set(results) == {"diabetes", "breast_cancer"}
+    for found in results.values():
+        assert found["largest_difference"] < 1e-6  # of two evidences that share no code, over five structures
+        for splits in found["splits"].values():
+            assert len(splits) == 2
+            for row in splits:
+                assert 0 < row["epoch"] <= 150 and row["MAP"]["nll"] != row["Bayes"]["nll"]
+    assert "breast_cancer | diag-ef" in printed
+
+
+def test_the_toys_of_t20(tmp_path: Path) -> None:
+    run("toys/t20.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "t20.json")
+    for toy, count in (("regression", 16), ("classification", 4)):
+        evidences = [row["evidence"] for row in found[toy]["grid"]]
+        assert len(evidences) == count and max(evidences) == evidences[found[toy]["marks"]["★"]]
+        # weights sampled around a point are no functions around its function
+        assert found[toy]["predictives"]["nn"] < found[toy]["predictives"]["glm"]
+        for kind in ("evidence", "predictives"):
+            assert (tmp_path / "out" / f"{toy}_{kind}.png").read_bytes().startswith(b"\x89PNG")
