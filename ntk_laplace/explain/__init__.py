@@ -2,14 +2,17 @@
 
 from ntk_laplace.explain.explanation import Asked, Explanation, explain
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
-from ntk_laplace.explain.ranked import Ranked
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked
 from ntk_laplace.explain.ranking import Ranking, effects, rank
+from ntk_laplace.explain.together import JointRemoval
 from ntk_laplace.explain.what_if import Indices, positions, relabeled, reweighted, stepped
 
 __all__ = [
+    "HIGH_LEVERAGE",
     "Asked",
     "Explanation",
     "Indices",
+    "JointRemoval",
     "LeaveOneOut",
     "Ranked",
     "Ranking",

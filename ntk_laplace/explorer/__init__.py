@@ -1,0 +1,6 @@
+"""The explorer: explanations of many predictions as one page that people click through."""
+
+from ntk_laplace.explorer.gather import Naming, gather
+from ntk_laplace.explorer.page import ExplorerPage, explorer
+
+__all__ = ["ExplorerPage", "Naming", "explorer", "gather"]

@@ -1,0 +1,296 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const at = (id) => document.getElementById(id);
+const make = (tag, text, attributes = {}) => {
+  const element = document.createElement(tag);
+  if (text !== undefined && text !== null) element.textContent = text;
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+};
+const number = (value) => {
+  if (value === null || value === undefined) return "not finite";
+  if (Array.isArray(value)) return value.map(number).join(", ");
+  if (typeof value !== "number" || Number.isInteger(value)) return String(value);
+  const size = Math.abs(value);
+  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+};
+const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
+const percent = (value) => (100 * value).toFixed(value > 0.999 || value < 0.001 ? 2 : 1) + " %";
+const classes = data.kind !== "values";
+const nameOf = (target) => (classes && Number.isInteger(target) && target in data.names ? data.names[target] : number(target));
+// what the removal effects are measured in
+const unit = (point) => (classes ? `the logit of ${data.names[point.output]}` : data.names[point.output]);
+
+// --- pictures and rows
+
+function picture(sheet, slot, size, words) {
+  const scale = size / Math.max(sheet.width, sheet.height);
+  const element = make("span", null, { class: "picture", role: "img", "aria-label": words });
+  const column = slot % sheet.columns, row = Math.floor(slot / sheet.columns);
+  Object.assign(element.style, {
+    width: `${sheet.width * scale}px`, height: `${sheet.height * scale}px`, backgroundImage: `url(${sheet.source})`,
+    backgroundSize: `${sheet.width * sheet.columns * scale}px ${sheet.height * sheet.rows * scale}px`,
+    backgroundPosition: `${-column * sheet.width * scale}px ${-row * sheet.height * scale}px`,
+  });
+  return element;
+}
+const pointPicture = (i, size) => (data.pictures ? picture(data.pictures.points, i, size, `input ${i}`) : null);
+const slots = data.pictures && data.pictures.training
+  ? new Map(data.pictures.training.indices.map((index, slot) => [index, slot])) : new Map();
+const trainingPicture = (j, size) =>
+  slots.has(j) ? picture(data.pictures.training, slots.get(j), size, `training point ${j}`) : null;
+
+function features(values, other) {
+  const shown = data.rows.features.map((name, i) => ({ name, value: values[i], gap: other ? Math.abs(values[i] - other[i]) : 0 }));
+  if (other) shown.sort((a, b) => a.gap - b.gap);
+  return (other ? shown.slice(0, 4) : shown).map((f) => `${f.name} ${number(f.value)}`).join(", ");
+}
+
+// --- the list of inputs
+
+let selected = 0;
+let visible = data.points.map((_, i) => i);
+const predicted = (point) => classes ? data.names[point.output] : number(point.prediction.mean);
+const certainty = (point) => classes ? percent(point.prediction.probabilities[point.output]) : `± ${number(point.prediction.deviation)}`;
+const isWrong = (point) => classes && point.target !== undefined && point.target !== point.output;
+const inWords = (i) => {
+  const point = data.points[i];
+  const truth = point.target === undefined ? "" : ` truth ${nameOf(point.target)}`;
+  return `#${i} ${predicted(point)} ${certainty(point)}${truth}${isWrong(point) ? " wrong" : ""}`;
+};
+
+function list() {
+  const wanted = at("find").value.trim().toLowerCase().split(/\s+/);
+  visible = data.points.map((_, i) => i).filter((i) => wanted.every((word) => inWords(i).toLowerCase().includes(word)));
+  const items = visible.map((i) => {
+    const point = data.points[i];
+    const item = make("li", null, { role: "option", id: `point-${i}`, "aria-selected": String(i === selected) });
+    const image = pointPicture(i, 40);
+    if (image) item.append(image);
+    const words = make("span");
+    words.append(make("b", `#${i} `), `${predicted(point)}${classes ? "," : ""} ${certainty(point)}`);
+    if (isWrong(point)) words.append(" ", make("span", `wrong, truth ${nameOf(point.target)}`, { class: "wrong" }));
+    item.append(words);
+    item.addEventListener("click", () => select(i));
+    return item;
+  });
+  at("points").replaceChildren(...items);
+  at("found").textContent = `${visible.length} of ${data.points.length} inputs`;
+  at("points").setAttribute("aria-activedescendant", visible.includes(selected) ? `point-${selected}` : "");
+}
+
+function select(i) {
+  selected = i;
+  for (const item of at("points").children) item.setAttribute("aria-selected", String(item.id === `point-${i}`));
+  at("points").setAttribute("aria-activedescendant", `point-${i}`);
+  const item = at(`point-${i}`);
+  if (item) item.scrollIntoView({ block: "nearest" });
+  history.replaceState(null, "", `#${i}`);
+  document.querySelector("input[name=leave][value=none]").checked = true;
+  show();
+}
+
+if (!classes) document.querySelector("label[for=find]").textContent = "Find by number or prediction";
+at("find").addEventListener("input", list);
+at("points").addEventListener("keydown", (event) => {
+  const place = visible.indexOf(selected), last = visible.length - 1;
+  const to = { ArrowDown: Math.min(place + 1, last), ArrowUp: Math.max(place - 1, 0), Home: 0, End: last,
+               PageDown: Math.min(place + 8, last), PageUp: Math.max(place - 8, 0) }[event.key];
+  if (to === undefined || last < 0) return;
+  event.preventDefault();
+  select(visible[to]);
+});
+
+// --- one input
+
+function bars(probabilities, other) {
+  const box = make("div", null, { class: "bars" });
+  const order = probabilities.map((_, c) => c).sort((a, b) => probabilities[b] - probabilities[a]).slice(0, 6);
+  for (const c of order) {
+    const track = make("div", null, { class: "track", "aria-hidden": "true" });
+    const fill = make("div", null, { class: "fill" });
+    fill.style.width = `${100 * probabilities[c]}%`;
+    track.append(fill);
+    const beside = other ? ` (${percent(other[c])})` : "";
+    box.append(make("span", data.names[c], { class: "name" }), track, make("span", percent(probabilities[c]) + beside, { class: "value" }));
+  }
+  return box;
+}
+
+function prediction(point) {
+  const box = at("prediction");
+  box.replaceChildren();
+  const head = make("div", null, { class: "head" });
+  const image = pointPicture(selected, 112);
+  if (image) head.append(image);
+  const words = make("div");
+  const truth = point.target === undefined ? "" : ` The truth is ${nameOf(point.target)}.`;
+  if (classes) {
+    const p = point.prediction.probabilities[point.output], q = point.network.probabilities[point.output];
+    words.append(make("p", `${data.names[point.output]} with probability ${percent(p)}; the network alone says ${percent(q)}.${truth}`));
+  } else {
+    const { mean, deviation, epistemic, aleatoric } = point.prediction;
+    const parts = epistemic ? ` (of the model ${number(epistemic)}, of the data ${number(aleatoric)})` : "";
+    words.append(make("p", `${data.targetName} ${number(mean)} ± ${number(deviation)}${parts}.${truth}`));
+  }
+  if (data.rows) words.append(make("p", features(data.rows.points[selected]), { class: "soft" }));
+  head.append(words);
+  if (classes) {
+    const right = make("div");
+    right.append(make("p", "Probabilities, the network's own in brackets", { class: "soft" }));
+    right.append(bars(point.prediction.probabilities, point.network.probabilities));
+    head.append(right);
+  }
+  box.append(head);
+}
+
+function decomposition(point) {
+  const total = point.f[classes && data.kind === "classes" ? point.output : Math.min(point.output, point.f.length - 1)];
+  const steps = [["offset", point.offset], ["points for", point.plus], ["points against", point.minus], ["gap", point.gap]];
+  let sum = 0;
+  const ends = [0];
+  for (const [, value] of steps) { sum += value; ends.push(sum); }
+  const low = Math.min(0, ...ends), high = Math.max(0, ...ends), width = 560, left = 130;
+  const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 90);
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const words = steps.map(([name, value]) => `${name} ${signed(value)}`).join(", ");
+  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} 170`, role: "img",
+    "aria-label": `${words}; together ${number(total)}` })) svg.setAttribute(name, value);
+  svg.style.maxWidth = "40rem";
+  const draw = (tag, attributes, text) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    if (text !== undefined) element.textContent = text;
+    svg.append(element);
+  };
+  draw("line", { x1: x(0), x2: x(0), y1: 4, y2: 166, stroke: "var(--neutral)" });
+  let from = 0;
+  [...steps, ["prediction", total]].forEach(([name, value], row) => {
+    const start = name === "prediction" ? 0 : from, end = name === "prediction" ? total : from + value;
+    const color = name === "prediction" ? "var(--accent)" : name === "points for" ? "var(--for)"
+      : name === "points against" ? "var(--against)" : "var(--neutral)";
+    draw("rect", { x: Math.min(x(start), x(end)), y: 8 + 32 * row, height: 20, rx: 2, fill: color,
+                   width: Math.max(1, Math.abs(x(end) - x(start))) });
+    draw("text", { x: left - 12, y: 23 + 32 * row, "text-anchor": "end" }, name);
+    draw("text", { x: Math.max(x(start), x(end)) + 6, y: 23 + 32 * row }, name === "prediction" ? number(value) : signed(value));
+    from = end;
+  });
+  at("decomposition").replaceChildren(make("h2", `Where ${unit(point)} comes from`), svg, make("p",
+    "Offset: what the linearized network says at the prior mean. Points for and against: the sums of all training points' " +
+    "contributions. Gap: how far the weights are from an optimum.", { class: "soft" }));
+}
+
+function side(name, point) {
+  const box = at(`side-${name}`);
+  const items = point[name].map(([j, effect, share]) => {
+    const item = make("li");
+    const image = trainingPicture(j, 48);
+    if (image) item.append(image);
+    const words = make("div");
+    words.append(make("b", `#${j}, ${classes ? "class" : data.targetName} ${nameOf(data.training.target[j])}`));
+    words.append(make("div", `removing it ${effect < 0 ? "lowers" : "raises"} ${unit(point)} by ${number(Math.abs(effect))}; contribution ${signed(share)}`));
+    if (data.rows && data.rows.training) {
+      words.append(make("div", `alike in ${features(data.rows.training[j], data.rows.points[selected])}`, { class: "soft" }));
+    }
+    if (data.training.leverage[j] > data.flag) {
+      words.append(make("div", `leverage ${number(data.training.leverage[j])}: too near 1 for one step to be trusted`, { class: "flag" }));
+    }
+    item.append(words);
+    return item;
+  });
+  const title = name === "for" ? "Speak for it" : "Speak against it";
+  const list = make("ol");
+  list.append(...items);
+  box.replaceChildren(make("h3", title), items.length ? list : make("p", "No training point does.", { class: "soft" }));
+}
+
+function whatIf() {
+  const point = data.points[selected];
+  const choice = document.querySelector("input[name=leave]:checked").value;
+  const answer = at("answer");
+  if (choice === "none") {
+    answer.replaceChildren(make("p", "Choose a group to see the network's answer without it.", { class: "soft" }));
+    return;
+  }
+  const count = choice === "both" ? point.for.length + point.against.length : point[choice].length;
+  const now = point.without[choice];
+  if (classes) {
+    const output = point.output;
+    const best = now.probabilities.indexOf(Math.max(...now.probabilities));
+    const turn = best === output ? "The prediction stays." : `The prediction turns to ${data.names[best]}.`;
+    answer.replaceChildren(
+      make("p", `Without these ${count}: ${data.names[output]} ${percent(now.probabilities[output])} instead of ${percent(point.network.probabilities[output])}. ${turn}`),
+      bars(now.probabilities, point.network.probabilities));
+  } else {
+    answer.replaceChildren(make("p", `Without these ${count}: ${data.targetName} ${number(now.mean)} instead of ${number(point.network.mean)}.`));
+  }
+}
+
+function show() {
+  const point = data.points[selected];
+  at("which").textContent = `Input ${selected}`;
+  prediction(point);
+  decomposition(point);
+  side("for", point);
+  side("against", point);
+  whatIf();
+}
+for (const input of document.querySelectorAll("input[name=leave]")) input.addEventListener("change", whatIf);
+
+// --- the training set
+
+const columns = [
+  { title: "Training point", value: (j) => j, words: (j) => `#${j}` },
+  { title: classes ? "Class" : "Target", value: (j) => data.training.target[j], words: (j) => nameOf(data.training.target[j]) },
+  { title: "Predicted by the others", value: (j) => data.training.without[j], words: (j) => nameOf(data.training.without[j]) },
+  { title: "Log density by the others", value: (j) => data.training.logDensity[j], words: (j) => number(data.training.logDensity[j]) },
+  { title: "Leverage", value: (j) => data.training.leverage[j], words: (j) => number(data.training.leverage[j]) },
+];
+let sorted = { column: 3, down: false }, most = 25;
+
+function head() {
+  at("columns").replaceChildren(...columns.map((column, index) => {
+    const cell = make("th", null, { scope: "col" });
+    if (index === sorted.column) cell.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
+    const button = make("button", column.title, { type: "button" });
+    button.addEventListener("click", () => {
+      sorted = { column: index, down: index === sorted.column ? !sorted.down : false };
+      head();
+      body();
+      at("columns").children[index].firstChild.focus();
+    });
+    cell.append(button);
+    return cell;
+  }));
+}
+
+function body() {
+  const wanted = at("search").value.trim().toLowerCase().split(/\s+/);
+  const lines = Array.from({ length: data.examples }, (_, j) => j)
+    .filter((j) => wanted.every((word) => columns.map((column) => column.words(j)).join(" ").toLowerCase().includes(word)));
+  const value = columns[sorted.column].value;
+  const order = (a, b) => (a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -1 : 1);
+  lines.sort((a, b) => (sorted.down ? -1 : 1) * order(value(a), value(b)) || a - b);
+  at("rows").replaceChildren(...lines.slice(0, most).map((j) => {
+    const line = make("tr");
+    columns.forEach((column, index) => {
+      const cell = make(index ? "td" : "th", null, index ? {} : { scope: "row" });
+      const image = index ? null : trainingPicture(j, 32);
+      if (image) { image.style.display = "inline-block"; image.style.verticalAlign = "middle"; cell.append(image, " "); }
+      cell.append(column.words(j));
+      line.append(cell);
+    });
+    return line;
+  }));
+  at("shown").textContent = `${Math.min(most, lines.length)} of ${lines.length} training points, of ${data.examples} in all`;
+  at("more").hidden = lines.length <= most;
+}
+at("search").addEventListener("input", () => { most = 25; body(); });
+at("more").addEventListener("click", () => { most += 100; body(); });
+
+const asked = Number(location.hash.slice(1));
+if (location.hash && asked in data.points) selected = asked;
+list();
+show();
+head();
+body();

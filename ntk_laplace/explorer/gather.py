@@ -1,0 +1,265 @@
+"""What the explorer shows, as plain numbers: predictions, decompositions, training points, what their removal does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.data import Inputs, num_examples, take
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.explain import JointRemoval
+from ntk_laplace.explorer.sprites import images_of, sheet
+from ntk_laplace.likelihoods import Bernoulli, Categorical
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.progress import track
+
+__all__ = ["Naming", "gather"]
+
+_AT_ONCE = 32 * 2**20  # numbers of an (n, N, C) array: inputs explained at a time
+_ALL_PICTURES = 2000  # training points beyond which only those that are shown get a picture
+_MOST_FEATURES = 40  # numbers of an input that are shown
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Words for the numbers.
+
+    Attributes
+    ----------
+    classes : sequence of str, optional
+        Names of the classes, or of the outputs.
+    features : sequence of str, optional
+        Names of the inputs' columns.
+    shape : sequence of int, optional
+        Height and width (and 3) of the image that an input is.
+    target : str
+        What is predicted, for a regression.
+    """
+
+    classes: Sequence[str] | None = None
+    features: Sequence[str] | None = None
+    shape: Sequence[int] | None = None
+    target: str = "target"
+
+
+def gather(
+    posterior: Posterior, x: Inputs, training: Tensor | None, targets: Tensor | None, k: int, naming: Naming,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Everything the page shows.
+
+    Parameters
+    ----------
+    posterior : Posterior
+        With ``structure="gp"``.
+    x : tensor, tuple or dict of tensors
+        n inputs to explain.
+    training : Tensor, optional
+        Training inputs, for their pictures or rows.
+    targets : Tensor, optional
+        True targets at `x`.
+    k : int
+        Training points shown for and against each prediction.
+    naming : Naming
+    progress : bool, optional
+        Show a progress bar; by default if the error stream is a terminal.
+
+    Raises
+    ------
+    DataError
+        If sizes or names do not fit together.
+    UnsupportedError
+        If the posterior is not in function space.
+    """
+    n, c = num_examples(x), posterior.num_outputs
+    _check(posterior, n, training, targets, naming)
+    points, shown = [], set()
+    with torch.no_grad():
+        removal = JointRemoval(posterior.curvature, posterior.fitted.points.residual(posterior.likelihood))
+    step = max(1, _AT_ONCE // (posterior.num_examples * c))
+    for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
+        points += _points(posterior, take(x, slice(start, min(start + step, n))), k, removal)
+    if targets is not None:
+        for point, target in zip(points, targets.tolist(), strict=True):
+            point["target"] = _rounded(target)
+    for point in points:
+        shown |= {j for side in ("for", "against") for j, *_ in point[side]}
+    return {
+        "kind": _kind(posterior),
+        "outputs": c,
+        "names": _names(posterior, naming),
+        "targetName": naming.target,
+        "examples": posterior.num_examples,
+        "summary": _summary(posterior),
+        "points": points,
+        "training": _training_set(posterior),
+        "pictures": _pictures(x, training, sorted(shown), naming),
+        "rows": _rows(x, training, sorted(shown), naming),
+    }
+
+
+def _check(posterior: Posterior, n: int, training: Tensor | None, targets: Tensor | None, naming: Naming) -> None:
+    if posterior.structure != "gp":
+        raise UnsupportedError('a posterior with structure="gp"', f"structure={posterior.structure!r}",
+                               'Fit with ntk_laplace.laplace(..., structure="gp").')
+    if training is not None and len(training) != posterior.num_examples:
+        raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{len(training):,}",
+                        "Pass the inputs that the posterior was fitted to, in their order.")
+    if targets is not None and len(targets) != n:
+        raise DataError(f"{n:,} targets, one for each input", f"{len(targets):,}", "Pass one target per input.")
+    names = naming.classes
+    wanted = 2 if _kind(posterior) == "binary" else posterior.num_outputs
+    if names is not None and len(names) != wanted:
+        raise DataError(f"{wanted} names of classes or outputs", f"{len(names)}", "Name each of them once.")
+
+
+def _kind(posterior: Posterior) -> str:
+    if isinstance(posterior.likelihood, Categorical):
+        return "classes"
+    return "binary" if isinstance(posterior.likelihood, Bernoulli) and posterior.num_outputs == 1 else "values"
+
+
+def _names(posterior: Posterior, naming: Naming) -> list[str]:
+    if naming.classes is not None:
+        return [str(name) for name in naming.classes]
+    if _kind(posterior) == "values":
+        return [naming.target if posterior.num_outputs == 1 else f"{naming.target} {i}"
+                for i in range(posterior.num_outputs)]  # fmt: skip
+    return [str(i) for i in range(2 if _kind(posterior) == "binary" else posterior.num_outputs)]
+
+
+def _summary(posterior: Posterior) -> str:
+    likelihood = type(posterior.likelihood).__name__
+    evidence = posterior.log_marginal_likelihood().item()
+    return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {likelihood} "
+            f"likelihood, log evidence {evidence:,.1f} nats")  # fmt: skip
+
+
+# --- predictions
+
+
+def _points(posterior: Posterior, x: Inputs, k: int, removal: JointRemoval) -> list[dict[str, Any]]:
+    """One record per input."""
+    found = posterior.explain(x, k)
+    kind, n = _kind(posterior), len(found.f)
+    glm, plain = posterior.predict(x, "glm"), posterior.predict(x, "map")
+    # towards the predicted class: a negative logit speaks for class 0
+    sign = torch.where(found.f[:, 0] < 0, -1.0, 1.0) if kind == "binary" else torch.ones(n)
+    effect = found.effect * sign.to(found.effect)[:, None]
+    share = found.share * sign.to(found.share)[:, None]
+    k = min(k, effect.shape[1])
+    supporting = [row[row_effect[row] < 0] for row, row_effect in zip(effect.argsort(1)[:, :k], effect, strict=True)]
+    opposing = [row[row_effect[row] > 0]
+                for row, row_effect in zip(effect.argsort(1, descending=True)[:, :k], effect, strict=True)]  # fmt: skip
+    groups = {"for": supporting, "against": opposing,
+              "both": [torch.cat(pair) for pair in zip(supporting, opposing, strict=True)]}  # fmt: skip
+    rows = posterior._rows(x)
+    left_out = {name: found.f + removal.effects(rows, found.contributions, group) for name, group in groups.items()}
+    records = []
+    for i in range(n):
+        output = int(found.output[i])
+        record = {
+            "output": output if kind != "binary" else int(found.f[i, 0] >= 0),
+            "f": _rounded(found.f[i] * sign[i] if kind == "binary" else found.f[i]),
+            "offset": _rounded(found.offset[i, output] * sign[i]),
+            "gap": _rounded(found.gap[i, output] * sign[i]),
+            "plus": _rounded(share[i].clamp_min(0).sum()),
+            "minus": _rounded(share[i].clamp_max(0).sum()),
+            "prediction": _said(posterior, glm, i),
+            "network": _said(posterior, plain, i),
+            "without": {name: _without(posterior, after[i], sign[i]) for name, after in left_out.items()},
+        }
+        for side, chosen in (("for", supporting[i]), ("against", opposing[i])):
+            record[side] = [[int(j), _rounded(effect[i, j]), _rounded(share[i, j])] for j in chosen]
+        records.append(record)
+    return records
+
+
+def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
+    """Probabilities, or mean and standard deviations."""
+    if _kind(posterior) == "classes":
+        return {"probabilities": _rounded(prediction.probs[i])}
+    if _kind(posterior) == "binary":
+        p = prediction.probs[i].reshape(())
+        return {"probabilities": _rounded(torch.stack([1 - p, p]))}
+    mean, deviation = prediction.mean[i].reshape(-1), prediction.variance[i].sqrt().reshape(-1)
+    said = {"mean": _rounded(mean), "deviation": _rounded(deviation)}
+    for name in ("epistemic", "aleatoric"):
+        part = getattr(prediction, name, None)
+        if part is not None:
+            said[name] = _rounded(part[i].sqrt().reshape(-1))
+    return said
+
+
+def _without(posterior: Posterior, f: Tensor, sign: Tensor) -> dict[str, Any]:
+    """The network's own answer at other outputs."""
+    with torch.no_grad():
+        mean = posterior.likelihood.for_new_points().mean(f[None])[0]
+    said: dict[str, Any] = {"f": _rounded(f * sign)}
+    if _kind(posterior) == "classes":
+        return said | {"probabilities": _rounded(mean)}
+    if _kind(posterior) == "binary":
+        return said | {"probabilities": _rounded(torch.cat([1 - mean, mean]))}
+    return said | {"mean": _rounded(mean)}
+
+
+# --- training points
+
+
+def _training_set(posterior: Posterior) -> dict[str, list[Any]]:
+    """Columns of the table."""
+    left_out = posterior.leave_one_out()
+    binary = _kind(posterior) == "binary"
+    without = (left_out.mean[:, 0] >= 0).long() if binary else (
+        left_out.mean.argmax(1) if _kind(posterior) == "classes" else left_out.mean.squeeze(-1)
+    )  # fmt: skip
+    targets = posterior.targets
+    return {
+        "target": _rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets),
+        "without": _rounded(without),
+        "logDensity": _rounded(left_out.log_density),
+        "leverage": _rounded(left_out.leverage),
+    }
+
+
+def _pictures(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
+    if not isinstance(x, Tensor):
+        return None
+    inputs = images_of(x, naming.shape)
+    if inputs is None:
+        return None
+    found: dict[str, Any] = {"points": sheet(inputs), "training": None}
+    if training is not None:
+        some = list(range(len(training))) if len(training) <= _ALL_PICTURES else shown
+        found["training"] = sheet(images_of(training[some], naming.shape)) | {"indices": some}
+    return found
+
+
+def _rows(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
+    """Numbers of the inputs, where they are no pictures."""
+    if not isinstance(x, Tensor) or x.ndim != 2 or naming.shape is not None or x.shape[1] > _MOST_FEATURES:
+        return None
+    features = naming.features
+    if features is not None and len(features) != x.shape[1]:
+        raise DataError(f"{x.shape[1]} names of features", f"{len(features)}", "Name each column of the inputs once.")
+    names = [str(name) for name in features] if features is not None else [f"x{i}" for i in range(x.shape[1])]
+    found: dict[str, Any] = {"features": names, "points": _rounded(x), "training": None}
+    if training is not None:
+        found["training"] = {str(j): _rounded(training[j]) for j in shown}
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    """Numbers to four digits, for a page that people read."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().tolist()
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    return value

@@ -1,0 +1,67 @@
+"""Pictures of many inputs in one: a sheet of small images, and where each lies on it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+
+__all__ = ["images_of", "sheet"]
+
+_LARGEST = 64  # pixels of a side; larger images are thinned out
+
+
+def images_of(x: Tensor, shape: Sequence[int] | None) -> NDArray[np.uint8] | None:
+    """Inputs as images (n, height, width) or (n, height, width, 3), ink dark; None where they are none.
+
+    Parameters
+    ----------
+    x : Tensor
+        (n, h, w), (n, 1 or 3, h, w), or anything that `shape` makes an image of.
+    shape : (height, width) or (height, width, 3), optional
+
+    Raises
+    ------
+    DataError
+        If the inputs have not as many entries as `shape`.
+    """
+    values = x.detach().cpu().double()
+    if shape is not None:
+        if values[0].numel() != math.prod(shape):
+            raise DataError(f"inputs of {math.prod(shape)} numbers, for images of {tuple(shape)}",
+                            f"inputs of {values[0].numel()}", "Pass the images' own height and width.")
+        values = values.reshape(len(values), *shape)
+    elif values.ndim == 4 and values.shape[1] in (1, 3):
+        values = values[:, 0] if values.shape[1] == 1 else values.permute(0, 2, 3, 1)
+    elif values.ndim != 3 or min(values.shape[1:]) < 4:
+        return None
+    step = max(1, math.ceil(max(values.shape[1:3]) / _LARGEST))
+    values = values[:, ::step, ::step]
+    low, high = values.min(), values.max()
+    shades = ((values - low) / (high - low).clamp_min(1e-300) * 255).round().numpy().astype(np.uint8)
+    return 255 - shades if shades.ndim == 3 else shades  # gray images as ink on paper
+
+
+def sheet(images: NDArray[np.uint8]) -> dict[str, Any]:
+    """All images on one PNG, as the page wants it: its data, columns, and the size of one image."""
+    count, height, width = images.shape[:3]
+    columns = max(1, math.isqrt(count))
+    rows = math.ceil(count / columns)
+    whole = np.full((rows * height, columns * width, *images.shape[3:]), 255, np.uint8)
+    for slot, image in enumerate(images):
+        top, left = slot // columns * height, slot % columns * width
+        whole[top : top + height, left : left + width] = image
+    buffer = io.BytesIO()
+    Image.fromarray(whole).save(buffer, format="PNG", optimize=True)
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"source": f"data:image/png;base64,{data}", "columns": columns, "rows": rows, "width": width,
+            "height": height}  # fmt: skip

@@ -1,0 +1,227 @@
+"""The explorer: its numbers are the posterior's, and people can click through it."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from browser import CHROMIUM, Browser
+from ntk_laplace.explorer import Naming, explorer
+from ntk_laplace.explorer.sprites import images_of, sheet
+
+KINDS = ("classes", "binary", "values")
+
+
+@functools.cache
+def case(kind: str) -> tuple[ntkl.Posterior, Tensor, Tensor, Tensor, Tensor]:
+    """A posterior that is not at its optimum, its training inputs, and inputs with targets to explain."""
+    torch.manual_seed(0)
+    outputs = 3 if kind == "classes" else 1
+    network = nn.Sequential(nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+    x, x_new = torch.rand(30, 16).double(), torch.rand(12, 16).double()
+    make = {
+        "classes": (ntkl.Categorical(), lambda n: torch.randint(3, (n,))),
+        "binary": (ntkl.Bernoulli(), lambda n: torch.randint(2, (n, 1)).double()),
+        "values": (ntkl.Gaussian(noise=0.3), lambda n: torch.randn(n, 1).double()),
+    }
+    likelihood, draw = make[kind]
+    y, y_new = draw(30), draw(12)
+    posterior = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(0.5))
+    return posterior, x, y, x_new, y_new[:, 0].long() if kind == "binary" else y_new
+
+
+def close(found: list | float, expected: Tensor) -> bool:
+    """Equal to the four digits that the page holds."""
+    return torch.allclose(torch.as_tensor(found).double(), expected.double(), rtol=1e-3, atol=1e-12)
+
+
+def page_url(folder: Path) -> str:
+    return (folder / "page.html").resolve().as_uri()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_are_the_posteriors(kind: str) -> None:
+    posterior, x, _, x_new, targets = case(kind)
+    content = explorer(posterior, x_new, x, targets, k=4).content
+    explained, prediction = posterior.explain(x_new, k=4), posterior.predict(x_new, "glm")
+    assert content["kind"] == kind and len(content["points"]) == 12 and content["examples"] == 30
+    for i, point in enumerate(content["points"]):
+        sign = -1.0 if kind == "binary" and explained.f[i, 0] < 0 else 1.0
+        output = int(explained.output[i])
+        effect, share = explained.effect[i] * sign, explained.share[i] * sign
+        for side, order in (("for", effect.argsort()), ("against", effect.argsort(descending=True))):
+            assert [j for j, *_ in point[side]] == order[: len(point[side])].tolist() and len(point[side]) == 4
+            for j, own, part in point[side]:
+                assert close(own, effect[j]) and close(part, share[j])
+                assert (own < 0) == (side == "for")
+        parts = torch.tensor([point["offset"], point["plus"], point["minus"], point["gap"]])
+        assert abs(float(parts.sum()) - sign * float(explained.f[i, output])) < 2e-3 * float(parts.abs().sum())
+        if kind == "values":
+            assert close(point["prediction"]["mean"], prediction.mean[i])
+            assert close(point["prediction"]["deviation"], prediction.variance[i].sqrt())
+        else:
+            assert close(point["prediction"]["probabilities"][-1], prediction.probs[i].reshape(-1)[-1])
+            assert point["target"] == int(targets[i])
+            assert point["output"] == int(np.argmax(point["network"]["probabilities"]))
+    left_out = posterior.leave_one_out()
+    assert close(content["training"]["leverage"], left_out.leverage)
+    assert close(content["training"]["logDensity"], left_out.log_density)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
+    """In weight space: f moves by -J (P0 + Σ J_iᵀΛ_iJ_i)⁻¹ Σ_G J_iᵀr_i, the first sum over those that stay."""
+    posterior, x, _, x_new, targets = case(kind)
+    network, likelihood = posterior.network, posterior.likelihood
+    rows, new = posterior._trained.factors.rows(x), posterior._trained.factors.rows(x_new)
+
+    def jacobian(of: object) -> Tensor:
+        c = posterior.num_outputs
+        columns = [of.jvp(network.unflatten(e)) for e in torch.eye(network.num_parameters).double()]
+        return torch.stack(columns, -1).reshape(-1, c, network.num_parameters)
+
+    own, other = jacobian(rows), jacobian(new)
+    with torch.no_grad():
+        hessian = likelihood.hessian(rows.f, posterior.targets)
+        residual = likelihood.residual(rows.f, posterior.targets)
+    for i, point in enumerate(explorer(posterior, x_new, x, targets, k=4).content["points"]):
+        for name, sides in (("for", ["for"]), ("against", ["against"]), ("both", ["for", "against"])):
+            gone = [j for side in sides for j, *_ in point[side]]
+            stay = torch.ones(30, dtype=torch.bool)
+            stay[gone] = False
+            precision = 0.5 * torch.eye(network.num_parameters).double()
+            precision = precision + torch.einsum("nci,ncd,ndj->ij", own[stay], hessian[stay], own[stay])
+            # from a stationary point the remaining gradient is the group's own, with its sign turned
+            step = torch.linalg.solve(precision, torch.einsum("nci,nc->i", own[gone], residual[gone]))
+            f = new.f[i] - other[i] @ step
+            shown = torch.tensor(point["without"][name]["f"])
+            sign = -1.0 if kind == "binary" and new.f[i, 0] < 0 else 1.0
+            assert close((sign * shown).tolist(), f), (i, name)
+
+
+def test_a_page_of_five_hundred_inputs_stays_small_and_fetches_nothing() -> None:
+    posterior, x, _, _, _ = case("classes")
+    many = torch.rand(500, 16).double()
+    page = explorer(posterior, many, x, naming=Naming(shape=(4, 4), classes=["<b>", "</script>", "c"])).html()
+    assert len(page.encode()) < 5e6
+    script = re.search(r"<script>(.*)</script>\s*</body>", page, re.S).group(1)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page and "default-src 'none'" in page
+    assert not re.search(r"(?:src|href)=[\"']?(?!data:)\w", page) and "@import" not in page
+    # a name that ends an element does not
+    numbers = re.search(r'id="data">(.*?)</script>', page, re.S).group(1)
+    assert json.loads(numbers)["names"] == ["<b>", "</script>", "c"]
+
+
+def test_a_sheet_holds_every_image_where_it_says() -> None:
+    images = images_of(torch.rand(7, 1, 5, 6), None)
+    found = sheet(images)
+    whole = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["source"].partition(",")[2]))))
+    for slot, image in enumerate(images):
+        top, left = slot // found["columns"] * 5, slot % found["columns"] * 6
+        assert np.array_equal(whole[top : top + 5, left : left + 6], image)
+    assert images_of(torch.rand(3, 3, 8, 8), None).shape == (3, 8, 8, 3)
+    assert images_of(torch.rand(3, 200, 100), None).shape == (3, 50, 25)
+    assert images_of(torch.rand(3, 10), None) is None
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    posterior, x, y, x_new, targets = case("classes")
+    for arguments, words in (
+        ({"training": x[:5]}, "expected the 30 training inputs of the fit; got 5"),
+        ({"targets": targets[:3]}, "expected 12 targets, one for each input; got 3"),
+        ({"naming": Naming(classes=["a"])}, "expected 3 names of classes or outputs; got 1"),
+        ({"naming": Naming(features=["a"])}, "expected 16 names of features; got 1"),
+        ({"naming": Naming(shape=(3, 3))}, "expected inputs of 9 numbers, for images of"),
+    ):
+        with pytest.raises(ntkl.DataError, match=re.escape(words)):
+            explorer(posterior, x_new, **arguments)
+    with pytest.raises(ntkl.DataError, match="at least one input"):
+        explorer(posterior, x_new[:0])
+    full = ntkl.laplace(posterior.network.module, (x, y), ntkl.Categorical(), structure="full")
+    with pytest.raises(ntkl.UnsupportedError):
+        explorer(full, x_new)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_a_person_clicks_through_it(tmp_path: Path) -> None:
+    posterior, x, _, x_new, targets = case("classes")
+    naming = Naming(shape=(4, 4), classes=["ant", "bee", "cat"])
+    page = explorer(posterior, x_new, x, targets, k=3, naming=naming)
+    points = page.content["points"]
+    with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile", "#2") as browser:
+        assert browser.text("#which") == "Input 2"  # a link to one input
+        browser.click("#point-4")
+        assert browser.text("#which") == "Input 4" and browser.value("location.hash") == "#4"
+        name = naming.classes[points[4]["output"]]
+        assert browser.text("#prediction").startswith(f"{name} with probability")
+        assert browser.value("document.querySelectorAll('#side-for li').length") == 3
+        first = points[4]["for"][0]
+        assert f"#{first[0]}, class" in browser.text("#side-for li")
+        assert f"removing it lowers the logit of {name} by" in browser.text("#side-for li")
+        assert browser.value("document.querySelector('#point-4').getAttribute('aria-selected')") == "true"
+        # the keyboard: Tab moves nowhere strange, arrows choose
+        browser.value("document.getElementById('points').focus()")
+        browser.press("ArrowDown")
+        assert browser.text("#which") == "Input 5"
+        browser.press("End")
+        assert browser.text("#which") == "Input 11"
+        browser.press("Home")
+        assert browser.text("#which") == "Input 0"
+        # what if: the group leaves, and the words and the bars say what then
+        assert "Choose a group" in browser.text("#answer")
+        browser.click("input[value=for]")
+        said = browser.text("#answer")
+        assert said.startswith("Without these 3:") and "instead of" in said
+        browser.click("#point-1")
+        assert "Choose a group" in browser.text("#answer")  # another input starts anew
+        # finding: only wrong ones are left
+        browser.click("#find")
+        browser.type("wrong")
+        wrong = [i for i, point in enumerate(points) if point["target"] != point["output"]]
+        assert browser.value("[...document.querySelectorAll('#points li')].map((e) => e.id)") == [
+            f"point-{i}" for i in wrong
+        ]
+        assert browser.text("#found") == f"{len(wrong)} of 12 inputs"
+        # the table: sorting both ways, searching, showing more
+        values = "[...document.querySelectorAll('#rows tr')].map((e) => Number(e.children[4].innerText))"
+        browser.click("#columns th:nth-child(5) button")
+        up = browser.value(values)
+        browser.click("#columns th:nth-child(5) button")
+        down = browser.value(values)
+        assert len(up) == 25 and up == sorted(up) and down == sorted(down, reverse=True) and up != down
+        assert browser.value("document.querySelector('#columns th:nth-child(5)').ariaSort") == "descending"
+        browser.click("#more")
+        assert len(browser.value(values)) == 30
+        browser.click("#search")
+        browser.type("#17")
+        assert browser.text("#rows th").strip() == "#17"
+        assert browser.errors == []
+        assert [url for url in browser.requests if not url.startswith("data:")] == [page_url(tmp_path)]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+@pytest.mark.parametrize("kind", ("binary", "values"))
+def test_other_targets_have_their_own_words(tmp_path: Path, kind: str) -> None:
+    posterior, x, _, x_new, targets = case(kind)
+    page = explorer(posterior, x_new, x, targets, naming=Naming(target="weight"))
+    with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile") as browser:
+        browser.click("input[value=both]")
+        if kind == "values":
+            assert browser.text("#prediction").startswith("weight ") and "of the model" in browser.text("#prediction")
+            assert "weight" in browser.text("#answer") and "alike in x" in browser.text("#side-for")
+        else:
+            assert "the logit of" in browser.text("#side-for") and "%" in browser.text("#answer")
+        assert browser.errors == []
