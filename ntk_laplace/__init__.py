@@ -29,6 +29,7 @@ from ntk_laplace.errors import (
     UnsupportedError,
 )
 from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking
+from ntk_laplace.explorer import ExplorerPage, Naming, explorer
 from ntk_laplace.fit import laplace
 from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
@@ -62,6 +63,7 @@ __all__ = [
     "EvidenceSchedule",
     "EvidenceTraining",
     "Explanation",
+    "ExplorerPage",
     "FitInterrupted",
     "Gaussian",
     "GaussianPrior",
@@ -76,6 +78,7 @@ __all__ = [
     "ModelScores",
     "NTKLaplaceError",
     "NTKLaplaceWarning",
+    "Naming",
     "NetworkError",
     "NonDeterministicError",
     "NonFiniteError",
@@ -95,6 +98,7 @@ __all__ = [
     "compare_evidence",
     "compare_models",
     "empirical_ntk",
+    "explorer",
     "gp",
     "laplace",
     "load",

@@ -94,6 +94,11 @@ class Page:
         self._body.append(f"<p>{escape(text)}</p>")
         return self
 
+    def link(self, text: str, href: str) -> Page:
+        """Add a paragraph that is a link to a file beside the page."""
+        self._body.append(f'<p><a href="{escape(href)}">{escape(text)}</a></p>')
+        return self
+
     def table(self, caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Page:
         """Add a table; the first cell of each row is its heading.
 

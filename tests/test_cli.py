@@ -427,3 +427,54 @@ def test_commands_on_the_docs_page_run(brought: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("Log marginal likelihood, in nats") == 2
     written = json.loads(Path("evidence.json").read_text())
     assert Path("evidence.png").exists() and [row["structure"] for row in written["rows"]] == ["gp", "kfac"]
+
+
+# ------------------------------------------------------------------------------------------------------------- explain
+
+
+def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) -> None:
+    line = ["explain", "model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical"]
+    naming = ["--classes", "ant,bee,cat", "--features", "a,b,c,d"]
+    assert cli.main([*line, "--inputs", "d.npz", "--most", "7", "--k", "2", *naming, "--out", "page.html",
+                     "--title", "Beasts & <more>"]) == 0  # fmt: skip
+    assert "ExplorerPage(7 inputs, 20 training points); written to page.html" in capsys.readouterr().out
+    page = Path("page.html").read_text()
+    assert "<h1>Beasts &amp; &lt;more&gt;</h1>" in page
+    content = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert content["names"] == ["ant", "bee", "cat"] and content["rows"]["features"] == ["a", "b", "c", "d"]
+    assert [point["target"] for point in content["points"]] == [0, 1, 2, 0, 1, 2, 0]
+    assert all(len(point["for"]) <= 2 for point in content["points"])
+    np.savez("unknown.npz", X=np.load("d.npz")["X"][:3])
+    single = ["explain", "model.py:single", "--checkpoint", "single.pt", "--data", "two.npz", "--likelihood",
+              "bernoulli", "--inputs", "unknown.npz", "--shape", "2x2"]  # fmt: skip
+    assert cli.main(single) == 0
+    content = json.loads(Path("explanations.html").read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert content["kind"] == "binary" and "target" not in content["points"][0]
+    assert content["pictures"]["points"]["height"] == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [
+        (["--inputs", "nowhere.npz"], 1, "an .npz file of inputs to explain; got nowhere.npz, where there is no file"),
+        (["--inputs", "d.npz", "--classes", "a,b"], 1, "expected 3 names of classes or outputs; got 2"),
+        (["--inputs", "d.npz", "--shape", "3x3"], 1, "expected inputs of 9 numbers"),
+        (["--inputs", "d.npz", "--shape", "3"], 2, "expected HEIGHTxWIDTH, such as 28x28, or 32x32x3; got '3'"),
+        (["--inputs", "d.npz", "--k", "0"], 2, "expected a whole number of at least 1; got '0'"),
+        (["--inputs", "d.npz", "--classes", "a,,b"], 2, "expected names with commas between"),
+        (["--inputs", "d.npz", "--out", "page.txt"], 2, "expected a file name that ends with .html"),
+        (["--inputs", "d.npz", "--out", "nowhere/page.html"], 1, "cannot write to nowhere/page.html"),
+    ],
+)
+def test_a_page_that_cannot_be(
+    more: list[str], code: int, words: str, brought: Path, capsys: pytest.CaptureFixture
+) -> None:
+    line = ["explain", "model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical", *more]
+    if code == 2:
+        with pytest.raises(SystemExit) as left:
+            cli.main(line)
+        assert left.value.code == 2
+    else:
+        assert cli.main(line) == code
+    assert words in capsys.readouterr().err
+    assert not Path("explanations.html").exists()

@@ -191,7 +191,8 @@ def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], s
 def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     files = {path.name for path in out.iterdir()}
-    assert files == {"summary.json", "report.html", *summary["pictures"]} and len(summary["pictures"]) == 9
+    assert files == {"summary.json", "report.html", "explanations.html", *summary["pictures"]}
+    assert len(summary["pictures"]) == 9
     for name in summary["pictures"]:
         image = (out / name).read_bytes()
         assert image.startswith(b"\x89PNG") and 5_000 < len(image) < 200_000
@@ -200,6 +201,18 @@ def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[s
     assert "http://" not in page and "https://" not in page
     for run in summary["runs"].values():
         assert f"{run['evidence_gp']:.8f}" in page
+
+
+def test_explanations_are_linked_from_the_report(finished: tuple[Path, dict[str, Any], str]) -> None:
+    out, summary, _ = finished
+    assert 'href="explanations.html"' in (out / "report.html").read_text(encoding="utf-8")
+    page = (out / "explanations.html").read_text(encoding="utf-8")
+    content = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
+    assert content["names"] == ["4", "9"] and content["pictures"]["training"] is not None
+    run = summary["runs"]["digits_4_vs_9"]
+    assert content["examples"] == run["n"] and len(content["points"]) == min(200, run["n_held_out"])
+    wrong = [point["target"] != point["output"] for point in content["points"]]
+    assert wrong == sorted(wrong, reverse=True)
 
 
 def test_screen_tells_steps_and_tables(finished: tuple[Path, dict[str, Any], str]) -> None:

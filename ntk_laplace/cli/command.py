@@ -7,7 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ntk_laplace.cli.options import add_model_options, directory, png_file, seed, structures
+from ntk_laplace.cli.options import (
+    add_model_options,
+    count,
+    directory,
+    html_file,
+    image_shape,
+    names,
+    png_file,
+    seed,
+    structures,
+)
 from ntk_laplace.fit import STRUCTURES
 
 __all__ = ["main"]
@@ -33,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return OK
-    if options.command == "evidence" and options.noise is not None and options.likelihood != "gaussian":
+    if options.command != "demo" and options.noise is not None and options.likelihood != "gaussian":
         parser.error(f"expected --noise with --likelihood gaussian alone; got it with {options.likelihood}.")
-    return _demo(options) if options.command == "demo" else _evidence(options)
+    return _demo(options) if options.command == "demo" else _own(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,6 +80,28 @@ def _parser() -> argparse.ArgumentParser:
                           help="add half gᵀH⁻¹g, for weights that are not at their optimum")  # fmt: skip
     evidence.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
     evidence.add_argument("--plot", type=png_file, metavar="OUT.png", help="draw the table into this file")
+    explain = commands.add_parser(
+        "explain",
+        help="a page that explains your own network's predictions by its training points",
+        description="Write one HTML page, which a browser opens from disk: each prediction with its uncertainty, the "
+        "training points for and against it, what would be said without them, and the training set with what the "
+        "others say of each point. Exact, in function space: memory grows with the square of examples times outputs.",
+    )
+    add_model_options(explain)
+    shown = explain.add_argument_group("the page")
+    shown.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
+                       help="inputs to explain, saved with numpy.savez(NPZ, X=...), or X=... and y=...")  # fmt: skip
+    shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
+                       help="the page (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--most", type=count, default=500, metavar="N",
+                       help="explain at most the first N inputs (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--k", type=count, default=6, metavar="K",
+                       help="training points for and against each prediction (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--shape", type=image_shape, metavar="HxW", help="inputs are images of this height and width")
+    shown.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
+    shown.add_argument("--features", type=names, metavar="A,B,...", help="names of the inputs' columns")
+    shown.add_argument("--target", default="target", metavar="NAME", help="what is predicted (default: %(default)s)")
+    shown.add_argument("--title", default="Which training points made these predictions?", help="of the page")
     return parser
 
 
@@ -89,12 +121,13 @@ def _demo(options: argparse.Namespace) -> int:
     return OK
 
 
-def _evidence(options: argparse.Namespace) -> int:
-    from ntk_laplace.cli import evidence
+def _own(options: argparse.Namespace) -> int:
+    """A command on one's own network."""
+    from ntk_laplace.cli import evidence, explain
     from ntk_laplace.errors import NTKLaplaceError
 
     try:
-        evidence.run(options)
+        {"evidence": evidence, "explain": explain}[options.command].run(options)
     except KeyboardInterrupt:
         return _complain("interrupted; no file was written", INTERRUPTED)
     except NTKLaplaceError as cause:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, NetworkError
 
-__all__ = ["check_forward", "load_data", "load_network", "load_weights"]
+__all__ = ["check_forward", "load_data", "load_inputs", "load_network", "load_weights"]
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and of torch.compile
@@ -192,18 +192,37 @@ def load_data(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     DataError
         If the file is missing, is no such file, or its arrays are no numbers.
     """
-    _require_file(path, "an .npz file of the training data")
-    remedy = f"Save it with numpy.savez({str(path)!r}, X=X, y=y)."
+    arrays = _read(path, "an .npz file of the training data", ("X", "y"))
+    return _tensor("X", arrays["X"], dtype), _tensor("y", arrays["y"], dtype)
+
+
+def load_inputs(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """X of an ``.npz`` file, and y where it is there, as `load_data` reads them.
+
+    Raises
+    ------
+    DataError
+        As in `load_data`.
+    """
+    arrays = _read(path, "an .npz file of inputs to explain", ("X",))
+    return _tensor("X", arrays["X"], dtype), _tensor("y", arrays["y"], dtype) if "y" in arrays else None
+
+
+def _read(path: Path, what: str, needed: Sequence[str]) -> dict[str, np.ndarray | None]:
+    """Arrays of a file that holds those needed."""
+    _require_file(path, what)
+    words = " and ".join(needed)
+    remedy = f"Save it with numpy.savez({str(path)!r}, {', '.join(f'{name}={name}' for name in needed)})."
     try:
         arrays = _arrays(path)
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as cause:
-        raise DataError("an .npz file with arrays X and y of numbers", f"{path}, which NumPy cannot read as such "
+        raise DataError(f"an .npz file with arrays {words} of numbers", f"{path}, which NumPy cannot read as such "
                         f"({_first_line(cause)})", remedy) from cause
-    missing = [name for name in ("X", "y") if name not in arrays]
+    missing = [name for name in needed if name not in arrays]
     if missing:
         there = _few(list(arrays)) if arrays else "nothing"
-        raise DataError(f"arrays X and y in {path}", f"{there}, and no {' and no '.join(missing)}", remedy)
-    return _tensor("X", arrays["X"], dtype), _tensor("y", arrays["y"], dtype)
+        raise DataError(f"arrays {words} in {path}", f"{there}, and no {' and no '.join(missing)}", remedy)
+    return arrays
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray | None]:

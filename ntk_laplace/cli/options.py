@@ -8,7 +8,20 @@ from pathlib import Path
 
 from ntk_laplace.fit import STRUCTURES
 
-__all__ = ["FACTORY", "add_model_options", "directory", "png_file", "positive", "seed", "source", "structures"]
+__all__ = [
+    "FACTORY",
+    "add_model_options",
+    "count",
+    "directory",
+    "html_file",
+    "image_shape",
+    "names",
+    "png_file",
+    "positive",
+    "seed",
+    "source",
+    "structures",
+]
 
 FACTORY = "make_network"
 _LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
@@ -80,6 +93,35 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def names(text: str) -> list[str]:
+    """Names, with commas between."""
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"expected names with commas between; got {text!r}.")
+    return found
+
+
+def image_shape(text: str) -> tuple[int, ...]:
+    """``HEIGHTxWIDTH`` or ``HEIGHTxWIDTHx3``."""
+    sides = text.lower().split("x")
+    whole = all(side.isdecimal() and int(side) for side in sides)
+    if len(sides) not in (2, 3) or not whole or sides[2:] not in ([], ["3"]):
+        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH, such as 28x28, or 32x32x3; got {text!r}.")
+    return tuple(int(side) for side in sides)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}.")
+    return int(text)
+
+
+def html_file(text: str) -> Path:
+    """Path of a page."""
+    return _file(text, ".html")
+
+
 def directory(text: str) -> Path:
     """A directory, or a path where one can be made."""
     path = Path(text).expanduser()
@@ -90,6 +132,10 @@ def directory(text: str) -> Path:
 
 def png_file(text: str) -> Path:
     """Path of a picture."""
-    if not text.lower().endswith(".png"):
-        raise argparse.ArgumentTypeError(f"expected a file name that ends with .png; got {text!r}.")
+    return _file(text, ".png")
+
+
+def _file(text: str, ending: str) -> Path:
+    if not text.lower().endswith(ending):
+        raise argparse.ArgumentTypeError(f"expected a file name that ends with {ending}; got {text!r}.")
     return Path(text).expanduser()

@@ -9,7 +9,10 @@ from ntk_laplace.demo.pictures import Picture
 from ntk_laplace.demo.study import Study
 from ntk_laplace.report import Page
 
-__all__ = ["SCORES", "build", "score_rows"]
+__all__ = ["EXPLORER", "SCORES", "build", "score_rows"]
+
+EXPLORER = "explanations.html"
+"""The page beside the report on which people click through explanations."""
 
 SCORES = ("run", "score", "MAP", "posterior")
 _LABELS = {
@@ -80,6 +83,10 @@ def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[
         "had been left out of the training, by one Newton step of the linearized refit from the posterior covariance."
     )
     _show(page, *(picture for name, picture in pictures.items() if name.startswith("explanation")))
+    page.link(
+        "Click through them: held-out fours and nines, the training images behind each, and what would be said without "
+        "those", EXPLORER,
+    )  # fmt: skip
     return page
 
 

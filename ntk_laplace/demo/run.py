@@ -20,9 +20,11 @@ from ntk_laplace.demo.study import Choice, Study, settled, study
 
 __all__ = ["run_demo"]
 
+_EXPLAINED = 200  # held-out images on the page of explanations
+
 
 def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bool = False) -> dict[str, Any]:
-    """Run everything and write ``summary.json``, pictures and ``report.html``.
+    """Run everything and write ``summary.json``, pictures, ``report.html`` and ``explanations.html``.
 
     Parameters
     ----------
@@ -52,13 +54,15 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):  # now, not after a minute of work
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out))
-    steps = sum(len(problem.candidates) + 4 + problem.compares for problem in chosen) + 3
+    steps = sum(len(problem.candidates) + 4 + problem.compares for problem in chosen) + 4
     with Screen(console, steps) as screen:
         studies = [study(problem, seed, screen.step) for problem in chosen]
         effort = 150 if small else 1000
         trained = [(toy, settled(toy, seed, screen.step, effort)) for toy in (wave, moons)]
         screen.step("drawing")
         drawn = _draw({found.problem.name: found for found in studies}, trained, seed)
+        screen.step("writing explanations")
+        explanations = _explorer(studies[0])
         summary = {
             "version": ntkl.__version__,
             "torch": torch.__version__,
@@ -70,6 +74,7 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     for picture in drawn:
         (out / f"{picture.name}.png").write_bytes(picture.image)
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    explanations.write(out / page.EXPLORER)
     page.build(studies, {picture.name: picture for picture in drawn}, summary).write(out / "report.html")
     _show(console, studies, summary, out)
     return summary
@@ -91,6 +96,18 @@ def _draw(found: dict[str, Study], trained: list[tuple[Problem, Choice]], seed: 
     ]
 
 
+def _explorer(found: Study) -> ntkl.ExplorerPage:
+    """Held-out images of the pair, those first that the network gets wrong."""
+    split, classes = found.problem.split, found.problem.split.classes
+    truth = split.y_test.reshape(-1).long()
+    wrong = (found.map_predictive.probs.reshape(-1) >= 0.5).long() != truth
+    order = torch.cat([wrong.nonzero()[:, 0], (~wrong).nonzero()[:, 0]])[:_EXPLAINED]
+    return ntkl.explorer(
+        found.posterior, split.x_test[order], split.x_train, truth[order], naming=ntkl.Naming(classes=classes),
+        title="Four or nine? The training images behind each answer", progress=False,
+    )  # fmt: skip
+
+
 def _show(console: Console, studies: list[Study], summary: dict[str, Any], out: Path) -> None:
     titles = {found.problem.name: found.problem.title for found in studies}
     console.print(evidence_table(summary["runs"], titles))
@@ -99,5 +116,5 @@ def _show(console: Console, studies: list[Study], summary: dict[str, Any], out: 
             console.print(f"{found.problem.title}\n{found.comparison}\n", soft_wrap=True, highlight=False, markup=False)
     console.print(score_table(page.score_rows(studies), page.SCORES))
     console.print(f"{summary['seconds']:.0f} s; written to {out}:", soft_wrap=True, highlight=False, markup=False)
-    for name in ("report.html", "summary.json", *summary["pictures"]):
+    for name in ("report.html", page.EXPLORER, "summary.json", *summary["pictures"]):
         console.print(f"  {out / name}", soft_wrap=True, highlight=False, markup=False)

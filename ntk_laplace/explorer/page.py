@@ -103,6 +103,7 @@ class ExplorerPage:
 def explorer(
     posterior: Posterior, x: Inputs, training: Tensor | None = None, targets: Tensor | None = None, k: int = 6,
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
+    progress: bool | None = None,
 ) -> ExplorerPage:  # fmt: skip
     """Make a page that explains predictions: each with its uncertainty, its training points, and what if they left.
 
@@ -121,6 +122,8 @@ def explorer(
     naming : Naming, optional
         Names of classes and features, the shape of images.
     title : str
+    progress : bool, optional
+        Show a progress bar; by default if the error stream is a terminal.
 
     Returns
     -------
@@ -134,7 +137,7 @@ def explorer(
     x = as_tensors(x)
     if num_examples(x) == 0:
         raise DataError("at least one input", "none", "Pass one or more inputs.")
-    content = gather(posterior, x, training, targets, k, Naming() if naming is None else naming)
+    content = gather(posterior, x, training, targets, k, Naming() if naming is None else naming, progress)
     return ExplorerPage(title, content | {"flag": HIGH_LEVERAGE})
 
 

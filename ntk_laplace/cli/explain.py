@@ -1,0 +1,38 @@
+"""The command ``ntk-laplace explain``: a page of explanations for one's own network and data."""
+
+from __future__ import annotations
+
+import argparse
+
+import ntk_laplace as ntkl
+from ntk_laplace.cli.inputs import load_inputs
+from ntk_laplace.cli.model import bring, require_writable
+from ntk_laplace.explorer import Naming, explorer
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load, fit, explain, write.
+
+    Raises
+    ------
+    NTKLaplaceError
+        If something that was brought does not fit.
+    OSError
+        If the page cannot be written; before the work.
+    """
+    require_writable(options.out)
+    model = bring(options)
+    x, y = load_inputs(options.inputs, model.dtype)
+    x, y = x[: options.most], None if y is None else y[: options.most]
+    posterior = ntkl.laplace(
+        model.network, (model.x, model.y), model.likelihood, model.prior, curvature=options.curvature,
+        dtype=model.dtype, settings=model.settings,
+    )  # fmt: skip
+    if y is not None and options.likelihood in ("bernoulli", "categorical"):
+        y = y.reshape(len(y), -1).squeeze(-1).long()
+    naming = Naming(options.classes, options.features, options.shape, options.target)
+    page = explorer(posterior, x, model.x, y, options.k, naming, options.title)
+    page.write(options.out)
+    print(f"{page!r}; written to {options.out}, which a browser opens")

@@ -1,0 +1,100 @@
+"""The model of the commands on one's own network: loaded, checked and put together from what the options name."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.cli.inputs import check_forward, load_data, load_network, load_weights
+
+__all__ = ["Model", "bring", "require_writable"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained network, its data, and the model it is read under.
+
+    Attributes
+    ----------
+    network : nn.Module
+        On its device, in evaluation mode.
+    x, y : Tensor
+        The training data.
+    likelihood : Likelihood
+    prior : GaussianPrior
+    dtype : torch.dtype
+        Of network and algebra.
+    settings : Settings
+    """
+
+    network: nn.Module
+    x: Tensor
+    y: Tensor
+    likelihood: ntkl.Likelihood
+    prior: ntkl.GaussianPrior
+    dtype: torch.dtype
+    settings: ntkl.Settings
+
+
+def bring(options: argparse.Namespace) -> Model:
+    """Load and check what `add_model_options` asked for.
+
+    Raises
+    ------
+    NTKLaplaceError
+        If something does not fit.
+    """
+    dtype = torch.float32 if options.float32 else torch.float64
+    network = load_network(*options.network)
+    load_weights(network.to(dtype=dtype), options.checkpoint)
+    x, y = load_data(options.data, dtype)
+    check_forward(network, x)
+    network.to(_device(options.device, dtype))
+    budget = None if options.memory is None else int(options.memory * 2**30)
+    prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
+    return Model(network, x, y, _likelihood(options), prior, dtype, ntkl.Settings(memory_budget=budget))
+
+
+def _likelihood(options: argparse.Namespace) -> ntkl.Likelihood:
+    if options.likelihood == "gaussian":
+        return ntkl.Gaussian(noise=1.0 if options.noise is None else options.noise)
+    return {"categorical": ntkl.Categorical, "bernoulli": ntkl.Bernoulli, "poisson": ntkl.Poisson}[options.likelihood]()
+
+
+def _device(name: str, dtype: torch.dtype) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device, dtype=dtype)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as cause:
+        raise ntkl.UnsupportedError(f"a device that torch can use here for {dtype}", repr(name),
+                                    "Pass --device cpu, or install a torch for that device.") from cause
+    return device
+
+
+def require_writable(path: Path | None) -> None:
+    """Complain now, not after the work.
+
+    Raises
+    ------
+    OSError
+        If nothing can be written there.
+    """
+    if path is None:
+        return
+    place = path if path.exists() else path.resolve().parent
+    code = 0
+    if path.is_dir():
+        code = errno.EISDIR
+    elif not place.exists():
+        code = errno.ENOENT
+    elif not os.access(place, os.W_OK):
+        code = errno.EACCES
+    if code:
+        raise OSError(code, os.strerror(code), str(path))
