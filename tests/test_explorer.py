@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from browser import CHROMIUM, Browser
-from ntk_laplace.explorer import Naming, explorer
+from ntk_laplace.explorer import Naming, explore
 from ntk_laplace.explorer.sprites import images_of, sheet
 
 KINDS = ("classes", "binary", "values")
@@ -54,7 +54,7 @@ def page_url(folder: Path) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_are_the_posteriors(kind: str) -> None:
     posterior, x, _, x_new, targets = case(kind)
-    content = explorer(posterior, x_new, x, targets, k=4).content
+    content = explore(posterior, x_new, x, targets, k=4).content
     explained, prediction = posterior.explain(x_new, k=4), posterior.predict(x_new, "glm")
     assert content["kind"] == kind and len(content["points"]) == 12 and content["examples"] == 30
     for i, point in enumerate(content["points"]):
@@ -96,7 +96,7 @@ def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
     with torch.no_grad():
         hessian = likelihood.hessian(rows.f, posterior.targets)
         residual = likelihood.residual(rows.f, posterior.targets)
-    for i, point in enumerate(explorer(posterior, x_new, x, targets, k=4).content["points"]):
+    for i, point in enumerate(explore(posterior, x_new, x, targets, k=4).content["points"]):
         for name, sides in (("for", ["for"]), ("against", ["against"]), ("both", ["for", "against"])):
             gone = [j for side in sides for j, *_ in point[side]]
             stay = torch.ones(30, dtype=torch.bool)
@@ -114,7 +114,7 @@ def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
 def test_a_page_of_five_hundred_inputs_stays_small_and_fetches_nothing() -> None:
     posterior, x, _, _, _ = case("classes")
     many = torch.rand(500, 16).double()
-    page = explorer(posterior, many, x, naming=Naming(shape=(4, 4), classes=["<b>", "</script>", "c"])).html()
+    page = explore(posterior, many, x, naming=Naming(shape=(4, 4), classes=["<b>", "</script>", "c"])).html()
     assert len(page.encode()) < 5e6
     script = re.search(r"<script>(.*)</script>\s*</body>", page, re.S).group(1)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -147,19 +147,19 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"naming": Naming(shape=(3, 3))}, "expected inputs of 9 numbers, for images of"),
     ):
         with pytest.raises(ntkl.DataError, match=re.escape(words)):
-            explorer(posterior, x_new, **arguments)
+            explore(posterior, x_new, **arguments)
     with pytest.raises(ntkl.DataError, match="at least one input"):
-        explorer(posterior, x_new[:0])
+        explore(posterior, x_new[:0])
     full = ntkl.laplace(posterior.network.module, (x, y), ntkl.Categorical(), structure="full")
     with pytest.raises(ntkl.UnsupportedError):
-        explorer(full, x_new)
+        explore(full, x_new)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_person_clicks_through_it(tmp_path: Path) -> None:
     posterior, x, _, x_new, targets = case("classes")
     naming = Naming(shape=(4, 4), classes=["ant", "bee", "cat"])
-    page = explorer(posterior, x_new, x, targets, k=3, naming=naming)
+    page = explore(posterior, x_new, x, targets, k=3, naming=naming)
     points = page.content["points"]
     with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile", "#2") as browser:
         assert browser.text("#which") == "Input 2"  # a link to one input
@@ -216,7 +216,7 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ("binary", "values"))
 def test_other_targets_have_their_own_words(tmp_path: Path, kind: str) -> None:
     posterior, x, _, x_new, targets = case(kind)
-    page = explorer(posterior, x_new, x, targets, naming=Naming(target="weight"))
+    page = explore(posterior, x_new, x, targets, naming=Naming(target="weight"))
     with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile") as browser:
         browser.click("input[value=both]")
         if kind == "values":

@@ -7,7 +7,7 @@ import argparse
 import ntk_laplace as ntkl
 from ntk_laplace.cli.inputs import load_inputs
 from ntk_laplace.cli.model import bring, require_writable
-from ntk_laplace.explorer import Naming, explorer
+from ntk_laplace.explorer import Naming, explore
 
 __all__ = ["run"]
 
@@ -33,6 +33,6 @@ def run(options: argparse.Namespace) -> None:
     if y is not None and options.likelihood in ("bernoulli", "categorical"):
         y = y.reshape(len(y), -1).squeeze(-1).long()
     naming = Naming(options.classes, options.features, options.shape, options.target)
-    page = explorer(posterior, x, model.x, y, options.k, naming, options.title)
+    page = explore(posterior, x, model.x, y, options.k, naming, options.title)
     page.write(options.out)
     print(f"{page!r}; written to {options.out}, which a browser opens")

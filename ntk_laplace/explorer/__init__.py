@@ -1,6 +1,6 @@
 """The explorer: explanations of many predictions as one page that people click through."""
 
 from ntk_laplace.explorer.gather import Naming, gather
-from ntk_laplace.explorer.page import ExplorerPage, explorer
+from ntk_laplace.explorer.page import ExplorerPage, explore
 
-__all__ = ["ExplorerPage", "Naming", "explorer", "gather"]
+__all__ = ["ExplorerPage", "Naming", "explore", "gather"]

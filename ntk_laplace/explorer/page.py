@@ -19,7 +19,7 @@ from ntk_laplace.explain import HIGH_LEVERAGE
 from ntk_laplace.explorer.gather import Naming, gather
 from ntk_laplace.posterior import Posterior
 
-__all__ = ["ExplorerPage", "explorer"]
+__all__ = ["ExplorerPage", "explore"]
 
 _BODY = """
 <header><h1>{title}</h1><p class="lead">{summary}</p></header>
@@ -100,7 +100,7 @@ class ExplorerPage:
         return path
 
 
-def explorer(
+def explore(
     posterior: Posterior, x: Inputs, training: Tensor | None = None, targets: Tensor | None = None, k: int = 6,
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
     progress: bool | None = None,
