@@ -30,3 +30,77 @@ from ntk_laplace.errors import (
 )
 from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking
 from ntk_laplace.explorer import ExplorerPage, Naming, explore
+from ntk_laplace.fit import laplace
+from ntk_laplace.hyperparameters import HyperparameterHistory
+from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
+from ntk_laplace.ntk import empirical_ntk
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.selection import LearningCurve
+from ntk_laplace.structures import Settings
+from ntk_laplace.training import (
+    EvidenceHistory,
+    EvidenceSchedule,
+    EvidenceTraining,
+    TrainingState,
+    train_with_evidence,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EKFAC",
+    "INF",
+    "KFAC",
+    "Bernoulli",
+    "Categorical",
+    "ComparisonInterrupted",
+    "CustomLikelihood",
+    "DataError",
+    "Diagonal",
+    "EvidenceComparison",
+    "EvidenceHistory",
+    "EvidenceSchedule",
+    "EvidenceTraining",
+    "Explanation",
+    "ExplorerPage",
+    "FitInterrupted",
+    "Gaussian",
+    "GaussianPrior",
+    "HyperparameterError",
+    "HyperparameterHistory",
+    "LearningCurve",
+    "LeaveOneOut",
+    "Likelihood",
+    "MemoryBudgetError",
+    "MixedExamplesError",
+    "ModelComparison",
+    "ModelScores",
+    "NTKLaplaceError",
+    "NTKLaplaceWarning",
+    "Naming",
+    "NetworkError",
+    "NonDeterministicError",
+    "NonFiniteError",
+    "NumericalError",
+    "Poisson",
+    "Posterior",
+    "Ranking",
+    "Root",
+    "Settings",
+    "StructureEvidence",
+    "TargetError",
+    "Tempered",
+    "TrainingInterrupted",
+    "TrainingState",
+    "UnsupportedError",
+    "attribution",
+    "compare_evidence",
+    "compare_models",
+    "empirical_ntk",
+    "explore",
+    "gp",
+    "laplace",
+    "load",
+    "train_with_evidence",
+]

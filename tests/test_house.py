@@ -36,3 +36,113 @@ HOUSE = [
     ["metrics"],
     ["plotting", "report"],
     ["comparison", "explorer", "attribution"],
+    [""],  # ntk_laplace/__init__.py; what stands below calls the library as you do
+    ["demo"],
+    ["cli"],
+    ["__main__"],
+]
+FLOOR = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Modules of the package that a file imports, with the line (``from a import b`` is ``a.b`` if that is one)."""
+    tree = ast.parse(path.read_text(), str(path))
+    for node in list(ast.walk(tree)):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []  # names for annotations alone: nothing is imported when the code runs
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write imports in full"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else str(node.module) for name in names]
+        else:
+            continue
+        for name in names:
+            if name.partition(".")[0] == PACKAGE.name:
+                yield name, node.lineno
+
+
+def room_of(module: str) -> str:
+    """The first name below the package, or the empty name for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_every_module_has_its_room() -> None:
+    rooms = {room_of(module) for module in MODULES}
+    assert rooms == set(FLOOR), f"not in the house: {rooms - set(FLOOR)}; empty rooms: {set(FLOOR) - rooms}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_backwards(module: str) -> None:
+    here = room_of(module)
+    for name, line in imported(MODULES[module]):
+        there = room_of(name)
+        backwards = there == here or FLOOR[there] < FLOOR[here]
+        assert backwards, f"{module}:{line} imports {name}, which does not stand before it"
+
+
+def test_no_circles_between_modules() -> None:
+    arrows = {module: {name for name, _ in imported(path)} for module, path in MODULES.items()}
+    done: set[str] = set()
+
+    def walk(module: str, trail: list[str]) -> None:
+        assert module not in trail, "import circle: " + " -> ".join([*trail[trail.index(module) :], module])
+        if module in done:
+            return
+        for name in arrows.get(module, ()):
+            if name != module:
+                walk(name, [*trail, module])
+        done.add(module)
+
+    for module in arrows:
+        walk(module, [])
+
+
+def test_the_table_of_contents_only_names_things() -> None:
+    body = ast.parse((PACKAGE / "__init__.py").read_text()).body
+    for node in body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        names = bool(targets) and all(isinstance(t, ast.Name) and t.id.startswith("__") for t in targets)
+        imports = isinstance(node, (ast.Import, ast.ImportFrom))
+        assert docstring or names or imports, f"line {node.lineno} does something"
+
+
+def test_everything_promised_is_there() -> None:
+    import ntk_laplace
+
+    missing = [name for name in ntk_laplace.__all__ if not hasattr(ntk_laplace, name)]
+    assert missing == []
+
+
+def test_import_leaves_the_process_as_it_was() -> None:
+    """No setting of torch, GPyTorch, NumPy or warnings moves, no random number is drawn, no pyplot is loaded."""
+    script = """
+import random, sys, warnings
+import gpytorch, numpy, torch
+
+def state():
+    return (
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads(), torch.initial_seed(),
+        torch.get_rng_state().sum().item(), torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(),
+        gpytorch.settings.max_cholesky_size.value(), gpytorch.settings.cholesky_max_tries.value(),
+        str(numpy.geterr()), numpy.random.get_state()[1].sum(), random.getstate()[1][-1], tuple(warnings.filters),
+    )
+
+before = state()
+import ntk_laplace
+assert state() == before, (before, state())
+assert "matplotlib.pyplot" not in sys.modules, "importing the library imports pyplot"
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_lint() -> None:
+    command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
