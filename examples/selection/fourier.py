@@ -148,7 +148,7 @@ def main() -> None:
     arguments.add_argument("--orders", type=int, default=200, help="orders of the data (default 200)")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    options.points, options.long, options.curves = (30, 40, 3) if options.small else (100, 400, 10)
+    options.points, options.long, options.curves = (30, 40, 2) if options.small else (100, 400, 10)
     if options.small:
         options.seeds, options.orders = 2, 5
     torch.set_num_threads(options.threads)

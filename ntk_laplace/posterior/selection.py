@@ -163,10 +163,10 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             return fit - price * count
 
     def _sequence(self) -> Sequence:
-        trained = self._trained
-        centered = trained.theta - trained.prior.flat_mean().to(trained.theta)
-        budget = trained.settings.memory_budget
-        return Sequence.of(self.curvature, self._structure.points, trained.likelihood, centered.detach(), budget)
+        trained, structure = self._trained, self._structure
+        with torch.no_grad():
+            distance = structure.push(trained, trained.theta - trained.prior.flat_mean().to(trained.theta))
+        return Sequence.of(self.curvature, structure.points, trained.likelihood, distance, trained.settings.memory_budget)
 
     def _evidence_of(self, index: Tensor) -> Tensor:
         if len(index) == 0:

@@ -55,10 +55,10 @@ class Sequence:
 
     @classmethod
     def of(
-        cls, space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood, centered: Tensor,
+        cls, space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood, distance: Tensor,
         budget: int | None = None,
     ) -> Sequence:  # fmt: skip
-        """From a posterior's rows; `centered` is θ* - μ0, (P,)."""
+        """From a posterior's rows; `distance` is d = J(θ* - μ0), (N, C)."""
         n, k = space.weighted.num_examples, space.weighted.num_seeds
         require_memory(2 * (n * k) ** 2 * points.f.element_size(), points.f.device,
                        f"B of {n * k:,} x {n * k:,} in the data's order and in another",
@@ -66,9 +66,6 @@ class Sequence:
         with torch.no_grad():
             residual = points.residual(likelihood)
             log_prob = points.log_prob(likelihood)
-        parts = centered.split([shape.numel() for shape in space.shapes.values()])
-        named = {name: part.view(shape) for part, (name, shape) in zip(parts, space.shapes.items(), strict=True)}
-        distance = space.rows.jvp(named)  # d
         own = space.rows.weighted(residual.unsqueeze(-1))
         return cls(
             log_prob,
