@@ -166,7 +166,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         trained, structure = self._trained, self._structure
         with torch.no_grad():
             distance = structure.push(trained, trained.theta - trained.prior.flat_mean().to(trained.theta))
-        return Sequence.of(self.curvature, structure.points, trained.likelihood, distance, trained.settings.memory_budget)
+        budget = trained.settings.memory_budget
+        return Sequence.of(self.curvature, structure.points, trained.likelihood, distance, budget)
 
     def _evidence_of(self, index: Tensor) -> Tensor:
         if len(index) == 0:
