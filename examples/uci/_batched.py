@@ -111,14 +111,24 @@ class Sides:
 
 def log_det_function_space(sides: Sides, precision: Tensor) -> tuple[Tensor, Tensor]:
     """log det(I + Σ_g K_g/δ_g) over (N, N) matrices, and γ_g = tr(B⁻¹K_g)/δ_g ([I21] Eq. 8)."""
-    left, right = sides.b @ sides.b.mT, sides.s @ sides.s.mT
-    grams = left * (sides.x @ sides.x.mT), left, right * (sides.h @ sides.h.mT), right
-    total = sum(gram / precision[:, g, None, None] for g, gram in enumerate(grams))
+    left, inputs = sides.b @ sides.b.mT, sides.x @ sides.x.mT
+    right, hidden = sides.s @ sides.s.mT, sides.h @ sides.h.mT
+    delta = [precision[:, g, None, None] for g in range(4)]
+    # in place wherever it can be: memory, not arithmetic, is what these passes over (M, N, N) cost
+    total = (inputs / delta[0]).add_(1 / delta[1]).mul_(left)
+    total.addcmul_((hidden / delta[2]).add_(1 / delta[3]), right)
     total.diagonal(dim1=1, dim2=2).add_(1.0)
     factor = torch.linalg.cholesky(total)
     inverse = torch.cholesky_inverse(factor)
-    used = torch.stack([(inverse * gram).sum((1, 2)) for gram in grams], 1) / precision
+    right.mul_(inverse)
+    left.mul_(inverse)
+    used = torch.stack([_dot(left, inputs), left.sum((1, 2)), _dot(right, hidden), right.sum((1, 2))], 1) / precision
     return 2 * factor.diagonal(dim1=1, dim2=2).log().sum(1), used
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Σ of the products of all entries, (M,), without the products."""
+    return (one.flatten(1).unsqueeze(1) @ other.flatten(1).unsqueeze(2)).flatten()
 
 
 def log_det_weight_space(sides: Sides, precision: Tensor) -> tuple[Tensor, Tensor]:
