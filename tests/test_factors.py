@@ -467,3 +467,43 @@ def test_channels_last_only_where_the_network_bears_it(by_view):
     exact = FactorPass(Network(module.double()), torch.float64).rows(x.double())
     shapes = network.shapes
     assert relative_error(found.dense(shapes), exact.dense(shapes)) < 1e-5
+
+
+class Gated(nn.Module):
+    """Positions first inside, and silent for inputs whose mean is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = self.mixer(x.transpose(0, 1).reshape(-1, 3)).tanh().view(x.shape[1], len(x), 4)
+        gate = F.relu(x.mean((1, 2))).sign() * x.mean((1, 2))
+        return self.head(positions.sum(0) * gate[:, None])
+
+
+def test_layers_that_no_gradient_reaches_are_planned_like_others():
+    """A layer of zeros behind them (a branch at its start, weights that decayed) costs no fallback."""
+    torch.manual_seed(8)
+    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    for value in (0.0, 1e-160):
+        with torch.no_grad():
+            network[2].weight.fill_(value)
+            network[4].weight.fill_(value)
+        x = torch.randn(7, 3).double()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", NTKLaplaceWarning)
+            found = rows(network, x)
+        assert relative_error(found, jacobian(network, x)) < 1e-12
+
+
+def test_a_plan_made_in_silence_does_not_last():
+    """What could not be seen on silent examples is found out on the first ones that speak."""
+    torch.manual_seed(9)
+    network, x = Gated().double(), torch.randn(12, 4, 3).double()
+    silent, loud = x - x.mean((1, 2), keepdim=True) - 1.0, x - x.mean((1, 2), keepdim=True) + 1.0
+    factors, shapes = FactorPass(Network(network), torch.float64), Network(network).shapes
+    for part in (silent, loud, torch.cat([silent[:6], loud[:6]])):
+        found = factors.rows(part).dense(shapes).transpose(0, 1)
+        assert relative_error(found, jacobian(network, part)) < 1e-12
+    assert jacobian(network, silent)[..., : 4 * 3].abs().max() == 0.0
