@@ -229,10 +229,12 @@ def _forgotten(what: str) -> UnsupportedError:
 
 
 class _LogDet(torch.autograd.Function):
-    """log det B with its exact gradient: γ_g in each log precision, V_nn in each Λ_n."""
+    """log det B with its exact gradient: γ_g in each log precision, V_nn in each Λ_n, or Σ γ_g in log c, Λ = c Λ'."""
 
     @staticmethod
-    def forward(ctx: Any, log_precision: Tensor, hessian: Tensor, curvature: Curvature, blocks: Callable[[], Tensor]):
+    def forward(
+        ctx: Any, log_precision: Tensor, hessian: Tensor, curvature: Curvature, blocks: Callable[[], Tensor] | None
+    ):
         ctx.curvature, ctx.blocks = curvature, blocks
         ctx.like = log_precision, hessian
         return curvature.logdet().to(log_precision)
@@ -241,11 +243,16 @@ class _LogDet(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor):
         log_precision, hessian = ctx.like
-        by_precision = by_hessian = None
+        by_precision = by_hessian = used = None
+        if ctx.needs_input_grad[0] or ctx.blocks is None:
+            used = ctx.curvature.effective_parameters()
         if ctx.needs_input_grad[0]:
             # ∂ log det B / ∂ log δ_g = -γ_g
-            by_precision = -upstream * ctx.curvature.effective_parameters().to(log_precision)
-        if ctx.needs_input_grad[1]:
+            by_precision = -upstream * used.to(log_precision)
+        if ctx.needs_input_grad[1] and ctx.blocks is None:
+            # Λ = c Λ': ∂ log det B / ∂ log c = Σ γ_g, as if every precision were divided by c
+            by_hessian = upstream.to(hessian) * used.sum().to(hessian)
+        elif ctx.needs_input_grad[1]:
             # exact curvature: ∂ log det B / ∂ Λ_n = V_nn
             by_hessian = upstream.to(hessian) * ctx.blocks().to(hessian)
         return by_precision, by_hessian, None, None
@@ -289,8 +296,8 @@ def log_det(
     """
     kept = isinstance(points, TrainingPoints) and curvature.homogeneous
     scale = root.log_scale(likelihood) if kept else None
-    if scale is not None:  # Λ = c Λ': ∂ log det B/∂ log c = Σ γ_g, as if every precision were divided by c
-        return _LogDet.apply(prior.log_precision, scale, curvature, lambda: curvature.effective_parameters().sum())
+    if scale is not None:
+        return _LogDet.apply(prior.log_precision, scale, curvature, None)
     hessian = points.hessian(root, likelihood)
     return _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
 

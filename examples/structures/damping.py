@@ -5,7 +5,7 @@
 Damping adds √δ to both Kronecker factors instead of δ to their product ([I21] A.3). On scikit-learn's digits (1,000
 to train on, 797 to test, MLP 64-16-10), and with ``--data`` on 5,000 images of MNIST (MLP 784-100-100-10):
 * after training: one network at precision 1; each evidence chooses the precision it finds best, and predicts there;
-* online, [I21] algorithm 1: every few epochs the precision becomes the one of highest evidence, and training goes on.
+* online, [I21] algorithm 1 (``train_with_evidence``): every few epochs the precision climbs the evidence.
 For the digits the exact evidence (``structure="full"``) at the chosen precision stands beside, and chooses too.
 Accuracy, and test log likelihoods of the network (MAP) and of the linearized predictive (probit); evidences per
 training example, in nats; means over seeds with their standard errors. It writes damping.json.
@@ -74,12 +74,11 @@ def choose(network: nn.Module, problem: Problem, variant: str) -> tuple[float, f
     return GRID[best].item(), curve[best].item() / len(problem.train[1])
 
 
-def epochs(
-    network: nn.Module, problem: Problem, optimizer: torch.optim.Optimizer, precision: float, count: int
-) -> None:
-    """Adam on the mean of the negative log joint, batches of 100."""
+def train(network: nn.Module, problem: Problem, precision: float, epochs: int) -> None:
+    """Adam on the mean of the negative log joint at one precision, batches of 100."""
     x, y = problem.train
-    for _ in range(count):
+    optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
+    for _ in range(epochs):
         for index in torch.randperm(len(y)).split(100):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(network(x[index]), y[index])
@@ -109,7 +108,7 @@ def after_training(problem: Problem, seed: int, options: argparse.Namespace) -> 
     """One network; every variant chooses its precision."""
     torch.manual_seed(seed)
     network = mlp(problem.widths)
-    epochs(network, problem, torch.optim.Adam(network.parameters(), lr=3e-3), 1.0, options.epochs)
+    train(network, problem, 1.0, options.epochs)
     return {v: outcome(network, problem, v, choose(network, problem, v)[0]) for v in problem.variants}
 
 
@@ -118,12 +117,13 @@ def online(problem: Problem, seed: int, options: argparse.Namespace) -> dict[str
     found = {}
     for variant in problem.variants:
         torch.manual_seed(seed)
-        network, precision = mlp(problem.widths), 1.0
-        optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
-        for _ in range(options.epochs // options.every):
-            epochs(network, problem, optimizer, precision, options.every)
-            precision = choose(network, problem, variant)[0]
-        found[variant] = outcome(network, problem, variant, precision)
+        network = mlp(problem.widths)
+        training = ntkl.train_with_evidence(
+            network, problem.train, ntkl.Categorical(), ntkl.GaussianPrior(1.0), VARIANTS[variant](),
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=3e-3), epochs=options.epochs, batch_size=100,
+            schedule=ntkl.EvidenceSchedule(options.every, steps=100, learning_rate=0.1),
+        )  # fmt: skip
+        found[variant] = outcome(network, problem, variant, training.posterior.prior.precision.item())
     return found
 
 
