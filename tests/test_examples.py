@@ -84,6 +84,29 @@ def test_the_mnist_script(tmp_path: Path) -> None:
         assert r["probit"]["log_likelihood"] != r["map"]["log_likelihood"]
 
 
+def test_training_with_evidence_beside_plain_training(tmp_path: Path) -> None:
+    printed = run("benchmarks/training.py", tmp_path, "--epochs", "4", "--frequency", "2", "--steps", "10")
+    results = figures(tmp_path / "training.json")["results"]
+    assert set(results) == {"plain", "ggn", "mc", "ef"} and "goal" in printed
+    for name, own in results.items():
+        assert own["log_likelihood"] < 0 < own["standard_error"] and own["cpu_epoch"] > 0
+        if name != "plain":
+            assert len(own["evidence"]) == 2 and own["evidence"][1] > own["evidence"][0]
+            expected = (2 * own["cpu_epoch"] + own["cpu_evaluation"]) / (2 * results["plain"]["cpu_epoch"])
+            assert math.isclose(own["cpu_ratio"], expected)
+
+
+def test_the_regression_toy(tmp_path: Path) -> None:
+    run("selection/i21_regression.py", tmp_path, "--out", "out")
+    results = figures(tmp_path / "out" / "regression.json")["results"]
+    assert set(results["figure 1"]) == {"3 hidden layers", "1 hidden layer"}
+    held, learned = (results["figure 4"][key] for key in ("held", "learned"))
+    assert held["0.001"]["evidence"] > held["1000.0"]["evidence"]
+    assert learned["0.001"]["precision"] > 1e-3 and learned["100.0"]["precision"] < 1e2  # towards each other
+    for picture in ("figure1", "training", "figure4"):
+        assert (tmp_path / "out" / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_damped_evidence_is_worse(tmp_path: Path) -> None:
     printed = run("structures/damping.py", tmp_path, "--out", "out")
     found = figures(tmp_path / "out" / "damping.json")["results"]["digits"]

@@ -137,7 +137,7 @@ def draw_training(axes: Any, training: ntkl.EvidenceTraining, scores: list[dict[
     for method, color in (("map", GREY), ("glm", BLUE)):
         axes[2].plot([s["epoch"] for s in scores], [s[method] for s in scores], color=color,
                      label={"map": "network alone", "glm": "linearized predictive"}[method])  # fmt: skip
-    axes[2].set_ylim(bottom=-1.6)
+    axes[2].set_ylim(bottom=min(s["map"] for s in scores[len(scores) // 4 :]) - 0.2)
     axes[2].set_xlabel("epoch")
     for panel, label in zip(axes, ("nats", "precision, noise variance", "test log likelihood"), strict=True):
         panel.set_ylabel(label)
@@ -192,7 +192,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.width, options.grid, options.watch = 50, 9, 25
     if options.small:
-        options.epochs, options.width, options.grid, options.watch = 60, 8, 3, 20
+        options.epochs, options.width, options.grid, options.watch = 20, 6, 2, 10
     options.out.mkdir(parents=True, exist_ok=True)
     problem = Problem(options)
     found = {"figure 1": figure1(problem, options)}
