@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ntk_laplace.errors import NetworkError, NTKLaplaceWarning
+from ntk_laplace.factors import Outer
 from ntk_laplace.factors.passes import FactorPass
 from ntk_laplace.network import Network
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
@@ -507,3 +508,28 @@ def test_a_plan_made_in_silence_does_not_last():
         found = factors.rows(part).dense(shapes).transpose(0, 1)
         assert relative_error(found, jacobian(network, part)) < 1e-12
     assert jacobian(network, silent)[..., : 4 * 3].abs().max() == 0.0
+
+
+class Companions(nn.Module):
+    """A weight with its bias, a vector of the same length that is none, and a layer whose weight is used once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.weight, self.bias = (nn.Parameter(torch.randn(*size)) for size in ((4,), (4, 4), (4,)))
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(F.linear(x, self.weight, self.bias) * self.shift)
+        return self.out(torch.tanh(F.linear(torch.tanh(self.layer(x)), self.layer.weight)))
+
+
+def test_a_bias_joins_its_weight_where_its_rows_are_sums():
+    """Found by their values: a vector that merely has the bias's shape stays apart, and nothing takes the fallback."""
+    torch.manual_seed(11)
+    network, x = Companions().double(), torch.randn(6, 4).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = FactorPass(Network(network), torch.float64, keep_factors=True).rows(x)
+    pairs = {block.weight: block.bias for block in found.blocks if isinstance(block, Outer)}
+    assert pairs == {"weight": "bias", "layer.weight": None, "out.weight": "out.bias"}
+    assert relative_error(rows(network, x), jacobian(network, x)) < 1e-12
