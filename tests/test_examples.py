@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 STRUCTURES = {"kfac", "ekfac", "inf", "diag"}
 
@@ -174,3 +176,17 @@ def test_the_toys_of_t20(tmp_path: Path) -> None:
         assert found[toy]["predictives"]["nn"] < found[toy]["predictives"]["glm"]
         for kind in ("evidence", "predictives"):
             assert (tmp_path / "out" / f"{toy}_{kind}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_attribution_benchmark(tmp_path: Path) -> None:
+    printed = run("attribution/digits.py", tmp_path, "--problem", "diabetes", "--out", "out")
+    found = figures(tmp_path / "out" / "diabetes-5.json")
+    scores = {words: value["score"] for words, value in found["scores"].items()}
+    assert len(scores) == 8 and all(-1 <= value <= 1 for value in scores.values())
+    # one output and Gaussian noise: exact weight space is function space but for log likelihoods' first order
+    assert found["scores"]["joint removal, one step"]["score"] == found["scores"]["joint removal, refitted"]["score"]
+    assert found["leave_one_out"]["one step"]["slope"] == pytest.approx(found["leave_one_out"]["refitted"]["slope"])
+    assert len(list((tmp_path / "out" / "diabetes-5").glob("seed*.npy"))) == 12
+    assert "joint removal, refitted" in printed
+    again = run("attribution/digits.py", tmp_path, "--problem", "diabetes", "--out", "out")
+    assert "retraining in this run: 0 s" in again
