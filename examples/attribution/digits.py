@@ -36,6 +36,7 @@ def main() -> None:
     arguments.add_argument("--problem", choices=PROBLEMS, default="digits")
     arguments.add_argument("--delta", type=float, help="weight decay (1, 0.5 and 5 by default)")
     arguments.add_argument("--processes", type=int, default=1, help="that retrain (default 1)")
+    arguments.add_argument("--single", type=int, default=40, help="points left out one by one (default 40)")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
@@ -48,7 +49,7 @@ def main() -> None:
     started = time.perf_counter()
     theta = problem.train(np.arange(len(problem.x)))
     halves = datamodeling(problem, theta, options.out / name, options.processes)
-    single = leave_one_out(problem, theta, 3 if options.small else 25)
+    single = leave_one_out(problem, theta, 3 if options.small else options.single)
     found = {"machine": machine(options.threads), "problem": name, "seconds": time.perf_counter() - started}
     write(options.out / f"{name}.json", found | halves | single)
 
