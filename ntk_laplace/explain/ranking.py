@@ -196,7 +196,9 @@ class _Passing:
         with torch.no_grad():
             direction = question.direction(test.f)
             pulled = test.weighted(direction.unsqueeze(-1)).dense(shapes)[0]  # J_xᵀc_x, (n, P)
-            self.solved = torch.stack([curvature.newton(row) for row in pulled])  # U_x
+            solved = torch.stack([curvature.newton(row) for row in pulled])  # U_x
+        sizes = [shape.numel() for shape in shapes.values()]
+        self.solved = dict(zip(shapes, solved.split(sizes, dim=1), strict=True))
         self.leverage = test.f.new_zeros(structure.points.num_examples)
         self.backprojected = torch.zeros_like(trained.theta)  # Jᵀr
 
@@ -216,10 +218,9 @@ class _Passing:
                 self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
                 for first in range(0, rows.num_examples, step):
                     part = slice(first, min(first + step, rows.num_examples))
-                    dense = rows.part(part).weighted(weights[part]).dense(shapes)  # (1 or R, m, P)
-                    seen = self.solved @ dense.mT  # c_xᵀV_xi times the weights, (1 or R, n, m)
+                    seen = rows.part(part).weighted(weights[part]).products(self.solved)  # V_ix c_x, weighed
                     change = seen.square().sum(0) if self.question.by == "variance" else -seen[0]
-                    yield start + first, change
+                    yield start + first, change.T
                 start = here.stop
 
     def _weights(self, rows: Rows, residual: Tensor, root: Tensor, here: slice) -> Tensor:

@@ -80,7 +80,17 @@ class Rows:
             for name, values in block.dense().items():
                 total[name] = total[name] + values if name in total else values
         k, n = self.num_seeds, self.num_examples
-        return torch.cat([total.get(m, self.f.new_zeros(k, n, s.numel())) for m, s in shapes.items()], -1)
+        rows = [total[m] if m in total else self.f.new_zeros(k, n, s.numel()) for m, s in shapes.items()]
+        return torch.cat(rows, -1)
+
+    def products(self, vectors: dict[str, Tensor]) -> Tensor:
+        """J v for many parameter tensors v at once, flat (m, p) by name: (K, N, m); one block written out at a time."""
+        count = len(next(iter(vectors.values())))
+        total = self.f.new_zeros(self.num_seeds, self.num_examples, count)
+        for block in self.blocks:
+            for name, values in block.dense().items():
+                total += values @ vectors[name].T
+        return total
 
     @staticmethod
     def concatenate(parts: Sequence[Rows]) -> Rows:
