@@ -165,8 +165,8 @@ def figure4(problem: Problem, options: argparse.Namespace) -> dict[str, Any]:
         color = STARTS[start]
         top[0].semilogx(own["trace"], own["evidences"], color=color, lw=1, alpha=0.7)
         top[0].plot(own["precision"], own["evidence"], "*", color=color, ms=11, label=f"learned from {start:g}")
-    low = min(own["evidence"] for own in held.values())
-    top[0].set(xlabel="precision", ylabel="evidence, nats", ylim=(low - 40, None))
+    ends_at = [own["evidence"] for own in (*held.values(), *online.values())]
+    top[0].set(xlabel="precision", ylabel="evidence, nats", ylim=(min(ends_at) - 40, max(ends_at) + 40))
     top[0].legend(fontsize=8)
     for method, color, style in (("map", GREY, "s--"), ("glm", BLUE, "o-")):
         label = {"map": "network alone", "glm": "linearized predictive"}[method]
@@ -187,6 +187,7 @@ def main() -> None:
     arguments = parser(__doc__, "i21")
     arguments.add_argument("--data", type=Path, help="folder with snelson.npz; without it the points are made")
     arguments.add_argument("--epochs", type=int, default=1000, help="of each training (default 1,000)")
+    arguments.add_argument("--figures", nargs="+", type=int, default=[1, 4], choices=[1, 4], help="which of the two")
     arguments.add_argument("--every", type=int, default=5, help="F and K (default 5; the paper 1)")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
@@ -195,22 +196,35 @@ def main() -> None:
         options.epochs, options.width, options.grid, options.watch = 20, 6, 2, 10
     options.out.mkdir(parents=True, exist_ok=True)
     problem = Problem(options)
-    found = {"figure 1": figure1(problem, options)}
+    found = {}
+    if 1 in options.figures:
+        found["figure 1"] = figure1(problem, options)
+        report1(found["figure 1"])
+    if 4 in options.figures:
+        found["figure 4"] = figure4(problem, options)
+        report4(found["figure 4"])
+    write(options.out / "regression.json", {"machine": machine(options.threads), "results": found})
+
+
+def report1(found: dict[str, Any]) -> None:
+    """Depth."""
     rows = [
         [name, f"{own['evidence']:.1f}", f"{own['noise']:.4f}", f"{own['map']:.3f}", f"{own['glm']:.3f}"]
-        for name, own in found["figure 1"].items()
+        for name, own in found.items()
     ]
     print(table(["network", "evidence", "noise", "test log lik., network", "linearized"], rows), flush=True)
-    found["figure 4"] = figure4(problem, options)
+
+
+def report4(found: dict[str, Any]) -> None:
+    """The precision."""
     rows = [
         [f"{precision:g}", f"{own['evidence']:.1f}", f"{own['map']:.3f}", f"{own['glm']:.3f}"]
-        for precision, own in found["figure 4"]["held"].items()
+        for precision, own in found["held"].items()
     ]
     print("\n" + table(["precision held", "evidence", "test log lik., network", "linearized"], rows) + "\n")
-    learned = found["figure 4"]["learned"].items()
+    learned = found["learned"].items()
     rows = [[f"{start:g}", f"{own['precision']:.4g}", f"{own['evidence']:.1f}"] for start, own in learned]
     print(table(["precision at the start", "learned", "evidence"], rows))
-    write(options.out / "regression.json", {"machine": machine(options.threads), "results": found})
 
 
 if __name__ == "__main__":

@@ -182,9 +182,9 @@ class _LogDet(torch.autograd.Function):
         factors = factor.expand_as(values).split(_PIECE) if factor.ndim else repeat(factor)
         for part, own in zip(values.split(_PIECE), factors, strict=False):
             ratio = part * own
-            total += torch.log1p(ratio).sum(dtype=shift.dtype)
+            total += torch.log1p(ratio).sum().to(shift)  # a piece in its own floating type, pieces in double
             used = ratio.div_(ratio + 1)
-            slope.append(used if factor.ndim else used.sum(dtype=shift.dtype))
+            slope.append(used if factor.ndim else used.sum().to(shift))
         ctx.slope = torch.cat(slope).to(shift) if factor.ndim else sum(slope, shift.new_zeros(()))
         return total
 
