@@ -190,3 +190,14 @@ def test_the_attribution_benchmark(tmp_path: Path) -> None:
     assert "joint removal, refitted" in printed
     again = run("attribution/digits.py", tmp_path, "--problem", "diabetes", "--out", "out")
     assert "retraining in this run: 0 s" in again
+
+
+def test_the_fours_and_nines_of_t20(tmp_path: Path) -> None:
+    printed = run("attribution/t20_digits.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "t20_digits.json")
+    assert found["adds_up_to"] < 1e-10 and found["test_accuracy"] > 0.9 and found["N"] == 250
+    assert found["inputs"][0]["predicted"] == found["inputs"][0]["truth"]
+    assert all(one["predicted"] != one["truth"] for one in found["inputs"][1:])
+    assert "parts add up to" in printed
+    for picture in ("importances.png", "similarities.png"):
+        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
