@@ -9,7 +9,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from reference import jacobian, outputs, relative_error
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
-from test_bad_input import refused
+from test_bad_input import inputs, labels, network, refused
 from test_identities import TURNS, fit, ids, jacobians, tolerance, trained, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -322,3 +322,24 @@ def test_a_page_says_what_it_promises():
     for words in ("data:image/png;base64,", "exact for one Newton step", "How each prediction is made up", "removing"):
         assert words in page
     assert "<script" not in page and "http" not in page
+
+
+def test_questions_of_the_wrong_type():
+    for structure in ("gp", "full"):
+        posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), structure=structure)
+        for output in (0.5, "a", True, torch.tensor([0, 1])):
+            with refused(ntkl.DataError, "an output from 0 to 2", ".", "outputs"):
+                posterior.explain(inputs()[:2], output=output)
+        for k in (0, 2.5, "3", None):
+            with refused(ntkl.DataError, "k of at least 1", repr(k), "one or more"):
+                posterior.explain(inputs()[:2], k=k)
+        with refused(ntkl.UnsupportedError, "an effect on one of", "output", "Leave it out"):
+            posterior.explain(inputs()[:2], by=["output"])
+
+
+def test_inputs_of_whole_numbers_have_a_picture():
+    """Tokens have no mean; their table has."""
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Flatten(), torch.nn.Linear(12, 3)).double()
+    tokens = torch.arange(36).reshape(9, 4) % 5
+    explanation = ntkl.laplace(net, (tokens, labels()), ntkl.Categorical(), structure="gp").explain(tokens[:2], k=2)
+    assert "<img" in explanation.to_html(inputs=tokens[:2], training=tokens)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.comparison import ModelComparison
+from test_bad_input import inputs, labels, network, refused
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -222,3 +223,18 @@ def test_different_data_are_refused():
 def test_bad_questions_are_answered(ask, error, words):
     with pytest.raises(error, match=words):
         ask(posterior(2))
+
+
+def test_a_prior_is_checked_at_the_weights_that_a_what_if_moved_to():
+    posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), structure="gp")
+    moved = posterior.relabel(range(9), (labels() + 1) % 3)
+    used, prior = moved.effective_parameters(), moved.prior.requires_grad_(False)
+    theta = moved.network.theta.to(moved.dtype) + moved._trained.move
+    ratio = used.sum() / (prior.precision * (theta - prior.flat_mean()).square().sum())
+    gap = 0.5 * used.sum() * (ratio.log() - 1 + 1 / ratio)
+    assert abs(ntkl.compare_models([moved], conditional="none").rows[0].prior_gap - float(gap)) < 1e-9
+    for models in (posterior, None):
+        with refused(ntkl.DataError, "posteriors", ".", "Fit each model"):
+            ntkl.compare_models(models)
+    with refused(ntkl.DataError, "test data for a", "b", "its own"):
+        ntkl.compare_models({"a": posterior}, test={"b": (inputs(), labels())})

@@ -16,6 +16,7 @@ from ntk_laplace.predictive import predictive
 from ntk_laplace.selection import orders
 from reference import Dense, call, relative_error, take
 from registry import LIKELIHOODS, NOISE, PRIORS, problem, targets
+from test_bad_input import inputs, labels, network, refused
 from test_identities import TURNS, fit, ids, tolerance, trained, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -397,3 +398,15 @@ def test_the_learning_curve_as_table_and_picture():
     before = torch.random.get_rng_state()
     of_classes("gp").learning_curve(permutations=2)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_subsets_and_scales_of_the_wrong_kind():
+    posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), structure="gp")
+    for index in ([0.5, 1.7], "ab", [0, 0], [9]):
+        with refused(ntkl.DataError, "training point", ".", "0 to 8"):
+            posterior.subset(index)
+    mask = torch.arange(9) % 2 == 0
+    assert torch.equal(posterior.subset(mask).f, posterior.f[mask])
+    for scale in (-1.0, float("nan"), "a"):
+        with refused(ntkl.HyperparameterError, "scale of the covariance", ".", "Leave it out"):
+            posterior.conditional_log_marginal_likelihood(4, method="average", scale=scale)

@@ -318,3 +318,25 @@ def test_scores_of_a_changed_posterior_are_those_of_the_data_that_are_left():
         assert relative_error(found.log_marginal_likelihood(correction=True), evidence) < 1e-9
         again = found.reweight([0], 1.0)
         assert relative_error(again.log_marginal_likelihood(correction=True), evidence) < 1e-9
+
+
+def test_conditioning_after_a_what_if_leaves_the_weights_where_they_are():
+    """The pull of points that were conditioned on stays held in the next what-if, as it does before the first."""
+    own = problem("deep_mlp")
+    posterior, more = fit("deep_mlp", "gaussian", "layer", "gp"), (own.x[:3], targets(LIKELIHOODS["gaussian"], own)[:3])
+    for changed in (posterior.remove([0], steps=None), posterior.add(*more, steps=None)):
+        found = changed.condition(more)
+        for a, b in zip(found.remove([]).latent_moments(own.x_new), found.latent_moments(own.x_new), strict=True):
+            assert relative_error(a, b) < 1e-9
+        moved = found.remove([1]).outputs(own.x_new) - found.outputs(own.x_new)
+        assert relative_error(moved, found.explain(own.x_new).removal[:, 1]) < 1e-9
+
+
+def test_changes_of_the_wrong_type():
+    posterior = small()
+    for weights in ("a", None):
+        with refused(ntkl.HyperparameterError, "weight of at least 0", ".", "0 to remove"):
+            posterior.reweight(0, weights)
+    for y in ("a", None):
+        with refused(ntkl.TargetError, "number", repr(y), "one target per point"):
+            posterior.relabel(0, y)

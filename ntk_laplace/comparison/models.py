@@ -66,13 +66,17 @@ def compare_models(
     first = next(iter(named.values()))
     m = int(_SHARE * first.num_examples) if m is None else m
     method = _method(conditional, named)
+    by_name = isinstance(test, Mapping)
+    if by_name and not test.keys() >= named.keys():
+        raise DataError(f"test data for {', '.join(named)}", f"a mapping with {', '.join(map(str, test)) or 'none'}",
+                        "Give every model its own, or one (X, y) for all.")
     with torch.inference_mode(False), torch.no_grad():
         rows = []
         for name, posterior in named.items():
             given = None
             if method != "none":
                 given = float(posterior.conditional_log_marginal_likelihood(m, permutations, seed, method=method))
-            own = test[name] if isinstance(test, Mapping) else test
+            own = test[name] if by_name else test
             rows.append(_row(name, posterior, given, {} if own is None else _test_scores(posterior, own, predictive)))
     found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
     if found.warning:
@@ -81,7 +85,8 @@ def compare_models(
 
 
 def _named(models: Iterable[Any] | Mapping[str, Posterior]) -> dict[str, Posterior]:
-    pairs = list(models.items() if isinstance(models, Mapping) else models)
+    models = models.items() if isinstance(models, Mapping) else models
+    pairs = list(models) if isinstance(models, Iterable) else [(models,)]
     pairs = [pair if isinstance(pair, tuple) else (f"model {number}", pair) for number, pair in enumerate(pairs, 1)]
     bad = [pair for pair in pairs if len(pair) != 2 or not isinstance(pair[1], Posterior)]
     if bad or not pairs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -52,8 +53,8 @@ class Asked:
 
     def of(self, trained: Trained, f: Tensor, count: int) -> tuple[Question, int]:
         """The question at predictions f, and how many of `count` training points to show."""
-        if not 1 <= self.k:
-            raise DataError("k of at least 1", f"{self.k}", "Ask for one or more training points.")
+        if not isinstance(self.k, Integral) or self.k < 1:
+            raise DataError("k of at least 1, a whole number", f"{self.k!r}", "Ask for one or more training points.")
         return question(trained.likelihood, f, self.by, self.output, self.y), min(self.k, count)
 
 

@@ -51,7 +51,8 @@ def _features(x: Tensor | None) -> Tensor | None:
     """(n, d) of inputs that are rows of a table, or numbers on a line."""
     if x is None or not isinstance(x, Tensor) or x.ndim > 2:
         return None
-    return x.detach().cpu().reshape(len(x), -1)
+    x = x.detach().cpu().reshape(len(x), -1)
+    return x if x.is_floating_point() else x.double()  # tokens have no mean
 
 
 # --- images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -112,9 +113,10 @@ def question(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: 
         If there is no such quantity.
     """
     n, c = f.shape
-    if by not in _WORDS:
+    if not isinstance(by, str) or by not in _WORDS:
         raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
-    if output is not None and not 0 <= output < c:
+    whole = isinstance(output, Integral) and not isinstance(output, bool)
+    if output is not None and not (whole and 0 <= output < c):
         raise DataError(f"an output from 0 to {c - 1}", f"{output}", "Choose one of the network's outputs.")
     chosen = f.argmax(1) if output is None else torch.full((n,), output, device=f.device)
     if by != "log_likelihood":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
-from ntk_laplace.errors import DataError, HyperparameterError, NumericalError
+from ntk_laplace.errors import DataError, HyperparameterError, NumericalError, TargetError
 from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.factors import Rows
 from ntk_laplace.structures import FunctionSpaceStructure, Trained
@@ -72,10 +72,14 @@ def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float)
     DataError
         If no point is left.
     """
-    new = torch.as_tensor(weights, dtype=points.f.dtype, device=points.f.device).detach().reshape(-1)
+    wrong = HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
+                                "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")  # fmt: skip
+    try:
+        new = torch.as_tensor(weights, dtype=points.f.dtype, device=points.f.device).detach().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong from error
     if new.numel() not in (1, len(indices)) or not bool((torch.isfinite(new) & (new >= 0)).all()):
-        raise HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
-                                  "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")
+        raise wrong
     counts = points.counts.clone()
     counts[indices.to(counts.device)] = new
     if not bool((counts > 0).any()):
@@ -91,7 +95,11 @@ def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: obje
     TargetError, NonFiniteError
         If the targets do not fit the likelihood.
     """
-    new = torch.as_tensor(y)
+    try:
+        new = torch.as_tensor(y)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TargetError("targets as a number or an array of numbers", f"{y!r}"[:80],
+                          "Pass one target per point, or one for all.") from error
     if new.ndim == 0:
         new = new.expand(len(indices))
     elif len(indices) == 1 and new.shape == points.targets.shape[1:]:

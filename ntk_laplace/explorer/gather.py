@@ -85,7 +85,7 @@ def gather(
     for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
         points += _points(posterior, take(x, slice(start, min(start + step, n))), k, removal)
     if targets is not None:
-        for point, target in zip(points, targets.tolist(), strict=True):
+        for point, target in zip(points, torch.as_tensor(targets).tolist(), strict=True):
             point["target"] = _rounded(target)
     for point in points:
         shown |= {j for side in ("for", "against") for j, *_ in point[side]}

@@ -13,6 +13,7 @@ from ntk_laplace.curvature import Part, Root
 from ntk_laplace.data import Batches, Inputs, as_tensors, num_examples, to_device
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import Curvature, joint_gradient, present_values, unmoved
+from ntk_laplace.explain import Indices, positions
 from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
@@ -207,25 +208,23 @@ class Fitted:
             new = self._structure.another(self._trained, batches)
             return type(self)(self._trained, self._structure.merged(self._trained, new), self.reason)
 
-    def subset(self, index: Tensor) -> Fitted:
+    def subset(self, index: Indices) -> Fitted:
         """Posterior given some of the training points alone, at the same weights and hyperparameters.
 
         Parameters
         ----------
-        index : Tensor of int, (n,)
-            Points to keep, each once; they keep the data's order. "gp" takes their rows, the others read the data
-            again, "ekfac" and "inf" in the eigenbasis of all points.
+        index : sequence of int, or Tensor
+            Numbers of the points to keep, each once, or a mask of all; they keep the data's order. "gp" takes their
+            rows, the others read the data again, "ekfac" and "inf" in the eigenbasis of all points.
 
         Raises
         ------
         DataError
             If they are not training points, or the data cannot be read again.
         """
-        index = torch.as_tensor(index, device=self.network.device).long().flatten()
-        kept = index.unique()  # ascending
-        if len(kept) == 0 or len(kept) != len(index) or int(kept[0]) < 0 or int(kept[-1]) >= self.num_examples:
-            raise DataError(f"indices of training points, 0 to {self.num_examples - 1}, each once",
-                            f"{len(index)} of them, {len(kept)} different", "Pass for example torch.arange(10).")
+        kept = positions(index, self.num_examples).sort().values.to(self.network.device)
+        if len(kept) == 0:
+            raise DataError("at least one training point to keep", "none", "Pass for example torch.arange(10).")
         with torch.inference_mode(False):
             trained = self._trained.at(kept)
             return type(self)(trained, self._structure.part(trained, kept), self.reason)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.evidence import Curvature, joint_gradient
 from ntk_laplace.predictive import predictive
 from ntk_laplace.structures import Structure, Trained
@@ -32,7 +35,15 @@ def average_score(
         points which the fit then does not see.
     samples : int
         Points of f where the predictive has no closed form.
+
+    Raises
+    ------
+    HyperparameterError
+        If the scale is negative or not finite.
     """
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
+        raise HyperparameterError("a scale of the covariance, finite and at least 0", f"{scale!r}",
+                                  "Leave it out, to have it chosen by held-out points.")  # fmt: skip
     held = 0 if scale is not None else max(1, round(m / _TUNED))
     fitted, tuned, rest = (part.sort().values for part in order.split([m - held, held, len(order) - m]))
     fit = _Fit(trained, structure, fitted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -94,6 +95,10 @@ class FunctionSpaceStructure(ExactStructure):
         total = copy.copy(self)
         total.rows = Rows.concatenate([self.rows, other.rows])
         total.points = self.points.joined(trained.likelihood, other.points)
+        if self.base is not None:  # after a what-if too, new points leave the weights where they are: held
+            added = self.points.part(slice(self.base.num_examples, None))
+            added = replace(added, weights=added.f.new_zeros(len(added.f)))  # nothing of theirs is
+            total.base = self.base.joined(trained.likelihood, added).joined(trained.likelihood, other.points)
         total._require_memory(trained, total.rows.num_examples, None)
         return total
 
