@@ -224,7 +224,8 @@ class Fitted:
         """
         kept = positions(index, self.num_examples).sort().values.to(self.network.device)
         if len(kept) == 0:
-            raise DataError("at least one training point to keep", "none", "Pass for example torch.arange(10).")
+            raise DataError(f"training points to keep, 0 to {self.num_examples - 1}, each once", "0 of them",
+                            "Pass for example torch.arange(10).")
         with torch.inference_mode(False):
             trained = self._trained.at(kept)
             return type(self)(trained, self._structure.part(trained, kept), self.reason)
