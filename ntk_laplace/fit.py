@@ -81,7 +81,7 @@ def laplace(
         One of its family, which names what was expected, what came and what to do.
     """
     door = Network(network, parameters)
-    prior = (GaussianPrior() if prior is None else prior).bind(door.shapes)
+    prior = GaussianPrior.of(prior).bind(door.shapes)
     root = Root.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
     settings = Settings() if settings is None else settings

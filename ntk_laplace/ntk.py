@@ -44,7 +44,7 @@ def empirical_ntk(
         Interleaved: row n*C + c.
     """
     door = Network(network, parameters)
-    prior = (GaussianPrior() if prior is None else prior).bind(door.shapes)
+    prior = GaussianPrior.of(prior).bind(door.shapes)
     factors = FactorPass(door, door.dtype if dtype is None else dtype)
     left = factors.rows(to_device(as_tensors(x1), door.device, door.dtype))
     right = None if x2 is None else factors.rows(to_device(as_tensors(x2), door.device, door.dtype))

@@ -589,6 +589,10 @@ def test_the_loss_is_the_log_joint() -> None:
         ({"data": torch.zeros(3)}, ntkl.DataError, "data as a DataLoader"),
         ({"data": (torch.zeros(3, 1), torch.zeros(2))}, ntkl.DataError, "as many targets as inputs"),
         ({"data": DataLoader(TensorDataset(*sine()), batch_size=7, drop_last=True)}, ntkl.DataError, "drops 3 of 24"),
+        ({"prior": 3.0}, ntkl.UnsupportedError, "a prior object; got 3.0"),
+        ({"schedule": 3}, ntkl.UnsupportedError, "an EvidenceSchedule; got 3"),
+        ({"callbacks": [3]}, ntkl.UnsupportedError, "a callable, or a sequence of them, as callbacks"),
+        ({"epochs": True}, ntkl.HyperparameterError, "at least one epoch"),
         ({"likelihood": "gaussian"}, ntkl.UnsupportedError, "a likelihood object"),
         ({"likelihood": ntkl.Gaussian(torch.ones(24))}, ntkl.UnsupportedError, "the same for every example"),
         ({"likelihood": ntkl.Categorical()}, ntkl.NetworkError, "one output per class"),
@@ -605,7 +609,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) 
 
 def test_bad_schedules_and_weights() -> None:
     for name, value in (("frequency", 0), ("steps", -1), ("burn_in", 1.5), ("patience", 0), ("learning_rate", 0.0),
-                        ("bounds", (1.0, 0.1))):  # fmt: skip
+                        ("learning_rate", "a"), ("bounds", (1.0, 0.1)), ("bounds", 3), ("bounds", ("a", 1))):
         with pytest.raises(ntkl.HyperparameterError):
             ntkl.EvidenceSchedule(**{name: value})
     for weight in (0, -1.0, float("inf"), "5"):

@@ -99,7 +99,7 @@ def compare_evidence(
     """
     inspect.signature(laplace).bind(network, data, likelihood, **options)  # a wrong name is an error here already
     options["curvature"] = root = Root.of(options.get("curvature", "ggn"))
-    prior = GaussianPrior() if prior is None else prior
+    prior = GaussianPrior.of(prior)
     settings = options.get("settings") or Settings()
     if settings.checkpoint is not None or settings.resume is not None:
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",

@@ -70,7 +70,7 @@ class NTKKernel(Kernel):
         door = Network(network, parameters)  # a plain object: nothing of the network is registered
         dtype = door.dtype if dtype is None else dtype
         self._rows = CachedRows(door, InputForm.of(input_shape, input_dtype), dtype)
-        self.prior = (GaussianPrior() if prior is None else prior).bind(door.shapes).to(door.device)
+        self.prior = GaussianPrior.of(prior).bind(door.shapes).to(door.device)
         self.prior.log_precision.data = self.prior.log_precision.data.to(dtype)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:

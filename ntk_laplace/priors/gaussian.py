@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.priors.names import (
     GROUPS,
     Value,
@@ -81,6 +81,19 @@ class GaussianPrior(nn.Module):
             self._make(self._values(precision))
 
     # --- the door -------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, prior: GaussianPrior | None, groups: str = "all") -> GaussianPrior:
+        """A prior as it is; precision 1 in these groups for None.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is neither.
+        """
+        if prior is not None and not isinstance(prior, GaussianPrior):
+            raise UnsupportedError("a prior object", repr(prior), "Use ntk_laplace.GaussianPrior(precision).")
+        return cls(groups=groups) if prior is None else prior
 
     def bind(self, shapes: Mapping[str, Size]) -> GaussianPrior:
         """Settle groups and mean for parameters of these names and shapes; a second time changes nothing.

@@ -328,7 +328,9 @@ def train_with_evidence(
     """
     schedule = EvidenceSchedule() if schedule is None else schedule
     settings = Settings() if settings is None else settings
-    if not isinstance(epochs, int) or epochs < 1:
+    callbacks = [callbacks] if callable(callbacks) else callbacks
+    _require_kinds(schedule, callbacks)
+    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
         raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
     if scheduler_interval not in ("epoch", "batch"):
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
@@ -338,7 +340,7 @@ def train_with_evidence(
     form_of(structure)
     door = Network(network)
     device, dtype_of_inputs = door.device, door.dtype
-    prior = (GaussianPrior(groups="layer") if prior is None else prior).bind(door.shapes)
+    prior = GaussianPrior.of(prior, groups="layer").bind(door.shapes)
     for module in (prior, likelihood):
         module.to(device)
     read = data if evidence_data is None else evidence_data
@@ -358,9 +360,18 @@ def train_with_evidence(
     if settings.resume is not None:
         run.restore(state.read(settings.resume, device))
     del door
-    callbacks = [callbacks] if callable(callbacks) else list(callbacks)
     with torch.inference_mode(False), torch.enable_grad(), in_mode(network, training=True):
-        return _go(run, epochs, callbacks, settings)
+        return _go(run, epochs, list(callbacks), settings)
+
+
+def _require_kinds(schedule: Any, callbacks: Any) -> None:
+    """What would otherwise fail in the middle of the training, in other words."""
+    if not isinstance(schedule, EvidenceSchedule):
+        raise UnsupportedError("an EvidenceSchedule", repr(schedule),
+                               "Use ntk_laplace.EvidenceSchedule(frequency=10, steps=100).")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks),
+                               "Pass a function that takes a TrainingState.")
 
 
 def _go(run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings) -> EvidenceTraining:

@@ -57,10 +57,11 @@ class EvidenceSchedule:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise HyperparameterError(f"{name} as a whole number, at least {low}", f"{value!r}",
                                           f"Pass for instance EvidenceSchedule({name}={max(low, 1)}).")
-        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
+        if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
             raise HyperparameterError("a positive learning rate", f"{self.learning_rate!r}",
                                       "Between 0.01 and 1 works; see [I21] section 3.4.")
-        if len(self.bounds) != 2 or not 0 < self.bounds[0] < self.bounds[1] < math.inf:
+        pair = isinstance(self.bounds, Sequence) and len(self.bounds) == 2 and all(map(_is_number, self.bounds))
+        if not pair or not 0 < self.bounds[0] < self.bounds[1] < math.inf:
             raise HyperparameterError("positive bounds (low, high)", f"{self.bounds}",
                                       "Leave them out for (1e-10, 1e10).")
 
@@ -74,3 +75,7 @@ class EvidenceSchedule:
             own = dict(likelihood.named_parameters())
             return ["precision", "noise"] if "log_noise" in own else ["precision"]
         return [self.hyperparameters] if isinstance(self.hyperparameters, str) else list(self.hyperparameters)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
