@@ -483,21 +483,6 @@ class Gated(nn.Module):
         return self.head(positions.sum(0) * gate[:, None])
 
 
-def test_layers_that_no_gradient_reaches_are_planned_like_others():
-    """A layer of zeros behind them (a branch at its start, weights that decayed) costs no fallback."""
-    torch.manual_seed(8)
-    network = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-    for value in (0.0, 1e-160):
-        with torch.no_grad():
-            network[2].weight.fill_(value)
-            network[4].weight.fill_(value)
-        x = torch.randn(7, 3).double()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", NTKLaplaceWarning)
-            found = rows(network, x)
-        assert relative_error(found, jacobian(network, x)) < 1e-12
-
-
 def test_a_plan_made_in_silence_does_not_last():
     """What could not be seen on silent examples is found out on the first ones that speak."""
     torch.manual_seed(9)

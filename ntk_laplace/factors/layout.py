@@ -67,8 +67,8 @@ def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor) -> Layout | None
     """
     n = len(weights)
     size = float(scaled.abs().max()) if scaled.numel() else 0.0
-    if size < torch.finfo(plain.dtype).tiny / _TOLERANCE.get(plain.dtype, 3e-2):
-        return _likely_layout(plain.shape, n)
+    if size == 0.0:
+        return None
     tolerance = _TOLERANCE.get(plain.dtype, 3e-2) * size
     for dim, length in enumerate(plain.shape):
         if length % n or length == 0:
@@ -80,13 +80,3 @@ def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor) -> Layout | None
             if float((scaled - plain * per_row.reshape(shape)).abs().max()) <= tolerance:
                 return Layout(dim, positions_first)
     return None
-
-
-def _likely_layout(shape: torch.Size, n: int) -> Layout | None:
-    """Where examples lie as a rule, at a node that no gradient reaches, as behind a layer of zeros.
-
-    A guess: its rows are zero wherever it is wrong, and once they are not, the batch's own proof finds out.
-    """
-    dims = [dim for dim, length in enumerate(shape) if length and length % n == 0]
-    whole = [dim for dim in dims if shape[dim] == n]
-    return Layout((whole or dims)[0]) if dims else None
