@@ -112,7 +112,7 @@ def explore(
     posterior : Posterior
         With ``structure="gp"``.
     x : tensor, tuple or dict of tensors
-        Inputs to explain; 500 make a page of one or two megabytes.
+        Inputs to explain; all of them lie on the page, so hundreds are better than thousands.
     training : Tensor, optional
         The training inputs in the order of the fit, shown as images or rows.
     targets : Tensor, optional
