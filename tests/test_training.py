@@ -469,7 +469,7 @@ def interrupted(state: ntkl.TrainingState) -> None:
 @pytest.mark.parametrize("where", ["state", "file"])
 @pytest.mark.parametrize("kind", ["tensors", "loader"])
 def test_resuming_is_bit_for_bit(kind: str, where: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ntk_laplace.training.run._SNAPSHOT", 0.0)
+    monkeypatch.setattr("ntk_laplace.training.train._SNAPSHOT", 0.0)
 
     def start() -> nn.Module:
         random.seed(3)

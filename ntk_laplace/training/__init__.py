@@ -2,8 +2,8 @@
 
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
-from ntk_laplace.training.run import train_with_evidence
 from ntk_laplace.training.schedule import EvidenceSchedule
+from ntk_laplace.training.train import train_with_evidence
 
 __all__ = [
     "Callback",

@@ -1,0 +1,263 @@
+"""Training with evidence: what the caller brings is checked and put together, and the epochs are run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ntk_laplace.curvature import Form, Root
+from ntk_laplace.data import Batches, take
+from ntk_laplace.errors import (
+    HyperparameterError,
+    TrainingInterrupted,
+    UnsupportedError,
+)
+from ntk_laplace.fit import form_of
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.network import Network
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.progress import track
+from ntk_laplace.structures import Settings, write
+from ntk_laplace.training import state
+from ntk_laplace.training.minibatches import Minibatches, count_examples
+from ntk_laplace.training.objective import Objective, in_mode
+from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
+from ntk_laplace.training.run import Model, Run
+from ntk_laplace.training.schedule import EvidenceSchedule
+
+__all__ = ["train_with_evidence"]
+
+_EVERY, _SNAPSHOT = 60.0, 1.0  # seconds between checkpoints, and of work that an interruption may lose
+
+
+def train_with_evidence(
+    network: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    prior: GaussianPrior | None = None,
+    structure: str | Form = "kfac",
+    curvature: str | Root = "ggn",
+    *,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    epochs: int,
+    scheduler: Any = None,
+    scheduler_interval: str = "epoch",
+    schedule: EvidenceSchedule | None = None,
+    batch_size: int | None = 128,
+    evidence_data: Any = None,
+    callbacks: Callback | Sequence[Callback] = (),
+    dtype: torch.dtype | None = None,
+    settings: Settings | None = None,
+) -> EvidenceTraining:
+    """Train a network, its prior precisions and its noise at once: [I21] Algorithm 1.
+
+    The weights follow the optimizer on the negative log joint; every few epochs the hyperparameters take some steps
+    up the Laplace-GGN evidence at those weights. At the end the network, the prior and the likelihood are left at
+    the best evidence that was seen. No validation data are needed.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Trained in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
+        Parameters with ``requires_grad=False`` stay, and have no prior.
+    data : DataLoader, Dataset, or (X, y)
+        A loader keeps its batches and its order. The loss divides by the number of examples, so that learning rates
+        are those of a mean loss with ``weight_decay`` δ/N, and must not be given a ``weight_decay`` of their own.
+    likelihood : Likelihood
+        Its noise is learned where it is a Gaussian's, its temperature if the schedule asks for it. ``Tempered(
+        likelihood, weight)`` counts examples several times, as [I21] does under data augmentation.
+    prior : GaussianPrior, optional
+        By default precision 1 for each layer. Its precisions are the start.
+    structure, curvature
+        As in `laplace`.
+    optimizer : torch.optim.Optimizer or callable
+        Over the network's parameters, or what makes one of them: ``torch.optim.Adam``,
+        ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``. Clip gradients with its `register_step_pre_hook`.
+    epochs : int
+        At most.
+    scheduler : scheduler or callable, optional
+        Of the learning rate: one of torch's over this optimizer, or what makes it of the optimizer.
+    scheduler_interval : str
+        "epoch" or "batch": when it is stepped.
+    schedule : EvidenceSchedule, optional
+        When the evidence is computed, how the hyperparameters move, and when to stop early.
+    batch_size : int, optional
+        Examples per minibatch of a dataset or of tensors at most; None is all at once. A loader has its own.
+    evidence_data : optional
+        What the evidence reads, if it is not `data`: the examples without augmentation.
+    callbacks : callable or sequence of callables
+        Each is called with a `TrainingState` after every epoch, and may stop the training.
+    dtype : torch.dtype, optional
+        Of the evidence's algebra; float64 by default.
+    settings : Settings, optional
+        Progress bar, memory, batch size of the evidence's passes; `checkpoint` is written every minute, `resume`
+        goes on from one, or from the `state` of a `TrainingInterrupted`, to the same result bit for bit, given the
+        same data and arguments (`epochs` may grow, if the last evaluation was on schedule).
+
+    Returns
+    -------
+    EvidenceTraining
+        The posterior at the best evidence, and the history.
+
+    Raises
+    ------
+    TrainingInterrupted
+        On Ctrl-C. The network is left at the best evidence so far.
+    NTKLaplaceError
+        One of its family, which names what was expected, what came and what to do.
+    """
+    schedule = EvidenceSchedule() if schedule is None else schedule
+    settings = Settings() if settings is None else settings
+    callbacks = [callbacks] if callable(callbacks) else callbacks
+    _require_kinds(schedule, callbacks)
+    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+        raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
+    if scheduler_interval not in ("epoch", "batch"):
+        raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
+    if not isinstance(likelihood, Likelihood):
+        raise UnsupportedError("a likelihood object", f"{likelihood!r}",
+                               "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+    form_of(structure)
+    door = Network(network)
+    device, dtype_of_inputs = door.device, door.dtype
+    prior = GaussianPrior.of(prior, groups="layer").bind(door.shapes)
+    for module in (prior, likelihood):
+        module.to(device)
+    read = data if evidence_data is None else evidence_data
+    batches = Batches(read, settings.batch_size, device, dtype_of_inputs)
+    Batches(data, batch_size, device, dtype_of_inputs)  # refuses what is no data
+    n = count_examples(read, batches)
+    _probe(door, batches, likelihood, n)
+    quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
+    model = Model(network, likelihood, prior, read, structure, Root.of(curvature), dtype, quiet)
+    optimizer = _optimizer(optimizer, network)
+    scheduler = _scheduler(scheduler, optimizer)
+    run = Run(
+        model, Objective(network, likelihood, prior, n, door.num_outputs),
+        Minibatches(data, batch_size, device, dtype_of_inputs), optimizer, scheduler,
+        scheduler is not None and scheduler_interval == "batch", schedule,
+    )  # fmt: skip
+    if settings.resume is not None:
+        run.restore(state.read(settings.resume, device))
+    del door
+    with torch.inference_mode(False), torch.enable_grad(), in_mode(network, training=True):
+        return _go(run, epochs, list(callbacks), settings)
+
+
+def _require_kinds(schedule: Any, callbacks: Any) -> None:
+    """What would otherwise fail in the middle of the training, in other words."""
+    if not isinstance(schedule, EvidenceSchedule):
+        raise UnsupportedError("an EvidenceSchedule", repr(schedule),
+                               "Use ntk_laplace.EvidenceSchedule(frequency=10, steps=100).")
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks),
+                               "Pass a function that takes a TrainingState.")
+
+
+def _go(run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings) -> EvidenceTraining:
+    """All epochs, behind a progress bar; whatever happens, the network is left at the best evidence so far."""
+    latest, saved = run.snapshot(), time.monotonic()
+    taken = saved
+    remaining = range(run.epoch, epochs)
+    try:
+        for _ in track(remaining, run.words, len(remaining), settings.progress):
+            if run.stopped:
+                break
+            run.train_epoch()
+            evaluated = run.schedule.due(run.epoch, epochs)
+            if evaluated:
+                run.evaluate()
+            _call(run, epochs, callbacks, evaluated)
+            now = time.monotonic()
+            if now - taken > _SNAPSHOT:
+                latest, taken = run.snapshot(), now
+            if settings.checkpoint is not None and now - saved > _EVERY:
+                write(run.snapshot(), settings.checkpoint)
+                saved = now
+        if not run.history.epochs or (run.stopped and run.history.epochs[-1] != run.epoch):
+            run.evaluate()  # a callback stopped it between two evaluations
+        run.stopped = run.stopped or "all were asked for"
+        if settings.checkpoint is not None:
+            write(run.snapshot() | {"stopped": ""}, settings.checkpoint)
+        return run.result()
+    except KeyboardInterrupt as cause:
+        if settings.checkpoint is not None:
+            write(latest, settings.checkpoint)
+        _leave(run)
+        raise TrainingInterrupted(latest, len(latest["history"]["loss"]), epochs) from cause
+    except Exception:
+        _leave(run)
+        raise
+    finally:
+        run.optimizer.zero_grad(set_to_none=True)
+
+
+def _leave(run: Run) -> None:
+    if run.best:
+        run.model.load(run.best)
+
+
+def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool) -> None:
+    for callback in callbacks:
+        seen = TrainingState(
+            run.model.network, run.optimizer, run.epoch, epochs, run.history.loss[-1],
+            run.posterior if evaluated else None, run.history, run.stopped,
+        )  # fmt: skip
+        callback(seen)
+        run.stopped = seen.stopped
+
+
+def _probe(door: Network, batches: Batches, likelihood: Likelihood, n: int) -> None:
+    """Hold outputs, targets and the likelihood against each other before the first epoch."""
+    door.module.eval()
+    x, y = next(iter(batches))
+    with torch.no_grad():
+        door.without_grad(take(x, slice(0, 2)))
+    likelihood.bind(n, door.num_outputs)
+    if likelihood.at(slice(0, 1)) is not likelihood:
+        raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
+                               "Minibatches do not know which points they hold: give one variance, or one per output.")
+    likelihood.targets(y, len(y), door.num_outputs)
+
+
+def _optimizer(given: Any, network: nn.Module) -> torch.optim.Optimizer:
+    own = {id(p): name for name, p in network.named_parameters() if p.requires_grad}
+    if not isinstance(given, torch.optim.Optimizer):
+        if not callable(given):
+            raise UnsupportedError("an optimizer, or what makes one of parameters", f"a {type(given).__name__}",
+                                   "Pass torch.optim.Adam, or lambda p: torch.optim.SGD(p, lr=0.1).")
+        given = given([p for p in network.parameters() if p.requires_grad])
+        if not isinstance(given, torch.optim.Optimizer):
+            raise UnsupportedError("a callable that returns a torch.optim.Optimizer", f"a {type(given).__name__}",
+                                   "Pass torch.optim.Adam, or lambda p: torch.optim.SGD(p, lr=0.1).")
+    held = {id(p) for group in given.param_groups for p in group["params"] if p.requires_grad}
+    if held != set(own):
+        missing = [name for key, name in own.items() if key not in held]
+        got = f"one without {', '.join(missing[:3])}" if missing else "parameters of something else"
+        raise UnsupportedError("an optimizer of all the network's parameters that require gradients", got,
+                               "Freeze what is not to be trained with requires_grad_(False).")
+    decays = [group["weight_decay"] for group in given.param_groups if group.get("weight_decay")]
+    if decays:
+        raise HyperparameterError("an optimizer without weight decay: the prior is in the loss already",
+                                  f"weight_decay={decays[0]}", "Pass weight_decay=0; the precisions are its place.")
+    return given
+
+
+def _scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if given is None:
+        return None
+    made = given if hasattr(given, "step") and hasattr(given, "state_dict") else None
+    if made is None and callable(given):
+        made = given(optimizer)
+    if made is None or not hasattr(made, "step") or not hasattr(made, "state_dict"):
+        raise UnsupportedError("a learning rate scheduler, or what makes one of an optimizer",
+                               f"a {type(given).__name__}",
+                               "Pass lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, epochs).")
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise UnsupportedError("a scheduler of this training's optimizer", "one of another optimizer",
+                               "Pass what makes the scheduler of the optimizer.")
+    return made
