@@ -457,6 +457,7 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
     ("more", "code", "words"),
     [
         (["--inputs", "nowhere.npz"], 1, "an .npz file of inputs to explain; got nowhere.npz, where there is no file"),
+        (["--inputs", "wide_only.npz"], 1, "network that takes X of shape (2, 5) and type torch.float64; got"),
         (["--inputs", "d.npz", "--classes", "a,b"], 1, "expected 3 names of classes or outputs; got 2"),
         (["--inputs", "d.npz", "--shape", "3x3"], 1, "expected inputs of 9 numbers"),
         (["--inputs", "d.npz", "--shape", "3"], 2, "expected HEIGHTxWIDTH, such as 28x28, or 32x32x3; got '3'"),
@@ -469,6 +470,7 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
 def test_a_page_that_cannot_be(
     more: list[str], code: int, words: str, brought: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    np.savez("wide_only.npz", X=np.zeros((20, 5)))
     line = ["explain", "model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical", *more]
     if code == 2:
         with pytest.raises(SystemExit) as left:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import ntk_laplace as ntkl
-from ntk_laplace.cli.inputs import load_inputs
+from ntk_laplace.cli.inputs import check_forward, load_inputs
 from ntk_laplace.cli.model import bring, require_writable
 from ntk_laplace.explorer import Naming, explore
 
@@ -25,6 +25,7 @@ def run(options: argparse.Namespace) -> None:
     require_writable(options.out)
     model = bring(options)
     x, y = load_inputs(options.inputs, model.dtype)
+    check_forward(model.network, x.to(next(model.network.parameters()).device))
     x, y = x[: options.most], None if y is None else y[: options.most]
     posterior = ntkl.laplace(
         model.network, (model.x, model.y), model.likelihood, model.prior, curvature=options.curvature,
