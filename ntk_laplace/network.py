@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -287,14 +288,45 @@ def _every_other(x: Inputs) -> Inputs:
     return take(x, slice(None, None, 2))
 
 
+class _Stale:
+    """In the place of a tensor that a forward pass has left on the module, with its graph (attention maps, say).
+
+    A network that writes it anew never sees this one; one that reads it would be linearized through an old graph.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        stale = next((a for a in arguments if isinstance(a, cls)), None)
+        raise NetworkError("a network that computes its outputs from inputs, parameters and buffers",
+                           f"one that reads {stale.name if stale else 'a tensor'} of an earlier forward pass",
+                           "Compute it in forward() each time, or register it as a buffer.")
+
+
+def _left_behind(value: Any, name: str) -> dict[int, _Stale]:
+    """Tensors with a graph among a module's plain attributes, by id; copy.deepcopy refuses them."""
+    if isinstance(value, Tensor):
+        return {} if value.grad_fn is None else {id(value): _Stale(name)}
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return {key: stale for part in parts for key, stale in _left_behind(part, name).items()}
+
+
 def _private_copy(module: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                memo |= _left_behind(value, f"{prefix}.{name}" if prefix else name)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            twin = copy.deepcopy(module)
+            twin = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as cause:
         raise NetworkError("a module that copy.deepcopy can copy", f"{type(cause).__name__}: {cause}",
-                           "Keep only parameters, buffers and plain values on the module; replace the old "
-                           "torch.nn.utils.weight_norm by torch.nn.utils.parametrizations.weight_norm.") from cause
+                           "Keep only parameters, buffers and plain values on the module.") from cause
+    for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True):
+        ours.requires_grad_(theirs.requires_grad)  # TorchScript's copy forgets it
     return _without_backward_hooks(twin)
 
 
@@ -332,6 +364,11 @@ def _choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
         raise NetworkError("at least one parameter that requires a gradient",
                            f"none of {len(named)} parameters chosen and requiring one",
                            "Set requires_grad=True on the parameters to linearize, or widen parameters=.")
+    for name in sorted(chosen):
+        if named[name].is_complex():
+            raise NetworkError("real parameters", f"{name!r} of {named[name].dtype}",
+                               "Store its real and imaginary parts in one real parameter and use torch.view_as_complex "
+                               "in forward(), or leave it out with parameters=.")
     dtypes = {named[name].dtype for name in chosen}
     devices = {named[name].device for name in chosen}
     if len(dtypes) > 1 or len(devices) > 1:

@@ -310,6 +310,29 @@ def test_no_parameter_left(net):
         fit(net, (inputs(), torch.zeros(N, 4).double()))
 
 
+class Stale(nn.Linear):
+    """Computes its weight in train mode alone, and reads that one ever after."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.scaled = 2 * self.weight
+        return x @ self.scaled.T
+
+
+def test_networks_that_read_what_an_earlier_pass_left():
+    net = Stale(4, 2).double()
+    net(inputs())
+    with refused(errors.NetworkError, "computes its outputs from inputs, parameters", "reads 0.scaled", "register"):
+        fit(nn.Sequential(net).eval(), (inputs(), torch.zeros(N, 2).double()))
+
+
+def test_complex_parameters():
+    net = network()
+    net.spectrum = nn.Parameter(torch.ones(2, dtype=torch.complex128))
+    with refused(errors.NetworkError, "real parameters", "'spectrum' of torch.complex128", "view_as_complex"):
+        fit(net)
+
+
 def test_names_of_no_parameter():
     with refused(errors.NetworkError, "parameter names among 0.weight", "'3.weight'", "named_parameters"):
         fit(parameters=["3.weight"])

@@ -300,3 +300,43 @@ def test_fast_settings_of_attention_come_back():
     posterior = ntkl.laplace(network, (x, torch.zeros(5, 2).double()), ntkl.Gaussian(), structure="gp")
     posterior.latent_moments(x)
     assert (network_state(network), process_state()) == before
+
+
+class Watched(nn.Module):
+    """Keeps its activations, as one does for pictures: tensors with a graph, which copy.deepcopy refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.seen: list[Tensor] = []
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = torch.tanh(self.lift(x))
+        self.seen.append(self.hidden)
+        self.kept["last"] = (self.hidden,)
+        return self.out(self.hidden)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning", "ignore:no factor rule covers")
+@pytest.mark.parametrize("kind", ["activations", "old weight_norm", "old spectral_norm", "TorchScript"])
+def test_what_a_forward_pass_left_behind(kind):
+    """A network that has been used gives the evidence of its fresh twin, and keeps what it held."""
+    torch.manual_seed(0)
+    made = {
+        "activations": Watched,
+        "old weight_norm": lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)),
+        "old spectral_norm": lambda: nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)),
+        "TorchScript": lambda: torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))),
+    }[kind]().double().eval()
+    data = torch.randn(6, 3).double(), torch.randn(6, 2).double()
+    made(data[0])
+    posterior = ntkl.laplace(made, data, ntkl.Gaussian(0.3))
+    jacobian = torch.cat([torch.stack([
+        torch.cat([g.flatten() for g in torch.autograd.grad(out, list(made.parameters()), retain_graph=True)])
+        for out in row]) for row in made(data[0])])  # fmt: skip
+    kernel = jacobian @ jacobian.T
+    assert torch.allclose(posterior.log_det(), torch.logdet(torch.eye(12) + kernel / 0.3), rtol=1e-10)
+    if kind == "activations":
+        assert made.hidden.grad_fn is not None
+        assert [h.grad_fn is not None for h in (*made.seen, *made.kept["last"])] == [True] * 3
