@@ -299,10 +299,18 @@ class _Stale:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        stale = next((a for a in arguments if isinstance(a, cls)), None)
-        raise NetworkError("a network that computes its outputs from inputs, parameters and buffers",
-                           f"one that reads {stale.name if stale else 'a tensor'} of an earlier forward pass",
-                           "Compute it in forward() each time, or register it as a buffer.")
+        raise _reads(next((a.name for a in arguments if isinstance(a, cls)), "a tensor"))
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # what copy and pickle ask for
+            raise AttributeError(attribute)
+        raise _reads(self.name)
+
+
+def _reads(name: str) -> NetworkError:
+    return NetworkError("a network that computes its outputs from inputs, parameters and buffers",
+                        f"one that reads {name} of an earlier forward pass",
+                        "Compute it in forward() each time, or register it as a buffer.")
 
 
 def _left_behind(value: Any, name: str) -> dict[int, _Stale]:
