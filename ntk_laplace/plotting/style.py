@@ -1,0 +1,41 @@
+"""What all pictures share: colours, plain axes, bytes.
+
+Colours are those of Okabe and Ito, which people with any colour vision tell apart.
+"""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "SERIES", "VERMILION", "flat", "png", "tidy"]
+
+BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#5B6470"
+SERIES = ((ORANGE, "s", "--"), (BLUE, "o", "-"), (GREEN, "^", ":"))  # colour, marker, line of each series in turn
+
+
+def png(figure: Figure, dpi: int = 130) -> bytes:
+    """Render to PNG; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def flat(values: ArrayLike) -> NDArray[np.float64]:
+    """One-dimensional float64 values."""
+    return np.asarray(values, dtype=np.float64).ravel()
+
+
+def tidy(axes: Axes, title: str = "") -> Axes:
+    """Axes as all our pictures have them: no box, a light grid behind, the title on the left."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#E3E6EA", lw=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=9)
+    if title:
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    return axes
