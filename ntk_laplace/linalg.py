@@ -15,6 +15,7 @@ __all__ = [
     "add_outer_lower_",
     "cholesky_",
     "cholesky_logdet",
+    "cholesky_of",
     "inverse_from_cholesky",
     "log_det_curve",
     "solve_lower",
@@ -48,12 +49,7 @@ def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
         stop = min(start + block, n)
         diagonal = matrix[start:stop, start:stop]
         factor, info = torch.linalg.cholesky_ex(diagonal)
-        if int(info) != 0:
-            raise NumericalError(
-                "a positive definite matrix",
-                f"a leading minor of order {start + int(info)} of {n} that is not positive ({matrix.dtype})",
-                "Use dtype=torch.float64, or a larger prior precision.",
-            )
+        _require_definite(info, start, matrix)
         diagonal.copy_(factor)
         if stop == n:
             break
@@ -66,6 +62,28 @@ def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
             rows = matrix[row:end, start:stop]
             matrix[row:end, stop:end].addmm_(rows, matrix[stop:end, start:stop].mT, alpha=-1.0)
     return matrix
+
+
+def cholesky_of(matrix: Tensor) -> Tensor:
+    """L with ``A = L Lᵀ`` of a small positive definite matrix (n, n), which stays; differentiable.
+
+    Raises
+    ------
+    NumericalError
+        As `cholesky_`.
+    """
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    _require_definite(info, 0, matrix)
+    return factor
+
+
+def _require_definite(info: Tensor, before: int, matrix: Tensor) -> None:
+    if int(info) != 0:
+        raise NumericalError(
+            "a positive definite matrix",
+            f"a leading minor of order {before + int(info)} of {len(matrix)} that is not positive ({matrix.dtype})",
+            "Use dtype=torch.float64, or a larger prior precision.",
+        )
 
 
 def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> None:

@@ -123,6 +123,33 @@ def test_an_interruption_leaves_the_best_seen(regression, monkeypatch: pytest.Mo
     assert whole(posterior).item() > start
 
 
+def test_a_line_search_comes_back_from_where_nothing_can_be_computed(regression, monkeypatch) -> None:
+    posterior, walls = fit(regression, "gp", 1e-3, noise=1.0), []
+    whole = type(posterior).log_marginal_likelihood
+
+    def breaks(self, correction: bool = False) -> Tensor:
+        if self.likelihood.noise < 0.02:  # the first step goes there, to 1e-6, and the optimum is at 0.06
+            walls.append(1)
+            raise ntkl.NumericalError("a positive definite matrix", "another", "Go back.")
+        return whole(self, correction)
+
+    expected = fit(regression, "gp", 1e-3).fit_hyperparameters()
+    monkeypatch.setattr(type(posterior), "log_marginal_likelihood", breaks)
+    found = posterior.fit_hyperparameters()
+    assert walls and found.converged
+    assert found.evidence[found.best] == pytest.approx(expected.evidence[expected.best], abs=1e-4)
+    posterior.likelihood.noise = 0.01
+    with pytest.raises(ntkl.NumericalError):  # a start where nothing can be computed
+        posterior.fit_hyperparameters()
+
+
+def test_inf_far_outside_its_reach_is_refused_in_words(regression) -> None:
+    """L-BFGS may ask for it; what it goes back from is one of the library's own errors."""
+    posterior = fit(regression, STRUCTURES["inf"], 1e-9, "all", 1e-9)
+    with pytest.raises(ntkl.NumericalError, match="positive definite"):
+        posterior.log_marginal_likelihood()
+
+
 def test_wrong_requests(regression) -> None:
     posterior = fit(regression, "gp")
     with pytest.raises(ntkl.UnsupportedError, match="lbfgs, adam, mackay; got 'newton'"):

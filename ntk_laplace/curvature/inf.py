@@ -16,7 +16,7 @@ from ntk_laplace.curvature.parts import Part
 from ntk_laplace.curvature.summary import Basis
 from ntk_laplace.errors import HyperparameterError, NumericalError
 from ntk_laplace.factors import Rows
-from ntk_laplace.linalg import cholesky_logdet, solve_lower
+from ntk_laplace.linalg import cholesky_logdet, cholesky_of, solve_lower
 from ntk_laplace.resources import require_memory
 
 __all__ = ["InfPart", "LowRank", "chosen_rank"]
@@ -202,7 +202,7 @@ class InfPart:
         weights = self._scale(kept, exact).square() / total
         inner = self._inner(kept, weights)
         inner = inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
-        log_det = 2.0 * torch.linalg.cholesky(inner).diagonal().log().double().sum()
+        log_det = 2.0 * cholesky_of(inner).diagonal().log().double().sum()
         return torch.log(total / precision).double().sum() + log_det
 
     @cached_property
@@ -212,7 +212,7 @@ class InfPart:
         scale = self._scale(self.kept, self.exact)
         inner = self._inner(self.kept, scale.square() * weights)
         inner.diagonal().add_(1.0)
-        return weights, scale, torch.linalg.cholesky(inner)
+        return weights, scale, cholesky_of(inner)
 
     # --- evidence
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, NumericalError, UnsupportedError
 from ntk_laplace.hyperparameters.history import HyperparameterHistory
 from ntk_laplace.hyperparameters.variables import Evidence, Variables, spectral_evidence
 from ntk_laplace.likelihoods import Gaussian
@@ -131,6 +131,13 @@ class _Search:
         recent = self.history.evidence[-steps:]
         return len(recent) == steps and max(recent) - min(recent) <= self.tolerance * (1.0 + abs(recent[-1]))
 
+    def wall(self, logs: Tensor) -> tuple[float, np.ndarray]:
+        """What a line search sees where nothing can be computed: a slope back to the last step, steep but finite."""
+        away = logs - self._logs[-1]
+        height = 1.0 + abs(self.history.evidence[-1])
+        slope = 2.0 * height * away / away.square().sum()
+        return height - self.history.evidence[-1], slope.numpy()
+
     def stop(self, converged: bool, message: str) -> None:
         """Say why."""
         self.history.converged, self.history.message = converged, message
@@ -159,7 +166,12 @@ def _lbfgs(search: _Search) -> None:
 
     def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
         point = search.inside(torch.as_tensor(logs))
-        value, gradient = search.at(point)
+        try:
+            value, gradient = search.at(point)
+        except NumericalError:
+            if not search.history.evidence:
+                raise
+            return search.wall(point)
         last.update(point=point, value=value, gradient=gradient)
         if not search.history.evidence:
             search.note(value, point, gradient)

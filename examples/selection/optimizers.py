@@ -1,0 +1,158 @@
+"""Three optimizers of the evidence from precisions of 1e-3 to 1e3, at fixed weights: do they meet? [I21] figure 4.
+
+    python examples/selection/optimizers.py [--data DIR] --out optimizers
+
+200 points like Snelson's (made; with ``--data`` his own, from DIR/snelson.npz) without a gap and a fourth kept for
+testing, as in i21_regression.py; a network of three hidden layers of 50 tanh units, trained once by L-BFGS. From each
+of seven precisions, `fit_hyperparameters` moves precisions and noise by "lbfgs", "adam" and "mackay", under one
+precision or one for each layer, in several structures. For each structure and grouping the table holds how many runs
+converged, the largest difference in evidence between any two of them, the largest ratio of a precision or the noise,
+and each method's median number of steps. optimizers.png shows the traces over the evidence that the best noise gives
+each precision (exact function space). It writes optimizers.json.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from i21_regression import Problem
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.hyperparameters import METHODS
+from ntk_laplace.plotting import BLUE, GREY, ORANGE, VERMILION, png
+
+from _shared import machine, mlp, parser, table, write  # isort: skip (i21_regression knows where it is)
+
+STRUCTURES = {"gp": "gp", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=20), "diag": "diag"}
+COLORS = {"lbfgs": BLUE, "adam": ORANGE, "mackay": VERMILION}
+STEPS = 1000  # at most
+
+
+def trained(problem: Problem, width: int) -> nn.Module:
+    """A network at its MAP under precision 0.3 and noise of variance 0.09."""
+    torch.manual_seed(0)
+    network = mlp((1, width, width, width, 1)).double()
+    weights, (x, y) = list(network.parameters()), problem.train
+    optimizer = torch.optim.LBFGS(weights, max_iter=2000, tolerance_grad=1e-5, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        loss = 0.5 * (network(x) - y).square().sum() / 0.09 + 0.15 * sum(p.square().sum() for p in weights)
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+    optimizer.zero_grad()
+    return network.eval()
+
+
+def climb(posterior: ntkl.Posterior, method: str, start: float) -> dict[str, Any]:
+    """One run from one precision for all groups and a noise of 1; where it went."""
+    posterior.prior.precision, posterior.likelihood.noise = start, 1.0
+    begin = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what did not converge is counted
+        history = posterior.fit_hyperparameters(method, steps=STEPS)
+    return {
+        "method": method, "start": start, "converged": history.converged, "steps": len(history) - 1,
+        "seconds": time.perf_counter() - begin, "evidence": history.evidence[history.best],
+        "values": history.values[history.best], "trace": [row[0] for row in history.values],
+        "evidences": history.evidence,
+    }  # fmt: skip
+
+
+def profile(posterior: ntkl.Posterior, problem: Problem) -> dict[float, tuple[float, float]]:
+    """Over precisions, each with its best noise: the evidence, and the test log likelihood per point."""
+    found, (x, y) = {}, problem.test
+    for precision in torch.logspace(-4, 4, 41).tolist():
+        posterior.prior.precision = precision
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+            history = posterior.fit_hyperparameters(parameters="noise", tolerance=1e-4)
+        found[precision] = history.evidence[history.best], posterior.predict(x).log_prob(y).mean().item()
+    return found
+
+
+def picture(runs: list[dict[str, Any]], found: dict[float, tuple[float, float]]) -> Figure:
+    """Traces of single runs over the evidence of each precision at its best noise; the test score beside."""
+    grid = list(found)
+    best, test = zip(*found.values(), strict=True)
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.semilogx(grid, best, color="black", lw=1, label="at its best noise")
+    for run in runs:
+        at_an_end = run["start"] in (runs[0]["start"], runs[-1]["start"])
+        if at_an_end:
+            label = run["method"] if run["start"] == runs[0]["start"] else None
+            left.plot(run["trace"], run["evidences"], ".-", color=COLORS[run["method"]], ms=4, lw=0.8, label=label)
+    left.set(xlabel="precision", ylabel="evidence, nats", ylim=(min(best) - 50, max(best) + 40))
+    left.legend(fontsize=8)
+    right.semilogx(grid, test, "o-", color=GREY, ms=3)
+    right.axvline(runs[0]["values"][0], color=BLUE, ls="--", label="learned")
+    right.set(xlabel="precision, noise at its best", ylabel="test log likelihood, linearized predictive")
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main() -> None:
+    """Run, print, write."""
+    arguments = parser(__doc__, "optimizers")
+    arguments.add_argument("--data", type=Path, help="folder with snelson.npz; without it the points are made")
+    arguments.add_argument("--starts", type=int, default=7, help="precisions from 1e-3 to 1e3 (default 7)")
+    options = arguments.parse_args()
+    torch.set_num_threads(options.threads)
+    width = 50
+    structures = dict(STRUCTURES)
+    if options.small:
+        options.starts, width = 2, 6
+        structures = {name: STRUCTURES[name] for name in ("gp", "inf")}
+    options.out.mkdir(parents=True, exist_ok=True)
+    problem = Problem(options)
+    network = trained(problem, width)
+    results, rows = [], []
+    for groups in ("all", "layer"):
+        for name, structure in structures.items():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # INF says where it shrinks
+                posterior = ntkl.laplace(
+                    network, problem.train, ntkl.Gaussian(), ntkl.GaussianPrior(groups=groups), structure
+                )
+            starts = torch.logspace(-3, 3, options.starts).tolist()
+            runs = [climb(posterior, method, start) for start in starts for method in METHODS]
+            if (groups, name) == ("all", "gp"):
+                figure = picture(runs, profile(posterior, problem))
+                (options.out / "optimizers.png").write_bytes(png(figure))
+            rows.append([groups, name, *line(runs)])
+            results.append({"groups": groups, "structure": name, "runs": [
+                {key: value for key, value in run.items() if key not in ("trace", "evidences")} for run in runs
+            ]})  # fmt: skip
+            print(rows[-1], flush=True)
+    heads = ["precisions", "structure", "converged", "evidence", "largest difference", "largest ratio", "noise",
+             *(f"{method}: steps" for method in METHODS)]  # fmt: skip
+    print(f"\n{len(problem.train[1])} points, starts {starts[0]:g} to {starts[-1]:g}\n\n{table(heads, rows)}")
+    write(options.out / "optimizers.json", {"machine": machine(options.threads), "results": results})
+
+
+def line(runs: list[dict[str, Any]]) -> list[str]:
+    """What a structure's runs have in common."""
+    evidences = [run["evidence"] for run in runs]
+    values = np.array([run["values"] for run in runs])
+    ratios = (values.max(0) / values.min(0)).max()
+    best = max(runs, key=lambda run: run["evidence"])
+    steps = [f"{np.median([run['steps'] for run in runs if run['method'] == method]):.0f}" for method in METHODS]
+    converged = f"{sum(run['converged'] for run in runs)} of {len(runs)}"
+    return [converged, f"{max(evidences):.3f}", f"{max(evidences) - min(evidences):.2g}", f"{ratios:.4f}",
+            f"{best['values'][-1]:.4f}", *steps]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
