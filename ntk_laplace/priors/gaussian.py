@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
-from ntk_laplace.priors.names import (
-    GROUPS,
-    Value,
-    assign,
-    checked_mean,
-    checked_precision,
-    describe,
-    flat_mean,
-    flatten,
-    names_of,
-    shorten,
-    unknown,
-)
+from ntk_laplace.priors.grouping import Grouping
+from ntk_laplace.priors.names import GROUPS, Value, checked_mean, checked_precision, describe, flat_mean, names_of
 
 __all__ = ["GaussianPrior"]
 
@@ -72,13 +60,10 @@ class GaussianPrior(nn.Module):
             )
         self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
         self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
-        self._shapes: dict[str, Size] = {}
-        self._group_of: dict[str, int] = {}
-        self._offsets: dict[str, int] = {}
-        self._names = ["all"] if groups == "all" else []
+        self._grouping = Grouping(names=["all"] if groups == "all" else [])
         self.register_parameter("log_precision", None)
         if groups == "all":
-            self._make(self._values(precision))
+            self._make(self._grouping, precision)
 
     # --- the door -------------------------------------------------------------------------------------
 
@@ -109,30 +94,23 @@ class GaussianPrior(nn.Module):
             Itself.
         """
         shapes = {name: Size(shape) for name, shape in shapes.items()}
-        if self._shapes:
+        if self._grouping.shapes:
             return self._rebind(shapes)
         if not shapes:
             raise HyperparameterError(
                 "a network with at least one trainable parameter", "none", "Set requires_grad on some of them."
             )
-        group_of, names = assign(self.groups, list(shapes))
-        mean = flat_mean(self._given_mean, shapes)
-        self._shapes, self._group_of, self._names = shapes, group_of, names
-        ends = accumulate(shape.numel() for shape in shapes.values())
-        self._offsets = dict(zip(shapes, [0, *ends], strict=False))
-        try:
-            if self.log_precision is None:
-                self._make(self._values(self._given_precision))
-        except HyperparameterError:
-            self._shapes, self._group_of = {}, {}  # as if it had not been tried
-            raise
+        grouping, mean = Grouping.of(self.groups, shapes), flat_mean(self._given_mean, shapes)
+        if self.log_precision is None:
+            self._make(grouping, self._given_precision)
+        self._grouping = grouping
         self.register_buffer("_mean", mean.to(self.log_precision.device), persistent=False)
         return self
 
     def _rebind(self, shapes: dict[str, Size]) -> GaussianPrior:
-        if list(shapes.items()) != list(self._shapes.items()):
+        if list(shapes.items()) != list(self._grouping.shapes.items()):
             raise HyperparameterError(
-                f"the network this prior was bound to, {describe(self._shapes)}",
+                f"the network this prior was bound to, {describe(self._grouping.shapes)}",
                 describe(shapes),
                 "Make a new GaussianPrior for each network.",
             )
@@ -141,14 +119,12 @@ class GaussianPrior(nn.Module):
     @property
     def group_names(self) -> list[str]:
         """Names of the groups, in the order of `log_precision`."""
-        if self.groups == "parameter":
-            return [f"{name}[{i}]" for name, shape in self._shapes.items() for i in range(shape.numel())]
-        return list(self._names)
+        return self._grouping.group_names
 
     @property
     def num_parameters(self) -> int:
         """P, the number of parameters."""
-        return sum(shape.numel() for shape in self._bound().values())
+        return self._bound().num_parameters
 
     # --- precisions --------------------------------------------------------------------------------------
 
@@ -164,24 +140,15 @@ class GaussianPrior(nn.Module):
             self._given_precision = value
             return
         with torch.no_grad():
-            self.log_precision.copy_(self._values(value).log())
+            self.log_precision.copy_(self._grouping.values(value).log())
 
     def group_of(self, name: str) -> int | slice:
         """Where in `log_precision` a parameter's precision stands; a slice for ``groups="parameter"``."""
-        self._bound()
-        if name not in self._group_of:
-            raise unknown("parameter", name, self._shapes)
-        if self.groups != "parameter":
-            return self._group_of[name]
-        start = self._offsets[name]
-        return slice(start, start + self._shapes[name].numel())
+        return self._bound().place(name)
 
     def group_counts(self) -> Tensor:
         """Count the parameters in each group, (G,), int64."""
-        if self.groups == "parameter":
-            return torch.ones(self.num_parameters, dtype=torch.int64, device=self._log_precision().device)
-        index, sizes = self._index()
-        return torch.zeros(len(self._names), dtype=torch.int64, device=index.device).index_add(0, index, sizes)
+        return self._bound().counts(self._log_precision().device)
 
     def tensor_precision(self, name: str) -> Tensor:
         """Precision of a parameter, 0-d; flat (numel,) for ``groups="parameter"``. Differentiable."""
@@ -189,7 +156,7 @@ class GaussianPrior(nn.Module):
 
     def flat_precision(self) -> Tensor:
         """Diagonal of P0, (P,), in the order of the network's parameters. Differentiable."""
-        return self._spread(self.precision)
+        return self._bound().spread(self.precision)
 
     def log_det(self) -> Tensor:
         """Log determinant of P0. Differentiable."""
@@ -199,7 +166,6 @@ class GaussianPrior(nn.Module):
 
     def flat_mean(self) -> Tensor:
         """μ0, (P,), float64."""
-        self._bound()
         return self._mean.expand(self.num_parameters)
 
     def group_distances(self, theta: Tensor) -> Tensor:
@@ -210,12 +176,7 @@ class GaussianPrior(nn.Module):
                 f"shape {tuple(theta.shape)}",
                 "Concatenate all parameters in the network's order.",
             )
-        squares = (theta.double() - self.flat_mean().to(theta.device)).square()
-        if self.groups == "parameter":
-            return squares
-        index, sizes = self._index()
-        sums = torch.stack([part.sum() for part in squares.split(sizes.tolist())])
-        return sums.new_zeros(len(self._names)).index_add(0, index.to(sums.device), sums)
+        return self._grouping.sums((theta.double() - self.flat_mean().to(theta.device)).square())
 
     def energy(self, theta: Tensor) -> Tensor:
         """``½ (θ-μ0)ᵀ P0 (θ-μ0)`` of flat θ (P,), nats, float64. Differentiable in θ and the precisions."""
@@ -229,86 +190,19 @@ class GaussianPrior(nn.Module):
 
     # --- inside ------------------------------------------------------------------------------------------------
 
-    def _make(self, precision: Tensor) -> None:
-        self.log_precision = nn.Parameter(precision.log())
+    def _make(self, grouping: Grouping, precision: Value | Mapping[str, Value]) -> None:
+        self.log_precision = nn.Parameter(grouping.values(precision).log())
 
-    def _bound(self) -> dict[str, Size]:
-        if not self._shapes:
+    def _bound(self) -> Grouping:
+        if not self._grouping.shapes:
             raise HyperparameterError(
                 "a prior that knows the network's parameters",
                 "one that was not bound",
                 "Call prior.bind(shapes) with names and shapes, as laplace() does.",
             )
-        return self._shapes
+        return self._grouping
 
     def _log_precision(self) -> nn.Parameter:
         if self.log_precision is None:
             self._bound()
         return self.log_precision
-
-    def _index(self) -> tuple[Tensor, Tensor]:
-        """Group and size of each parameter tensor, in order."""
-        self._bound()
-        device = self._log_precision().device
-        sizes = [shape.numel() for shape in self._shapes.values()]
-        return torch.tensor(list(self._group_of.values()), device=device), torch.tensor(sizes, device=device)
-
-    def _spread(self, values: Tensor) -> Tensor:
-        """Values per group (G,) as values per parameter (P,)."""
-        if self.groups == "parameter":
-            return values
-        index, sizes = self._index()
-        return values[index].repeat_interleave(sizes, output_size=self.num_parameters)
-
-    def _values(self, given: Value | Mapping[str, Value]) -> Tensor:
-        """Precisions of the groups, (G,), from whatever they were given as."""
-        size = self.num_parameters if self.groups == "parameter" else len(self._names)
-        if isinstance(given, Mapping):
-            return self._from_parameters(given) if self.groups == "parameter" else self._from_groups(given)
-        values = torch.as_tensor(given, dtype=torch.float64)
-        if values.numel() != 1 and values.shape != (size,):
-            raise HyperparameterError(
-                f"one precision, or one per group, ({size},)",
-                f"shape {tuple(values.shape)}",
-                f"The groups are {shorten(self.group_names)}.",
-            )
-        return values.flatten().expand(size).clone()
-
-    def _from_groups(self, given: Mapping[str, Value]) -> Tensor:
-        values: dict[str, float] = {}
-        for key, value in given.items():
-            group = self._group_named(key)
-            if group in values or torch.as_tensor(value).numel() != 1:
-                got = "two" if group in values else f"shape {tuple(torch.as_tensor(value).shape)}"
-                raise HyperparameterError(
-                    f"one precision for group {group!r}", got, 'Tensors of precisions want groups="parameter".'
-                )
-            values[group] = float(value)
-        missing = [name for name in self._names if name not in values]
-        if missing:
-            raise HyperparameterError(
-                f"a precision for every group, {shorten(self._names)}",
-                f"none for {shorten(missing)}",
-                "Name each group once.",
-            )
-        return torch.tensor([values[name] for name in self._names], dtype=torch.float64)
-
-    def _group_named(self, key: str) -> str:
-        if key in self._names:
-            return key
-        if key not in self._group_of:
-            raise unknown("group", key, self._names)
-        group = self._group_of[key]
-        if list(self._group_of.values()).count(group) > 1:
-            raise HyperparameterError(
-                f"the name of a group, such as {self._names[group]!r}",
-                f"{key!r}, one of several parameters in it",
-                'Name the group, or use groups="tensor".',
-            )
-        return self._names[group]
-
-    def _from_parameters(self, given: Mapping[str, Value]) -> Tensor:
-        for key in given:
-            if key not in self._shapes:
-                raise unknown("parameter", key, self._shapes)
-        return flatten(given, self._shapes, "precision")
