@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 __all__ = [
     "DataError",
     "FitInterrupted",
@@ -114,3 +116,16 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 class NTKLaplaceWarning(UserWarning):
     """Something the caller should know: a fallback in use, a costly choice."""
+
+
+def require_whole(what: str, value: object, least: int, remedy: str) -> int:
+    """A whole number of at least `least`, as it is.
+
+    Raises
+    ------
+    HyperparameterError
+        If it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise HyperparameterError(f"{what} as a whole number, at least {least}", f"{value!r}", remedy)
+    return int(value)

@@ -84,7 +84,10 @@ def laplace(
     prior = GaussianPrior.of(prior).bind(door.shapes)
     root = Root.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
-    settings = Settings() if settings is None else settings
+    if dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
+                               "Leave it out for float64; the network itself may run in any other.")
+    settings = Settings.of(settings)
     if not isinstance(likelihood, Likelihood):
         raise UnsupportedError("a likelihood object", f"{likelihood!r}",
                                "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")

@@ -357,7 +357,10 @@ def _choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
         last = free[-1].rpartition(".")[0] if free else ""
         chosen = {name for name in free if name.rpartition(".")[0] == last}
     else:
-        wanted = [choice] if isinstance(choice, str) else list(choice)
+        wanted = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
+        if not all(isinstance(want, str) for want in wanted):
+            raise NetworkError('names of parameters or modules, a function of name and parameter, or "last_layer"',
+                               repr(choice), "Leave parameters= out for all that require gradients.")
         chosen = set()
         for want in wanted:
             hits = {name for name in named if name == want or name.startswith(want + ".")}

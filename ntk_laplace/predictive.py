@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor
 from torch.quasirandom import SobolEngine
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.covariances import covariance_root
 from ntk_laplace.likelihoods.responses import Response
@@ -60,7 +60,7 @@ def predictive(
     UnsupportedError
         If there is no such method, or none for this likelihood.
     HyperparameterError
-        If `samples` is not positive.
+        If `samples` is no whole number, or not positive.
     NumericalError
         If a covariance has a negative eigenvalue that no rounding explains.
     """
@@ -98,8 +98,7 @@ def normal_points(samples: int, dimension: int, generator: Generator | None = No
 
 
 def _points(samples: int, like: Tensor, generator: Generator | None) -> Callable[[], Tensor]:
-    if samples < 1:
-        raise HyperparameterError("at least one sample", f"samples={samples}", "Pass a positive number, such as 1000.")
+    require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
     return lambda: normal_points(samples, like.shape[-1], generator).to(like)
 
 

@@ -559,3 +559,42 @@ def test_every_error_is_of_one_family():
     error = errors.TargetError("this", "that", "Do so.")
     assert str(error) == "expected this; got that. Do so."
     assert (error.expected, error.got, error.remedy) == ("this", "that", "Do so.")
+
+
+def test_numbers_and_objects_of_the_wrong_kind():
+    """What torch or Python would say of them in words of their own, somewhere inside."""
+    data, likelihood = (inputs(), labels()), ntkl.Categorical()
+    gp, kfac = (ntkl.laplace(network(), data, likelihood, structure=name) for name in ("gp", "kfac"))
+    for samples in (0, 10.5, "a", True):
+        for posterior, method in ((gp, "glm"), (kfac, "glm"), (kfac, "nn")):
+            with refused(errors.HyperparameterError, "samples as a whole number, at least 1", ".", "1000"):
+                posterior.predict(inputs(), method, samples)
+    for count in (-1, 1.5, "a"):
+        with refused(errors.HyperparameterError, "count as a whole number", ".", "draws"):
+            kfac.sample(count)
+    for verb in (lambda: gp.predict(inputs(), generator=3), lambda: kfac.sample(2, generator=3)):
+        with refused(errors.UnsupportedError, "torch.Generator", "3", "manual_seed"):
+            verb()
+    with refused(errors.UnsupportedError, "likelihood object", "3", "Gaussian"):
+        gp.predict(inputs(), likelihood=3)
+    for factors in ("a", None):
+        with refused(errors.HyperparameterError, "positive finite factors", ".", "logarithms"):
+            gp.evidence_curve(factors)
+    with refused(errors.UnsupportedError, "another posterior", "a int", "condition"):
+        kfac.merge(5)
+    for samples, seed in ((0, 0), ("a", 0), (1, -1)):
+        with refused(errors.HyperparameterError, "as a whole number", ".", "Root"):
+            ntkl.Root("mc", samples, seed)
+    for wrong in ({"batch_size": 0}, {"batch_size": "a"}, {"memory_budget": "a"}, {"memory_budget": -1}):
+        with refused(errors.HyperparameterError, next(iter(wrong)), ".", "[a-z]"):
+            ntkl.Settings(**wrong)
+    with refused(errors.UnsupportedError, "Settings object", "3", "batch_size"):
+        ntkl.laplace(network(), data, likelihood, settings=3)
+    for dtype in ("float64", torch.int32, torch.float16):
+        with refused(errors.UnsupportedError, "float64 or torch.float32", ".", "Leave it out"):
+            ntkl.laplace(network(), data, likelihood, dtype=dtype)
+    for parameters in (3, [3]):
+        with refused(errors.NetworkError, "names of parameters", "3", "Leave"):
+            ntkl.laplace(network(), data, likelihood, parameters=parameters)
+    with refused(errors.UnsupportedError, "list of structures", "5", "gp"):
+        ntkl.compare_evidence(network(), data, likelihood, structures=5)

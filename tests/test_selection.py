@@ -353,6 +353,12 @@ def test_points_that_a_what_if_removed_count_for_nothing():
         (lambda p: p("kfac").conditional_log_marginal_likelihood(1), ntkl.DataError, "2 to 39; got 1"),
         (lambda p: p("gp").conditional_log_marginal_likelihood(9, -2), ntkl.DataError, "0 or more; got -2"),
         (lambda p: p("gp").conditional_log_marginal_likelihood(9, method="exact"), ntkl.UnsupportedError, "evidence"),
+        (lambda p: p("gp").conditional_log_marginal_likelihood(9, seed="a"), ntkl.HyperparameterError, "seed.*got 'a'"),
+        (lambda p: p("gp").learning_curve(seed=0.5), ntkl.HyperparameterError, "seed as a whole.*got 0.5"),
+        (
+            lambda p: p("kfac").conditional_log_marginal_likelihood(9, samples=10.5),
+            ntkl.HyperparameterError, r"samples as a whole number, at least 1; got 10\.5",
+        ),
         (
             lambda p: p("kfac").conditional_log_marginal_likelihood(9, method="evidence"),
             ntkl.UnsupportedError, 'structure="gp" or "full".*\'kfac\'.*method="average"',

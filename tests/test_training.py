@@ -412,6 +412,8 @@ def test_a_weight_of_three_is_the_data_three_times(name: str, curvature: str) ->
         assert once.log_marginal_likelihood().item() == pytest.approx(expected, rel=1e-10)
         torch.testing.assert_close(once.latent_moments(x)[1], thrice.latent_moments(x)[1], rtol=1e-8, atol=1e-11)
         torch.testing.assert_close(once.predict(x, "map").mean, thrice.predict(x, "map").mean)
+        for score in ("bic", "aic"):
+            assert getattr(once, score)().item() == pytest.approx(getattr(thrice, score)().item(), rel=1e-10)
 
 
 class Jittered(Dataset):

@@ -62,7 +62,7 @@ class Problem:
         order = np.random.default_rng(0).permutation(len(y))
         x, y = torch.as_tensor((x - x.mean(0)) / x.std(0))[order], torch.as_tensor(y)[order]
         n = 60 if small else 265
-        side = torch.linspace(-4.5, 4.5, 25 if small else 91, dtype=torch.float64)
+        side = torch.linspace(-3.6, 3.6, 25 if small else 91, dtype=torch.float64)
         return cls((x[:n], y[:n]), (x[n:], y[n:]), side)
 
     @property
@@ -154,7 +154,7 @@ def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "i21_banana")
     arguments.add_argument("--data", type=Path, help="folder with banana.npz; without it two moons")
-    arguments.add_argument("--epochs", type=int, default=500, help="of the online training (default 500)")
+    arguments.add_argument("--epochs", type=int, default=200, help="of the online training (default 200)")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     width = 50

@@ -100,7 +100,7 @@ def compare_evidence(
     inspect.signature(laplace).bind(network, data, likelihood, **options)  # a wrong name is an error here already
     options["curvature"] = root = Root.of(options.get("curvature", "ggn"))
     prior = GaussianPrior.of(prior)
-    settings = options.get("settings") or Settings()
+    settings = Settings.of(options.get("settings"))
     if settings.checkpoint is not None or settings.resume is not None:
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
                                "Fit the structure that takes long with laplace, and the others here.")
@@ -127,7 +127,7 @@ def compare_evidence(
 
 def _labels(structures: Sequence[str | Form]) -> list[str]:
     """A name for each structure that tells it from the others."""
-    if isinstance(structures, str) or not structures:
+    if isinstance(structures, str) or not isinstance(structures, Sequence) or not structures:
         raise UnsupportedError("a list of structures", repr(structures), f"Pass one such as {list(STRUCTURES)}.")
     for structure in structures:
         known = isinstance(structure, Form) or structure in (*STRUCTURES, "auto")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import preserved_rng
 
@@ -39,6 +39,8 @@ class Root:
         if self.curvature not in CURVATURES:
             raise UnsupportedError(f"curvature among {', '.join(CURVATURES)}", repr(self.curvature),
                                    "Use 'ggn' for the exact Laplace-GGN.")
+        require_whole("samples", self.samples, 1, "Pass for instance Root('mc', 1).")
+        require_whole("seed", self.seed, 0, "Pass for instance Root('mc', 1, seed=0).")
 
     @classmethod
     def of(cls, curvature: str | Root) -> Root:

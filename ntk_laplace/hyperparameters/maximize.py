@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, NumericalError, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.hyperparameters.history import HyperparameterHistory
 from ntk_laplace.hyperparameters.variables import Evidence, Variables, spectral_evidence
 from ntk_laplace.likelihoods import Gaussian
@@ -52,9 +53,9 @@ def maximize(
     -------
     HyperparameterHistory
     """
-    _check(method, steps, tolerance, bounds)
-    correction = bool(options.pop("correction", False))
-    rate, progress = float(options.pop("learning_rate", 0.1)), options.pop("progress", None)
+    correction, progress = bool(options.pop("correction", False)), options.pop("progress", None)
+    rate = options.pop("learning_rate", 0.1)
+    _check(method, steps, tolerance, bounds, rate)
     if options:
         raise HyperparameterError("options among correction, learning_rate, progress", ", ".join(options), "Drop them.")
     variables = Variables(posterior, parameters)
@@ -249,12 +250,19 @@ def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Ten
     return torch.cat(found)
 
 
-def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float]) -> None:
+def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
     if method not in METHODS:
         raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method),
                                "Use 'lbfgs' unless you know better.")
-    if steps < 1 or not tolerance > 0:
-        raise HyperparameterError("at least one step and a positive tolerance", f"{steps} and {tolerance}",
-                                  "Leave them out for 200 and 1e-6.")
-    if len(bounds) != 2 or not 0 < bounds[0] < bounds[1] < float("inf"):
+    require_whole("steps", steps, 1, "Leave it out for 200.")
+    if not _positive(tolerance):
+        raise HyperparameterError("a positive tolerance", repr(tolerance), "Leave it out for 1e-6.")
+    if not _positive(rate):
+        raise HyperparameterError("a positive learning_rate", repr(rate), "Leave it out for 0.1.")
+    pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(_positive, bounds))
+    if not pair or not bounds[0] < bounds[1]:
         raise HyperparameterError("positive bounds (low, high)", f"{bounds}", "Leave them out for (1e-10, 1e10).")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -57,12 +57,15 @@ class Variables:
         own = dict(posterior.likelihood.named_parameters())
         for name, parameter in own.items():
             there[name.removeprefix("log_")] = parameter
+        known = f"hyperparameters among {', '.join(there)}"
+        if not (which is None or isinstance(which, (str, Sequence))):
+            raise HyperparameterError(known, repr(which), "Pass their names, or leave them out for all of them.")
         chosen = list(there) if which is None else [which] if isinstance(which, str) else list(which)
         if "likelihood" in chosen:
             chosen = [c for c in chosen if c != "likelihood"] + [n for n in there if n != "precision"]
         unknown = [name for name in chosen if name not in there]
         if unknown or not chosen:
-            raise HyperparameterError(f"hyperparameters among {', '.join(there)}", f"{unknown or 'none'}",
+            raise HyperparameterError(known, f"{unknown or 'none'}",
                                       f"This likelihood is {type(posterior.likelihood).__name__}.")
         self.posterior = posterior
         self.parameters = {name: there[name] for name in dict.fromkeys(chosen)}

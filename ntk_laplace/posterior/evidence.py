@@ -79,10 +79,13 @@ class EvidenceVerbs(Fitted):
         HyperparameterError
             If a factor is not positive and finite.
         """
-        factors = torch.as_tensor(factors, dtype=self.dtype, device=self.network.device).reshape(-1)
+        remedy = "Pass the factors themselves, not their logarithms, as a tensor or a list."
+        try:
+            factors = torch.as_tensor(factors, dtype=self.dtype, device=self.network.device).reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise HyperparameterError("positive finite factors", repr(factors), remedy) from error
         if not bool(((factors > 0) & torch.isfinite(factors)).all()):
-            raise HyperparameterError("positive finite factors", f"{factors.tolist()}",
-                                      "Pass the factors themselves, not their logarithms.")
+            raise HyperparameterError("positive finite factors", f"{factors.tolist()}", remedy)
         trained, points = self._trained, self._structure.points
         with torch.no_grad():
             log_likelihood = points.log_likelihood(trained.likelihood)

@@ -185,6 +185,9 @@ class Fitted:
         UnsupportedError
             If the two do not belong together.
         """
+        if not isinstance(other, Fitted):
+            raise UnsupportedError("another posterior", f"a {type(other).__name__}",
+                                   "Fit the other data with the same arguments; condition(data) takes data themselves.")
         moved = [one for one in (self, other) if one._trained.move is not None]
         if moved:
             raise UnsupportedError("two posteriors of training data as they are", f"{moved[0]!r}",

@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.data import Inputs
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.factors import Rows
 from ntk_laplace.gram import gram
 from ntk_laplace.likelihoods import Likelihood
@@ -98,7 +98,12 @@ class PredictionVerbs(Fitted):
             One per input, with ``log_prob(y)`` of shape (n,), `mean`, `variance`, and `probs` for classes.
         """
         likelihood = self.likelihood.for_new_points() if likelihood is None else likelihood
+        if not isinstance(likelihood, Likelihood):
+            raise UnsupportedError("a likelihood object, or None for the training one", f"{likelihood!r}",
+                                   "Use for instance ntk_laplace.Gaussian(noise).")
+        _require_generator(generator)
         if method == "nn":
+            require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
             draws = self._weight_outputs(samples, x, generator)
             return predictive_from_samples(likelihood, draws, self.network.scalar)
         if method == "map":
@@ -119,6 +124,8 @@ class PredictionVerbs(Fitted):
             Function samples at these inputs, (count, n, C); without it weight samples, (count, P), where the
             structure has them.
         """
+        require_whole("count", count, 0, "Pass how many draws you want.")
+        _require_generator(generator)
         if x is None:
             return self._sample_weights(count, generator)
         rows = self._rows(x)
@@ -158,3 +165,8 @@ class PredictionVerbs(Fitted):
             weights = self._sample_weights(min(step, count - start), generator)
             outputs += [self.network.with_parameters(theta, x) for theta in weights]
         return torch.stack(outputs).to(self.dtype)
+
+
+def _require_generator(generator: object) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise UnsupportedError("a torch.Generator", repr(generator), "Pass torch.Generator().manual_seed(0).")

@@ -125,7 +125,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         """Bayesian information criterion as a log score, Σ log p(y_n given f_n) - ½ P log N.
 
         The textbook's BIC is minus twice this. It approximates an evidence under a unit-information prior, for
-        N much larger than P; a network is seldom there.
+        N much larger than P; a network is seldom there. N is how often points count: w times each under
+        ``Tempered(likelihood, w)``.
 
         Parameters
         ----------
@@ -137,7 +138,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Tensor, ()
             In nats.
         """
-        return self._penalized(effective, 0.5 * math.log(float(self._structure.points.counts.sum())))
+        count = self.likelihood.weight * float(self._structure.points.counts.sum())
+        return self._penalized(effective, 0.5 * math.log(count))
 
     def aic(self, effective: bool = False) -> Tensor:
         """Akaike's information criterion as a log score, Σ log p(y_n given f_n) - P; the textbook's is -2 of it.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import Root
 from ntk_laplace.data import Source
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
 from ntk_laplace.evidence import Curvature, ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.factors import FactorPass, Rows
 from ntk_laplace.likelihoods import Likelihood
@@ -44,6 +45,27 @@ class Settings:
     progress: bool | None = None
     checkpoint: str | os.PathLike[str] | None = None
     resume: Any = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size is not None:
+            require_whole("batch_size", self.batch_size, 1, "Leave it out to have it chosen.")
+        budget = self.memory_budget
+        if budget is not None and not (isinstance(budget, (int, float)) and budget >= 0):
+            raise HyperparameterError("a memory_budget in bytes", repr(budget), "Pass for instance 4 * 2**30.")
+
+    @classmethod
+    def of(cls, settings: Settings | None) -> Settings:
+        """Settings as they are; the defaults for None.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is neither.
+        """
+        if settings is not None and not isinstance(settings, Settings):
+            raise UnsupportedError("a Settings object", repr(settings),
+                                   "Use for instance ntk_laplace.Settings(batch_size=100).")
+        return cls() if settings is None else settings
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def train_with_evidence(
         One of its family, which names what was expected, what came and what to do.
     """
     schedule = EvidenceSchedule() if schedule is None else schedule
-    settings = Settings() if settings is None else settings
+    settings = Settings.of(settings)
     callbacks = [callbacks] if callable(callbacks) else callbacks
     _require_kinds(schedule, callbacks)
     if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
