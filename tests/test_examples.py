@@ -178,6 +178,27 @@ def test_the_toys_of_t20(tmp_path: Path) -> None:
             assert (tmp_path / "out" / f"{toy}_{kind}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_classification_toy_of_i21(tmp_path: Path) -> None:
+    printed = run("toys/i21_banana.py", tmp_path, "--out", "out")
+    results = figures(tmp_path / "out" / "i21_banana.json")["results"]
+    online, weak = results["online"], results["weak"]
+    assert online["evidence"] > weak["evidence"] and weak["train_accuracy"] > online["train_accuracy"]
+    # the network alone is as sure far away as it likes, and the linearized one is not
+    assert online["glm"]["confidence_away"] < online["map"]["confidence_away"]
+    assert online["temperature"] != 1.0 and "precision[0.weight]" in printed
+    assert (tmp_path / "out" / "i21_banana.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_three_optimizers_from_afar(tmp_path: Path) -> None:
+    run("selection/optimizers.py", tmp_path, "--out", "out")
+    results = figures(tmp_path / "out" / "optimizers.json")["results"]
+    (row,) = results
+    evidences = [one["evidence"] for one in row["runs"]]
+    assert len(evidences) == 6 and all(one["converged"] for one in row["runs"])
+    assert max(evidences) - min(evidences) < 0.02
+    assert (tmp_path / "out" / "optimizers.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_attribution_benchmark(tmp_path: Path) -> None:
     printed = run("attribution/digits.py", tmp_path, "--problem", "diabetes", "--out", "out")
     found = figures(tmp_path / "out" / "diabetes-5.json")

@@ -53,13 +53,13 @@ def trained(problem: Problem, width: int) -> nn.Module:
     return network.eval()
 
 
-def climb(posterior: ntkl.Posterior, method: str, start: float) -> dict[str, Any]:
+def climb(posterior: ntkl.Posterior, method: str, start: float, tolerance: float) -> dict[str, Any]:
     """One run from one precision for all groups and a noise of 1; where it went."""
     posterior.prior.precision, posterior.likelihood.noise = start, 1.0
     begin = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what did not converge is counted
-        history = posterior.fit_hyperparameters(method, steps=STEPS)
+        history = posterior.fit_hyperparameters(method, steps=STEPS, tolerance=tolerance)
     return {
         "method": method, "start": start, "converged": history.converged, "steps": len(history) - 1,
         "seconds": time.perf_counter() - begin, "evidence": history.evidence[history.best],
@@ -68,10 +68,10 @@ def climb(posterior: ntkl.Posterior, method: str, start: float) -> dict[str, Any
     }  # fmt: skip
 
 
-def profile(posterior: ntkl.Posterior, problem: Problem) -> dict[float, tuple[float, float]]:
+def profile(posterior: ntkl.Posterior, problem: Problem, count: int) -> dict[float, tuple[float, float]]:
     """Over precisions, each with its best noise: the evidence, and the test log likelihood per point."""
     found, (x, y) = {}, problem.test
-    for precision in torch.logspace(-4, 4, 41).tolist():
+    for precision in torch.logspace(-4, 4, count).tolist():
         posterior.prior.precision = precision
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
@@ -111,15 +111,15 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     width = 50
-    structures = dict(STRUCTURES)
+    structures, groupings, tolerance, count = STRUCTURES, ("all", "layer"), 1e-6, 41
     if options.small:
-        options.starts, width = 2, 6
-        structures = {name: STRUCTURES[name] for name in ("gp", "inf")}
+        options.starts, width, tolerance, count = 2, 6, 1e-4, 5
+        structures, groupings = {"gp": "gp"}, ("all",)
     options.out.mkdir(parents=True, exist_ok=True)
     problem = Problem(options)
     network = trained(problem, width)
     results, rows = [], []
-    for groups in ("all", "layer"):
+    for groups in groupings:
         for name, structure in structures.items():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # INF says where it shrinks
@@ -127,9 +127,9 @@ def main() -> None:
                     network, problem.train, ntkl.Gaussian(), ntkl.GaussianPrior(groups=groups), structure
                 )
             starts = torch.logspace(-3, 3, options.starts).tolist()
-            runs = [climb(posterior, method, start) for start in starts for method in METHODS]
+            runs = [climb(posterior, method, start, tolerance) for start in starts for method in METHODS]
             if (groups, name) == ("all", "gp"):
-                figure = picture(runs, profile(posterior, problem))
+                figure = picture(runs, profile(posterior, problem, count))
                 (options.out / "optimizers.png").write_bytes(png(figure))
             rows.append([groups, name, *line(runs)])
             results.append({"groups": groups, "structure": name, "runs": [
