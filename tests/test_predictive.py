@@ -555,7 +555,7 @@ def test_saturated_classes_have_no_density() -> None:
         ),
         ({"method": "mc"}, UnsupportedError, "got 'mc'. Pass one of them; \"nn\" needs samples of the weights."),
         ({"method": "probit"}, UnsupportedError, "a likelihood with a probit approximation; got Poisson. Predict with"),
-        ({"samples": 0}, HyperparameterError, "expected samples as a whole number, at least 1; got 0. Pass a positive number"),
+        ({"samples": 0}, HyperparameterError, "samples as a whole number, at least 1; got 0. Pass a positive number"),
     ],
 )
 def test_bad_requests(options: dict[str, object], error: type[Exception], text: str) -> None:

@@ -104,6 +104,21 @@ def test_a_diagonal_that_the_low_rank_part_exceeds():
         ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=asked)
 
 
+def test_kept_eigenvalues_that_are_zero_are_named():
+    """[S20] lemma 3's other condition: each hidden unit sees one of the two inputs, and pairs of both are empty."""
+    network = torch.nn.Sequential(
+        torch.nn.Linear(2, 2, bias=False), torch.nn.ReLU(), torch.nn.Linear(2, 1, bias=False)
+    ).double()
+    with torch.no_grad():
+        network[0].weight.copy_(torch.tensor([[1.0, -5.0], [-5.0, 1.0]]))
+        network[2].weight.copy_(torch.tensor([[1.0, 3.0]]))
+    data = torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double(), torch.zeros(2, 1).double()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"eigenvalues that are zero .*0\.weight \(2 of 4\): .*prior"):
+        posterior = ntkl.laplace(network, data, ntkl.Gaussian(), structure="inf")
+    ekfac = ntkl.laplace(network, data, ntkl.Gaussian(), structure="ekfac")
+    assert posterior.log_det().item() == pytest.approx(ekfac.log_det().item())
+
+
 def test_wrong_data_of_a_later_batch_are_named():
     case = problem("deep_mlp")
     y = targets(LIKELIHOODS["categorical"], case).clone()

@@ -225,6 +225,7 @@ class INF(Form):
         """The kept eigenvectors of each part; the two conditions of [S20] lemma 3 are checked here."""
         kept: list[LowRank | None] = []
         broken: list[str] = []
+        singular: list[str] = []
         for summary, frame in zip(summaries, frames, strict=True):
             if summary.part.kind != "kronecker":
                 kept.append(None)
@@ -238,10 +239,19 @@ class INF(Form):
                 share = float((over / part.low_diagonal())[over > 0].max())
                 broken.append(f"{summary.part.weight} ({int((over > 0).sum()):,} of {over.numel():,} entries, by at "
                               f"most {share:.1%})")
+            zeros = part.zeros()
+            if zeros:
+                singular.append(f"{summary.part.weight} ({zeros:,} of {low.size:,})")
         if broken and self.violation == "shrink":
             warnings.warn(
                 "INF's low-rank part exceeds the exact diagonal ([S20] lemma 3) in " + "; ".join(broken) + ": those "
                 "rows and columns are scaled down to it, which keeps the diagonal exact", NTKLaplaceWarning,
+                stacklevel=2,
+            )  # fmt: skip
+        if singular:
+            warnings.warn(
+                "INF's low-rank part keeps eigenvalues that are zero ([S20] lemma 3) in " + "; ".join(singular)
+                + ": what the data say is singular there, and the prior makes H positive definite", NTKLaplaceWarning,
                 stacklevel=2,
             )  # fmt: skip
         return kept

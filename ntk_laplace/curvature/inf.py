@@ -151,6 +151,10 @@ class InfPart:
         rounding = 64 * torch.finfo(over.dtype).eps * self.exact.abs().amax()
         return torch.where(over > rounding, over, torch.zeros_like(over))
 
+    def zeros(self) -> int:
+        """How many of the L kept eigenvalues are zero but for rounding ([S20] lemma 3's other condition)."""
+        return int((self.kept <= self.kept.max() * torch.finfo(self.kept.dtype).eps).sum())
+
     def _require_positive(self) -> None:
         if self.violation != "raise":
             return
