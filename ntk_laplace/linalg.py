@@ -16,6 +16,7 @@ __all__ = [
     "cholesky_",
     "cholesky_logdet",
     "cholesky_of",
+    "cross_approximation",
     "inverse_from_cholesky",
     "log_det_curve",
     "solve_lower",
@@ -152,3 +153,37 @@ def symmetric_root(matrix: Tensor) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(matrix)
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+
+
+def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
+    """A smooth matrix as a sum of few outer products: Gaussian elimination with complete pivoting that ends early.
+
+    Parameters
+    ----------
+    matrix : Tensor, (o, i)
+    most : int
+        Outer products.
+
+    Returns
+    -------
+    (Tensor, Tensor) or None
+        u (r, o) and v (r, i) in double precision; every entry of ``u.T @ v`` is within 8 roundings of the largest
+        entry, in the matrix's own type. None if that takes more products.
+    """
+    left = matrix.double().clone()
+    enough = 8 * torch.finfo(matrix.dtype).eps * left.abs().max()
+    rows, columns = [], []
+    for _ in range(most + 1):
+        place = int(left.abs().argmax())
+        j, k = divmod(place, left.shape[1])
+        pivot = left[j, k].clone()
+        if abs(pivot) <= enough:
+            empty = left.new_zeros(1, 1)
+            return (torch.stack(columns), torch.stack(rows)) if rows else (
+                empty.expand(1, left.shape[0]), empty.expand(1, left.shape[1]))
+        if len(rows) == most:
+            return None
+        rows.append(left[j] / pivot)
+        columns.append(left[:, k].clone())
+        left -= torch.outer(columns[-1], rows[-1])
+    return None

@@ -89,3 +89,18 @@ def test_progress_passes_everything_on(enabled, capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert bool(shown.err) == bool(enabled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_smooth_matrices_are_short_sums(dtype):
+    """Eigenvalues of a damped Kronecker product: within rounding of the largest in every entry, or nothing."""
+    left, right = torch.logspace(-9, 4, 50, dtype=dtype), torch.logspace(-6, 3, 40, dtype=dtype).flip(0)
+    matrix = 1.0 / (left.unsqueeze(1) * right + 10.0)
+    u, v = linalg.cross_approximation(matrix, 40)
+    assert len(u) == len(v) < 30 and u.dtype == torch.float64
+    assert (u.T @ v - matrix).abs().max() <= 8 * torch.finfo(dtype).eps * matrix.max()
+    assert linalg.cross_approximation(matrix, len(u) - 1) is None
+    assert len(linalg.cross_approximation(matrix, len(u))[0]) == len(u)
+    assert linalg.cross_approximation(torch.randn(50, 40, dtype=dtype), 20) is None
+    nothing = linalg.cross_approximation(torch.zeros(3, 2, dtype=dtype), 1)
+    assert (nothing[0].T @ nothing[1]).tolist() == [[0.0] * 2] * 3

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from ntk_laplace.curvature import part_rows
 from ntk_laplace.explain import ranking
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
@@ -119,21 +120,57 @@ def test_other_curvatures_rank_too(curvature):
 def test_memory_is_bounded_and_pieces_change_nothing(monkeypatch):
     """Rows are written out a few at a time, inputs go through the data in groups, ties go to the earlier point."""
     case, own = CASES[0], problem("deep_mlp")
-    posterior = fit(*case, "ggn", "kfac")
+    posterior = fit(*case, "ggn", "ekfac")
     before = posterior.explain(own.x_new, k=2)
-    largest = []
-    products = ranking.Rows.products
-    monkeypatch.setattr(ranking.Rows, "products", lambda rows, vectors: largest.append(rows.num_examples) or
-                        products(rows, vectors))  # fmt: skip
-    element = posterior.num_parameters * 8
-    monkeypatch.setattr(ranking, "_DENSE", 2 * element)
-    monkeypatch.setattr(ranking, "_TEST", 3 * element)
+    groups, part = [], ranking._Passing
+    monkeypatch.setattr(ranking, "_Passing", lambda *given: groups.append(given[3].num_examples) or part(*given))
+    monkeypatch.setattr(ranking, "_TEST", 3 * posterior.num_parameters * 8)
+    monkeypatch.setattr(part_rows, "_PANEL", 1)
     after = posterior.explain(own.x_new, k=2)
-    assert largest and max(largest) <= 2
+    assert groups == [3, 1]
     for side in ("for", "against"):
         assert torch.equal(before.indices[side], after.indices[side])
         assert relative_error(before.effects[side], after.effects[side]) < 1e-12
     assert relative_error(before.gap, after.gap) < 1e-12
+
+
+WIDE = {
+    "linear": lambda: torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)),
+    "grouped": lambda: torch.nn.Sequential(torch.nn.Unflatten(1, (4, 10)), torch.nn.Conv1d(4, 6, 10, groups=2),
+                                           torch.nn.Flatten(), torch.nn.Linear(6, 3)),
+    "positions": lambda: torch.nn.Sequential(torch.nn.Unflatten(1, (4, 10)), torch.nn.Conv1d(4, 16, 3),
+                                             torch.nn.Flatten(), torch.nn.Linear(128, 3)),
+    "table": lambda: torch.nn.Sequential(Tokens(), torch.nn.Embedding(9, 5), torch.nn.Flatten(),
+                                         torch.nn.Linear(200, 3)),
+}  # fmt: skip
+
+
+class Tokens(torch.nn.Module):
+    """Whole numbers of what is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 9).long()
+
+
+@pytest.mark.parametrize(
+    "structure", ["kfac", ntkl.KFAC(damped=True), "ekfac", ntkl.INF(rank=6), "diag", "full"], ids=str
+)
+@pytest.mark.parametrize("kind", WIDE)
+def test_covariances_towards_given_inputs(kind, structure):
+    """V between rows that pass by and given ones, by short sums where there are some, is the joint covariance."""
+    torch.manual_seed(0)
+    network, x, x_new = WIDE[kind]().double(), torch.rand(12, 40).double(), torch.rand(5, 40).double()
+    posterior = ntkl.laplace(network, (x, torch.arange(12) % 3), ntkl.Categorical(), structure=structure)
+    rows, given = posterior._rows(x), posterior._rows(x_new)
+    direction, root = torch.randn(5, 3, 1).double(), torch.randn(12, 3, 2).double()
+    joint = posterior.curvature.covariance(posterior._rows(torch.cat([x, x_new]))).view(17, 3, 17, 3)[:12, :, 12:]
+    expected = torch.einsum("ncxd,ncr,xd->rnx", joint, root, direction[..., 0])
+    toward = posterior.curvature.toward(given.weighted(direction))
+    assert relative_error(toward.products(rows.weighted(root)), expected) < 1e-10
+    sizes = {name: shape.numel() for name, shape in posterior.network.shapes.items()}
+    assert relative_error(toward.products(rows.weighted(root).densified(sizes)), expected) < 1e-10
+    if structure == "kfac":
+        assert (toward.numbers < 5 * posterior.num_parameters) == (kind == "linear")
 
 
 def test_a_bounded_heap_is_a_sort():

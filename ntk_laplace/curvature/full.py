@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.structured import group_numbers
+from ntk_laplace.curvature.structured import Toward, group_numbers
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.linalg import (
     add_outer_lower_,
@@ -99,6 +99,19 @@ class FullWeightSpace:
             half = self._half(rows.part(part)).view(len(self.factor), k, -1).permute(2, 1, 0)
             blocks[part] = half @ half.mT
         return blocks
+
+    def toward(self, rows: Rows) -> Toward:
+        """V between rows that come later and these, of one seed."""
+        solved = solve_spd(self.factor, rows.dense(self.shapes)[0].T).T
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        named = dict(zip(self.shapes, solved.split(sizes, dim=1), strict=True))
+
+        def products(other: Rows) -> Tensor:
+            step = max(1, _PANEL // (len(self.factor) * other.num_seeds * self.factor.element_size()))
+            parts = range(0, other.num_examples, step)
+            return torch.cat([other.part(slice(start, start + step)).products(named) for start in parts], 1)
+
+        return Toward(products, solved.numel())
 
     def covariance(self, rows: Rows) -> Tensor:
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""

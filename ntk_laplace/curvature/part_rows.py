@@ -103,6 +103,11 @@ class _Written:
                 )
         return out
 
+    def products(self, vectors: Tensor) -> Tensor:
+        """J_nk v for vectors (m, G, o, i): (K, N, m)."""
+        flat = vectors.flatten(1).T
+        return torch.cat([rows.flatten(2) @ flat for _, rows in self._panels()]).transpose(0, 1)
+
     def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
         g = self.entries[0]
@@ -191,6 +196,26 @@ class OuterRows(_Written):
             out.addmm_(rows * weights[:, part].flatten(), rows.T)
         return out
 
+    def products(self, vectors: Tensor) -> Tensor:
+        """J_nk v for vectors (m, G, o, i): (K, N, m)."""
+        if not self.single:
+            return super().products(vectors)
+        a, out = self.a[:, :, 0].transpose(0, 1), self.held.new_empty(self.num_seeds, self.num_examples, len(vectors))
+        for place, vector in enumerate(vectors):  # bᵀ V a: a row written out would cost as much as the product
+            inputs = a @ vector.mT  # (G, N, o)
+            out[:, :, place] = torch.einsum("kngo,gno->kn", self.b[:, :, :, 0], inputs)
+        return out
+
+    def separated(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_r (b_nkᵀ l_mr)(a_nᵀ h_mr), one group and position, for l (m, r, o) and h (m, r, i): (K, N, m)."""
+        out = self.held.new_empty(self.num_seeds, self.num_examples, len(left))
+        outputs, inner = left.flatten(0, 1).T, right.flatten(0, 1).T
+        for part in _steps(self.num_examples, 2 * inner.shape[1] * self.itemsize):
+            inputs = self.a[part, 0, 0] @ inner
+            for seed, b in enumerate(self.b[:, part, 0, 0]):
+                out[seed, part] = (b @ outputs).mul_(inputs).view(-1, *left.shape[:2]).sum(2)
+        return out
+
     def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
         if not self.single:
@@ -269,6 +294,10 @@ class LookupRows(_Written):
         own = weights.expand(self.entries)[0][self.tokens]  # (N, T, d)
         rows = self._added_up().transpose(0, 1)
         return (rows * own.unsqueeze(1)).flatten(2) @ rows.flatten(2).mT
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """J_nk v for vectors (m, 1, V, d): (K, N, m)."""
+        return torch.stack([torch.einsum("kntd,ntd->kn", self.b, table[self.tokens]) for table in vectors[:, 0]], 2)
 
     def joint(self, weights: Tensor) -> Tensor:
         """The same for all pairs of examples, interleaved, (N*K, N*K); rows of the table that nobody reads are left."""

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows
 from ntk_laplace.curvature.parts import Part
+from ntk_laplace.curvature.structured import Toward, written_toward
 from ntk_laplace.curvature.summary import Basis
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import Rows
+from ntk_laplace.linalg import cross_approximation
 
 __all__ = ["KroneckerPart", "SpectralPart"]
 
@@ -135,6 +137,11 @@ class SpectralPart:
         return matrix * inverse_scale * inverse_scale.unsqueeze(1)
 
 
+def _factors(rows: PartRows) -> bool:
+    """Whether rows are one outer product each."""
+    return isinstance(rows, OuterRows) and rows.single and rows.entries[0] == 1
+
+
 class KroneckerPart(SpectralPart):
     """KFAC: λ_oi = β_o α_i / count ([I21] 9), the factors' eigenvalues undamped, or damped for the ablation.
 
@@ -172,6 +179,33 @@ class KroneckerPart(SpectralPart):
             return 1.0 / (self.values + self.precision)
         root = self.precision.sqrt()
         return 1.0 / ((self.left + root).unsqueeze(2) * (self.right + root).unsqueeze(1))
+
+    def toward(self, rows: Rows) -> Toward:
+        """V between rows that come later and these, of one seed.
+
+        With H⁻¹'s eigenvalues as a short sum Σ_r u_ro v_ri, and one position, V = Σ_r (bᵀ l_r)(aᵀ h_r) with
+        l_r = U_B (u_r ∘ U_Bᵀ b*), h_r = U_A (v_r ∘ U_Aᵀ a*): neither side's rows are written out.
+        """
+        own = self.part.rows(rows)
+        if not _factors(own) or self._separated is None:
+            return written_toward(self, rows)
+        turned = own.rotated(self.basis.left, self.basis.right)
+        outputs, inputs = self._separated
+        left = (turned.b[0, :, 0, 0].unsqueeze(1) * outputs) @ self.basis.left[0].T
+        right = (turned.a[:, 0, 0].unsqueeze(1) * inputs) @ self.basis.right[0].T
+
+        def products(other: Rows) -> Tensor:
+            theirs = self.part.rows(other)
+            return theirs.separated(left, right) if _factors(theirs) else written_toward(self, rows).products(other)
+
+        return Toward(products, left.numel() + right.numel())
+
+    @cached_property
+    def _separated(self) -> tuple[Tensor, Tensor] | None:
+        """u (r, o) and v (r, i) whose products add up to `inverse`; None if they are not few."""
+        _, o, i = self.part.entries
+        found = cross_approximation(self.inverse[0], o * i // (2 * (o + i)))
+        return None if found is None else (found[0].to(self.inverse), found[1].to(self.inverse))
 
     def logdet(self) -> Tensor:
         """log det H - log det P0."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -13,7 +14,23 @@ from ntk_laplace.curvature.parts import Part
 from ntk_laplace.factors import Rows
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["PartAlgebra", "StructuredWeightSpace", "group_numbers"]
+__all__ = ["PartAlgebra", "StructuredWeightSpace", "Toward", "group_numbers", "written_toward"]
+
+
+@dataclass(frozen=True)
+class Toward:
+    """V between rows that come later and m rows of one seed that are given, V = J H⁻¹ J*ᵀ.
+
+    Attributes
+    ----------
+    products : callable
+        From rows (K seeds, N examples) to (K, N, m).
+    numbers : int
+        That are held for it.
+    """
+
+    products: Callable[[Rows], Tensor]
+    numbers: int
 
 
 class PartAlgebra(Protocol):
@@ -177,6 +194,16 @@ class StructuredWeightSpace:
         size = rows.num_examples * rows.num_seeds
         return sum((part.joint(rows) for part in self.algebras), start=rows.f.new_zeros(size, size))
 
+    def toward(self, rows: Rows) -> Toward:
+        """V between rows that come later and these, of one seed."""
+        found = [getattr(part, "toward", partial(written_toward, part))(rows) for part in self.algebras]
+
+        def products(other: Rows) -> Tensor:
+            start = other.f.new_zeros(other.num_seeds, other.num_examples, rows.num_examples)
+            return sum((part.products(other) for part in found), start=start)
+
+        return Toward(products, sum(part.numbers for part in found))
+
     # --- how it moves with Λ
 
     def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
@@ -211,6 +238,12 @@ class StructuredWeightSpace:
         """Views of a flat (..., P) by name."""
         parts = vector.split([shape.numel() for shape in self.shapes.values()], dim=-1)
         return dict(zip(self.shapes, parts, strict=True))
+
+
+def written_toward(algebra: PartAlgebra, rows: Rows) -> Toward:
+    """H⁻¹ J*ᵀ written out."""
+    held = algebra.solve(algebra.part.rows(rows).written(slice(None))[:, 0])
+    return Toward(lambda other: algebra.part.rows(other).products(held), held.numel())
 
 
 def group_numbers(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> Tensor:

@@ -1,7 +1,8 @@
 """Ranking over streaming data: the strongest training points for and against, in bounded memory, for every structure.
 
 With U_x = H⁻¹ J_xᵀ c_x for the quantity's direction c_x, the effects of all training points on a prediction are
-products with rows of the Jacobian that pass by, a batch at a time. No matrix of N by P is ever there.
+products with rows of the Jacobian that pass by, a batch at a time. No matrix of N by P is ever there, and where a
+structure knows a shorter way to the products than U_x itself, not even that.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from ntk_laplace.structures import Structure, Trained
 
 __all__ = ["Ranking", "effects", "rank"]
 
-_DENSE = 128 * 2**20  # bytes of training rows written out at a time
-_TEST = 512 * 2**20  # bytes of U, over as many inputs as go through the data together
+_TEST = 512 * 2**20  # bytes of directions U, over as many inputs as go through the data together
 
 _SUMS = "offset, the sum of contributions and gap add up to the prediction exactly; single contributions are not kept"
 _FIRST_ORDER = "effects on a probability or a log likelihood are of first order in the change of the outputs"
@@ -137,7 +137,7 @@ def rank(trained: Trained, structure: Structure, curvature: Curvature, test: Row
     question, k = asked.of(trained, test.f, points.num_examples)
     sides = {side: [] for side in question.sides}
     leverage = total = None
-    for part in _parts(test, len(trained.theta)):
+    for part in _parts(trained, curvature, test):
         heaps = {side: _Strongest(k) for side in sides}
         passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
         for start, change in passing.effects():
@@ -169,15 +169,21 @@ def effects(
 ) -> Tensor:
     """Change of the quantity for every input and training point, (n, N), by the same pass."""
     found = []
-    for part in _parts(test, len(trained.theta)):
+    for part in _parts(trained, curvature, test):
         passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
         found.append(torch.cat([change for _, change in passing.effects()], 1))
     return torch.cat(found)
 
 
-def _parts(test: Rows, p: int) -> Iterator[slice]:
+def _parts(trained: Trained, curvature: Curvature, test: Rows) -> Iterator[slice]:
     """Inputs that go through the data together."""
-    step = max(1, _TEST // (p * test.f.element_size()))
+    with torch.no_grad():
+        one = test.part(slice(0, 1))
+        numbers = curvature.toward(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
+    size = numbers * test.f.element_size()
+    step = min(test.num_examples, max(1, _TEST // size))
+    require_memory(3 * step * size, test.f.device, f"directions of {step} inputs", "Fit a smaller network.",
+                   trained.settings.memory_budget)
     for start in range(0, test.num_examples, step):
         yield slice(start, min(start + step, test.num_examples))
 
@@ -189,16 +195,8 @@ class _Passing:
         self, trained: Trained, structure: Structure, curvature: Curvature, test: Rows, question: Question
     ) -> None:
         self.trained, self.structure, self.curvature, self.question = trained, structure, curvature, question
-        shapes = trained.network.shapes
-        require_memory(4 * test.num_examples * len(trained.theta) * test.f.element_size(), test.f.device,
-                       f"directions of {test.num_examples} inputs", "Explain fewer inputs at a time.",
-                       trained.settings.memory_budget)
         with torch.no_grad():
-            direction = question.direction(test.f)
-            pulled = test.weighted(direction.unsqueeze(-1)).dense(shapes)[0]  # J_xᵀc_x, (n, P)
-            solved = torch.stack([curvature.newton(row) for row in pulled])  # U_x
-        sizes = [shape.numel() for shape in shapes.values()]
-        self.solved = dict(zip(shapes, solved.split(sizes, dim=1), strict=True))
+            self.toward = curvature.toward(test.weighted(question.direction(test.f).unsqueeze(-1)))  # V_·x c_x
         self.leverage = test.f.new_zeros(structure.points.num_examples)
         self.backprojected = torch.zeros_like(trained.theta)  # Jᵀr
 
@@ -209,18 +207,13 @@ class _Passing:
             residual = points.residual(trained.likelihood)
             root = points.root(trained.root, trained.likelihood)
             shapes, start = trained.network.shapes, 0
-            everything = torch.arange(points.num_examples)
-            seeds = 1 if self.question.by != "variance" else root.shape[2]
-            step = max(1, _DENSE // (seeds * len(trained.theta) * residual.element_size()))
-            for rows in self.structure.rows_at(trained, everything):
+            for rows in self.structure.rows_at(trained, torch.arange(points.num_examples)):
                 here = slice(start, start + rows.num_examples)
                 weights = self._weights(rows, residual[here], root[here], here)
                 self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
-                for first in range(0, rows.num_examples, step):
-                    part = slice(first, min(first + step, rows.num_examples))
-                    seen = rows.part(part).weighted(weights[part]).products(self.solved)  # V_ix c_x, weighed
-                    change = seen.square().sum(0) if self.question.by == "variance" else -seen[0]
-                    yield start + first, change.T
+                seen = self.toward.products(rows.weighted(weights))  # V_ix c_x, weighed
+                change = seen.square().sum(0) if self.question.by == "variance" else -seen[0]
+                yield start, change.T
                 start = here.stop
 
     def _weights(self, rows: Rows, residual: Tensor, root: Tensor, here: slice) -> Tensor:
