@@ -295,7 +295,7 @@ def test_questions_that_make_no_sense():
 
 PLOTS = {
     "bars": (lambda case: {}, 4),
-    "table": (lambda case: {"inputs": case.x_new, "training": case.x, "names": list("abcdefgh")}, 8),
+    "table": (lambda case: {"inputs": case.x_new, "training": case.x, "names": list("abc")}, 8),
     "images": (lambda case: {"inputs": case.x_new, "training": case.x, "shape": (1, 3)}, 4 * 5),
     "line": (lambda case: {"inputs": case.x_new[:, 0], "training": case.x[:, :1]}, 4),
 }
@@ -343,3 +343,19 @@ def test_inputs_of_whole_numbers_have_a_picture():
     tokens = torch.arange(36).reshape(9, 4) % 5
     explanation = ntkl.laplace(net, (tokens, labels()), ntkl.Categorical(), structure="gp").explain(tokens[:2], k=2)
     assert "<img" in explanation.to_html(inputs=tokens[:2], training=tokens)
+
+
+def test_pictures_of_arrays_and_of_what_does_not_fit():
+    case = problem("deep_mlp")
+    found = fit(*CATEGORICAL, "gp").explain(case.x_new, k=2)
+    x, training = case.x_new.numpy(), case.x.tolist()
+    assert len(found.plot(x, training).axes) == 8
+    assert len(found.plot((case.x_new, case.x_new), training).axes) == 4  # a tuple of inputs has bars alone
+    for inputs_, others, more, expected in (
+        (x[:2], training, {}, "the 4 inputs that were explained"),
+        (x, training[:3], {}, "training inputs of the fit"), (x, "abc", {}, "training inputs of the fit"),
+        (x, training, {"shape": (2, 2)}, "images of 3 numbers"), (x, training, {"names": ["a"]}, "the 3 features"),
+        (x[:, :2], training, {}, "the 3 features"),
+    ):  # fmt: skip
+        with refused(ntkl.DataError, expected, ".", "Pass"):
+            found.plot(inputs_, others, **more)

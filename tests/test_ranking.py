@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor
@@ -215,3 +217,121 @@ def test_shuffled_loaders_keep_their_order():
         assert order.sort().values.tolist() == list(range(len(y)))
         found, expected = shuffled.removal_effects(own.x_new), plain.removal_effects(own.x_new)
         assert relative_error(found, expected[:, order]) < 1e-8
+
+
+# ------------------------------------------------------------------------------------------------------- leave-one-out
+
+
+@pytest.mark.parametrize("structure", [name for name in STRUCTURES if "reduce" not in name])
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_leave_one_out_takes_points_out_of_the_structure(case, structure):
+    """Means, covariances, leverages and what they say of the targets, from this structure's dense H."""
+    reference, own = truth(*case, "ggn", structure), problem(case[0])
+    loo, density = fit(*case, "ggn", structure).leave_one_out(), LIKELIHOODS[case[1]].log_density
+    f, y = outputs(own.network, own.x), targets(LIKELIHOODS[case[1]], own)
+    y = y[:, None] if y.is_floating_point() and y.ndim == 1 else y
+    inverse = torch.linalg.inv(reference.posterior_precision)
+    for i, (jac, curvature, residual) in enumerate(
+        zip(reference.jac, reference.hessian, reference.residual, strict=True)
+    ):
+        inner = jac @ inverse @ jac.T
+        eye = torch.eye(len(inner), dtype=inner.dtype)
+        leverage = torch.linalg.eigvals(curvature @ inner).real.max()
+        used = (curvature @ inner).trace()
+        trusted = leverage <= 0.9
+        covariance = torch.linalg.solve(eye - inner @ curvature, inner) if trusted else inner
+        information = -0.5 * torch.linalg.slogdet(eye - curvature @ inner).logabsdet if trusted else 0.5 * used
+        mean = f[i] - covariance @ residual
+        assert relative_error(loo.covariance[i], covariance) < 1e-8
+        assert relative_error(loo.mean[i], mean) < 1e-8
+        assert abs(loo.leverage[i] - leverage) < 1e-7 * max(1.0, leverage)
+        assert bool(loo.flagged[i]) == (not trusted)
+        assert relative_error(loo.effective_parameters[i], used) < 1e-7
+        assert relative_error(loo.information[i], information) < 1e-7
+        plug_in = density(mean, y[i])
+        assert relative_error(loo.plug_in_log_density[i], plug_in) < 1e-7 or not plug_in.isfinite()
+    assert "no refit" in loo.guarantees[0]
+    assert loo.to_dataframe()["flagged"].tolist() == loo.flagged.tolist()
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_weight_space_leaves_points_out_as_function_space(case):
+    """structure="full" is exact: every column, drawn densities included."""
+    found, expected = (exact_fit(*case, structure).leave_one_out() for structure in ("full", "gp"))
+    assert found.guarantees == expected.guarantees and "exact for one Newton step" in found.guarantees[0]
+    for name in ("mean", "covariance", "leverage", "self_influence", "effective_parameters", "information",
+                 "importance", "plug_in_log_density"):  # fmt: skip
+        one, other = getattr(found, name), getattr(expected, name)
+        finite = other.isfinite()
+        assert relative_error(one[finite], other[finite]) < 1e-6
+    assert (found.log_density - expected.log_density).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("curvature", ["ef", "mc"])
+def test_other_curvatures_leave_points_out_too(curvature):
+    own = problem("deep_mlp")
+    data = own.x, targets(LIKELIHOODS["categorical"], own)
+    found, exact = (
+        ntkl.laplace(own.network, data, ntkl.Categorical(), structure=structure, curvature=curvature).leave_one_out()
+        for structure in ("full", "gp")
+    )
+    trusted = ~found.flagged
+    assert trusted.any() and "no refit" in found.guarantees[0] and "no refit" in exact.guarantees[0]
+    for name in ("mean", "covariance", "information"):
+        assert relative_error(getattr(found, name)[trusted], getattr(exact, name)[trusted]) < 1e-8
+
+
+def test_densities_drawn_in_pieces(monkeypatch):
+    """Few draws at a time, noise per point included: the same density, but for the draws."""
+    own = problem("deep_mlp")
+    y = targets(LIKELIHOODS["gaussian"], own)
+    noise = torch.rand(len(y), generator=torch.Generator().manual_seed(0)).double() + 0.5
+    posterior = ntkl.laplace(own.network, (own.x, y), ntkl.Gaussian(noise=noise), structure="kfac")
+    whole = posterior.leave_one_out()
+    module = importlib.import_module("ntk_laplace.explain.leave_one_out")  # the package's name is the function
+    monkeypatch.setattr(module, "_DRAWN", 1000 * posterior.num_outputs * 3)
+    assert relative_error(posterior.leave_one_out().log_density, whole.log_density) < 1e-12
+    for name, axes in whole.AXES.items():
+        sizes = {"training point": len(y), "output": posterior.num_outputs}
+        assert getattr(whole, name).shape == tuple(sizes[axis] for axis in axes)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_so_many_training_points():
+    """Both kinds of explanation say what is wrong with a number, an input or a side."""
+    own = problem("deep_mlp")
+    ranking_, dense = fit(*CASES[0], "ggn", "kfac"), exact_fit(*CASES[0], "gp")
+    for found in (ranking_.explain(own.x_new, k=2), dense.explain(own.x_new, k=2)):
+        for k in (0, -1, 1.5, True, "a"):
+            for verb in (found.supporting, found.opposing, found.top, found.to_dataframe):
+                with refused(ntkl.DataError, "k of at least 1, a whole number", ".", "one or more"):
+                    verb(k)
+        for i in (-1, 4, 0.5):
+            with refused(ntkl.DataError, "an input from 0 to 3", ".", "explained"):
+                found.entries(i, "for")
+        with refused(ntkl.UnsupportedError, "the side 'for' or 'against'", "'both'", "Choose"):
+            found.entries(0, "both")
+        assert found.supporting(1).shape == found.opposing(1).shape == found.top(1).shape == (4, 1)
+    with refused(ntkl.DataError, "the 2 training points kept", "k=3", r"explain\(x, k=3\)"):
+        ranking_.explain(own.x_new, k=2).supporting(3)
+    assert dense.explain(own.x_new, k=2).supporting(3).shape == (4, 3)
+    every = ranking_.explain(own.x_new, k=1000)
+    assert every.supporting(2000).shape == (4, own.case.examples)
+    for found in (ranking_.explain(own.x_new, by="variance"), dense.explain(own.x_new, by="variance")):
+        with refused(ntkl.UnsupportedError, "the side 'for'", "'against'", "supporting"):
+            found.opposing()
+    for k in (0, -3, "all"):
+        with refused(ntkl.DataError, "k of at least 1", ".", "one or more"):
+            dense.leave_one_out().ranked(k=k)
+
+
+def test_axes_of_a_ranking_are_named():
+    own = problem("deep_mlp")
+    found = fit(*CASES[0], "ggn", "kfac").explain(own.x_new, k=3)
+    sizes = {"input": 4, "training point": own.case.examples, "output": 5, "rank": 3}
+    for name, axes in found.AXES.items():
+        values = getattr(found, name)
+        for one in values.values() if isinstance(values, dict) else [values]:
+            assert one.shape == tuple(sizes[axis] for axis in axes)

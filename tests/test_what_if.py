@@ -292,6 +292,18 @@ def test_changes_that_make_no_sense():
             other.remove(0)
 
 
+def test_a_change_of_no_points_is_none():
+    posterior, x = small(), inputs(3)
+    nothing = torch.zeros(9, dtype=torch.bool)
+    for same in (
+        posterior.remove([]), posterior.remove(nothing), posterior.reweight([], []), posterior.reweight([], 2.0),
+        posterior.relabel([], []), posterior.relabel([], 1), posterior.relabel(nothing, torch.zeros(0)),
+    ):  # fmt: skip
+        assert torch.equal(same.outputs(x), posterior.outputs(x)) and torch.equal(same.targets, posterior.targets)
+    with refused(ntkl.TargetError, "no target for no points", "2", "which points"):
+        posterior.relabel([], [1, 2])
+
+
 def test_one_label_for_all_and_targets_of_regression():
     posterior = small()
     assert posterior.relabel([0, 2], 1).targets[[0, 2]].tolist() == [1, 1]

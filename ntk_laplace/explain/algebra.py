@@ -9,12 +9,15 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE
 from ntk_laplace.factors import Rows
 from ntk_laplace.gram import cross_gram, diagonal_blocks
 from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.structures import Structure, Trained
 
 __all__ = [
-    "Decomposition", "contributions", "leverage_blocks", "leverages", "removal_effects", "similarities", "without_each",
+    "Decomposition", "TakenOut", "contributions", "is_exact", "leverage_blocks", "leverages", "removal_effects",
+    "similarities", "taken_out", "without_each",
 ]  # fmt: skip
 
 
@@ -127,3 +130,45 @@ def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likel
     half = moments @ space.root  # V_iiS_i
     covariance = moments + half @ torch.linalg.solve(leverage_blocks(space), half.mT)
     return points.f - (covariance @ residual.unsqueeze(-1)).squeeze(-1), covariance
+
+
+@dataclass(frozen=True)
+class TakenOut:
+    """What it takes to take m training points out of a curvature, each alone.
+
+    Attributes
+    ----------
+    half : Tensor, (m, C, R)
+        V_iiS_i.
+    inner, held : Tensor, (m, R, R)
+        S_iᵀV_iiS_i, and I less that; or I, where it is not to be trusted.
+    leverage : Tensor, (m,)
+        Largest eigenvalue of `inner`.
+    trusted : Tensor of bool, (m,)
+    """
+
+    half: Tensor
+    inner: Tensor
+    held: Tensor
+    leverage: Tensor
+    trusted: Tensor
+
+
+def is_exact(trained: Trained, structure: Structure) -> bool:
+    """Whether H is P0 + JᵀΛJ itself, with Λ the likelihood's."""
+    return structure.name in ("gp", "full") and trained.root.curvature == "ggn"
+
+
+def taken_out(moments: Tensor, root: Tensor, exact: bool) -> TakenOut:
+    """I - S_iᵀV_iiS_i for covariances V_ii (m, C, C) and roots S_i (m, C, R).
+
+    An exact curvature holds each point whole: leverages are below 1, or lost to rounding. Another one may hold less
+    of a point than its Λ_i, or nothing like it: above `HIGH_LEVERAGE` nothing is taken out, and effects are of first
+    order.
+    """
+    half = moments @ root
+    inner = root.mT @ half
+    leverage = torch.linalg.eigvalsh(inner)[:, -1]
+    trusted = leverage < 1.0 if exact else leverage <= HIGH_LEVERAGE
+    eye = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
+    return TakenOut(half, inner, torch.where(trusted.view(-1, 1, 1), eye - inner, eye), leverage, trusted)

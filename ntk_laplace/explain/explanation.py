@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import DataError
 from ntk_laplace.explain.algebra import contributions, leverage_blocks, leverages, removal_effects, similarities
 from ntk_laplace.explain.quantity import Question, question
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, strongest
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted, strongest
 from ntk_laplace.factors import Rows
 from ntk_laplace.structures import Structure, Trained
 
@@ -53,9 +52,9 @@ class Asked:
 
     def of(self, trained: Trained, f: Tensor, count: int) -> tuple[Question, int]:
         """The question at predictions f, and how many of `count` training points to show."""
-        if not isinstance(self.k, Integral) or self.k < 1:
-            raise DataError("k of at least 1, a whole number", f"{self.k!r}", "Ask for one or more training points.")
-        return question(trained.likelihood, f, self.by, self.output, self.y), min(self.k, count)
+        if self.k is None:
+            raise DataError("k of at least 1, a whole number", "None", "Ask for one or more training points.")
+        return question(trained.likelihood, f, self.by, self.output, self.y), min(counted(self.k, count), count)
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,18 +145,18 @@ class Explanation(Ranked):
 
         Their removal lowers the quantity most; the variance, it raises most.
         """
-        return strongest(self.support, k or self.k)
+        return strongest(self.support, counted(k, self.k))
 
     def opposing(self, k: int | None = None) -> Tensor:
         """Indices of the training points that speak most against the prediction (its opponents), (n, k)."""
-        return strongest(-self.support, k or self.k)
+        self._require_side("against")
+        return strongest(-self.support, counted(k, self.k))
 
     def top(self, k: int | None = None) -> Tensor:
         """Indices of the training points with the largest effects of either sign, (n, k)."""
-        return strongest(self.effect.abs(), k or self.k)
+        return strongest(self.effect.abs(), counted(k, self.k))
 
-    def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
-        """The training points on one side of input i, the strongest first."""
+    def _entries(self, i: int, side: str, k: int | None) -> list[Entry]:
         chosen = self.supporting(k) if side == "for" else self.opposing(k)
         return [self._entry(j, float(self.effect[i, j]), self._more(i, j)) for j in chosen[i].tolist()]
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.explain.algebra import leverage_blocks, leverages, without_each
+from ntk_laplace.evidence import Curvature
+from ntk_laplace.explain.algebra import is_exact, leverage_blocks, leverages, taken_out, without_each
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE, counted
 from ntk_laplace.predictive import predictive
 from ntk_laplace.structures import Structure, Trained
 
@@ -18,6 +20,17 @@ if TYPE_CHECKING:
     import pandas
 
 __all__ = ["LeaveOneOut", "leave_one_out"]
+
+_DRAWN = 2**25  # numbers drawn at a time
+_EXACT = (
+    "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
+    "point"
+)
+_OTHER = (
+    "each point is taken out of this posterior's own approximation of the curvature: the numbers rank, and are no "
+    "refit; where the leverage exceeds 0.9 nothing is taken out, and mean and information are of first order"
+)
+_DRAWS = "log_density integrates over draws of f with a fixed seed where the likelihood has no closed form"
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,6 +60,8 @@ class LeaveOneOut:
         Length of the residual r_i ([T20] 5.2).
     targets : Tensor
         Training targets.
+    guarantees : tuple of str
+        What holds exactly, and what does not.
     """
 
     mean: Tensor
@@ -59,6 +74,18 @@ class LeaveOneOut:
     information: Tensor
     importance: Tensor
     targets: Tensor
+    guarantees: tuple[str, ...]
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "mean": ("training point", "output"), "covariance": ("training point", "output", "output"),
+        **dict.fromkeys(("log_density", "plug_in_log_density", "leverage", "self_influence", "effective_parameters",
+                         "information", "importance", "suspicion", "flagged"), ("training point",)),
+    }  # fmt: skip
+
+    @property
+    def flagged(self) -> Tensor:
+        """Training points whose leverage is too near 1 for one step without them to be trusted, (N,)."""
+        return self.leverage > HIGH_LEVERAGE
 
     @property
     def suspicion(self) -> Tensor:
@@ -74,22 +101,24 @@ class LeaveOneOut:
             If there is no such column.
         """
         columns = self._columns()
-        if by not in columns:
+        if not isinstance(by, str) or by not in columns:
             raise UnsupportedError(f"one of {', '.join(columns)}", repr(by), 'Leave it out for "suspicion".')
-        return columns[by].argsort(descending=True, stable=True)[:k]
+        values = columns[by]
+        return values.argsort(descending=True, stable=True)[: counted(k, len(values))]
 
     def to_dataframe(self, by: str | None = None, k: int | None = None) -> pandas.DataFrame:
         """One row per training point, in the order of the data, or by one of the columns, the largest first."""
         import pandas
 
         count = len(self.mean)
-        chosen = torch.arange(count)[:k] if by is None else self.ranked(by, k).cpu()
+        chosen = torch.arange(count)[: counted(k, count)] if by is None else self.ranked(by, k).cpu()
         numbers = {name: values.cpu()[chosen].tolist() for name, values in self._columns().items()}
+        classes = {} if self.targets.ndim > 1 else {"most_likely": self.mean.argmax(1).cpu()[chosen].tolist()}
         return pandas.DataFrame({
             "training_index": chosen.tolist(),
             "target": [t.item() if t.numel() == 1 else t.tolist() for t in self.targets.cpu()[chosen]],
-            "most_likely": self.mean.argmax(1).cpu()[chosen].tolist(),
-        } | numbers).drop(columns=[] if self.targets.ndim == 1 else ["most_likely"])  # fmt: skip
+            **classes, **numbers, "flagged": self.flagged.cpu()[chosen].tolist(),
+        })  # fmt: skip
 
     def _columns(self) -> dict[str, Tensor]:
         names = ("suspicion", "log_density", "plug_in_log_density", "self_influence", "leverage",
@@ -105,21 +134,68 @@ class LeaveOneOut:
         )
 
 
-def leave_one_out(trained: Trained, structure: Structure, space: FunctionSpace, samples: int = 1000) -> LeaveOneOut:
-    """Compute means, covariances, log densities and leverages."""
+@dataclass(frozen=True)
+class _Without:
+    """Moments without each point, and what the point takes, all (N, ...)."""
+
+    mean: Tensor
+    covariance: Tensor
+    leverage: Tensor
+    used: Tensor
+    information: Tensor
+
+
+def leave_one_out(
+    trained: Trained, structure: Structure, curvature: Curvature, samples: int = 1000
+) -> LeaveOneOut:
+    """Compute means, covariances, log densities and leverages: from the rows that are kept, or in a pass."""
     points, likelihood = structure.points, trained.likelihood
-    mean, covariance = without_each(space, points, likelihood)
+    found = (_kept if structure.name == "gp" else _streamed)(trained, structure, curvature)
     targets = points.targets.squeeze(-1) if trained.network.scalar and points.targets.ndim == 2 else points.targets
-    generator = torch.Generator(device=mean.device).manual_seed(0)
-    blocks = leverage_blocks(space)
+    generator = torch.Generator(device=found.mean.device).manual_seed(0)
+    integrated = []
+    step = max(1, _DRAWN // (samples * points.num_outputs))
     with torch.no_grad():
-        plug_in = likelihood.log_prob(mean, points.targets)
-        integrated = predictive(likelihood, mean, covariance, "glm", samples, generator, trained.network.scalar)
-        log_density = integrated.log_prob(targets)
+        for start in range(0, points.num_examples, step):
+            part = slice(start, start + step)
+            one = likelihood if step >= points.num_examples else likelihood.at(part)
+            density = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
+                                 trained.network.scalar)  # fmt: skip
+            integrated.append(density.log_prob(targets[part]))
+        plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
         importance = likelihood.residual(points.f, points.targets).norm(dim=1)
+    guarantees = (_EXACT if is_exact(trained, structure) else _OTHER, _DRAWS)
+    return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
+                       found.used, found.information, importance, points.targets, guarantees)
+
+
+def _kept(trained: Trained, structure: Structure, space: FunctionSpace) -> _Without:
+    """In function space."""
+    mean, covariance = without_each(space, structure.points, trained.likelihood)
+    blocks = leverage_blocks(space)
     # SᵀV_iiS = I - [B⁻¹]_ii
     used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
     information = -0.5 * torch.linalg.slogdet(blocks).logabsdet
-    return LeaveOneOut(mean, covariance, log_density, plug_in, leverages(blocks)[:, -1], own - plug_in, used,
-                       information, importance, points.targets)
+    return _Without(mean, covariance, leverages(blocks)[:, -1], used, information)
+
+
+def _streamed(trained: Trained, structure: Structure, curvature: Curvature) -> _Without:
+    """In weight space, a batch of the data at a time: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
+    points, parts, start = structure.points, [], 0
+    with torch.no_grad():
+        residual = points.residual(trained.likelihood)
+        root = points.root(trained.root, trained.likelihood)
+        for rows in structure.rows_at(trained, torch.arange(points.num_examples)):
+            here = slice(start, start + rows.num_examples)
+            moments = curvature.moments(rows)
+            out = taken_out(moments, root[here], is_exact(trained, structure))
+            widened = out.half @ torch.linalg.solve(out.held, out.half.mT)
+            covariance = moments + widened * out.trusted.view(-1, 1, 1)
+            mean = points.f[here] - (covariance @ residual[here].unsqueeze(-1)).squeeze(-1)
+            used = out.inner.diagonal(dim1=1, dim2=2).sum(1)
+            log_det = torch.linalg.slogdet(out.held).logabsdet
+            information = torch.where(out.trusted, -0.5 * log_det, 0.5 * used)
+            parts.append(_Without(mean, covariance, out.leverage, used, information))
+            start = here.stop
+    return _Without(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(_Without)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ntk_laplace.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,15 +28,37 @@ def draw(
     names: Sequence[str] | None = None,
 ) -> Figure:  # fmt: skip
     """One row per input: its training points as bars, as images, in a table, or along a line."""
+    inputs = _fitting(inputs, len(ranked.f), "inputs that were explained", shape)
+    training = _fitting(training, len(ranked.leverage), "training inputs of the fit", shape)
     images = _images(inputs, shape), _images(training, shape)
     if images[0] is not None and images[1] is not None:
         return _image_rows(ranked, images)
     features = _features(inputs), _features(training)
     if features[0] is not None and features[1] is not None:
-        if features[1].shape[1] == 1:
+        width = features[1].shape[1]
+        if features[0].shape[1] != width or (names is not None and len(names) != width):
+            raise DataError(f"inputs and names of the {width} features of the training inputs",
+                            f"{features[0].shape[1]} features, {'no' if names is None else len(names)} names",
+                            "Pass inputs of one kind, and one name for each feature.")
+        if width == 1:
             return _lines(ranked, features, names)
         return _bar_rows(ranked, features, names)
     return _bar_rows(ranked, None, names)
+
+
+def _fitting(x: Any, count: int, what: str, shape: Sequence[int] | None) -> Any:
+    """Inputs as a tensor, as many as there should be; a tuple or dict has no picture."""
+    if x is None or isinstance(x, (tuple, dict)):
+        return None
+    try:
+        x = torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the {count:,} {what}, as an array", f"{type(x).__name__}", "Pass a tensor.") from error
+    if x.ndim == 0 or len(x) != count:
+        raise DataError(f"the {count:,} {what}", f"shape {tuple(x.shape)}", "Pass all of them, in their order.")
+    if shape is not None and math.prod(shape) != x[0].numel():
+        raise DataError(f"images of {x[0].numel():,} numbers", f"shape={tuple(shape)}", "Pass (height, width).")
+    return x
 
 
 def _images(x: Tensor | None, shape: Sequence[int] | None) -> Tensor | None:

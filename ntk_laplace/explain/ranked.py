@@ -7,10 +7,12 @@ import html
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.explain.picture import draw
 from ntk_laplace.explain.quantity import Question
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["HIGH_LEVERAGE", "Entry", "Ranked", "strongest"]
+__all__ = ["HIGH_LEVERAGE", "Entry", "Ranked", "counted", "strongest"]
 
 HIGH_LEVERAGE = 0.9
 """Above it one Newton step without the point is an extrapolation: the score is flagged."""
@@ -92,8 +94,26 @@ class Ranked:
         return self.leverage > HIGH_LEVERAGE
 
     def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
-        """The training points on one side of input i, the strongest first."""
+        """The training points on one side of input i, the strongest first.
+
+        Raises
+        ------
+        DataError, UnsupportedError
+            If there is no such input, or no such side.
+        """
+        if not _whole(i) or not 0 <= i < len(self.f):
+            raise DataError(f"an input from 0 to {len(self.f) - 1}", f"{i!r}", "Choose one of those explained.")
+        self._require_side(side)
+        return self._entries(i, side, k)
+
+    def _entries(self, i: int, side: str, k: int | None) -> list[Entry]:
         raise NotImplementedError
+
+    def _require_side(self, side: str) -> None:
+        if side not in self.question.sides:
+            raise UnsupportedError(f"the side {' or '.join(map(repr, self.question.sides))}", repr(side),
+                                   "No training point makes a prediction less sure: see supporting()."
+                                   if self.by == "variance" else "Choose one of the two.")  # fmt: skip
 
     def contributed(self) -> Tensor:
         """Sum of all contributions, (n, C)."""
@@ -154,6 +174,11 @@ class Ranked:
             Of the images.
         names : sequence of str, optional
             Of the features.
+
+        Raises
+        ------
+        DataError
+            If inputs, training inputs, shape or names do not fit together.
         """
         return draw(self, inputs, training, shape, names)
 
@@ -175,6 +200,25 @@ class Ranked:
             f'<img alt="Training points for and against each prediction" src="data:image/png;base64,{picture}">'
             f"{tables[0]}<h3>How each prediction is made up</h3>{tables[1]}</section>"
         )
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def counted(k: Any, default: int) -> int:
+    """How many training points are asked for.
+
+    Raises
+    ------
+    DataError
+        If k is no whole number of at least 1.
+    """
+    if k is None:
+        return default
+    if not _whole(k) or k < 1:
+        raise DataError("k of at least 1, a whole number", f"{k!r}", "Ask for one or more training points.")
+    return int(k)
 
 
 def strongest(values: Tensor, k: int) -> Tensor:

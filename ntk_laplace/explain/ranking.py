@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import DataError
 from ntk_laplace.evidence import Curvature
+from ntk_laplace.explain.algebra import is_exact, taken_out
 from ntk_laplace.explain.explanation import Asked
 from ntk_laplace.explain.quantity import Question
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted
 from ntk_laplace.factors import Rows
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures import Structure, Trained
@@ -38,7 +41,7 @@ _GUARANTEES = {
 class Ranking(Ranked):
     """The training points with the strongest effects on predictions, found in a pass over the data.
 
-    Axes: n inputs explained, N training points, C outputs, k shown.
+    Axes are named: n inputs explained, N training points, C outputs, k ranks; `AXES` lists them by field.
 
     Attributes
     ----------
@@ -73,27 +76,41 @@ class Ranking(Ranked):
     k: int
     guarantees: tuple[str, ...]
 
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
+        **dict.fromkeys(("f", "offset", "total", "gap"), ("input", "output")),
+        **dict.fromkeys(("indices", "effects"), ("input", "rank")),
+        **dict.fromkeys(("leverage", "flagged"), ("training point",)),
+    }
+
     def supporting(self, k: int | None = None) -> Tensor:
         """Indices of the training points that speak most for the prediction (its proponents), (n, k)."""
-        return self.indices["for"][:, : k or self.k]
+        return self.indices["for"][:, : self._kept(k)]
 
     def opposing(self, k: int | None = None) -> Tensor:
         """Indices of the training points that speak most against the prediction (its opponents), (n, k)."""
-        return self.indices["against"][:, : k or self.k]
+        self._require_side("against")
+        return self.indices["against"][:, : self._kept(k)]
 
     def top(self, k: int | None = None) -> Tensor:
         """Indices of the training points with the largest effects of either sign, (n, k)."""
+        k = self._kept(k)
         effects = torch.cat(list(self.effects.values()), 1)
         chosen = effects.abs().argsort(dim=1, descending=True, stable=True)
         found = torch.cat(list(self.indices.values()), 1).gather(1, chosen)
         # a point may stand on both sides where there are few of them: once is enough
-        rows = [list(dict.fromkeys(row))[: k or self.k] for row in found.tolist()]
+        rows = [list(dict.fromkeys(row))[:k] for row in found.tolist()]
         return torch.tensor(rows, device=found.device)
 
-    def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
-        """The training points on one side of input i, the strongest first."""
+    def _kept(self, k: int | None) -> int:
+        k = counted(k, self.k)
+        if self.k < k and self.k < len(self.leverage):
+            raise DataError(f"at most the {self.k} training points kept on each side", f"k={k}",
+                            f"Ask for them when explaining: explain(x, k={k}).")
+        return k
+
+    def _entries(self, i: int, side: str, k: int | None) -> list[Entry]:
         pairs = zip(self.indices[side][i].tolist(), self.effects[side][i].tolist(), strict=True)
-        return [self._entry(j, effect) for j, effect in list(pairs)[: k or self.k]]
+        return [self._entry(j, effect) for j, effect in list(pairs)[: self._kept(k)]]
 
     def contributed(self) -> Tensor:
         """Sum of all contributions, (n, C)."""
@@ -152,8 +169,7 @@ def rank(trained: Trained, structure: Structure, curvature: Curvature, test: Row
         centered = trained.theta - prior.flat_mean().to(trained.theta)
         pushed = test.jvp(network.unflatten(centered))
         contributed = test.jvp(network.unflatten(total / prior.flat_precision().to(total)))  # J P0⁻¹ Jᵀr
-    exact = structure.name == "full" and trained.root.curvature == "ggn"
-    guarantees = (_SUMS, _GUARANTEES["full" if exact else "other"])
+    guarantees = (_SUMS, _GUARANTEES["full" if is_exact(trained, structure) else "other"])
     first_order = (_FIRST_ORDER,) if question.by in ("probability", "log_likelihood") else ()
     signs = {"for": -question.good, "against": question.good}
     return Ranking(
@@ -218,18 +234,10 @@ class _Passing:
 
     def _weights(self, rows: Rows, residual: Tensor, root: Tensor, here: slice) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
-        half = self.curvature.moments(rows) @ root  # V_iiS_i
-        inner = root.mT @ half
-        leverage = torch.linalg.eigvalsh(inner)[:, -1]
-        self.leverage[here] = leverage
-        held = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device) - inner
-        trusted = leverage <= HIGH_LEVERAGE
-        if self.structure.name == "full" and self.trained.root.curvature == "ggn":
-            trusted = leverage < 1.0  # H holds the point whole, so that this is lost to rounding alone
-        held[~trusted] = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
+        out = taken_out(self.curvature.moments(rows), root, is_exact(self.trained, self.structure))
+        self.leverage[here] = out.leverage
         if self.question.by == "variance":
-            factor = torch.linalg.cholesky(held)
+            factor = torch.linalg.cholesky(out.held)
             return torch.linalg.solve_triangular(factor, root.mT, upper=False).mT
-        bent = torch.linalg.solve(held, half.mT @ residual.unsqueeze(-1))  # (I - SᵀVS)⁻¹ SᵀV r
-        bent = bent * trusted.view(-1, 1, 1)
-        return residual.unsqueeze(-1) + root @ bent
+        bent = torch.linalg.solve(out.held, out.half.mT @ residual.unsqueeze(-1))  # (I - SᵀVS)⁻¹ SᵀV r
+        return residual.unsqueeze(-1) + root @ (bent * out.trusted.view(-1, 1, 1))

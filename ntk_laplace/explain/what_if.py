@@ -100,6 +100,10 @@ def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: obje
     except (TypeError, ValueError, RuntimeError) as error:
         raise TargetError("targets as a number or an array of numbers", f"{y!r}"[:80],
                           "Pass one target per point, or one for all.") from error
+    if len(indices) == 0:
+        if new.ndim and len(new):
+            raise TargetError("no target for no points", f"{len(new)}", "Say which points they belong to.")
+        return points
     if new.ndim == 0:
         new = new.expand(len(indices))
     elif len(indices) == 1 and new.shape == points.targets.shape[1:]:

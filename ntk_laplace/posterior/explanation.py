@@ -72,6 +72,15 @@ class ExplanationVerbs(Fitted):
         return effects(self._trained, self._structure, self.curvature, rows, question)
 
     def leave_one_out(self) -> LeaveOneOut:
-        """What each training point's prediction would be without it, in closed form, and what it does to the fit."""
-        self._require_rows("leave_one_out")
+        """What each training point's prediction would be without it, in closed form, and what it does to the fit.
+
+        Structure "gp" has it from the rows that it keeps, the others from another pass over the data. "gp" and "full"
+        are exact for one Newton step of the linearized model; the others take a point out of their own approximation
+        of the curvature. `guarantees` says what holds.
+
+        Raises
+        ------
+        DataError
+            If the data cannot be read again.
+        """
         return leave_one_out(self._trained, self._structure, self.curvature)
