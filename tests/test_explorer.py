@@ -78,6 +78,8 @@ def test_the_numbers_are_the_posteriors(kind: str) -> None:
     left_out = posterior.leave_one_out()
     assert close(content["training"]["leverage"], left_out.leverage)
     assert close(content["training"]["logDensity"], left_out.log_density)
+    assert close(content["training"]["selfInfluence"], left_out.self_influence)
+    assert close(content["training"]["information"], left_out.information)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,11 +207,39 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
         assert browser.value("document.querySelector('#columns th:nth-child(5)').ariaSort") == "descending"
         browser.click("#more")
         assert len(browser.value(values)) == 30
+        # every column sorts; minus signs are found as hyphens
+        read = ("[...document.querySelectorAll('#rows tr')]"
+                ".map((e) => Number(e.children[%d].innerText.replace('−', '-')))")  # fmt: skip
+        for place in (4, 6, 7):
+            browser.click(f"#columns th:nth-child({place}) button")
+            found = browser.value(read % (place - 1))
+            assert len(found) == 30 and found == sorted(found)
+        lowest = browser.text("#rows td:nth-child(4)")
         browser.click("#search")
+        browser.type(lowest.replace("−", "-"))
+        assert lowest.startswith("−") and browser.text("#rows td:nth-child(4)") == lowest
+        browser.value("document.getElementById('search').value = ''")
         browser.type("#17")
         assert browser.text("#rows th").strip() == "#17"
         assert browser.errors == []
         assert [url for url in browser.requests if not url.startswith("data:")] == [page_url(tmp_path)]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_it_fits_a_phone(tmp_path: Path) -> None:
+    """Nothing but the table is wider than the screen, and the words of the picture keep their size."""
+    posterior, x, _, x_new, targets = case("values")
+    page = explore(posterior, x_new, x, targets).write(tmp_path / "page.html")
+    with Browser(page, tmp_path / "profile") as browser:
+        for width in (1280, 390):
+            browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1,
+                        mobile=width < 500)  # fmt: skip
+            browser.value("window.dispatchEvent(new Event('resize'))")
+            assert browser.value("document.documentElement.scrollWidth") <= width
+            letters = browser.value("document.querySelector('svg text').getBoundingClientRect().height")
+            assert 12 < letters < 24
+            assert browser.value("document.querySelector('svg').getBoundingClientRect().right") < width
+        assert browser.errors == []
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")

@@ -152,7 +152,7 @@ def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str,
 def _left_out(posterior: Posterior) -> float | None:
     try:
         return float(posterior.loo_log_density())
-    except UnsupportedError:
+    except (UnsupportedError, DataError):  # another structure, or data that are gone
         return None
 
 

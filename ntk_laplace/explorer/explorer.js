@@ -10,10 +10,14 @@ const make = (tag, text, attributes = {}) => {
 const number = (value) => {
   if (value === null || value === undefined) return "not finite";
   if (Array.isArray(value)) return value.map(number).join(", ");
-  if (typeof value !== "number" || Number.isInteger(value)) return String(value);
+  if (typeof value !== "number") return String(value);
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e5) ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+  const short = Number.isInteger(value) ? String(value)
+    : size < 1e-3 || size >= 1e5 ? value.toExponential(2) : String(Number(value.toPrecision(3)));
+  return short.replace("-", "−").replace("e-", "e−");
 };
+// what people type has hyphens where numbers have minus signs
+const plain = (words) => words.toLowerCase().replaceAll("−", "-");
 const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
 const percent = (value) => (100 * value).toFixed(value > 0.999 || value < 0.001 ? 2 : 1) + " %";
 const classes = data.kind !== "values";
@@ -60,8 +64,8 @@ const inWords = (i) => {
 };
 
 function list() {
-  const wanted = at("find").value.trim().toLowerCase().split(/\s+/);
-  visible = data.points.map((_, i) => i).filter((i) => wanted.every((word) => inWords(i).toLowerCase().includes(word)));
+  const wanted = plain(at("find").value.trim()).split(/\s+/);
+  visible = data.points.map((_, i) => i).filter((i) => wanted.every((word) => plain(inWords(i)).includes(word)));
   const items = visible.map((i) => {
     const point = data.points[i];
     const item = make("li", null, { role: "option", id: `point-${i}`, "aria-selected": String(i === selected) });
@@ -150,13 +154,14 @@ function decomposition(point) {
   let sum = 0;
   const ends = [0];
   for (const [, value] of steps) { sum += value; ends.push(sum); }
-  const low = Math.min(0, ...ends), high = Math.max(0, ...ends), width = 560, left = 130;
-  const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 90);
+  const low = Math.min(0, ...ends), high = Math.max(0, ...ends), left = 116;
+  const width = Math.max(300, Math.min(640, at("decomposition").clientWidth - 34));  // letters keep their size on a phone
+  const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 70);
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const words = steps.map(([name, value]) => `${name} ${signed(value)}`).join(", ");
   for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} 170`, role: "img",
     "aria-label": `${words}; together ${number(total)}` })) svg.setAttribute(name, value);
-  svg.style.maxWidth = "40rem";
+  svg.style.maxWidth = `${width}px`;
   const draw = (tag, attributes, text) => {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -219,7 +224,7 @@ function whatIf() {
     const best = now.probabilities.indexOf(Math.max(...now.probabilities));
     const turn = best === output ? "The prediction stays." : `The prediction turns to ${data.names[best]}.`;
     answer.replaceChildren(
-      make("p", `Without these ${count}: ${data.names[output]} ${percent(now.probabilities[output])} instead of ${percent(point.network.probabilities[output])}. ${turn}`),
+      make("p", `Without these ${count}: the network says ${data.names[output]} with ${percent(now.probabilities[output])} instead of ${percent(point.network.probabilities[output])}. ${turn}`),
       bars(now.probabilities, point.network.probabilities));
   } else {
     answer.replaceChildren(make("p", `Without these ${count}: ${data.targetName} ${number(now.mean)} instead of ${number(point.network.mean)}.`));
@@ -235,6 +240,7 @@ function show() {
   side("against", point);
   whatIf();
 }
+window.addEventListener("resize", () => decomposition(data.points[selected]));
 for (const input of document.querySelectorAll("input[name=leave]")) input.addEventListener("change", whatIf);
 
 // --- the training set
@@ -245,6 +251,8 @@ const columns = [
   { title: "Predicted by the others", value: (j) => data.training.without[j], words: (j) => nameOf(data.training.without[j]) },
   { title: "Log density by the others", value: (j) => data.training.logDensity[j], words: (j) => number(data.training.logDensity[j]) },
   { title: "Leverage", value: (j) => data.training.leverage[j], words: (j) => number(data.training.leverage[j]) },
+  { title: "Self-influence", value: (j) => data.training.selfInfluence[j], words: (j) => number(data.training.selfInfluence[j]) },
+  { title: "Information", value: (j) => data.training.information[j], words: (j) => number(data.training.information[j]) },
 ];
 let sorted = { column: 3, down: false }, most = 25;
 
@@ -265,9 +273,9 @@ function head() {
 }
 
 function body() {
-  const wanted = at("search").value.trim().toLowerCase().split(/\s+/);
+  const wanted = plain(at("search").value.trim()).split(/\s+/);
   const lines = Array.from({ length: data.examples }, (_, j) => j)
-    .filter((j) => wanted.every((word) => columns.map((column) => column.words(j)).join(" ").toLowerCase().includes(word)));
+    .filter((j) => wanted.every((word) => plain(columns.map((column) => column.words(j)).join(" ")).includes(word)));
   const value = columns[sorted.column].value;
   const order = (a, b) => (a === b ? 0 : a === null ? 1 : b === null ? -1 : a < b ? -1 : 1);
   lines.sort((a, b) => (sorted.down ? -1 : 1) * order(value(a), value(b)) || a - b);

@@ -137,7 +137,7 @@ def _summary(posterior: Posterior) -> str:
     likelihood = type(posterior.likelihood).__name__
     evidence = posterior.log_marginal_likelihood().item()
     return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {likelihood} "
-            f"likelihood, log evidence {evidence:,.1f} nats")  # fmt: skip
+            f"likelihood, log evidence {evidence:,.1f} nats").replace("-", "\N{MINUS SIGN}")  # fmt: skip
 
 
 # --- predictions
@@ -224,6 +224,8 @@ def _training_set(posterior: Posterior) -> dict[str, list[Any]]:
         "without": _rounded(without),
         "logDensity": _rounded(left_out.log_density),
         "leverage": _rounded(left_out.leverage),
+        "selfInfluence": _rounded(left_out.self_influence),
+        "information": _rounded(left_out.information),
     }
 
 

@@ -47,7 +47,9 @@ _BODY = """
 </div></div>
 <section class="panel" style="margin-top: 1.5rem" aria-labelledby="all"><h2 id="all">Training set</h2>
 <p class="soft">“By the others”: what the posterior without a point says of it. A low log density is a point that the
-others do not understand: a rare one, or a wrong label. A leverage near 1 is a point that the fit rests on.</p>
+others do not understand: a rare one, or a wrong label. A leverage near 1 is a point that the fit rests on.
+Self-influence: nats of its own log likelihood that a point owes to itself; information: nats that it adds to how sure
+the posterior is.</p>
 <label for="search">Search by number or value</label><input type="search" id="search" autocomplete="off">
 <p class="soft" id="shown" role="status"></p>
 <div class="scroll" role="region" aria-label="Training set" tabindex="0"><table>

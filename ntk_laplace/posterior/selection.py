@@ -112,13 +112,23 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         ]))  # fmt: skip
 
     def loo_log_density(self) -> Tensor:
-        """Σ log p(y_n given all other points), each from the closed form of `leave_one_out`; structure "gp" alone.
+        """Σ log p(y_n given all other points), each from the closed form of `leave_one_out`.
 
         Returns
         -------
         Tensor, ()
             In nats: a cross-validated score of N folds, at fixed weights.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure is not "gp" or "full", or the curvature not the GGN: points are then taken out of an
+            approximation, which ranks them (`leave_one_out`) but is no score.
         """
+        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
+            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
+                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                                   "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
         return (self._structure.points.counts * self.leave_one_out().log_density).sum()
 
     def bic(self, effective: bool = False) -> Tensor:
