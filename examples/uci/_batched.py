@@ -8,14 +8,14 @@ part; the script compares the two at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["STRUCTURES", "Networks", "Problem", "train_with_evidence"]
+__all__ = ["STRUCTURES", "Networks", "Problem", "Protocol", "train_with_evidence"]
 
 HIDDEN = 50
 STRUCTURES = ("ggn", "ef", "kfac", "diag-ggn", "diag-ef")
@@ -33,6 +33,29 @@ class Problem:
     def outputs(self) -> int:
         """C."""
         return 2 if self.classes else 1
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What [I21] section 4.2 says, and two things that it leaves open.
+
+    Attributes
+    ----------
+    epochs : int
+        With an evidence and a hyperparameter step after each: F = K = 1, B = 0.
+    rate : float
+        Adam's, for weights and hyperparameters.
+    minibatch : int or None
+        Examples in a step of the weights; None for all.
+    unit_noise_fisher : bool
+        The empirical Fisher of the squared error, r²JᵀJ, times 1/σ², as some implementations have it. Gradients of the
+        log likelihood, r/σ², make it r²JᵀJ/σ⁴.
+    """
+
+    epochs: int
+    rate: float = 1e-3
+    minibatch: int | None = None
+    unit_noise_fisher: bool = False
 
 
 class Networks(nn.Module):
@@ -85,7 +108,7 @@ def log_likelihood(problem: Problem, f: Tensor, log_noise: Tensor) -> Tensor:
     return -0.5 * (residual / log_noise.exp() + count * (log_noise + torch.log(torch.tensor(2 * torch.pi))))
 
 
-def root(problem: Problem, f: Tensor, log_noise: Tensor, empirical: bool) -> Tensor:
+def root(problem: Problem, f: Tensor, log_noise: Tensor, empirical: bool, unit_noise: bool = False) -> Tensor:
     """s_n with Λ_n = s_n s_nᵀ, (M, N, C): of the GGN, or the gradients' own outer product, the empirical Fisher."""
     if problem.classes:
         p = f.softmax(-1)
@@ -93,7 +116,9 @@ def root(problem: Problem, f: Tensor, log_noise: Tensor, empirical: bool) -> Ten
             return F.one_hot(problem.y, 2).to(f) - p
         return p.prod(-1, keepdim=True).sqrt() * f.new_tensor([1.0, -1.0])
     noise = log_noise.exp()[:, None, None]
-    return (problem.y[..., None] - f) / noise if empirical else torch.ones_like(f) / noise.sqrt()
+    if not empirical:
+        return torch.ones_like(f) / noise.sqrt()
+    return (problem.y[..., None] - f) / (noise.sqrt() if unit_noise else noise)
 
 
 @dataclass(frozen=True)
@@ -184,7 +209,8 @@ LOG_DETS: dict[str, Callable[[Sides, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def evidence(
-    problem: Problem, networks: Networks, parts: dict[str, slice], log_precision: Tensor, log_noise: Tensor
+    problem: Problem, networks: Networks, parts: dict[str, slice], log_precision: Tensor, log_noise: Tensor,
+    unit_noise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log q(D), (M,), and its gradients in the log precisions, (M, 4), and in log σ², (M,)."""
     with torch.no_grad():
@@ -194,11 +220,11 @@ def evidence(
         for structure, part in parts.items():
             empirical = structure.endswith("ef")
             own = Problem(problem.x[part], problem.y[part], problem.classes)
-            s = root(own, f[part], log_noise[part], empirical)
+            s = root(own, f[part], log_noise[part], empirical, unit_noise)
             b = (s @ networks.second_weight[part]) * (hidden[part] > 0)
             sides = Sides(b, problem.x[part], s, hidden[part])
             log_det[part], used[part] = LOG_DETS[structure](sides, precision[part])
-            power[part] = 2.0 if empirical else 1.0  # Λ goes with σ^-2, or with σ^-4
+            power[part] = 2.0 if empirical and not unit_noise else 1.0  # Λ goes with σ^-4, or with σ^-2
         value = fits - 0.5 * (precision * squares).sum(1) - 0.5 * log_det  # [I21] Eq. 8
         by_precision = 0.5 * (used - precision * squares)
         if problem.classes:
@@ -226,30 +252,44 @@ class Best:
 
 
 def train_with_evidence(
-    problem: Problem, networks: Networks, parts: dict[str, slice], epochs: int, rate: float, tell: Callable[[int], None]
+    problem: Problem, networks: Networks, parts: dict[str, slice], protocol: Protocol, tell: Callable[[int], None]
 ) -> Best:
-    """[I21] algorithm 1 with F = K = 1 and B = 0, Adam at `rate` for weights and hyperparameters; full batches.
+    """[I21] algorithm 1 for all networks at once.
 
     The last two tensors of what it returns are log δ (M, 4) and log σ² (M,). `tell` hears of every thousandth epoch.
     """
-    count = len(problem.x)
+    count, n = problem.x.shape[:2]
     log_precision = torch.zeros(count, 4, dtype=torch.float64)
     log_noise = torch.zeros(count, dtype=torch.float64)
-    weights = torch.optim.Adam(networks.parameters(), lr=rate)
-    hyper = torch.optim.Adam([log_precision, log_noise], lr=rate)
+    weights = torch.optim.Adam(networks.parameters(), lr=protocol.rate)
+    hyper = torch.optim.Adam([log_precision, log_noise], lr=protocol.rate)
     now = [*networks.parameters(), log_precision, log_noise]
     best = Best(torch.full((count,), -torch.inf, dtype=torch.float64), torch.zeros(count, dtype=torch.long),
                 [tensor.detach().clone() for tensor in now])  # fmt: skip
-    for epoch in range(1, epochs + 1):
-        weights.zero_grad()
-        f, _ = networks(problem.x)
-        joint = log_likelihood(problem, f, log_noise) - 0.5 * (log_precision.exp() * networks.squares()).sum(1)
-        (-joint.sum()).backward()  # the networks know nothing of each other
-        weights.step()
-        value, by_precision, by_noise = evidence(problem, networks, parts, log_precision, log_noise)
+    generator = torch.Generator().manual_seed(0)
+    for epoch in range(1, protocol.epochs + 1):
+        for x, y in _minibatches(problem, protocol.minibatch, generator):
+            weights.zero_grad()
+            part = Problem(x, y, problem.classes)
+            joint = n / y.shape[1] * log_likelihood(part, networks(x)[0], log_noise)
+            joint = joint - 0.5 * (log_precision.exp() * networks.squares()).sum(1)
+            (-joint.sum()).backward()  # the networks know nothing of each other
+            weights.step()
+        value, by_precision, by_noise = evidence(
+            problem, networks, parts, log_precision, log_noise, protocol.unit_noise_fisher
+        )
         best.keep(value, epoch, now)
         log_precision.grad, log_noise.grad = -by_precision, -by_noise
         hyper.step()
         if epoch % 1000 == 0:
             tell(epoch)
     return best
+
+
+def _minibatches(problem: Problem, size: int | None, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same random parts of the data for all networks, or all of it."""
+    if size is None:
+        yield problem.x, problem.y
+        return
+    for part in torch.randperm(problem.y.shape[1], generator=generator).split(size):
+        yield problem.x[:, part], problem.y[:, part]

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _batched import STRUCTURES, Networks, Problem, train_with_evidence
+from _batched import STRUCTURES, Networks, Problem, Protocol, train_with_evidence
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 from torch import Tensor
@@ -132,7 +132,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
         took = time.perf_counter() - start
         print(f"{name}: epoch {epoch:,} of {options.epochs:,}, {took:.0f} s", file=sys.stderr, flush=True)
 
-    best = train_with_evidence(whole, networks, parts, options.epochs, options.rate, tell)
+    best = train_with_evidence(whole, networks, parts, Protocol(options.epochs, options.rate), tell)
     with torch.no_grad():
         for parameter, kept in zip(networks.parameters(), best.tensors, strict=False):
             parameter.copy_(kept)
