@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 STRUCTURES = {"kfac", "ekfac", "inf", "diag"}
@@ -164,6 +166,38 @@ def test_the_uci_script_and_the_library_agree(tmp_path: Path) -> None:
             for row in splits:
                 assert 0 < row["epoch"] <= 150 and row["MAP"]["nll"] != row["Bayes"]["nll"]
     assert "breast_cancer | diag-ef" in printed
+
+
+@pytest.mark.parametrize("unit_noise", [False, True])
+@pytest.mark.parametrize("structure", ["ggn", "ef", "kfac", "diag-ggn", "diag-ef"])
+def test_the_uci_program_has_the_gradients_of_its_evidence(structure: str, unit_noise: bool, monkeypatch) -> None:
+    """Its γ and noise gradients are written out: against central differences."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "uci"))
+    batched = importlib.import_module("_batched")
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, 12, *shape, generator=generator, dtype=torch.float64) for shape in ((3,), ()))
+    problem = batched.Problem(x, y, classes=False)
+    networks, parts = batched.Networks(problem, 2), {structure: slice(0, 2)}
+    at = torch.randn(2, 5, generator=generator, dtype=torch.float64)
+
+    def evidence(hyper: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return batched.evidence(problem, networks, parts, hyper[:, :4].clone(), hyper[:, 4].clone(), unit_noise)
+
+    _, by_precision, by_noise = evidence(at)
+    for place, slope in enumerate([*by_precision.T, by_noise]):
+        step = torch.zeros(5, dtype=torch.float64)
+        step[place] = 1e-5
+        assert torch.allclose((evidence(at + step)[0] - evidence(at - step)[0]) / 2e-5, slope, rtol=1e-6, atol=1e-7)
+
+
+def test_the_uci_protocol(tmp_path: Path) -> None:
+    printed = run("uci/protocol.py", tmp_path, "--epochs", "40", "--out", "out")
+    results = figures(tmp_path / "out" / "protocol.json")["results"]
+    base = results["as in uci.py"]
+    assert len(results) == 4 and all(len(found["nll"]) == 2 for found in results.values())
+    for name in ("rate 0.01", "Fisher of the squared error / σ²"):
+        assert results[name]["nll"] != base["nll"], name
+    assert "diabetes, diag-ef, 2 splits, 40 epochs" in printed
 
 
 def test_the_toys_of_t20(tmp_path: Path) -> None:
