@@ -26,16 +26,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
 from _shared import machine, parser, table, write
 
+CHANGES = {
+    "minibatch": ("minibatches of 64", {"minibatch": 64}),
+    "rate": ("rate 0.01", {"rate": 1e-2}),
+    "fisher": ("Fisher of the squared error / σ²", {"unit_noise_fisher": True}),
+}
 
-def variants(structure: str, classes: bool, epochs: int) -> dict[str, Protocol]:
+
+def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> dict[str, Protocol]:
     """As `uci.py` has it, and one thing changed at a time."""
-    found = {
-        "as in uci.py": Protocol(epochs),
-        "minibatches of 64": Protocol(epochs, minibatch=64),
-        "rate 0.01": Protocol(epochs, rate=1e-2),
-    }
-    if structure.endswith("ef") and not classes:
-        found["Fisher of the squared error / σ²"] = Protocol(epochs, unit_noise_fisher=True)
+    found = {"as in uci.py": Protocol(epochs)}
+    for change in changes:
+        if change != "fisher" or (structure.endswith("ef") and not classes):
+            label, what = CHANGES[change]
+            found[label] = Protocol(epochs, **what)
     return found
 
 
@@ -72,6 +76,7 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, help="folder of the .npz files; scikit-learn's diabetes otherwise")
     arguments.add_argument("--dataset", default=None, help="boston, ... or ionosphere")
     arguments.add_argument("--structure", choices=STRUCTURES, default="diag-ef")
+    arguments.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES), help="some of them (all)")
     arguments.add_argument("--splits", type=int, default=3)
     arguments.add_argument("--epochs", type=int, default=10_000)
     options = arguments.parse_args()
@@ -82,7 +87,7 @@ def main() -> None:
     problem, tests = standardised(name, options.data, options.splits, 60 if options.small else None)
     options.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for label, protocol in variants(options.structure, problem.classes, options.epochs).items():
+    for label, protocol in variants(options.changes, options.structure, problem.classes, options.epochs).items():
         results[label] = run(problem, tests, options.structure, protocol)
         print(f"{label}: {results[label]['nll']}", file=sys.stderr, flush=True)
     lines = []

@@ -250,8 +250,14 @@ def _per_channel(use: Use, normalized: Callable[[Tensor], Tensor]) -> Reader:
 def _group_norm(use: Use) -> Reader | None:
     if use.operand == 0:
         return None
-    groups, eps = int(_saved(use.node, "group")), float(_saved(use.node, "eps"))
-    return _per_channel(use, lambda x: F.group_norm(x, groups, eps=eps))
+    mean, deviation = _saved(use.node, "result1"), _saved(use.node, "result2")  # (N, groups), the second inverted
+
+    def normalized(x: Tensor) -> Tensor:
+        grouped = x.unflatten(1, (mean.shape[1], -1))
+        shape = (*mean.shape, *[1] * (grouped.ndim - 2))
+        return (grouped - mean.view(shape)).mul_(deviation.view(shape)).flatten(1, 2)
+
+    return _per_channel(use, normalized)
 
 
 def _batch_norm(use: Use) -> Reader | None:
