@@ -62,7 +62,7 @@ class Problem:
         order = np.random.default_rng(0).permutation(len(y))
         x, y = torch.as_tensor((x - x.mean(0)) / x.std(0))[order], torch.as_tensor(y)[order]
         n = 60 if small else 265
-        side = torch.linspace(-3.6, 3.6, 13 if small else 91, dtype=torch.float64)
+        side = torch.linspace(-4.5, 4.5, 13 if small else 91, dtype=torch.float64)
         return cls((x[:n], y[:n]), (x[n:], y[n:]), side)
 
     @property
