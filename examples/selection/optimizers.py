@@ -7,8 +7,8 @@ testing, as in i21_regression.py; a network of three hidden layers of 50 tanh un
 of seven precisions, `fit_hyperparameters` moves precisions and noise by "lbfgs", "adam" and "mackay", under one
 precision or one for each layer, in several structures. For each structure and grouping the table holds how many runs
 converged, the largest difference in evidence between any two of them, the largest ratio of a precision or the noise,
-and each method's median number of steps. optimizers.png shows the traces over the evidence that the best noise gives
-each precision (exact function space). It writes optimizers.json.
+and each method's median number of steps. optimizers.png shows, for one precision and exact function space, how far each
+run is below the maximum, over the precision and over the steps. It writes optimizers.json.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.hyperparameters import METHODS
-from ntk_laplace.plotting import BLUE, GREY, ORANGE, VERMILION, png
+from ntk_laplace.plotting import BLUE, ORANGE, VERMILION, png
 
 from _shared import machine, mlp, parser, table, write  # isort: skip (i21_regression knows where it is)
 
 STRUCTURES = {"gp": "gp", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=20), "diag": "diag"}
 COLORS = {"lbfgs": BLUE, "adam": ORANGE, "mackay": VERMILION}
 STEPS = 1000  # at most
+FLOOR = 1e-6  # nats, which the logarithmic axes end at
 
 
 def trained(problem: Problem, width: int) -> nn.Module:
@@ -68,37 +69,35 @@ def climb(posterior: ntkl.Posterior, method: str, start: float, tolerance: float
     }  # fmt: skip
 
 
-def profile(posterior: ntkl.Posterior, problem: Problem, count: int) -> dict[float, tuple[float, float]]:
-    """Over precisions, each with its best noise: the evidence, and the test log likelihood per point."""
-    found, (x, y) = {}, problem.test
+def profile(posterior: ntkl.Posterior, count: int) -> dict[float, float]:
+    """The evidence over precisions, each with its best noise."""
+    found = {}
     for precision in torch.logspace(-4, 4, count).tolist():
         posterior.prior.precision = precision
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
             history = posterior.fit_hyperparameters(parameters="noise", tolerance=1e-4)
-        found[precision] = history.evidence[history.best], posterior.predict(x).log_prob(y).mean().item()
+        found[precision] = history.evidence[history.best]
     return found
 
 
-def picture(runs: list[dict[str, Any]], found: dict[float, tuple[float, float]]) -> Figure:
-    """Traces of single runs over the evidence of each precision at its best noise; the test score beside."""
-    grid = list(found)
-    best, test = zip(*found.values(), strict=True)
+def picture(runs: list[dict[str, Any]], found: dict[float, float]) -> Figure:
+    """Nats below the maximum: traces from both ends over the precision, and of all runs over the steps."""
+    top = max(run["evidence"] for run in runs)
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.semilogx(grid, best, color="black", lw=1, label="at its best noise")
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.plot(list(found), [top - value for value in found.values()], color="black", lw=1, label="at its best noise")
+    ends = runs[0]["start"], runs[-1]["start"]
     for run in runs:
-        at_an_end = run["start"] in (runs[0]["start"], runs[-1]["start"])
-        if at_an_end:
-            label = run["method"] if run["start"] == runs[0]["start"] else None
-            left.plot(run["trace"], run["evidences"], ".-", color=COLORS[run["method"]], ms=4, lw=0.8, label=label)
-    left.set(xlabel="precision", ylabel="evidence, nats", ylim=(min(best) - 50, max(best) + 40))
-    left.legend(fontsize=8)
-    right.semilogx(grid, test, "o-", color=GREY, ms=3)
-    right.axvline(runs[0]["values"][0], color=BLUE, ls="--", label="learned")
-    right.set(xlabel="precision, noise at its best", ylabel="test log likelihood, linearized predictive")
-    right.legend(fontsize=8)
+        gaps = [top - value + FLOOR for value in run["evidences"]]
+        color, label = COLORS[run["method"]], run["method"] if run["start"] == ends[0] else None
+        if run["start"] in ends:
+            left.plot(run["trace"], gaps, ".-", color=color, ms=4, lw=0.8, label=label)
+        right.plot(range(1, len(gaps) + 1), gaps, color=color, lw=0.9, label=label)
+    left.set(xscale="log", yscale="log", xlabel="precision", ylabel="nats below the maximum", ylim=(1e6, FLOOR / 2))
+    right.set(xscale="log", xlabel="step")
     for axes in (left, right):
+        axes.legend(fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -129,7 +128,7 @@ def main() -> None:
             starts = torch.logspace(-3, 3, options.starts).tolist()
             runs = [climb(posterior, method, start, tolerance) for start in starts for method in METHODS]
             if (groups, name) == ("all", "gp"):
-                figure = picture(runs, profile(posterior, problem, count))
+                figure = picture(runs, profile(posterior, count))
                 (options.out / "optimizers.png").write_bytes(png(figure))
             rows.append([groups, name, *line(runs)])
             results.append({"groups": groups, "structure": name, "runs": [
