@@ -106,24 +106,26 @@ def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "optimizers")
     arguments.add_argument("--data", type=Path, help="folder with snelson.npz; without it the points are made")
+    arguments.add_argument("--structures", nargs="+", default=list(STRUCTURES), choices=list(STRUCTURES))
+    arguments.add_argument("--groups", nargs="+", default=["all", "layer"], choices=["all", "layer"])
     arguments.add_argument("--starts", type=int, default=7, help="precisions from 1e-3 to 1e3 (default 7)")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     width = 50
-    structures, groupings, tolerance, count = STRUCTURES, ("all", "layer"), 1e-6, 41
+    tolerance, count = 1e-6, 41
     if options.small:
         options.starts, width, tolerance, count = 2, 6, 1e-4, 5
-        structures, groupings = {"gp": "gp"}, ("all",)
+        options.structures, options.groups = ["gp"], ["all"]
     options.out.mkdir(parents=True, exist_ok=True)
     problem = Problem(options)
     network = trained(problem, width)
     results, rows = [], []
-    for groups in groupings:
-        for name, structure in structures.items():
+    for groups in options.groups:
+        for name in options.structures:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # INF says where it shrinks
                 posterior = ntkl.laplace(
-                    network, problem.train, ntkl.Gaussian(), ntkl.GaussianPrior(groups=groups), structure
+                    network, problem.train, ntkl.Gaussian(), ntkl.GaussianPrior(groups=groups), STRUCTURES[name]
                 )
             starts = torch.logspace(-3, 3, options.starts).tolist()
             runs = [climb(posterior, method, start, tolerance) for start in starts for method in METHODS]
