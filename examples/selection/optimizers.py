@@ -108,17 +108,17 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, help="folder with snelson.npz; without it the points are made")
     arguments.add_argument("--structures", nargs="+", default=list(STRUCTURES), choices=list(STRUCTURES))
     arguments.add_argument("--groups", nargs="+", default=["all", "layer"], choices=["all", "layer"])
+    arguments.add_argument("--width", type=int, default=50, help="of the three hidden layers (default 50)")
     arguments.add_argument("--starts", type=int, default=7, help="precisions from 1e-3 to 1e3 (default 7)")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    width = 50
     tolerance, count = 1e-6, 41
     if options.small:
-        options.starts, width, tolerance, count = 2, 6, 1e-4, 5
+        options.starts, options.width, tolerance, count = 2, 6, 1e-4, 5
         options.structures, options.groups = ["gp"], ["all"]
     options.out.mkdir(parents=True, exist_ok=True)
     problem = Problem(options)
-    network = trained(problem, width)
+    network = trained(problem, options.width)
     results, rows = [], []
     for groups in options.groups:
         for name in options.structures:
