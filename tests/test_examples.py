@@ -194,7 +194,7 @@ def test_the_uci_protocol(tmp_path: Path) -> None:
     printed = run("uci/protocol.py", tmp_path, "--epochs", "40", "--out", "out")
     results = figures(tmp_path / "out" / "protocol.json")["results"]
     base = results["as in uci.py"]
-    assert len(results) == 4 and all(len(found["nll"]) == 2 for found in results.values())
+    assert len(results) == 4 and all(len(found["nll"]) == len(found["last"]) == 2 for found in results.values())
     for name in ("rate 0.01", "Fisher of the squared error / σ²"):
         assert results[name]["nll"] != base["nll"], name
     assert "diabetes, diag-ef, 2 splits, 40 epochs" in printed

@@ -236,11 +236,12 @@ def evidence(
 
 @dataclass
 class Best:
-    """The state of highest evidence of each network."""
+    """The state of highest evidence of each network, and the last one."""
 
     evidence: Tensor
     epoch: Tensor
     tensors: list[Tensor]
+    last: list[Tensor]
 
     def keep(self, value: Tensor, epoch: int, now: list[Tensor]) -> None:
         """Take over where the evidence is higher."""
@@ -256,7 +257,8 @@ def train_with_evidence(
 ) -> Best:
     """[I21] algorithm 1 for all networks at once.
 
-    The last two tensors of what it returns are log δ (M, 4) and log σ² (M,). `tell` hears of every thousandth epoch.
+    The last two tensors of each state that it returns are log δ (M, 4) and log σ² (M,). `tell` hears of every
+    thousandth epoch.
     """
     count, n = problem.x.shape[:2]
     log_precision = torch.zeros(count, 4, dtype=torch.float64)
@@ -265,7 +267,7 @@ def train_with_evidence(
     hyper = torch.optim.Adam([log_precision, log_noise], lr=protocol.rate)
     now = [*networks.parameters(), log_precision, log_noise]
     best = Best(torch.full((count,), -torch.inf, dtype=torch.float64), torch.zeros(count, dtype=torch.long),
-                [tensor.detach().clone() for tensor in now])  # fmt: skip
+                [tensor.detach().clone() for tensor in now], [tensor.detach() for tensor in now])  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for epoch in range(1, protocol.epochs + 1):
         for x, y in _minibatches(problem, protocol.minibatch, generator):

@@ -5,8 +5,8 @@
 `uci.py` trains with full batches, Adam's default rate of 1e-3, and the empirical Fisher of the likelihood. This script
 trains the networks of one data set and structure with one of these changed at a time: minibatches of 64; ten times the
 rate; in regression, the empirical Fisher of the squared error divided by σ² (structures "ef" and "diag-ef"). It prints
-the negative test log likelihoods of the MAP predictive, in the original units, and the noise found, as mean ± standard
-error over the splits, and writes protocol.json.
+the negative test log likelihoods of the MAP predictive, in the original units, at the state of highest evidence and at
+the last, and the noise found, as mean ± standard error over the splits, and writes protocol.json.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ def scores(
 
 
 def run(problem: Problem, tests: list[Any], structure: str, protocol: Protocol) -> dict[str, Any]:
-    """Train the splits' networks and score the states of highest evidence."""
+    """Train the splits' networks and score the last states, and those of highest evidence."""
     count = len(tests)
     networks = Networks(problem, count)
     best = train_with_evidence(problem, networks, {structure: slice(0, count)}, protocol, lambda epoch: None)
+    found: dict[str, Any] = {"last": scores(networks, best.last[-1], problem.classes, tests)}
     with torch.no_grad():
         for parameter, kept in zip(networks.parameters(), best.tensors, strict=False):
             parameter.copy_(kept)
     noise = best.tensors[-1]
-    nll = scores(networks, noise, problem.classes, tests)
-    return {"nll": nll, "noise": noise.exp().tolist(), "epoch": best.epoch.tolist()}
+    found["nll"] = scores(networks, noise, problem.classes, tests)
+    return found | {"noise": noise.exp().tolist(), "epoch": best.epoch.tolist()}
 
 
 def main() -> None:
@@ -92,14 +93,16 @@ def main() -> None:
         print(f"{label}: {results[label]['nll']}", file=sys.stderr, flush=True)
     lines = []
     for label, found in results.items():
-        (nll, error), (noise, _) = mean_and_error(found["nll"]), mean_and_error(found["noise"])
+        (nll, error), (last, wide) = mean_and_error(found["nll"]), mean_and_error(found["last"])
+        noise = "" if problem.classes else f"{mean_and_error(found['noise'])[0]:.2g}"
         epoch = torch.tensor(found["epoch"]).median().item()
-        lines.append([label, f"{nll:.2f} ± {error:.2f}", "" if problem.classes else f"{noise:.2g}", str(epoch)])
+        lines.append([label, f"{nll:.2f} ± {error:.2f}", noise, str(epoch), f"{last:.2f} ± {wide:.2f}"])
     paper = PAPER.get(name, {}).get(options.structure)
     if paper is not None:
-        lines.append(["[I21]", f"{paper[1][0]:.2f} ± {paper[1][1]:.2f}", "", ""])
+        lines.append(["[I21]", f"{paper[1][0]:.2f} ± {paper[1][1]:.2f}", "", "", ""])
     print(f"{name}, {options.structure}, {options.splits} splits, {options.epochs:,} epochs\n")
-    print(table(["protocol", "MAP, negative log likelihood", "σ², standardised", "best epoch"], lines))
+    header = ["protocol", "MAP, negative log likelihood", "σ², standardised", "best epoch", "MAP, last epoch"]
+    print(table(header, lines))
     write(options.out / "protocol.json", {"machine": machine(options.threads), "results": results})
 
 
