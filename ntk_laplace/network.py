@@ -57,6 +57,7 @@ def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bo
 
 ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
+_FIRST = 4  # examples that are evaluated together, then every other one of them alone
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 
 
@@ -116,7 +117,6 @@ class Network:
         self.device, self.dtype = first.device, first.dtype
         self.num_outputs: int | None = None
         self.scalar = False
-        self._probed = False
         self._channels_last = False
 
     @property
@@ -191,49 +191,29 @@ class Network:
             values = {f"module.{name}": value for name, value in values.items()}
             return self._shape(torch.func.functional_call(self.caller, values, (x,)), x)
 
-    def probe(self, x: Inputs) -> None:
-        """Hold the network to what linearization needs, once, on the first examples it sees.
+    def probe(self, x: Inputs) -> Tensor:
+        """Hold the network to what linearization needs, on the first examples of `x`, and lay its weights out.
 
-        The outputs of a part of the batch, evaluated by itself, must be those rows of the whole batch's outputs, and
-        buffers must not move.
+        Two of the first four examples, evaluated by themselves, must give those rows of the four's outputs, and buffers
+        must not move. Convolution weights are laid out channels last where that is faster and the network bears it:
+        backward passes of float32 convolutions on a CPU take half the time then. A network whose code asks for
+        contiguous activations (``x.view(n, -1)``) raises; it stays as it was.
+
+        Returns
+        -------
+        Tensor, (2, C)
+            Outputs of the two with their autograd graph, in the layout that was chosen.
 
         Raises
         ------
         NonDeterministicError, MixedExamplesError
         """
-        if self._probed:
-            return
         n = num_examples(x)
         if n == 0:
             raise DataError("at least one example", "an empty batch", "Pass one or more inputs.")
-        x = take(x, slice(0, min(n, 8)))
-        if n == 1:
-            x = take(x, torch.zeros(2, dtype=torch.long))
+        x = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST).clamp_max(n - 1))
         with preserved_rng(self.device):
-            self._probe_few(x)
-        self._probed = True
-
-    def lay_out(self, x: Inputs) -> Tensor:
-        """Lay out convolution weights channels last, where that is faster and the network bears it.
-
-        Backward passes of float32 convolutions on a CPU take half the time then. A network whose code asks for
-        contiguous activations (``x.view(n, -1)``) raises; it stays as it was.
-
-        Returns
-        -------
-        Tensor, (N, C)
-            Outputs with their autograd graph, in the layout that was chosen.
-        """
-        spatial = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
-        if not spatial or self.device.type != "cpu" or self.dtype != torch.float32:
-            return self.evaluate(x)
-        before = self.without_grad(x)
-        self._to_format(torch.channels_last)
-        after = self.evaluate(x)  # back to contiguous if that raises
-        if torch.allclose(after.detach(), before, rtol=1e-3, atol=1e-4 * float(before.abs().max())):
-            return after
-        self._to_format(torch.contiguous_format)
-        return self.evaluate(x)
+            return self._probe_few(x)
 
     def _to_format(self, memory_format: torch.memory_format) -> None:
         self.module.to(memory_format=memory_format)
@@ -248,18 +228,24 @@ class Network:
             self._to_format(torch.contiguous_format)
             return self.caller(x)
 
-    def _probe_few(self, x: Inputs) -> None:
+    def _probe_few(self, x: Inputs) -> Tensor:
         before = {name: b.clone() for name, b in self.module.named_buffers()}
-        first, alone = self.without_grad(x), self.without_grad(_every_other(x))
-        moved = [m for m, b in self.module.named_buffers() if not torch.equal(b, before[m])]
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(before[name])
+        first = self.without_grad(x)
+        if self._channels_last_is_faster():
+            self._to_format(torch.channels_last)
+        alone = self.evaluate(_every_other(x))  # back to contiguous if that raises
         scale = float(first.abs().max()) or 1.0
         tolerance = scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(first.dtype, 3e-2)
-        if float((alone - first[::2]).abs().max()) > tolerance:
+        if self._channels_last and _gap(alone, first[::2]) > tolerance:
+            self._to_format(torch.contiguous_format)
+            alone = self.evaluate(_every_other(x))
+        moved = [m for m, b in self.module.named_buffers() if not torch.equal(b, before[m])]
+        with torch.no_grad():
+            for name in moved:
+                self.module.get_buffer(name).copy_(before[name])
+        if _gap(alone, first[::2]) > tolerance:
             # the other examples matter, or the same batch twice would not agree either
-            again = 0.0 if moved else float((first - self.without_grad(x)).abs().max())
+            again = 0.0 if moved else _gap(first, self.without_grad(x))
             if again > tolerance:
                 raise NonDeterministicError("a deterministic network",
                                             f"outputs that differ by {again:.2g} between two evaluations of the same "
@@ -270,6 +256,11 @@ class Network:
         if moved:
             raise NetworkError("a network that leaves its buffers alone",
                                f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
+        return alone
+
+    def _channels_last_is_faster(self) -> bool:
+        spatial = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
+        return spatial and self.device.type == "cpu" and self.dtype == torch.float32
 
     def _shape(self, out: Tensor, x: Inputs, offset: int = 0) -> Tensor:
         n = num_examples(x)
@@ -282,6 +273,10 @@ class Network:
         self.num_outputs = out.shape[1]
         check_finite(out.detach(), "network outputs", "Look at that input, or at diverged weights.", offset)
         return out
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    return float((one.detach() - other.detach()).abs().max())
 
 
 def _every_other(x: Inputs) -> Inputs:

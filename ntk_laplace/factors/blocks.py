@@ -34,6 +34,16 @@ def _over_seeds(cotangent: Tensor, b: Tensor) -> Tensor:
     return total
 
 
+def _weighted_rows(weights: Tensor, rows: Tensor) -> Tensor:
+    """Σ w_mk rows_mk: (M, K) and (M, K, p) give (p,), without a copy of rows that lie apart in memory."""
+    if rows.stride(0) == rows.shape[1] * rows.stride(1):
+        return weights.flatten() @ rows.flatten(0, 1)
+    total = rows.new_zeros(rows.shape[2])
+    for weight, own in zip(weights, rows, strict=True):
+        total.addmv_(own.T, weight)
+    return total
+
+
 def _position_product(left: Tensor, right: Tensor) -> Tensor:
     """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, as `Wide` wants them.
 
@@ -42,9 +52,25 @@ def _position_product(left: Tensor, right: Tensor) -> Tensor:
     k, n, g, t, o = left.shape
     if t == 1:
         return (left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)).flatten(2)
-    rows = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t) @ right
+    few = _few_rows(k, left, right)
+    left = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
+    # both sides along their memory: a small result is sooner turned over
+    rows = (right.mT @ left.mT).mT.contiguous() if few else left @ right
     rows = rows.view(n, g, k, -1).transpose(1, 2).reshape(n, k, -1)
     return rows.transpose(0, 1)
+
+
+def _summed_product(left: Tensor, right: Tensor) -> Tensor:
+    """Σ_nt left_ngto right_ngti -> (G, o, i)."""
+    if _few_rows(1, left, right):
+        return (right.mT @ left).sum(0).mT
+    return torch.einsum("ngto,ngti->goi", left, right)
+
+
+def _few_rows(k: int, left: Tensor, right: Tensor) -> bool:
+    """Whether k seeds' rows are small beside factors whose inputs have positions side by side, as windows have."""
+    t, o, i = left.shape[-2], left.shape[-1], right.shape[-1]
+    return right.stride(-2) == 1 and t * (k * o + i) > 2 * k * o * i
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,7 @@ class Dense:
         if rows.stride(0) < rows.stride(1):
             # examples first in memory: in that order one product with a plain matrix, and no copy of it
             rows, weights = rows.transpose(0, 1), weights.T
-        return {self.weight: weights.flatten() @ rows.flatten(0, 1)}
+        return {self.weight: _weighted_rows(weights, rows)}
 
 
 @dataclass(frozen=True)
@@ -205,7 +231,7 @@ class Outer:
 
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
         backward = _over_seeds(cotangent, self.full_b())
-        flat = torch.einsum("ngto,ngti->goi", backward, self.a).flatten()
+        flat = _summed_product(backward, self.a).flatten()
         if self.index is not None:
             whole = flat.new_zeros(self.size)
             whole[self.index] = flat

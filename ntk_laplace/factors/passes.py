@@ -26,7 +26,6 @@ from ntk_laplace.network import Network, preserved_rng
 
 __all__ = ["FactorPass", "Seeds"]
 
-_PROBE = 2  # examples whose graph decides the plan
 _PROOF, _FEWEST = 64, 8  # a quarter of a batch's examples, at most and at least, is held against autograd
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
 _MATRIX = 512  # entries of a parameter whose rows deserve a matrix product of their own
@@ -112,12 +111,8 @@ class FactorPass:
         """Probe the network and make its plan on a few examples, once."""
         if self._bytes is not None:
             return
-        self.network.probe(x)
-        few = take(x, slice(0, _PROBE))
-        if num_examples(few) == 1:
-            few = take(x, torch.zeros(2, dtype=torch.long))
         with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
-            out = self.network.lay_out(few)
+            out = self.network.probe(x)
             graph = Graph(out, self.network.parameters)
             readings = self._plan(graph, out).readings(graph, len(out))
             kept = kept_whole(readings)
@@ -203,13 +198,15 @@ class FactorPass:
         """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
 
         One more backward pass; random weights make rows of the wrong example, and mixing, show. Of all
-        but the smallest batches, random examples are taken, and evaluated by themselves: mixing shows then too.
+        but the smallest batches, every so many'th example is taken, from a random first one, and these are evaluated
+        without those between them: mixing shows then too.
         Whatever they show is looked into on the `whole` batch.
         """
         generator = torch.Generator().manual_seed(len(out))
         count = max(_FEWEST, min(_PROOF, len(out) // 4))
         if len(out) > count and not whole:
-            some = torch.randperm(len(out), generator=generator)[:count].sort().values
+            every = len(out) // count
+            some = slice(int(torch.randint(every, (), generator=generator)), None, every)
             few = [block.part(some) for block in blocks]
             alone = take(x, some)
             if self._sums_agree(few, self.network.evaluate(alone, offset), seeds[:, some], generator) == ():

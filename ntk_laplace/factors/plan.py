@@ -230,8 +230,8 @@ def _operand_dense(rows: OperandRows, shape: torch.Size) -> Tensor:
 
 
 def find_uses(
-    graph: Graph, out: Tensor, seed: Tensor, weights: Tensor
-) -> tuple[dict[str, list[UsePlan]], set[str], dict[int, Tensor]]:
+    graph: Graph, out: Tensor, seeds: Tensor, weights: Tensor
+) -> tuple[dict[str, list[UsePlan]], set[str], dict[int, tuple[Tensor, Tensor]]]:
     """Climb from each parameter to where its examples part.
 
     Returns
@@ -239,10 +239,11 @@ def find_uses(
     uses : dict of str to list of UsePlan
     lost : set of str
         Parameters with a way to the output on which no such node was found.
-    gradients : dict of int to Tensor
-        Output gradients of `seed` at the nodes that were looked at.
+    gradients : dict of int to pair of Tensor
+        Output gradients of both `seeds` at the nodes that were looked at; the second seed is the first, each example
+        of it times its own of `weights`.
     """
-    gradients: dict[int, Tensor] = {}
+    gradients: dict[int, tuple[Tensor, Tensor]] = {}
     layouts: dict[int, Layout | None] = {}
     uses: dict[str, list[UsePlan]] = {name: [] for name in graph.accumulators}
     lost: set[str] = set()
@@ -252,7 +253,7 @@ def find_uses(
         steps = [(name, source, step) for name, source in frontier for step in graph.consumers[source]]
         lost |= {name for name, source in frontier if not graph.consumers[source]}
         wanted = {step.consumer for _, _, step in steps}
-        gradients |= _probe(graph, out, seed, weights, wanted, layouts)
+        gradients |= _probe(graph, out, seeds, weights, wanted, layouts)
         frontier = []
         for name, source, step in steps:
             layout = layouts[step.consumer]
@@ -265,12 +266,9 @@ def find_uses(
 
 
 def _probe(
-    graph: Graph, out: Tensor, seed: Tensor, weights: Tensor, numbers: set[int], layouts: dict
-) -> dict[int, Tensor]:
-    """Find the layout at each node, with two backward passes for all of them; views of a parameter have none.
-
-    Returns the first pass's gradients.
-    """
+    graph: Graph, out: Tensor, seeds: Tensor, weights: Tensor, numbers: set[int], layouts: dict
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Find the layout at each node, with two backward passes for all of them; views of a parameter have none."""
     wanted = []
     for number in sorted(numbers - layouts.keys()):
         layouts[number] = None
@@ -279,12 +277,11 @@ def _probe(
     if not wanted:
         return {}
     edges = [GradientEdge(graph.nodes[number], 0) for number in wanted]
-    plain = torch.autograd.grad(out, edges, seed, retain_graph=True, allow_unused=True)
-    scaled = torch.autograd.grad(out, edges, seed * weights[:, None], retain_graph=True, allow_unused=True)
-    for number, one, other in zip(wanted, plain, scaled, strict=True):
-        if one is not None and other is not None:
-            layouts[number] = find_layout(one, other, weights)
-    return {number: one for number, one in zip(wanted, plain, strict=True) if one is not None}
+    passes = [torch.autograd.grad(out, edges, seed, retain_graph=True, allow_unused=True) for seed in seeds]
+    found = {number: pair for number, *pair in zip(wanted, *passes, strict=True) if pair[0] is not None}
+    for number, (plain, scaled) in found.items():
+        layouts[number] = find_layout(plain, scaled, weights)
+    return found
 
 
 def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) -> Plan:
@@ -304,14 +301,15 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(out)
 
     weights = 1.0 + 0.7 * torch.arange(n, dtype=torch.float64) * (-1.0) ** torch.arange(n)
-    seeds, weights = draw(2, *out.shape), weights.to(out)
-    uses, lost, first = find_uses(graph, out, seeds[0], weights)
+    seed, weights, cotangent = draw(*out.shape), weights.to(out), draw(2, n)
+    seeds = torch.stack([seed, seed * weights[:, None]])
+    uses, lost, found = find_uses(graph, out, seeds, weights)
     truth = torch.autograd.grad(
-        out, list(parameters.values()), seeds[0] + seeds[1] * weights[:, None], retain_graph=True, allow_unused=True
-    )
-    numbers = sorted({use.step.consumer for plans in uses.values() for use in plans})
-    gradients = _second_seed(out, graph, {number: first[number] for number in numbers}, seeds[1])
-    cotangent = torch.stack([torch.ones_like(weights), weights])
+        out, list(parameters.values()), torch.einsum("kn,knc->nc", cotangent, seeds), retain_graph=True,
+        allow_unused=True,
+    )  # fmt: skip
+    numbers = {use.step.consumer for plans in uses.values() for use in plans}
+    gradients = {number: torch.stack(found[number]) for number in numbers}
     loud = loudest(truth)
     blocks: dict[str, list[Block]] = {}
     unmatched: list[str] = []
@@ -327,15 +325,6 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     partners = _find_partners(blocks, good)
     covered = set(partners.values())  # by their weights' blocks
     return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
-
-
-def _second_seed(out: Tensor, graph: Graph, first: dict[int, Tensor], seed: Tensor) -> dict[int, Tensor]:
-    """Gradients (2, *shape): those of the first seed are known from the search."""
-    if not first:
-        return {}
-    edges = [GradientEdge(graph.nodes[number], 0) for number in first]
-    second = torch.autograd.grad(out, edges, seed, retain_graph=True)
-    return {number: torch.stack([first[number], other]) for number, other in zip(first, second, strict=True)}
 
 
 def _read(
