@@ -5,18 +5,20 @@ A tile is an (n1*K1, n2*K2) matrix, interleaved; every function adds its part to
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
+from ntk_laplace.factors.rows import contracts_positions
 
-__all__ = ["Pairing", "Variances", "add_to_tile", "clusters", "contraction", "pair_up", "self_blocks"]
+__all__ = ["Pairing", "Variances", "add_to_tile", "clusters", "contraction", "pair_up", "panels", "self_blocks"]
 
 Variances = Mapping[str, Tensor]
 """Prior variance (one over precision) of each parameter: a number, or one per entry. Absent: left out."""
 
+_PANEL = 4096  # columns of rows that are written out at a time
 _CACHE = 2 * 2**20  # bytes of inner sums over positions that stay in a core's cache
 _DEVICE_CHUNK = 64 * 2**20  # the same on a device, where few large products are better
 
@@ -80,21 +82,25 @@ def pair_up(left: tuple[Block, ...], right: tuple[Block, ...], variances: Varian
 
 
 def contraction(pair: Pairing, variances: Variances) -> str:
-    """How a pair of clusters is contracted: 'wide', 'hadamard', 'positions', 'tokens' or 'dense'."""
+    """How a pair of clusters is contracted: 'wide', 'panels', 'hadamard', 'positions', 'tokens' or 'dense'."""
     left, right = pair
-    if isinstance(left[0], Wide) and isinstance(right[0], Wide) and left[0].spans == right[0].spans:
+    one, two = left[0], right[0]
+    if isinstance(one, Wide) and isinstance(two, Wide) and one.spans == two.spans:
         return "wide"
-    if len(left) == len(right) == 1 and all(_is_scalar(_variance(variances, n)) for n in left[0].names):
-        one, two = left[0], right[0]
-        if isinstance(one, Outer) and isinstance(two, Outer):
-            same = one.index is two.index or (
-                one.index is not None and two.index is not None and torch.equal(one.index, two.index)
-            )
-            if same and one.names == two.names:
-                return "hadamard" if one.single and two.single else "positions"
-        if isinstance(one, Lookup) and isinstance(two, Lookup):
-            return "tokens"
+    if len(left) != 1 or len(right) != 1:
+        return "dense"
+    plain = all(_is_scalar(_variance(variances, n)) for n in one.names)
+    if isinstance(one, Lookup) and isinstance(two, Lookup) and plain:
+        return "tokens"
+    if isinstance(one, Outer) and isinstance(two, Outer) and one.names == two.names and _same(one.index, two.index):
+        if one.single and two.single and plain:
+            return "hadamard"
+        return "positions" if plain and contracts_positions(one) else "panels"
     return "dense"
+
+
+def _same(one: Tensor | None, two: Tensor | None) -> bool:
+    return one is two or (one is not None and two is not None and torch.equal(one, two))
 
 
 def add_to_tile(
@@ -106,6 +112,10 @@ def add_to_tile(
         return _add_wide(out, ours[0], theirs[0], variances, fresh)
     if how == "dense":
         return _add_dense(out, ours, theirs, variances, fresh)
+    if how == "panels":
+        for (own, other), weights in panels(pair, variances):
+            fresh = _add_wide(out, own[0], other[0], weights, fresh)
+        return fresh
     if how == "hadamard":
         _add_hadamard(out, buffer, ours[0], theirs[0], variances, fresh)
         return False
@@ -172,6 +182,26 @@ def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh:
         _add_product(out, ours[:, start:stop], theirs[:, start:stop], variance, fresh)
         fresh = False
     return fresh
+
+
+def panels(pair: Pairing, variances: Variances) -> Iterator[tuple[Pairing, Variances]]:
+    """Rows of one layer a few columns at a time, with the columns' own prior variance, in the order of the block."""
+    (left,), (right,) = pair
+    weight, bias = _variance(variances, left.weight), _variance(variances, left.bias)
+    if weight is not None:
+        g, o, i = left.b.shape[2], left.b.shape[4], left.a.shape[3]
+        step = max(1, _PANEL // (g * o))
+        for start in range(0, i, step):
+            some = slice(start, min(start + step, i))
+            own = weight if _is_scalar(weight) else left.shaped(weight)[..., some]
+            yield _side_by_side(left, right, left.weight, lambda block, s=some: block.columns(s)), {left.weight: own}
+    if bias is not None:
+        yield _side_by_side(left, right, left.bias, lambda block: block.sums()), {left.bias: bias}
+
+
+def _side_by_side(left: Outer, right: Outer, name: str, rows: Callable[[Outer], Tensor]) -> Pairing:
+    own = Wide.of([Dense(name, rows(left))])
+    return (own,), (own if right is left else Wide.of([Dense(name, rows(right))]),)
 
 
 def _runs(block: Wide, variances: Variances) -> list[tuple[int, int, Tensor]]:

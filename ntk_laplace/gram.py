@@ -10,7 +10,16 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ntk_laplace.contractions import Pairing, Variances, add_to_tile, clusters, contraction, pair_up, self_blocks
+from ntk_laplace.contractions import (
+    Pairing,
+    Variances,
+    add_to_tile,
+    clusters,
+    contraction,
+    pair_up,
+    panels,
+    self_blocks,
+)
 from ntk_laplace.factors.blocks import Block, Lookup, Outer
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.resources import require_memory
@@ -22,7 +31,9 @@ _TILE_BYTES = 96 * 2**20  # and the contraction buffers of shared positions with
 _MIRROR = 512  # rows of a block that is transposed at once
 _FEWEST_ROWS = 160  # below this a product of long rows is slow
 _POSITIONS = ("positions", "tokens")
-_PASSES = (("wide",), _POSITIONS, ("dense", "hadamard"))  # jobs that share their tiles when a whole matrix is filled
+_PASSES = (("wide",), _POSITIONS, ("dense", "hadamard"))
+
+_Job = tuple[str, Pairing]
 
 
 def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | None = None) -> Tensor:
@@ -70,17 +81,26 @@ def _fill_whole(left: Rows, right: Rows | None, variances: Variances) -> Tensor:
     other = left if right is None else right
     k1, k2 = left.num_seeds, other.num_seeds
     out = left.f.new_empty(left.num_examples * k1, other.num_examples * k2)
-    jobs, fresh = _jobs(left, other, variances), True
-    for kinds in _PASSES:
-        own = [job for job in jobs if job[0] in kinds]
-        if not own:
-            continue
-        tiles = _Tiles(left, other, variances, own, _strips(left, other, own))
+    fresh = True
+    for jobs, weights in _passes(_jobs(left, other, variances), variances):
+        tiles = _Tiles(left, other, weights, jobs, _strips(left, other, jobs))
         for rows, columns in tiles.pairs(lower=right is None):
             tile = out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2]
             tiles.fill(rows, columns, tile, fresh)
         fresh = False
     return out.zero_() if fresh else out
+
+
+def _passes(jobs: list[_Job], variances: Variances) -> Iterator[tuple[list[_Job], Variances]]:
+    """Jobs that share their tiles when a whole matrix is filled, rows written out a panel at a time among them."""
+    for kinds in _PASSES:
+        own = [job for job in jobs if job[0] in kinds]
+        if own:
+            yield own, variances
+    for how, pair in jobs:
+        if how == "panels":
+            for panel, weights in panels(pair, variances):
+                yield [("wide", panel)], weights
 
 
 def _mirror_lower_(matrix: Tensor) -> Tensor:
@@ -136,13 +156,14 @@ def diagonal_blocks(rows: Rows, variances: Variances) -> Tensor:
     return out
 
 
-def _jobs(left: Rows, right: Rows, variances: Variances) -> list[tuple[str, Pairing]]:
+def _jobs(left: Rows, right: Rows, variances: Variances) -> list[_Job]:
     """What meets what, and how; written-out rows come first, as their product initializes a tile."""
     jobs = [(contraction(pair, variances), pair) for pair in pair_up(left.blocks, right.blocks, variances)]
-    return sorted(jobs, key=lambda job: ("wide", "dense").index(job[0]) if job[0] in ("wide", "dense") else 2)
+    first = ("wide", "panels", "dense")
+    return sorted(jobs, key=lambda job: first.index(job[0]) if job[0] in first else len(first))
 
 
-def _strips(left: Rows, right: Rows, jobs: list[tuple[str, Pairing]]) -> tuple[int, int]:
+def _strips(left: Rows, right: Rows, jobs: list[_Job]) -> tuple[int, int]:
     """Examples (rows, columns) of the tiles in which some jobs fill a whole matrix.
 
     Products of long rows want few tall blocks, each with all the columns that it needs: what is computed above the
@@ -158,7 +179,7 @@ def _strips(left: Rows, right: Rows, jobs: list[tuple[str, Pairing]]) -> tuple[i
     return step, step
 
 
-def _tile_examples(left: Rows, right: Rows, jobs: list[tuple[str, Pairing]]) -> int:
+def _tile_examples(left: Rows, right: Rows, jobs: list[_Job]) -> int:
     """Examples on each side of a square tile, so that its buffers stay within bounds."""
     k = max(left.num_seeds, right.num_seeds)
     # at least four blocks of rows, so that the symmetric half is worth having on few examples as well
@@ -181,7 +202,7 @@ class _Tiles:
     """Fills one tile after another with the same jobs, with buffers that are allocated once."""
 
     def __init__(
-        self, left: Rows, right: Rows, variances: Variances, jobs: list[tuple[str, Pairing]], steps: tuple[int, int]
+        self, left: Rows, right: Rows, variances: Variances, jobs: list[_Job], steps: tuple[int, int]
     ) -> None:
         self.left, self.right, self.variances, self.jobs, self.steps = left, right, variances, jobs, steps
         whole = any(how == "hadamard" for how, _ in jobs)

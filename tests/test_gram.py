@@ -189,6 +189,45 @@ def test_positions_and_tokens_without_rows(tied, prior, cache, monkeypatch):
     assert relative_error(engine.diagonal_blocks(one, delta), blocks) < 1e-10
 
 
+class Several(nn.Module):
+    """Rows a few times larger than their factors: with a bias and without, in groups, and of a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(20, 24), nn.Linear(24, 20, bias=False)
+        self.third = nn.Parameter(torch.randn(20, 24) / 4)
+        self.conv, self.out = nn.Conv1d(24, 24, 2, groups=2), nn.Linear(24, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.second(self.first(x).tanh()).tanh() @ self.third).tanh()
+        return self.out(self.conv(h.transpose(1, 2)).tanh().mean(2))
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("panel", [contractions._PANEL, 50])
+def test_rows_written_out_a_panel_at_a_time(prior, panel, monkeypatch):
+    monkeypatch.setattr(contractions, "_PANEL", panel)
+    torch.manual_seed(5)
+    network = Several().double()
+    x, z = torch.randn(6, 5, 20).double(), torch.randn(3, 5, 20).double()
+    case = Problem(NETWORKS["deep_mlp"], network, x, z)
+    delta, precision = variances(case, prior), PRIORS[prior].dense(case)[0]
+    factors = FactorPass(Network(network), torch.float64)
+    one, two = factors.rows(x), factors.rows(z)
+    kept = [pair[0][0].weight for how, pair in engine._jobs(one, two, delta) if how == "panels"]
+    assert {"first.weight", "second.weight", "third", "conv.weight"} <= set(kept)
+    jac, jac_z = jacobian(network, x).flatten(0, 1), jacobian(network, z).flatten(0, 1)
+    square = (jac / precision) @ jac.T
+    assert relative_error(engine.gram(one, None, delta), square) < 1e-10
+    assert relative_error(engine.gram(one, two, delta), (jac / precision) @ jac_z.T) < 1e-10
+    assert relative_error(engine.multiply(one, one, delta, torch.eye(12).double()), square) < 1e-10
+    blocks = torch.stack([square.reshape(6, 2, 6, 2)[i, :, i] for i in range(6)])
+    assert relative_error(engine.diagonal_blocks(one, delta), blocks) < 1e-10
+    some = {name: value for name, value in delta.items() if name not in ("first.weight", "third")}
+    left_out = {name: torch.zeros_like(value) if name not in some else value for name, value in delta.items()}
+    assert relative_error(engine.gram(one, None, some), engine.gram(one, None, left_out)) < 1e-12
+
+
 class RoomyAttention(nn.Module):
     """Cross-attention with layers wide enough to stay factors: three slices of one weight, each its own use."""
 

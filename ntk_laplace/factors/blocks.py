@@ -204,6 +204,15 @@ class Outer:
             found[self.bias] = self.sums()
         return found
 
+    def columns(self, some: slice) -> Tensor:
+        """Of these layer inputs, the weight's rows in the block's own order, (K, N, G*o*i), examples first in memory."""
+        return _position_product(self.full_b(), self.a[..., some])
+
+    def shaped(self, vector: Tensor) -> Tensor:
+        """Entries of the weight, (G, o, i)."""
+        flat = vector.flatten() if self.index is None else vector.flatten()[self.index]
+        return flat.reshape(self.b.shape[2], self.b.shape[4], self.a.shape[3])
+
     def sums(self) -> Tensor:
         """Σ_t b_nkt, the rows of a bias, (K, N, G*o)."""
         b = self.full_b()
@@ -219,12 +228,8 @@ class Outer:
         index = None if self.index is None else self.index.to(device)
         return replace(self, b=self.b.to(device, dtype), a=self.a.to(device, dtype), index=index)
 
-    def _shaped(self, vector: Tensor) -> Tensor:
-        flat = vector.flatten() if self.index is None else vector.flatten()[self.index]
-        return flat.reshape(self.b.shape[2], self.b.shape[4], self.a.shape[3])
-
     def jvp(self, vector: dict[str, Tensor]) -> Tensor:
-        forward = torch.einsum("ngti,goi->ngto", self.a, self._shaped(vector[self.weight]))
+        forward = torch.einsum("ngti,goi->ngto", self.a, self.shaped(vector[self.weight]))
         if self.bias is not None:
             forward = forward + vector[self.bias].reshape(1, self.b.shape[2], 1, self.b.shape[4])
         return torch.einsum("kngto,ngto->kn", self.full_b(), forward)

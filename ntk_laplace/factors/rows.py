@@ -11,9 +11,10 @@ from torch import Tensor
 from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.joins import concatenate_examples
 
-__all__ = ["Rows", "compact"]
+__all__ = ["Rows", "compact", "contracts_positions"]
 
-_ROOM = 8  # times the factors' memory that written-out rows may take
+_ROOM, _LITTLE_ROOM = 8, 2  # times the factors' memory that written-out rows may take
+_FEW_POSITIONS = 64
 
 
 @dataclass(frozen=True)
@@ -114,27 +115,50 @@ class Rows:
         return replace(self, blocks=(Wide.of([Dense(name, rows) for name, rows in total.items()]),))
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """Of a pair of examples: multiply-adds, and of one example: numbers held, with rows written out and without."""
+
+    dense: int
+    dense_size: int
+    factors: int
+    factors_size: int
+
+    @classmethod
+    def of(cls, block: Outer | Lookup) -> _Costs:
+        k = block.shape[0]
+        if isinstance(block, Lookup):
+            t, d = block.b.shape[2:]
+            rows = k * block.vocabulary * d
+            return cls(k * rows, rows, t * t * (1 + k * d) + k * k * t * d, k * t * d)
+        g, t, o = block.b.shape[2:]
+        i = block.a.shape[3]
+        rows = k * g * o * i
+        return cls(k * rows, rows, g * (t * t * (i + k * o) + k * k * t * o), g * t * (k * o + i))
+
+
+def contracts_positions(block: Outer | Lookup) -> bool:
+    """Whether pairs of positions are cheaper than rows; they move more memory per operation, so by a factor of two."""
+    costs = _Costs.of(block)
+    return costs.dense > 2 * costs.factors
+
+
 def compact(block: Block) -> list[Block]:
     """Keep shared positions as factors, or write the rows out, whichever makes a pair of examples cheaper.
 
-    Multiply-adds per pair: written out K² o i; contracted T² (i + K o) + K² T o. The contraction
-    moves more memory per operation, so it must win by a factor of two; rows that would take over eight times the
-    factors' memory are written out only if the contraction is far dearer.
+    Multiply-adds per pair: written out K² o i; contracted T² (i + K o) + K² T o. Rows that would take some times the
+    factors' memory are kept as factors in any case, and written out a few columns at a time where they meet others:
+    two times the memory where positions are few, so that this is little work, eight times where they are many.
     """
-    k = block.shape[0]
-    if isinstance(block, Outer) and not block.single:
-        g, t, o = block.b.shape[2:]
-        i = block.a.shape[3]
-        dense_cost, dense_size = k * k * g * o * i, k * g * o * i
-        factor_cost, factor_size = g * (t * t * (i + k * o) + k * k * t * o), g * t * (k * o + i)
-    elif isinstance(block, Lookup):
-        t, d = block.b.shape[2:]
-        dense_cost, dense_size = k * k * block.vocabulary * d, k * block.vocabulary * d
-        factor_cost, factor_size = t * t * (1 + k * d) + k * k * t * d, k * t * d
-    else:
+    if isinstance(block, (Dense, Wide)) or (isinstance(block, Outer) and block.single):
         return [block]
-    keep = dense_cost > 2 * factor_cost or (dense_size > _ROOM * factor_size and dense_cost > factor_cost / 8)
-    return [_seeds_last(block)] if keep else [Dense(name, rows) for name, rows in block.dense().items()]
+    if contracts_positions(block):
+        return [_seeds_last(block)]
+    costs = _Costs.of(block)
+    room = _LITTLE_ROOM if block.b.shape[-2] <= _FEW_POSITIONS else _ROOM
+    if isinstance(block, Outer) and costs.dense_size > room * costs.factors_size:
+        return [block]
+    return [Dense(name, rows) for name, rows in block.dense().items()]
 
 
 def _seeds_last(block: Outer | Lookup) -> Block:
