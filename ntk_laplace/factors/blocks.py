@@ -34,16 +34,6 @@ def _over_seeds(cotangent: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _weighted_rows(weights: Tensor, rows: Tensor) -> Tensor:
-    """Σ w_mk rows_mk: (M, K) and (M, K, p) give (p,), without a copy of rows that lie apart in memory."""
-    if rows.stride(0) == rows.shape[1] * rows.stride(1):
-        return weights.flatten() @ rows.flatten(0, 1)
-    total = rows.new_zeros(rows.shape[2])
-    for weight, own in zip(weights, rows, strict=True):
-        total.addmv_(own.T, weight)
-    return total
-
-
 def _position_product(left: Tensor, right: Tensor) -> Tensor:
     """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, as `Wide` wants them.
 
@@ -128,7 +118,7 @@ class Dense:
         if rows.stride(0) < rows.stride(1):
             # examples first in memory: in that order one product with a plain matrix, and no copy of it
             rows, weights = rows.transpose(0, 1), weights.T
-        return {self.weight: _weighted_rows(weights, rows)}
+        return {self.weight: weights.flatten() @ rows.flatten(0, 1)}
 
 
 @dataclass(frozen=True)
@@ -205,7 +195,7 @@ class Outer:
         return found
 
     def columns(self, some: slice) -> Tensor:
-        """Of these layer inputs, the weight's rows in the block's own order, (K, N, G*o*i), examples first in memory."""
+        """Rows of the weight for some of the layer inputs, in the order of the block, (K, N, G*o*i)."""
         return _position_product(self.full_b(), self.a[..., some])
 
     def shaped(self, vector: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ gradient at hand, which is then gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +16,31 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.factors.graph import Graph
-from ntk_laplace.factors.rules import OperandDense, OperandRows, Reader
+from ntk_laplace.factors.rules import OperandDense, OperandRows
 
 __all__ = ["Gradients", "Reading", "edges", "kept_whole"]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A reader, the number of the node whose output gradient it reads, and the axis there that holds the examples."""
+    """What makes rows from the output gradient of a node.
+
+    Attributes
+    ----------
+    consumer : int
+        Number of the node.
+    axis : int
+        Its output's axis that holds the examples.
+    read : callable
+        Rows for gradients (K, *output shape).
+    at_once : bool
+        Read one seed at a time and keep those rows, in place of the gradients of all seeds.
+    """
 
     consumer: int
     axis: int
-    reader: Reader
+    read: Callable[[Tensor], OperandRows | None]
+    at_once: bool
 
 
 def edges(readings: Sequence[Reading]) -> list[int]:
@@ -37,7 +50,7 @@ def edges(readings: Sequence[Reading]) -> list[int]:
 
 def kept_whole(readings: Sequence[Reading]) -> set[int]:
     """Nodes whose gradients are kept for all seeds: one reader that needs it is enough."""
-    return {reading.consumer for reading in readings if not reading.reader.summed}
+    return {reading.consumer for reading in readings if not reading.at_once}
 
 
 class Gradients:
@@ -54,7 +67,7 @@ class Gradients:
     """
 
     def __init__(self, graph: Graph, readings: Sequence[Reading], seeds: Tensor, seeds_first: bool = False) -> None:
-        self.graph, self.readings, self.seeds, self.seeds_first = graph, readings, seeds, seeds_first
+        self.graph, self.readings, self.seeds, self.seeds_first = graph, list(readings), seeds, seeds_first
         self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by reading
 
@@ -71,7 +84,7 @@ class Gradients:
                 self._keep(self._whole, number, gradients[number], k, axes[number])
             for index, each in summed:
                 gradient = gradients[each.consumer]
-                rows = None if gradient is None else each.reader.read(gradient.unsqueeze(0)).rows[0]
+                rows = None if gradient is None else each.read(gradient.unsqueeze(0)).rows[0]
                 self._keep(self._rows, index, rows, k, 0)
             found = gradients = gradient = rows = None  # their memory, warm, is the next seed's
         return self
@@ -91,7 +104,7 @@ class Gradients:
 
     def rows(self, index: int) -> OperandRows | None:
         """Rows of the operand of one reading, for all seeds."""
-        consumer, read = self.readings[index].consumer, self.readings[index].reader.read
+        consumer, read = self.readings[index].consumer, self.readings[index].read
         if index in self._rows:
             return OperandDense(self._rows[index])
         if consumer in self._whole:
@@ -104,6 +117,8 @@ class Gradients:
         for index in indices:
             self._rows.pop(index, None)
             self._whole.pop(self.readings[index].consumer, None)
+        for index in indices:
+            self.readings[index] = None  # with the inputs that it has unfolded
 
 
 def _room(values: Tensor, num_seeds: int, axis: int) -> Tensor:

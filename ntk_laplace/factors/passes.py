@@ -123,7 +123,7 @@ class FactorPass:
     def _plan(self, graph: Graph, out: Tensor) -> Plan:
         signature = graph.signature()
         if signature not in self._plans:
-            plan = make_plan(graph, out, self.network.parameters)
+            plan = make_plan(graph, out, self.network.parameters, self.keep_factors)
             self._plans[signature] = plan
         return self._plans[signature]
 
@@ -198,15 +198,13 @@ class FactorPass:
         """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
 
         One more backward pass; random weights make rows of the wrong example, and mixing, show. Of all
-        but the smallest batches, every so many'th example is taken, from a random first one, and these are evaluated
-        without those between them: mixing shows then too.
+        but the smallest batches, random examples are taken, and evaluated by themselves: mixing shows then too.
         Whatever they show is looked into on the `whole` batch.
         """
         generator = torch.Generator().manual_seed(len(out))
         count = max(_FEWEST, min(_PROOF, len(out) // 4))
         if len(out) > count and not whole:
-            every = len(out) // count
-            some = slice(int(torch.randint(every, (), generator=generator)), None, every)
+            some = torch.randperm(len(out), generator=generator)[:count].sort().values
             few = [block.part(some) for block in blocks]
             alone = take(x, some)
             if self._sums_agree(few, self.network.evaluate(alone, offset), seeds[:, some], generator) == ():

@@ -7,7 +7,7 @@ rows are then compared with autograd's own gradient, for two seeds: what does no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -69,12 +69,15 @@ class UsePlan:
         Number of the node just before it on the parameter's side.
     layout : Layout
         Where the examples lie in the consumer's output.
+    at_once : bool
+        Its rows are made of one seed's gradient at a time.
     """
 
     name: str
     step: Step
     source: int
     layout: Layout
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class Plan:
 
     def readings(self, graph: Graph, n: int) -> list[Reading]:
         """What reads each use's rows, in the order of `uses`, from a batch of n examples."""
-        return [Reading(use.step.consumer, use.layout.dim, _reader(use, graph, n)) for use in self.uses]
+        return [_reading(use, graph, n) for use in self.uses]
 
     def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
         """Rows of every matched parameter, uses of one parameter joined; gradients are freed as they are used up.
@@ -137,16 +140,18 @@ def _joined(blocks: Iterable[Block]) -> list[Block]:
     return list(joined.values())
 
 
-def _find_partners(blocks: dict[str, list[Block]], uses: Iterable[UsePlan]) -> dict[str, str]:
+def _find_partners(blocks: dict[str, list[Block]], uses: Sequence[UsePlan]) -> dict[str, str]:
     """Biases whose rows are the sums of a weight's output gradients, by the weight's name: its block holds them too.
 
     Looked for among the weights that enter where the bias does, and those of its module: an addition of its own may
-    bring it in.
+    bring it in. A weight whose rows are made at once has no such gradients.
     """
     enters: dict[str, set[int]] = {}
     for use in uses:
         enters.setdefault(use.name, set()).add(use.step.consumer)
-    weights = [b for each in blocks.values() for b in each if isinstance(b, Outer) and b.index is None]
+    early = {use.name for use in uses if use.at_once}
+    kept = [block for name in blocks if name not in early for block in blocks[name]]
+    weights = [block for block in kept if isinstance(block, Outer) and block.index is None]
     found: dict[str, str] = {}
     for name, own in blocks.items():
         if len(own) != 1 or not isinstance(own[0], Dense):
@@ -163,11 +168,24 @@ def _find_partners(blocks: dict[str, list[Block]], uses: Iterable[UsePlan]) -> d
     return found
 
 
+def _reading(use: UsePlan, graph: Graph, n: int) -> Reading:
+    read = _reader(use, graph, n).read
+    if use.at_once:
+        read = _written_out(read, output_shape(graph.nodes[use.source], use.step.output))
+    return Reading(use.step.consumer, use.layout.dim, read, use.at_once)
+
+
+def _written_out(read: Callable[[Tensor], OperandRows], shape: torch.Size) -> Callable[[Tensor], OperandDense]:
+    """The same rows of an operand of this shape, without their factors."""
+    return lambda gradient: OperandDense(_operand_dense(read(gradient), shape))
+
+
 def _reader(use: UsePlan, graph: Graph, n: int) -> Reader | None:
     node = graph.nodes[use.step.consumer]
     rule = RULES.get(node_kind(node))
     shape = output_shape(graph.nodes[use.source], use.step.output)
-    return None if rule is None else rule(Use(node, use.step.operand, shape, use.layout, n))
+    output = graph.shape(use.step.consumer)
+    return None if rule is None else rule(Use(node, use.step.operand, shape, output, use.layout, n))
 
 
 def _use_block(use: UsePlan, graph: Graph, rows: OperandRows, parameter: nn.Parameter) -> Block:
@@ -284,7 +302,7 @@ def _probe(
     return found
 
 
-def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) -> Plan:
+def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter], keep_factors: bool = False) -> Plan:
     """Search the graph of a small batch, and keep what autograd confirms.
 
     Parameters
@@ -293,6 +311,8 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     out : Tensor, (N, C)
         Outputs of at least two examples, with their graph.
     parameters : dict of str to nn.Parameter
+    keep_factors : bool
+        Rows that have factors are wanted as such.
     """
     generator = torch.Generator().manual_seed(0)
     n = len(out)
@@ -312,16 +332,19 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
     gradients = {number: torch.stack(found[number]) for number in numbers}
     loud = loudest(truth)
     blocks: dict[str, list[Block]] = {}
+    good: list[UsePlan] = []
     unmatched: list[str] = []
     for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
-        own = None if name in lost else _read(uses[name], graph, gradients, parameter, n)
+        readers, own = ([], []) if name in lost else _read(uses[name], graph, gradients, parameter, n)
         if own and _confirmed(own, parameter, cotangent, (expected, loud)):
             blocks[name] = own
+            for use, reader in zip(uses[name], readers, strict=True):
+                short = reader.short and not keep_factors and use.source == graph.accumulators[name]
+                good.append(replace(use, at_once=reader.summed or short))
         else:
             unmatched.append(name)
-    good = [use for name in blocks for use in uses[name]]
     partners = _find_partners(blocks, good)
     covered = set(partners.values())  # by their weights' blocks
     return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
@@ -329,20 +352,21 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter]) ->
 
 def _read(
     uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, n: int
-) -> list[Block] | None:
-    """Rows of a parameter's uses, joined; None if a rule does not know how a node is laid out."""
-    found = []
+) -> tuple[list[Reader], list[Block]]:
+    """Readers of a parameter's uses and their rows, joined; none if a rule does not know how a node is laid out."""
+    readers, found = [], []
     for use in uses:
         try:
             reader = _reader(use, graph, n)
             rows = None if reader is None else reader.read(gradients[use.step.consumer])
             block = None if rows is None else _use_block(use, graph, rows, parameter)
         except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
-            return None  # the fallback is exact
+            return [], []  # the fallback is exact
         if block is None or block.shape != (2, n):
-            return None
+            return [], []
+        readers.append(reader)
         found.append(block)
-    return _joined(found)
+    return readers, _joined(found)
 
 
 def _confirmed(

@@ -8,8 +8,10 @@ and an unmatched parameter takes the fallback.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,8 +32,8 @@ class Use:
     node : autograd node
     operand : int
         Index among the node's inputs.
-    shape : torch.Size
-        Shape of the operand.
+    shape, output : torch.Size
+        Shapes of the operand and of the node's output.
     layout : Layout
         Where the examples lie in the node's output.
     n : int
@@ -41,6 +43,7 @@ class Use:
     node: Any
     operand: int
     shape: torch.Size
+    output: torch.Size
     layout: Layout
     n: int
 
@@ -84,10 +87,14 @@ class Reader:
     summed : bool
         The rows are sums over positions and keep no factor: read one seed at a time, while its gradient is at hand,
         they spare the memory of all seeds' gradients.
+    short : bool
+        The rows have factors, and are shorter than the gradients: read one seed at a time as well, unless it is the
+        factors that are wanted.
     """
 
     read: Callable[[Tensor], OperandRows | None]
     summed: bool = False
+    short: bool = False
 
 
 def _summed(use: Use, factor: Tensor | float = 1.0, channels: bool = False) -> Reader:
@@ -194,22 +201,29 @@ def _convolution(use: Use) -> Reader | None:
     stride, dilation, padding = (v * axes if len(v) == 1 else v for v in sizes)
     transposed = bool(_saved(node, "transposed"))
 
+    space = tuple(use.output[2:])
+
+    @cache
+    def inputs() -> Tensor:
+        if transposed:
+            a = _channels(x.unsqueeze(0), groups)[0]
+        else:
+            a = _grouped(_windows(x, kernel, stride, dilation, padding, space), groups, axes)
+        return use.layout.split(a, use.n, 0).movedim(1, 2).flatten(2, 3)
+
     def read(gradient: Tensor) -> OperandRows:
         if transposed:
             # y[o] = Σ_s x[s] w[o - stride s]: windows of the output gradient at each input position
             flat = gradient.transpose(0, 1).flatten(0, 1)
             windows = _windows(flat, kernel, stride, dilation, padding, tuple(x.shape[2:]))
             b = _grouped(windows, groups, axes).unflatten(0, (gradient.shape[1], -1)).transpose(0, 1)
-            a, order = _channels(x.unsqueeze(0), groups)[0], "gio"
         else:
-            b, order = _channels(gradient, groups), "goi"
-            a = _grouped(_windows(x, kernel, stride, dilation, padding, tuple(gradient.shape[3:])), groups, axes)
-        # b is (K, M, G, positions, o), a is (M, G, positions, i), and M may hold positions of its own
-        b = use.layout.split(b, use.n, 1).movedim(2, 3).flatten(3, 4)  # (K, N, G, T, o)
-        a = use.layout.split(a, use.n, 0).movedim(1, 2).flatten(2, 3)
-        return OperandOuter(b, a, order)
+            b = _channels(gradient, groups)
+        # (K, M, G, positions, o), and M may hold positions of its own: (K, N, G, T, o) and (N, G, T, i)
+        b = use.layout.split(b, use.n, 1).movedim(2, 3).flatten(3, 4)
+        return OperandOuter(b, inputs(), "gio" if transposed else "goi")
 
-    return Reader(read)
+    return Reader(read, short=not transposed and use.shape[1:].numel() < math.prod(space))
 
 
 def _embedding(use: Use) -> Reader | None:
