@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ntk_laplace.errors import NetworkError, NTKLaplaceWarning
-from ntk_laplace.factors import Outer
+from ntk_laplace.factors import Outer, rules
 from ntk_laplace.factors.passes import FactorPass
 from ntk_laplace.network import Network
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
@@ -390,6 +390,39 @@ def test_gradients_lie_as_the_product_reads_them(layer):
     assert (g, n) == (1, 5) and (t > 1) == (layer != "single")
     matrices = block.b.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t) if t > 1 else block.b.reshape(k * n, o)
     assert matrices.data_ptr() == block.b.data_ptr()
+
+
+class Convolutions(nn.Module):
+    """With a bias, in groups, of a view of a parameter, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 1, groups=2)
+        self.view = nn.Parameter(torch.randn(3, 4, 4, 3) / 5)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.two(torch.tanh(self.two(torch.tanh(self.one(x)))))
+        return self.out(torch.tanh(F.conv2d(h, self.view.permute(2, 1, 0, 3))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("short", [0, 10**9])
+def test_short_rows_are_made_at_once(short, monkeypatch):
+    """Of a convolution with many positions, one seed at a time; never where factors are wanted."""
+    monkeypatch.setattr(rules, "_SHORT", short)
+    torch.manual_seed(11)
+    network, x = Convolutions().double(), torch.randn(5, 2, 6, 6).double()
+    root = torch.randn(5, 3, 2).double()
+    truth = torch.einsum("ncr,ncp->nrp", root, jacobian(network, x))
+    assert relative_error(rows(network, x, root=root), truth) < 1e-12
+    kept = FactorPass(Network(network), torch.float64, keep_factors=True)
+    found = kept.rows(x, root)
+    assert relative_error(found.dense(kept.network.shapes).transpose(0, 1), truth) < 1e-12
+    assert {block.weight for block in found.blocks if isinstance(block, Outer)} >= {"one.weight", "two.weight", "view"}
+    factors = FactorPass(Network(network), torch.float64)
+    factors.rows(x)
+    made = {use.name for plan in factors._plans.values() for use in plan.uses if use.at_once}
+    assert ({"one.weight", "two.weight"} <= made) == (short == 0) and "view" not in made
 
 
 def test_norm_layers_do_not_count_towards_the_working_set():

@@ -22,6 +22,8 @@ from ntk_laplace.factors.layout import Layout
 
 __all__ = ["RULES", "OperandDense", "OperandLookup", "OperandOuter", "OperandRows", "Reader", "Use"]
 
+_SHORT = 16  # times a convolution's rows must fit into its output's gradient to be made from it at once
+
 
 @dataclass(frozen=True)
 class Use:
@@ -88,8 +90,8 @@ class Reader:
         The rows are sums over positions and keep no factor: read one seed at a time, while its gradient is at hand,
         they spare the memory of all seeds' gradients.
     short : bool
-        The rows have factors, and are shorter than the gradients: read one seed at a time as well, unless it is the
-        factors that are wanted.
+        The rows have factors, and are far shorter than the gradients: read one seed at a time as well, unless it is
+        the factors that are wanted.
     """
 
     read: Callable[[Tensor], OperandRows | None]
@@ -223,7 +225,7 @@ def _convolution(use: Use) -> Reader | None:
         b = use.layout.split(b, use.n, 1).movedim(2, 3).flatten(3, 4)
         return OperandOuter(b, inputs(), "gio" if transposed else "goi")
 
-    return Reader(read, short=not transposed and use.shape[1:].numel() < math.prod(space))
+    return Reader(read, short=not transposed and _SHORT * use.shape[1:].numel() <= math.prod(space))
 
 
 def _embedding(use: Use) -> Reader | None:
