@@ -172,5 +172,37 @@ def test_refusals(ridge_posterior):
         attribution.random_halves(0, 5)
     with refused(ntkl.DataError, "masks of subsets", r"\(2, 5\)", "boolean"):
         attribution.predicted(ridge_posterior, np.ones((2, 5)), lambda p: p.f)
-    with refused(ntkl.DataError, "one test point", "0", "Leave"):
-        attribution.Attributor(ridge_posterior, batch_size=0).explain(torch.zeros(1, 3))
+
+
+def test_arguments_of_the_wrong_kind(ridge_posterior):
+    for size in (0, 1.5, "a", True):
+        with refused(ntkl.DataError, "one test point", ".", "Leave"):
+            attribution.Attributor(ridge_posterior, batch_size=size)
+    with refused(ntkl.DataError, "a Posterior", "Linear", "laplace"):
+        attribution.Attributor(torch.nn.Linear(3, 1))
+    with refused(ntkl.DataError, "at least one test point", "none", "inputs"):
+        attribution.Attributor(ridge_posterior).explain(torch.zeros(0, 3))
+    assert attribution.Attributor(ridge_posterior).explain(np.zeros((2, 3))).shape == (2, 20)
+    for count in (2.5, "a", True):
+        with refused(ntkl.DataError, "at least one half", ".", "more"):
+            attribution.random_halves(count, 10)
+    for more in ({"seeds": "a"}, {"seeds": []}, {"seeds": [0.5]}, {"processes": "2"}, {"processes": 0}):
+        with refused(ntkl.DataError, "one seed and one process", ".", "random_halves"):
+            attribution.retrain(ridge, np.ones((2, 20)), **more)
+    assert attribution.retrain(ridge, np.ones((2, 20)), seeds=3).shape == (1, 2, 6)
+    with refused(ntkl.UnsupportedError, "a function train", "None", "Define"):
+        attribution.retrain(None, np.ones((2, 20)))
+    for indices in (3, [0.5], [-1], [3]):
+        with refused(ntkl.DataError, "training points from 0 to 2", ".", "numbers"):
+            attribution.without_each_in_turn(indices, 3)
+    with refused(ntkl.DataError, "predictions as an array of numbers", "'a'", "NumPy"):
+        attribution.datamodeling_score("a", np.zeros((3, 1)))
+    with refused(ntkl.NonFiniteError, "finite suspicions", "1", "diverged"):
+        attribution.mislabels_found([1, np.nan, 3], [0, 1, 1])
+    for shares in (2.0, [0.0], ["a"]):
+        with refused(ntkl.DataError, "shares of the data", ".", "0.1"):
+            attribution.mislabels_found([1, 2, 3], [0, 1, 1], shares)
+    assert attribution.mislabels_found([1, 2, 3], [0, 1, 1], 1.0) == {1.0: 1.0}
+    for rankings, removed in (({}, [1]), ({"up": [0, 1]}, [])):
+        with refused(ntkl.DataError, "at least one ranking", ".", "removed="):
+            attribution.removal_curve(lambda kept: 0.0, rankings, removed)

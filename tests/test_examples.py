@@ -254,3 +254,31 @@ def test_the_fours_and_nines_of_t20(tmp_path: Path) -> None:
     assert "parts add up to" in printed
     for picture in ("importances.png", "similarities.png"):
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_labels_are_found(tmp_path: Path) -> None:
+    printed = run("attribution/mislabels.py", tmp_path, "--out", "out", "--evidence")
+    found = figures(tmp_path / "out" / "mislabels-evidence.json")["found"]
+    assert len(found) == 12 and "average precision" in printed
+    for where, one in found.items():
+        scores = {words: value["average precision"][0] for words, value in one["scores"].items()}
+        assert len(scores) == 9 and all(0 < value <= 1 for value in scores.values())
+        assert one["more"]["weight decay"][0] in (0.3, 1.0, 3.0, 10.0, 30.0)
+        if where.endswith(" 0.1") and "digits" not in where:  # few and far between: easy, for every way of asking
+            for words in ("leave-one-out log density", "loss", "5-fold self-confidence"):
+                assert one["scores"][words]["auroc"][0] > 0.8
+    assert (tmp_path / "out" / "mislabels-evidence.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_rankings_of_mnist(tmp_path: Path) -> None:
+    printed = run("attribution/mnist.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "mnist.json")
+    assert set(found["results"]) == {"300", "600"} and "of the top 20" in printed
+    for count, one in found["results"].items():
+        for side, sign in (("for", -1), ("against", 1)):
+            assert all(len(set(row)) == 20 and max(row) < int(count) for row in one[side])
+            effects = [[sign * value for value in row] for row in one[f"effects_{side}"]]
+            assert all(row == sorted(row, reverse=True) for row in effects)
+    close = {name: one["spearman"] for name, one in found["agreement"].items()}
+    assert close["kfac"] > close["diag"] and close["kfac"] > 0.4
+    assert (tmp_path / "out" / "rankings.png").read_bytes().startswith(b"\x89PNG")

@@ -143,10 +143,14 @@ def test_what_does_not_fit_is_refused() -> None:
     posterior, x, y, x_new, targets = case("classes")
     for arguments, words in (
         ({"training": x[:5]}, "expected the 30 training inputs of the fit; got 5"),
-        ({"targets": targets[:3]}, "expected 12 targets, one for each input; got 3"),
+        ({"targets": targets[:3]}, "expected 12 targets, one for each input; got shape (3,)"),
         ({"naming": Naming(classes=["a"])}, "expected 3 names of classes or outputs; got 1"),
         ({"naming": Naming(features=["a"])}, "expected 16 names of features; got 1"),
         ({"naming": Naming(shape=(3, 3))}, "expected inputs of 9 numbers, for images of"),
+        ({"naming": Naming(shape=3)}, "expected a shape (height, width) of images"),
+        ({"naming": Naming(shape=(-4, -4))}, "expected a shape (height, width) of images"),
+        ({"naming": "ants"}, "expected words as ntk_laplace.Naming(...); got 'ants'"),
+        ({"targets": 5}, "expected 12 targets, one for each input; got shape ()"),
     ):
         with pytest.raises(ntkl.DataError, match=re.escape(words)):
             explore(posterior, x_new, **arguments)

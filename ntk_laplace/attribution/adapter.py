@@ -11,7 +11,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ntk_laplace.data import Inputs, num_examples, take
+from ntk_laplace.attribution.retraining import whole
+from ntk_laplace.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.errors import DataError
 from ntk_laplace.posterior import Posterior
 
@@ -36,6 +37,12 @@ class Attributor:
     by: str = "log_likelihood"
     batch_size: int = 64
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.posterior, Posterior):
+            raise DataError("a Posterior", type(self.posterior).__name__, "Make one with ntk_laplace.laplace.")
+        if not whole(self.batch_size, 1):
+            raise DataError("at least one test point at a time", f"batch_size={self.batch_size!r}", "Leave it out.")
+
     def explain(self, test: Inputs, targets: Any = None) -> Tensor:
         """Scores, (n, N): the fall of the quantity if the training point were removed.
 
@@ -48,9 +55,10 @@ class Attributor:
         targets : optional
             Their targets, for the log likelihood; for classes by default the predicted ones.
         """
-        if self.batch_size < 1:
-            raise DataError("at least one test point at a time", f"batch_size={self.batch_size}", "Leave it out.")
+        test = as_tensors(test)
         count, found = num_examples(test), []
+        if count == 0:
+            raise DataError("at least one test point", "none", "Pass one or more inputs.")
         sign = 1.0 if self.by == "variance" else -1.0
         for start in range(0, count, self.batch_size):
             part = slice(start, start + self.batch_size)

@@ -9,7 +9,9 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +20,20 @@ from numpy.typing import ArrayLike, NDArray
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.progress import track
 
-__all__ = ["random_halves", "retrain", "without_each_in_turn"]
+__all__ = ["random_halves", "retrain", "whole", "without_each_in_turn"]
 
 Train = Callable[[NDArray[np.int64], int], ArrayLike]
 
 
+def whole(value: Any, least: int) -> bool:
+    """Whether a value is a whole number of at least so much."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+
+
 def random_halves(count: int, num_examples: int, seed: int = 1000) -> NDArray[np.bool_]:
     """Masks of random halves of the training points, (count, N); half s comes from the seed `seed` + s."""
-    if count < 1 or num_examples < 2:
-        raise DataError("at least one half of at least two points", f"{count} of {num_examples}", "Ask for more.")
+    if not whole(count, 1) or not whole(num_examples, 2):
+        raise DataError("at least one half of at least two points", f"{count!r} of {num_examples!r}", "Ask for more.")
     kept = np.zeros((count, num_examples), dtype=bool)
     for number in range(count):
         drawn = np.random.default_rng(seed + number).choice(num_examples, num_examples // 2, replace=False)
@@ -36,10 +43,10 @@ def random_halves(count: int, num_examples: int, seed: int = 1000) -> NDArray[np
 
 def without_each_in_turn(indices: Iterable[int], num_examples: int) -> NDArray[np.bool_]:
     """Masks of all training points but one, for each of `indices`, (m, N)."""
-    indices = np.asarray(list(indices), dtype=np.int64)
-    if len(indices) == 0 or indices.min() < 0 or indices.max() >= num_examples:
-        raise DataError(f"training points from 0 to {num_examples - 1}", f"{indices[:5].tolist()} ...",
-                        "Pass their numbers.")
+    given = list(indices) if isinstance(indices, Iterable) else [indices]
+    if not given or not all(whole(index, 0) and index < num_examples for index in given):
+        raise DataError(f"training points from 0 to {num_examples - 1}", f"{given[:5]} ...", "Pass their numbers.")
+    indices = np.asarray(given, dtype=np.int64)
     kept = np.ones((len(indices), num_examples), dtype=bool)
     kept[np.arange(len(indices)), indices] = False
     return kept
@@ -80,10 +87,14 @@ def retrain(
     UnsupportedError
         If `train` cannot be sent to another process.
     """
-    kept = np.asarray(kept, dtype=bool)
-    if kept.ndim != 2 or not kept.any(1).all() or processes < 1 or len(seeds) < 1:
+    kept, seeds = np.asarray(kept, dtype=bool), list(seeds) if isinstance(seeds, Iterable) else [seeds]
+    enough = whole(processes, 1) and len(seeds) > 0 and all(whole(seed, 0) for seed in seeds)
+    if kept.ndim != 2 or not kept.any(1).all() or not enough:
         raise DataError("masks of non-empty subsets (M, N), one seed and one process at least",
-                        f"shape {kept.shape}, {len(seeds)} seeds, {processes} processes", "See random_halves.")
+                        f"shape {kept.shape}, seeds {seeds[:5]}, {processes!r} processes", "See random_halves.")
+    if not callable(train):
+        raise UnsupportedError("a function train(indices, seed) that returns outcomes", f"{train!r}"[:80],
+                               "Define one that trains and evaluates.")  # fmt: skip
     store = _Store(folder, kept)
     jobs = [(int(seed), number) for seed in seeds for number in range(len(kept))]
     found = {job: outcome for job in jobs if (outcome := store.read(job)) is not None}

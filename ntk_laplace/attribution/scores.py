@@ -187,6 +187,9 @@ def mislabel_auroc(suspicion: ArrayLike, wrong: ArrayLike) -> float:
 def mislabels_found(suspicion: ArrayLike, wrong: ArrayLike, shares: Sequence[float] = (0.1, 0.2, 0.4)) -> dict:
     """Share of all wrong labels among the most suspicious so many of the data, by share looked at."""
     suspicion, wrong = _suspects(suspicion, wrong)
+    shares = [shares] if isinstance(shares, (int, float)) else list(shares)
+    if not all(isinstance(share, (int, float)) and 0 < share <= 1 for share in shares):
+        raise DataError("shares of the data above 0, at most 1", f"{shares}", "Pass for example (0.1, 0.2).")
     order = np.argsort(-suspicion, kind="stable")
     return {share: float(wrong[order[: round(share * len(wrong))]].sum() / wrong.sum()) for share in shares}
 
@@ -235,7 +238,10 @@ def removal_curve(
     removed : sequence of int
         How many.
     """
-    removed = np.asarray(removed, dtype=np.int64)
+    removed = np.atleast_1d(np.asarray(removed, dtype=np.int64))
+    if removed.size == 0 or not rankings:
+        raise DataError("at least one ranking and one number of points to remove",
+                        f"{len(rankings)} and {removed.size}", "Pass for example removed=(0, 10, 20).")
     found = {}
     for name, order in rankings.items():
         order = np.asarray(order).astype(np.int64)
@@ -265,7 +271,10 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _finite(values: ArrayLike, what: str) -> NDArray[np.float64]:
-    found = np.asarray(values, dtype=np.float64)
+    try:
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{what} as an array of numbers", f"{values!r}"[:80], "Pass a NumPy array.") from error
     if not np.isfinite(found).all():
         raise NonFiniteError(f"finite {what}", f"{int((~np.isfinite(found)).sum())} that are not",
                              "Look for training runs that diverged.")
@@ -273,7 +282,7 @@ def _finite(values: ArrayLike, what: str) -> NDArray[np.float64]:
 
 
 def _suspects(suspicion: ArrayLike, wrong: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    suspicion, wrong = np.asarray(suspicion, dtype=np.float64), np.asarray(wrong, dtype=bool)
+    suspicion, wrong = _finite(suspicion, "suspicions"), np.asarray(wrong, dtype=bool)
     if suspicion.shape != wrong.shape or suspicion.ndim != 1 or wrong.all() or not wrong.any():
         raise DataError("one suspicion per training point, some labels wrong and some right",
                         f"shapes {suspicion.shape} and {wrong.shape}, {int(wrong.sum())} wrong",

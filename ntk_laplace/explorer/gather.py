@@ -110,12 +110,20 @@ def _check(posterior: Posterior, n: int, training: Tensor | None, targets: Tenso
     if training is not None and len(training) != posterior.num_examples:
         raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{len(training):,}",
                         "Pass the inputs that the posterior was fitted to, in their order.")
-    if targets is not None and len(targets) != n:
-        raise DataError(f"{n:,} targets, one for each input", f"{len(targets):,}", "Pass one target per input.")
+    if targets is not None and (torch.as_tensor(targets).ndim == 0 or len(targets) != n):
+        raise DataError(f"{n:,} targets, one for each input", f"shape {tuple(torch.as_tensor(targets).shape)}",
+                        "Pass one target per input.")
+    if naming.shape is not None and not all(isinstance(side, int) and side > 0 for side in _sides(naming.shape)):
+        raise DataError("a shape (height, width) of images, or (height, width, 3)", f"{naming.shape!r}",
+                        "Pass for example shape=(28, 28).")  # fmt: skip
     names = naming.classes
     wanted = 2 if _kind(posterior) == "binary" else posterior.num_outputs
     if names is not None and len(names) != wanted:
         raise DataError(f"{wanted} names of classes or outputs", f"{len(names)}", "Name each of them once.")
+
+
+def _sides(shape: Any) -> tuple[Any, ...]:
+    return tuple(shape) if isinstance(shape, Sequence) else (None,)
 
 
 def _kind(posterior: Posterior) -> str:

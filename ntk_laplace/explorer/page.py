@@ -136,11 +136,13 @@ def explore(
     DataError
         If sizes or names do not fit together.
     """
-    x = as_tensors(x)
+    x, naming = as_tensors(x), Naming() if naming is None else naming
     if num_examples(x) == 0:
         raise DataError("at least one input", "none", "Pass one or more inputs.")
-    content = gather(posterior, x, training, targets, k, Naming() if naming is None else naming, progress)
-    return ExplorerPage(title, content | {"flag": HIGH_LEVERAGE})
+    if not isinstance(naming, Naming):
+        raise DataError("words as ntk_laplace.Naming(...)", f"{naming!r}"[:80], "Pass Naming(classes=[...]).")
+    content = gather(posterior, x, training, targets, k, naming, progress)
+    return ExplorerPage(str(title), content | {"flag": HIGH_LEVERAGE})
 
 
 def _asset(name: str) -> str:
