@@ -6,7 +6,8 @@ The MLP 784-1024-512-256-128-10 (P = 1,494,154) of ../structures/mnist.py, train
 ``--out``. In a process of its own for 30,000 and for 60,000 images: a KFAC fit that reads the images through a
 DataLoader, float32, and ``posterior.explain`` of 100 test images, half of them classified wrongly: the 20 training
 images most for and against each, by the effect of their removal on the predicted class's logit. Memory is the peak of
-the process above what it held before (imports, images, network). Then a check: the same network trained on 1,000
+the process above what it held before (imports, images, network). Fits and rankings are kept: an interrupted run goes on
+where it stood. Then a check: the same network trained on 1,000
 images alone, where exact function space is within reach. Spearman's correlation, over the training images, of KFAC's
 removal effects with the exact ones, and the share of the exact top 20 that KFAC finds, as means over the test images;
 beside it the same for EKFAC, the diagonal, and for inner products of last-layer features.
@@ -74,11 +75,16 @@ def job(count: int, options: argparse.Namespace) -> dict[str, Any]:
     network = trained(options, split)
     index = chosen(network, split, options.test_examples)
     data, x = loader(split.x[:count].clone(), split.y[:count]), as_floats(split.x_test[index])
-    prior, before = ntkl.GaussianPrior(PRECISION), resident_bytes()
-    start, start_cpu = time.perf_counter(), time.process_time()
-    posterior = ntkl.laplace(network, data, ntkl.Categorical(), prior, "kfac", dtype=torch.float32)
-    found = {"fit_seconds": time.perf_counter() - start, "fit_cpu_seconds": time.process_time() - start_cpu}
-    found["fit_peak_bytes"] = peak_bytes() - before
+    before, kept = resident_bytes(), options.out / f"kfac-{count}.pt"
+    if not kept.exists():
+        start, start_cpu = time.perf_counter(), time.process_time()
+        prior = ntkl.GaussianPrior(PRECISION)
+        posterior = ntkl.laplace(network, data, ntkl.Categorical(), prior, "kfac", dtype=torch.float32)
+        spent = {"fit_seconds": time.perf_counter() - start, "fit_cpu_seconds": time.process_time() - start_cpu}
+        posterior.save(kept)
+        kept.with_suffix(".json").write_text(json.dumps(spent | {"fit_peak_bytes": peak_bytes() - before}))
+    found = json.loads(kept.with_suffix(".json").read_text())
+    posterior = ntkl.load(kept, network, data=data)
     start, start_cpu = time.perf_counter(), time.process_time()
     ranking = posterior.explain(x, k=K)
     found |= {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - start_cpu}
