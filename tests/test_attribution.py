@@ -182,7 +182,7 @@ def test_arguments_of_the_wrong_kind(ridge_posterior):
         attribution.Attributor(torch.nn.Linear(3, 1))
     with refused(ntkl.DataError, "at least one test point", "none", "inputs"):
         attribution.Attributor(ridge_posterior).explain(torch.zeros(0, 3))
-    assert attribution.Attributor(ridge_posterior).explain(np.zeros((2, 3))).shape == (2, 20)
+    assert attribution.Attributor(ridge_posterior, by="output").explain(np.zeros((2, 3))).shape == (2, 20)
     for count in (2.5, "a", True):
         with refused(ntkl.DataError, "at least one half", ".", "more"):
             attribution.random_halves(count, 10)

@@ -182,7 +182,8 @@ def draw(found: dict[str, dict], path: Path) -> None:
                 at = np.array(RATES) + 0.003 * (number - 2)
                 axes.errorbar(at, [v[0] for v in values], [v[1] for v in values], color=color, marker=marker, ms=5,
                               capsize=2, label=words)  # fmt: skip
-            axes.plot(RATES, RATES, color="0.6", ls=":", label="chance" if kind == "symmetric" else None)
+            flips = 1.0 if kind == "symmetric" or name == "digits" else (PROBLEMS[name]().y == 1).mean()  # benign alone
+            axes.plot(RATES, flips * np.array(RATES), color="0.6", ls=":", label="chance")
             axes.set_title(f"{'breast cancer' if name == 'cancer' else name}, {kind} flips", fontsize=10)
             axes.set(ylim=(0, 1.02), xticks=RATES)
             axes.spines[["top", "right"]].set_visible(False)
