@@ -77,28 +77,37 @@ class Problem:
         gradient[rows, y] -= 1.0
         return -logs[rows, y], gradient
 
-    def train(self, indices: np.ndarray, seed: int = 0, start: np.ndarray | None = None) -> np.ndarray:
-        """Weights at a minimum of the summed loss plus δ/2 ‖θ‖², gradient below 1e-5."""
+    def objective(self, theta: np.ndarray, indices: np.ndarray) -> tuple[float, np.ndarray]:
+        """Summed loss of some of the data plus δ/2 ‖θ‖², and its gradient (P,)."""
         x, y = self.x[indices], self.y[indices]
+        w1, b1, w2, b2 = self._parts(theta)
+        hidden = np.tanh(x @ w1.T + b1)
+        value, back = self.loss(hidden @ w2.T + b2, y)
+        inner = (back @ w2) * (1.0 - hidden**2)
+        gradient = [inner.T @ x, inner.sum(0), back.T @ hidden, back.sum(0)]
+        flat = np.concatenate([g.ravel() for g in gradient]) + self.delta * theta
+        return float(value.sum() + 0.5 * self.delta * theta @ theta), flat
+
+    def train(self, indices: np.ndarray, seed: int = 0, start: np.ndarray | None = None) -> np.ndarray:
+        """Weights at a minimum of the objective, gradient below 1e-5."""
         if start is None:
             weights = self.network(seed=seed).parameters()
             start = nn.utils.parameters_to_vector(weights).detach().numpy()
-
-        def objective(theta: np.ndarray) -> tuple[float, np.ndarray]:
-            w1, b1, w2, b2 = self._parts(theta)
-            hidden = np.tanh(x @ w1.T + b1)
-            value, back = self.loss(hidden @ w2.T + b2, y)
-            inner = (back @ w2) * (1.0 - hidden**2)
-            gradient = [inner.T @ x, inner.sum(0), back.T @ hidden, back.sum(0)]
-            flat = np.concatenate([g.ravel() for g in gradient]) + self.delta * theta
-            return float(value.sum() + 0.5 * self.delta * theta @ theta), flat
-
         options = {"maxcor": 30, "maxiter": 50_000, "maxfun": 100_000, "gtol": 1e-5, "ftol": 0.0}
-        return minimize(objective, start, jac=True, method="L-BFGS-B", options=options).x
+        found = minimize(self.objective, start, args=(indices,), jac=True, method="L-BFGS-B", options=options)
+        return found.x
+
+    def test_losses(self, f: np.ndarray) -> np.ndarray:
+        """Loss at each test point, (n,), of outputs there."""
+        return self.loss(f, self.y_test)[0]
 
     def outcome(self, indices: np.ndarray, seed: int) -> np.ndarray:
         """Loss at each test point after training on some of the data, (n,)."""
-        return self.loss(self.f(self.train(indices, seed), self.x_test), self.y_test)[0]
+        return self.test_losses(self.f(self.train(indices, seed), self.x_test))
+
+    def moved(self, start: np.ndarray, indices: np.ndarray, seed: int) -> np.ndarray:
+        """Outputs at the test points, (n, C), after training on some of the data from these weights (no seed needed)."""
+        return self.f(self.train(indices, start=start), self.x_test)
 
 
 def digits(delta: float = 1.0) -> Problem:
@@ -107,6 +116,15 @@ def digits(delta: float = 1.0) -> Problem:
     order = np.random.default_rng(0).permutation(len(found.data))
     x, y = found.data[order] / 16.0, found.target[order]
     return Problem("digits", x[:500], y[:500], x[500:600], y[500:600], 10, "categorical", delta)
+
+
+def fours_and_nines(delta: float = 1.0) -> Problem:
+    """260 and 101 digits that are fours or nines, 64-16-1; nine is 1."""
+    found = load_digits()
+    both = np.flatnonzero(np.isin(found.target, (4, 9)))
+    order = np.random.default_rng(0).permutation(both)
+    x, y = found.data[order] / 16.0, (found.target[order] == 9).astype(float)[:, None]
+    return Problem("fours and nines", x[:260], y[:260], x[260:], y[260:], 1, "bernoulli", delta)
 
 
 def breast_cancer(delta: float = 0.5) -> Problem:
@@ -130,4 +148,10 @@ def _standardized(values: np.ndarray) -> np.ndarray:
     return (values - values.mean(0)) / values.std(0)
 
 
-PROBLEMS = {"digits": digits, "cancer": breast_cancer, "diabetes": diabetes}
+PROBLEMS = {"digits": digits, "fours-nines": fours_and_nines, "cancer": breast_cancer, "diabetes": diabetes}
+
+
+def small(problem: Problem) -> Problem:
+    """The same in miniature."""
+    return replace(problem, x=problem.x[:40], y=problem.y[:40], x_test=problem.x_test[:8],
+                   y_test=problem.y_test[:8], halves=6, hidden=4)  # fmt: skip

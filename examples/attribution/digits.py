@@ -1,4 +1,4 @@
-"""Do explanations predict what retraining does? Linear datamodeling score and leave-one-out, on three data sets.
+"""Do explanations predict what retraining does? Linear datamodeling score and leave-one-out, on four data sets.
 
     python examples/attribution/digits.py --problem digits --delta 1 --out attribution
 
@@ -6,14 +6,14 @@ A small network (one hidden layer of 16 tanh units) is trained to a gradient bel
 its training data, from two seeds, and without single training points, from the weights of the whole. Effects of removal
 from one posterior are then held against the loss at each test point (linear datamodeling score: Spearman's correlation
 over the halves, mean over test points) and against the outputs without single points (slope of truth on prediction).
-Nothing is tuned. Retraining is kept in the folder: an interrupted run goes on where it stood.
+Nothing is tuned. Further rows relinearize: the network itself moves to the weights that the removal implies, and
+Jacobians are taken anew there. Retraining is kept in the folder: an interrupted run goes on where it stood.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,9 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
-from _problems import PROBLEMS, Problem
+from _problems import PROBLEMS, Problem, small
 from _shared import machine, parser, table, write
+from _truth import halves, relinearized, singles
 
 import ntk_laplace as ntkl
 from ntk_laplace import attribution
@@ -34,24 +35,24 @@ def main() -> None:
     """Retrain, predict, compare."""
     arguments = parser(__doc__, "attribution")
     arguments.add_argument("--problem", choices=PROBLEMS, default="digits")
-    arguments.add_argument("--delta", type=float, help="weight decay (1, 0.5 and 5 by default)")
+    arguments.add_argument("--delta", type=float, help="weight decay (1, and 0.5 and 5 for cancer and diabetes)")
     arguments.add_argument("--processes", type=int, default=1, help="that retrain (default 1)")
     arguments.add_argument("--single", type=int, default=40, help="points left out one by one (default 40)")
+    arguments.add_argument("--steps", type=int, default=5, help="relinearized steps (default 5; 0 leaves them out)")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     build = PROBLEMS[options.problem]
     problem = build() if options.delta is None else build(options.delta)
     if options.small:
-        problem = replace(problem, x=problem.x[:40], y=problem.y[:40], x_test=problem.x_test[:8],
-                          y_test=problem.y_test[:8], halves=6, hidden=4)  # fmt: skip
+        problem, options.single, options.steps = small(problem), 3, min(options.steps, 2)
     name = f"{options.problem}-{problem.delta:g}"
     started = time.perf_counter()
     theta = problem.train(np.arange(len(problem.x)))
-    halves = datamodeling(problem, theta, options.out / name, options.processes)
-    single = leave_one_out(problem, theta, 3 if options.small else options.single)
-    found = {"machine": machine(options.threads), "problem": name, "seconds": time.perf_counter() - started}
-    write(options.out / f"{name}.json", found | halves | single)
+    found = datamodeling(problem, theta, options.out / name, options)
+    found |= leave_one_out(problem, theta, options.out / f"{name}-single", options)
+    spent = {"machine": machine(options.threads), "problem": name, "seconds": time.perf_counter() - started}
+    write(options.out / f"{name}.json", spent | found)
 
 
 def test_loss(problem: Problem):
@@ -59,16 +60,24 @@ def test_loss(problem: Problem):
     x = torch.as_tensor(problem.x_test)
 
     def measure(posterior: ntkl.Posterior) -> torch.Tensor:
-        return torch.as_tensor(problem.loss(posterior.outputs(x).numpy(), problem.y_test)[0])
+        return torch.as_tensor(problem.test_losses(posterior.outputs(x).numpy()))
 
     return measure
 
 
-def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, processes: int) -> dict:
+def relinearized_losses(problem: Problem, theta: np.ndarray, kept: np.ndarray, steps: int) -> np.ndarray:
+    """Loss at each test point after each relinearized step towards each subset, (steps, M, n)."""
+    found = [
+        [problem.f(moved, problem.x_test) for moved in relinearized(problem, theta, np.flatnonzero(one), steps)]
+        for one in kept
+    ]
+    return np.array([[problem.test_losses(f) for f in each] for each in found]).transpose(1, 0, 2)
+
+
+def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, options) -> dict:
     """Scores over random halves."""
-    kept = attribution.random_halves(problem.halves, len(problem.x))
     begun = time.perf_counter()
-    outcomes = attribution.retrain(problem.outcome, kept, (0, 1), folder=folder, processes=processes)
+    kept, outcomes = halves(problem, folder, options.processes)
     spent = {"retraining (kept ones are free)": time.perf_counter() - begun}
     x, y = torch.as_tensor(problem.x_test), torch.as_tensor(problem.y_test)
     posterior = problem.posterior(theta)
@@ -97,6 +106,13 @@ def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, processes: i
         return attribution.additive(-torch.einsum("xnc,xc->xn", explanation.contributions, slope), kept)
 
     take("contributions k r, added (they decompose)", shares)
+    if options.steps:
+        begun = time.perf_counter()
+        losses = relinearized_losses(problem, theta, kept, options.steps)
+        each = (time.perf_counter() - begun) / options.steps
+        for step, values in enumerate(losses, start=1):
+            words = f"relinearized, {step} step{'s' if step > 1 else ''}"
+            predictions[words], spent[words] = values, step * each
     scores = {words: attribution.datamodeling_score(values, outcomes[0]) for words, values in predictions.items()}
     ceiling = attribution.seed_ceiling(outcomes)
     rows = [[words, str(score), f"{spent[words]:.1f}"] for words, score in scores.items()]
@@ -109,30 +125,37 @@ def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, processes: i
     return {"scores": values, "ceiling": {"score": ceiling.value, "error": ceiling.error}, "spent": spent}
 
 
-def leave_one_out(problem: Problem, theta: np.ndarray, many: int) -> dict:
+def leave_one_out(problem: Problem, theta: np.ndarray, folder: Path, options) -> dict:
     """Outputs at test points without single training points, retrained from the weights of the whole."""
-    count = len(problem.x)
-    chosen = np.random.default_rng(7).choice(count, many, replace=False)
-    before = problem.f(theta, problem.x_test)
-    everything = np.arange(count)
-    start = problem.train(everything, start=theta)
-    truth = np.stack([
-        problem.f(problem.train(np.delete(everything, i), start=start), problem.x_test) - before for i in chosen
-    ])  # fmt: skip
+    count, many = len(problem.x), options.single
+    chosen, outputs = singles(problem, theta, many, folder, options.processes)
+    truth = outputs - problem.f(theta, problem.x_test)
     posterior, x = problem.posterior(theta), torch.as_tensor(problem.x_test)
-    effects = posterior.explain(x).removal.transpose(0, 1)[chosen].numpy()
-    refitted = np.stack([(posterior.remove(int(i), steps=None).outputs(x) - posterior.outputs(x)).numpy()
-                         for i in chosen])  # fmt: skip
+    values = {"one step": posterior.explain(x).removal.transpose(0, 1)[chosen].numpy()}
+    values["refitted"] = np.stack([
+        (posterior.remove(int(i), steps=None).outputs(x) - posterior.outputs(x)).numpy() for i in chosen
+    ])  # fmt: skip
+    if options.steps:
+        moved = [list(relinearized(problem, theta, np.delete(np.arange(count), i), options.steps)) for i in chosen]
+        for step in (1, options.steps):
+            f = np.stack([problem.f(each[step - 1], problem.x_test) for each in moved])
+            values[f"relinearized, {step} step{'s' if step > 1 else ''}"] = f - problem.f(theta, problem.x_test)
     found = {}
     print(f"\noutputs without single points ({many} of {count}), truth on prediction")
-    for words, values in (("one step", effects), ("refitted", refitted)):
-        agreement = attribution.leave_one_out_agreement(values, truth)
-        print(f"{words}: {agreement}")
-        found[words] = vars(agreement)
+    share = (truth**2).sum((1, 2)) / (truth**2).sum()
+    print(f"share of the largest point in the sum of squares of the truth: {share.max():.2f} (point "
+          f"{chosen[share.argmax()]})")
+    slopes = {}
+    for words, effects in values.items():
+        agreement = attribution.leave_one_out_agreement(effects, truth)
+        slopes[words] = [attribution.leave_one_out_agreement(e, t).slope for e, t in zip(effects, truth, strict=True)]
+        print(f"{words}: {agreement}, median slope of one point {np.median(slopes[words]):.2f}")
+        found[words] = vars(agreement) | {"median_slope": float(np.median(slopes[words]))}
     loo = posterior.leave_one_out()
     print(f"effective parameters {float(loo.effective_parameters.sum()):.0f} of {posterior.num_parameters}, largest "
           f"leverage {float(loo.leverage.max()):.2f}, {int((loo.leverage > 0.9).sum())} points above 0.9")
-    return {"leave_one_out": found}
+    points = {"points": chosen.tolist(), "shares": share.tolist(), "slopes": slopes}
+    return {"leave_one_out": found, "single": points}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,57 @@
+"""What retraining says, kept in a folder; and the weights that relinearized steps of the library lead to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from _problems import Problem
+
+import ntk_laplace as ntkl
+from ntk_laplace import attribution
+
+__all__ = ["halves", "relinearized", "singles"]
+
+
+def halves(problem: Problem, folder: Path, processes: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Masks of random halves (M, N), and losses at the test points after training on them from two seeds, (2, M, n)."""
+    kept = attribution.random_halves(problem.halves, len(problem.x))
+    return kept, attribution.retrain(problem.outcome, kept, (0, 1), folder=folder, processes=processes)
+
+
+def singles(
+    problem: Problem, theta: np.ndarray, many: int, folder: Path, processes: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of training points, (m,), and outputs at the test points after training on from θ without each of them.
+
+    Training goes on from the weights of the whole, so that the minimum is the one next to them. (m, n, C)
+    """
+    count = len(problem.x)
+    chosen = np.random.default_rng(7).choice(count, many, replace=False)
+    kept = attribution.without_each_in_turn(chosen, count)
+    return chosen, attribution.retrain(partial(problem.moved, theta), kept, folder=folder, processes=processes)[0]
+
+
+def relinearized(problem: Problem, theta: np.ndarray, indices: np.ndarray, steps: int) -> Iterator[np.ndarray]:
+    """Weights after each of some Gauss-Newton steps of the network itself, from θ, on some of the data.
+
+    Each step fits the library's posterior to the data that are left, at the weights reached so far: its curvature is
+    H = JᵀΛJ + δI with the Jacobians there, and H⁻¹g, the step to the optimum of the network linearized there, is taken
+    as a whole, or halved until the true objective falls.
+    """
+    data = torch.as_tensor(problem.x[indices]), torch.as_tensor(problem.y[indices])
+    prior = ntkl.GaussianPrior(problem.delta)
+    for _ in range(steps):
+        value, gradient = problem.objective(theta, indices)
+        posterior = ntkl.laplace(problem.network(theta), data, problem.likelihood(), prior, "full")
+        direction = posterior.curvature.newton(torch.as_tensor(gradient)).numpy()
+        size = 1.0
+        while size > 1e-6 and problem.objective(theta - size * direction, indices)[0] > (
+            value - 1e-4 * size * gradient @ direction
+        ):
+            size /= 2
+        theta = theta - size * direction
+        yield theta
