@@ -15,7 +15,10 @@ import ntk_laplace as ntkl
 
 @dataclass(frozen=True)
 class Problem:
-    """A data set, a network of one hidden tanh layer, a likelihood and a weight decay δ/2 ‖θ‖²."""
+    """A data set, a network of one hidden tanh layer, a likelihood and a weight decay δ/2 ‖θ‖².
+
+    What is to be predicted at the test points is the `target`: the "loss" there, or (for one output) the "output".
+    """
 
     name: str
     x: np.ndarray
@@ -28,6 +31,12 @@ class Problem:
     noise: float = 1.0
     halves: int = 100
     hidden: int = 16
+    target: str = "loss"
+
+    @property
+    def name_of_files(self) -> str:
+        """Without blanks."""
+        return f"{self.name.replace(' ', '-')}-{self.delta:g}{'' if self.target == 'loss' else '-output'}"
 
     def network(self, theta: np.ndarray | None = None, seed: int = 0) -> nn.Module:
         """torch's own start at a seed, or the network at given weights."""
@@ -97,16 +106,27 @@ class Problem:
         found = minimize(self.objective, start, args=(indices,), jac=True, method="L-BFGS-B", options=options)
         return found.x
 
-    def test_losses(self, f: np.ndarray) -> np.ndarray:
-        """Loss at each test point, (n,), of outputs there."""
-        return self.loss(f, self.y_test)[0]
+    def measured(self, f: np.ndarray) -> np.ndarray:
+        """The target at each test point, (n,), of outputs there."""
+        return f[:, 0] if self.target == "output" else self.loss(f, self.y_test)[0]
+
+    def slope(self, f: np.ndarray) -> np.ndarray:
+        """Gradient of the target in the outputs, (n, C)."""
+        return np.ones_like(f) if self.target == "output" else self.loss(f, self.y_test)[1]
+
+    def effects(self, posterior: ntkl.Posterior) -> np.ndarray:
+        """Change of the target at the test points if a training point is removed, (n, N)."""
+        x, y = torch.as_tensor(self.x_test), torch.as_tensor(self.y_test)
+        if self.target == "output":
+            return posterior.removal_effects(x).numpy()
+        return -posterior.removal_effects(x, by="log_likelihood", y=y).numpy()
 
     def outcome(self, indices: np.ndarray, seed: int) -> np.ndarray:
-        """Loss at each test point after training on some of the data, (n,)."""
-        return self.test_losses(self.f(self.train(indices, seed), self.x_test))
+        """The target at each test point after training on some of the data, (n,)."""
+        return self.measured(self.f(self.train(indices, seed), self.x_test))
 
     def moved(self, start: np.ndarray, indices: np.ndarray, seed: int) -> np.ndarray:
-        """Outputs at the test points, (n, C), after training on some of the data from these weights (no seed needed)."""
+        """Outputs at the test points, (n, C), after training on some of the data from these weights; no seed is needed."""
         return self.f(self.train(indices, start=start), self.x_test)
 
 
@@ -136,12 +156,12 @@ def breast_cancer(delta: float = 0.5) -> Problem:
 
 
 def diabetes(delta: float = 5.0) -> Problem:
-    """350 and 92 rows of 10 standardized features, 10-16-1, noise variance 0.5."""
+    """350 and 92 rows of 10 standardized features, 10-16-1, noise variance 0.5; the output is to be predicted."""
     found = load_diabetes()
     order = np.random.default_rng(0).permutation(len(found.data))
     x, y = _standardized(found.data)[order], _standardized(found.target[:, None])[order]
     problem = Problem("diabetes", x[:350], y[:350], x[350:], y[350:], 1, "gaussian", delta, noise=0.5)
-    return replace(problem, halves=60)
+    return replace(problem, halves=60, target="output")
 
 
 def _standardized(values: np.ndarray) -> np.ndarray:

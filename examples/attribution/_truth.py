@@ -17,7 +17,7 @@ __all__ = ["halves", "relinearized", "singles"]
 
 
 def halves(problem: Problem, folder: Path, processes: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Masks of random halves (M, N), and losses at the test points after training on them from two seeds, (2, M, n)."""
+    """Masks of random halves (M, N), and the target at the test points after training on them, (2 seeds, M, n)."""
     kept = attribution.random_halves(problem.halves, len(problem.x))
     return kept, attribution.retrain(problem.outcome, kept, (0, 1), folder=folder, processes=processes)
 

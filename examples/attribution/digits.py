@@ -4,8 +4,9 @@
 
 A small network (one hidden layer of 16 tanh units) is trained to a gradient below 1e-5, and again on random halves of
 its training data, from two seeds, and without single training points, from the weights of the whole. Effects of removal
-from one posterior are then held against the loss at each test point (linear datamodeling score: Spearman's correlation
-over the halves, mean over test points) and against the outputs without single points (slope of truth on prediction).
+from one posterior are then held against the loss at each test point, or the output (linear datamodeling score:
+Spearman's correlation over the halves, mean over test points) and against the outputs without single points (slope of
+truth on prediction).
 Nothing is tuned. Further rows relinearize: the network itself moves to the weights that the removal implies, and
 Jacobians are taken anew there. Retraining is kept in the folder: an interrupted run goes on where it stood.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,7 @@ def main() -> None:
     arguments.add_argument("--delta", type=float, help="weight decay (1, and 0.5 and 5 for cancer and diabetes)")
     arguments.add_argument("--processes", type=int, default=1, help="that retrain (default 1)")
     arguments.add_argument("--single", type=int, default=40, help="points left out one by one (default 40)")
+    arguments.add_argument("--target", choices=("loss", "output"), help="at the test points (diabetes: output)")
     arguments.add_argument("--steps", type=int, default=5, help="relinearized steps (default 5; 0 leaves them out)")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,8 @@ def main() -> None:
     problem = build() if options.delta is None else build(options.delta)
     if options.small:
         problem, options.single, options.steps = small(problem), 3, min(options.steps, 2)
-    name = f"{options.problem}-{problem.delta:g}"
+    problem = replace(problem, target=options.target or problem.target)
+    name = problem.name_of_files
     started = time.perf_counter()
     theta = problem.train(np.arange(len(problem.x)))
     found = datamodeling(problem, theta, options.out / name, options)
@@ -55,23 +59,13 @@ def main() -> None:
     write(options.out / f"{name}.json", spent | found)
 
 
-def test_loss(problem: Problem):
-    """From a posterior to the loss at each test point."""
-    x = torch.as_tensor(problem.x_test)
-
-    def measure(posterior: ntkl.Posterior) -> torch.Tensor:
-        return torch.as_tensor(problem.test_losses(posterior.outputs(x).numpy()))
-
-    return measure
-
-
-def relinearized_losses(problem: Problem, theta: np.ndarray, kept: np.ndarray, steps: int) -> np.ndarray:
-    """Loss at each test point after each relinearized step towards each subset, (steps, M, n)."""
+def relinearized_targets(problem: Problem, theta: np.ndarray, kept: np.ndarray, steps: int) -> np.ndarray:
+    """Target at each test point after each relinearized step towards each subset, (steps, M, n)."""
     found = [
         [problem.f(moved, problem.x_test) for moved in relinearized(problem, theta, np.flatnonzero(one), steps)]
         for one in kept
     ]
-    return np.array([[problem.test_losses(f) for f in each] for each in found]).transpose(1, 0, 2)
+    return np.array([[problem.measured(f) for f in each] for each in found]).transpose(1, 0, 2)
 
 
 def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, options) -> dict:
@@ -79,8 +73,7 @@ def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, options) -> 
     begun = time.perf_counter()
     kept, outcomes = halves(problem, folder, options.processes)
     spent = {"retraining (kept ones are free)": time.perf_counter() - begun}
-    x, y = torch.as_tensor(problem.x_test), torch.as_tensor(problem.y_test)
-    posterior = problem.posterior(theta)
+    x, posterior = torch.as_tensor(problem.x_test), problem.posterior(theta)
     predictions = {}
 
     def take(words: str, predict) -> None:
@@ -88,13 +81,15 @@ def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, options) -> 
         predictions[words] = predict()
         spent[words] = time.perf_counter() - begun
 
-    measure = test_loss(problem)
+    def measure(posterior: ntkl.Posterior) -> torch.Tensor:
+        return torch.as_tensor(problem.measured(posterior.outputs(x).numpy()))
+
     take("joint removal, one step", lambda: attribution.predicted(posterior, kept, measure))
     take("joint removal, refitted", lambda: attribution.predicted(posterior, kept, measure, steps=None))
 
     def added(structure: str) -> np.ndarray:
         chosen = posterior if structure == "gp" else problem.posterior(theta, structure)
-        return attribution.additive(-chosen.removal_effects(x, by="log_likelihood", y=y), kept)
+        return attribution.additive(problem.effects(chosen), kept)
 
     take("leave-one-out effects, added", lambda: added("gp"))
     for structure in STRUCTURES:
@@ -102,13 +97,13 @@ def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, options) -> 
 
     def shares() -> np.ndarray:
         explanation = posterior.explain(x)
-        slope = torch.as_tensor(problem.loss(explanation.f.numpy(), problem.y_test)[1])
+        slope = torch.as_tensor(problem.slope(explanation.f.numpy()))
         return attribution.additive(-torch.einsum("xnc,xc->xn", explanation.contributions, slope), kept)
 
     take("contributions k r, added (they decompose)", shares)
     if options.steps:
         begun = time.perf_counter()
-        losses = relinearized_losses(problem, theta, kept, options.steps)
+        losses = relinearized_targets(problem, theta, kept, options.steps)
         each = (time.perf_counter() - begun) / options.steps
         for step, values in enumerate(losses, start=1):
             words = f"relinearized, {step} step{'s' if step > 1 else ''}"
@@ -117,7 +112,7 @@ def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, options) -> 
     ceiling = attribution.seed_ceiling(outcomes)
     rows = [[words, str(score), f"{spent[words]:.1f}"] for words, score in scores.items()]
     rows.append(["another seed of retraining (ceiling)", str(ceiling), ""])
-    print(f"{problem.name}, δ = {problem.delta:g}: linear datamodeling score over {len(kept)} halves")
+    print(f"{problem.name}, δ = {problem.delta:g}, {problem.target}: linear datamodeling score over {len(kept)} halves")
     print(table(["prediction", "score", "seconds"], rows))
     # the wall time of retraining two seeds, if none was kept
     print(f"retraining in this run: {spent['retraining (kept ones are free)']:.0f} s")

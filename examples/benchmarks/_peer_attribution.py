@@ -2,12 +2,12 @@
 
 usage: _peer_attribution.py input.npz output.npz --method METHOD --dampings 0 0.1 1 [--limit 300] [--threads 1]
 
-Every method is called the way its documentation does it, with the argument that its authors left at a default left
-there; ``--dampings`` are values for the one argument that regularizes (NaN: the package's default). Input: ``x``,
-``y``, ``x_test``, ``y_test``, the weights ``thetas`` of trained networks (the first one is explained; TRAK averages
-over all), ``kind`` of likelihood, ``noise``. Output, for the i-th damping: ``scores_i`` (n, N), positive where a
-training point helps, ``seconds_i``, ``dtype_i``, and ``error_i`` if it raised. Packages get the network in float64, as
-it was trained, and in float32 if they raise then.
+Every method is called the way its documentation does it, and what its authors left at a default stays there;
+``--dampings`` are values for the one argument that regularizes (NaN: the package's default). Input: ``x``, ``y``,
+``x_test``, ``y_test``, the weights ``thetas`` of trained networks (the first one is explained; TRAK averages over all),
+the ``kind`` of likelihood, ``noise``, and ``target``, the "loss" or the "output" at a test point. Output, for the i-th
+damping: ``scores_i`` (n, N), by how much the target rises without a training point, ``seconds_i``, ``dtype_i``; or
+``error_i`` if it raised. Packages get the network in float64, as it was trained, and in float32 if they raise then.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+Scores = Callable[["Problem", float | None], Tensor]
+"""From a problem and a damping (None: the default) to effects, (n, N)."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -42,6 +45,7 @@ class Problem:
     networks: list[nn.Sequential]
     kind: str
     noise: float
+    target: str
 
     @property
     def network(self) -> nn.Sequential:
@@ -54,6 +58,10 @@ class Problem:
         if self.kind == "bernoulli":
             return functional.binary_cross_entropy_with_logits(f, y, reduction="none").sum(-1)
         return 0.5 * (f - y).square().sum(-1) / self.noise
+
+    def each_target(self, f: Tensor, y: Tensor) -> Tensor:
+        """What is asked about at a test point, (n,): the loss, or the one output."""
+        return f.squeeze(-1) if self.target == "output" else self.each_loss(f, y)
 
     def margin(self, f: Tensor, y: Tensor) -> Tensor:
         """TRAK's model output, (n,): log odds of the right class; for a regression the output."""
@@ -69,7 +77,9 @@ class Problem:
         return torch.sigmoid(-self.margin(f, y))
 
     def test_pull(self) -> Tensor:
-        """The same at the test points, mean over the networks: from effects on margins to effects on losses."""
+        """From TRAK's scores, what a point adds to a margin, to what its removal does to the target."""
+        if self.target == "output":
+            return -torch.ones_like(self.y_test).squeeze(-1)
         with torch.no_grad():
             return torch.stack([self.pull(n(self.x_test), self.y_test) for n in self.networks]).mean(0)
 
@@ -93,30 +103,39 @@ def problem(arrays: dict[str, np.ndarray], dtype: torch.dtype) -> Problem:
         nn.utils.vector_to_parameters(torch.as_tensor(theta).to(dtype), network.parameters())
         networks.append(network.eval())
     data = (tensor(name) for name in ("x", "y", "x_test", "y_test"))
-    return Problem(*data, networks, kind, float(arrays["noise"]))
+    return Problem(*data, networks, kind, float(arrays["noise"]), str(arrays["target"]))
+
+
+def given(argument: str | None, value: float | None) -> dict[str, float]:
+    """The argument, or nothing at its default."""
+    return {} if argument is None or value is None else {argument: value}
 
 
 # --- dattri
 
 
-def dattri_task(case: Problem, everything: bool = False) -> Any:
+def dattri_task(case: Problem) -> Any:
     from dattri.task import AttributionTask
 
     def loss(params: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
         x, y = data
         return case.each_loss(torch.func.functional_call(case.network, params, x), y).mean()
 
-    networks = case.networks if everything else case.networks[:1]
-    return AttributionTask(loss_func=loss, model=case.network, checkpoints=[n.state_dict() for n in networks])
+    def target(params: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = data
+        return case.each_target(torch.func.functional_call(case.network, params, x), y).mean()
+
+    return AttributionTask(loss_func=loss, model=case.network, checkpoints=case.network.state_dict(),
+                           target_func=None if case.target == "loss" else target)  # fmt: skip
 
 
-def dattri_inner(name: str, argument: str) -> Callable[[Problem, dict], Tensor]:
+def dattri_inner(name: str, argument: str) -> Scores:
     """An influence function of dattri, in units of the mean loss: effects are scores over N."""
 
-    def scores(case: Problem, damping: dict[str, float]) -> Tensor:
+    def scores(case: Problem, damping: float | None) -> Tensor:
         import dattri.algorithm.influence_function as module
 
-        chosen = {argument: value for value in damping.values()}
+        chosen = given(argument, damping)
         attributor = getattr(module, name)(task=dattri_task(case), **chosen)
         train, test = case.loaders()
         attributor.cache(train)
@@ -128,14 +147,14 @@ def dattri_inner(name: str, argument: str) -> Callable[[Problem, dict], Tensor]:
     return scores
 
 
-def dattri_tracin(case: Problem, damping: dict[str, float]) -> Tensor:
+def dattri_tracin(case: Problem, damping: float | None) -> Tensor:
     from dattri.algorithm.tracin import TracInAttributor
 
     attributor = TracInAttributor(task=dattri_task(case), weight_list=torch.ones(1), normalized_grad=False)
     return attributor.attribute(*case.loaders()).T
 
 
-def dattri_rps(case: Problem, damping: dict[str, float]) -> Tensor:
+def dattri_rps(case: Problem, damping: float | None) -> Tensor:
     from dattri.algorithm.rps import RPSAttributor
     from dattri.task import AttributionTask
 
@@ -144,7 +163,7 @@ def dattri_rps(case: Problem, damping: dict[str, float]) -> Tensor:
     loss = functional.cross_entropy if case.kind == "categorical" else functional.binary_cross_entropy_with_logits
     task = AttributionTask(loss_func=lambda f, y: loss(f, y), model=case.network,
                            checkpoints=case.network.state_dict())  # fmt: skip
-    chosen = {"l2_strength": value for value in damping.values()}
+    chosen = given("l2_strength", damping)
     attributor = RPSAttributor(task=task, final_linear_layer_name="2", **chosen)
     train, test = case.loaders()
     attributor.cache(train)
@@ -154,7 +173,7 @@ def dattri_rps(case: Problem, damping: dict[str, float]) -> Tensor:
     return found.detach().T
 
 
-def dattri_trak(case: Problem, damping: dict[str, float]) -> Tensor:
+def dattri_trak(case: Problem, damping: float | None) -> Tensor:
     from dattri.algorithm.trak import TRAKAttributor
     from dattri.task import AttributionTask
 
@@ -168,7 +187,7 @@ def dattri_trak(case: Problem, damping: dict[str, float]) -> Tensor:
         return 1 - case.pull(torch.func.functional_call(case.network, params, x.unsqueeze(0)), y.unsqueeze(0)).squeeze()
 
     task = AttributionTask(loss_func=margin, model=case.network, checkpoints=[n.state_dict() for n in case.networks])
-    chosen = {"regularization": value for value in damping.values()}
+    chosen = given("regularization", damping)
     attributor = TRAKAttributor(task=task, correct_probability_func=probability, **chosen)
     train, test = case.loaders()
     attributor.cache(train)
@@ -180,7 +199,7 @@ def dattri_trak(case: Problem, damping: dict[str, float]) -> Tensor:
 # --- kronfluence
 
 
-def kronfluence(case: Problem, damping: dict[str, float]) -> Tensor:
+def kronfluence(case: Problem, damping: float | None) -> Tensor:
     from kronfluence.analyzer import Analyzer, prepare_model
     from kronfluence.arguments import ScoreArguments
     from kronfluence.task import Task
@@ -202,13 +221,14 @@ def kronfluence(case: Problem, damping: dict[str, float]) -> Tensor:
             return f + case.noise**0.5 * torch.randn_like(f)
 
         def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            return self.compute_train_loss(batch, model)
+            x, y = batch
+            return case.each_target(model(x), y).sum()
 
     torch.manual_seed(0)
     task = Ours()
     model = prepare_model(case.network, task)
     train, test = (loader.dataset for loader in case.loaders())
-    chosen = ScoreArguments(**{"damping_factor": value for value in damping.values()})
+    chosen = ScoreArguments(**given("damping_factor", damping))
     with tempfile.TemporaryDirectory() as folder:
         analyzer = Analyzer("benchmark", model, task, cpu=True, output_dir=folder, disable_tqdm=True,
                             log_level=logging.ERROR)  # fmt: skip
@@ -221,7 +241,7 @@ def kronfluence(case: Problem, damping: dict[str, float]) -> Tensor:
 # --- TRAK
 
 
-def traker(case: Problem, damping: dict[str, float]) -> Tensor:
+def traker(case: Problem, damping: float | None) -> Tensor:
     from trak import TRAKer
     from trak.modelout_functions import AbstractModelOutput
 
@@ -238,8 +258,8 @@ def traker(case: Problem, damping: dict[str, float]) -> Tensor:
             return case.pull(torch.func.functional_call(model, (weights, buffers), x), y).detach().unsqueeze(-1)
 
     # half precision is TRAK's default, and goes with its default of no damping; tuned, it computes in float32
-    chosen = {"lambda_reg": value for value in damping.values()}
-    chosen |= {"use_half_precision": False} if damping else {}
+    chosen = given("lambda_reg", damping)
+    chosen |= {"use_half_precision": False} if chosen else {}
     task = "image_classification" if case.kind == "categorical" else Ours()
     (train, test), states = case.loaders(), [n.state_dict() for n in case.networks]
     states = [{k: v.clone() for k, v in state.items()} for state in states]
@@ -263,10 +283,10 @@ def traker(case: Problem, damping: dict[str, float]) -> Tensor:
 # --- captum
 
 
-def captum(name: str, argument: str | None) -> Callable[[Problem, dict], Tensor]:
+def captum(name: str, argument: str | None) -> Scores:
     """One of captum's, with a Hessian of the summed loss: effects are its scores."""
 
-    def scores(case: Problem, damping: dict[str, float]) -> Tensor:
+    def scores(case: Problem, damping: float | None) -> Tensor:
         import captum.influence as module
         from captum.influence._core.arnoldi_influence_function import ArnoldiInfluenceFunction
         from captum.influence._core.influence_function import NaiveInfluenceFunction
@@ -274,20 +294,21 @@ def captum(name: str, argument: str | None) -> Callable[[Problem, dict], Tensor]
         known = {"TracInCP": module.TracInCP, "Naive": NaiveInfluenceFunction, "Arnoldi": ArnoldiInfluenceFunction}
         train, test = case.loaders()
         # tuned: no truncation, which is the other way to damp
-        chosen = {argument: value for value in damping.values()} if argument else {}
+        chosen = given(argument, damping)
         if chosen:
             chosen["projection_dim"] = sum(p.numel() for p in case.network.parameters())
         with tempfile.TemporaryDirectory() as folder:
             path = str(Path(folder, "network.pt"))
             torch.save(case.network.state_dict(), path)
             where = [path] if name == "TracInCP" else path
-            judge = known[name](case.network, train, where, loss_fn=case.each_loss, batch_size=None, **chosen)
+            judge = known[name](case.network, train, where, loss_fn=case.each_loss, test_loss_fn=case.each_target,
+                                batch_size=None, **chosen)  # fmt: skip
             return judge.influence(next(iter(test))).detach()
 
     return scores
 
 
-METHODS: dict[str, Callable[[Problem, dict[str, float]], Tensor]] = {
+METHODS: dict[str, Scores] = {
     "dattri-explicit": dattri_inner("IFAttributorExplicit", "regularization"),
     "dattri-cg": dattri_inner("IFAttributorCG", "regularization"),
     "dattri-lissa": dattri_inner("IFAttributorLiSSA", "damping"),
@@ -312,18 +333,18 @@ IMPORTS = {
 }
 
 
-def one(method: str, arrays: dict[str, np.ndarray], damping: float) -> dict[str, Any]:
+def one(method: str, arrays: dict[str, np.ndarray], damping: float, limit: float) -> dict[str, Any]:
     """Scores, seconds and type; or why there are none."""
-    chosen = {} if np.isnan(damping) else {"damping": damping}
-    errors = []
+    chosen = None if np.isnan(damping) else damping
+    errors, begun = [], time.perf_counter()
     for dtype in (torch.float64, torch.float32):
         case = problem(arrays, dtype)
         start = time.perf_counter()
         try:
             scores = METHODS[method](case, chosen).detach().cpu().double().numpy()
-        except TimeoutError as error:
-            return {"error": str(error)}
         except Exception as error:  # a peer that raises is a result
+            if time.perf_counter() - begun >= limit:
+                return {"error": f"over {limit:.0f} s"}
             words = str(error).strip().splitlines() or [""]
             errors.append(f"{type(error).__name__}: {words[0][:160]}")
             continue
@@ -332,7 +353,7 @@ def one(method: str, arrays: dict[str, np.ndarray], damping: float) -> dict[str,
 
 
 def stop(*_: Any) -> None:
-    raise TimeoutError("over the limit of time")
+    raise TimeoutError
 
 
 def main() -> None:
@@ -354,10 +375,10 @@ def main() -> None:
     results = {}
     for i, damping in enumerate(options.dampings):
         signal.setitimer(signal.ITIMER_REAL, options.limit)
-        found = one(options.method, arrays, damping)
+        found = one(options.method, arrays, damping, options.limit)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         results |= {f"{name}_{i}": value for name, value in found.items()}
-        if "over the limit" in found.get("error", ""):
+        if found.get("error", "").startswith("over "):
             break
     np.savez(options.target, **results)
 

@@ -1,12 +1,12 @@
-"""Attribution beside dattri, kronfluence, TRAK and captum: do the numbers predict a retraining?
+"""Attribution beside dattri, kronfluence, TRAK and captum, all of them held against retraining.
 
     python examples/benchmarks/attribution.py --peers-python PEERS/bin/python --problem digits --delta 1
 
 where PEERS is an environment with ``torch==2.13.0 dattri kronfluence captum traker`` and no torchvision. Network, data,
 random halves and single points are those of examples/attribution/digits.py, whose retraining is read if it is there
 (``--retrained``) and kept if it is not. Each peer gives a score for every pair of a test and a training point; scores
-are added up over the points that are left out (linear datamodeling score, LDS, against the loss at the test points
-after retraining on a half), and held against the loss without single points. A peer is called
+are added up over the points that are left out (linear datamodeling score, LDS, against the loss at the test points, for
+diabetes the output, after retraining on a half), and held against the same without single points. A peer is called
 
 * with its defaults;
 * with its damping set to the weight decay, in the peer's own units (per example, where its Hessian is of a mean);
@@ -20,9 +20,10 @@ stands in the table as such. Ours has nothing to tune.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "attribution"))
 from _problems import PROBLEMS, Problem, small
 from _truth import halves, singles
 
+import ntk_laplace as ntkl
 from ntk_laplace import attribution
 
 FACTORS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -44,7 +46,7 @@ STRENGTHS = (1e-4, 1e-3, 1e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Peer:
-    """A method: its words, the unit of its damping, the values tried, and whether its scores are effects on the loss."""
+    """A method: its words, the unit of its damping, the values tried, whether its scores are effects on the loss."""
 
     words: str
     unit: str | None = "mean"
@@ -60,7 +62,6 @@ class Peer:
 PEERS = {
     "dattri-explicit": Peer("dattri, exact Hessian"),
     "dattri-cg": Peer("dattri, CG"),
-    "dattri-lissa": Peer("dattri, LiSSA", grid=(1.0, 10.0, 100.0)),
     "dattri-arnoldi": Peer("dattri, Arnoldi"),
     "dattri-datainf": Peer("dattri, DataInf"),
     "dattri-ekfac": Peer("dattri, EK-FAC"),
@@ -72,6 +73,7 @@ PEERS = {
     "dattri-rps": Peer("dattri, representer points", "own", STRENGTHS, effects=False),
     "dattri-tracin": Peer("dattri, TracIn, last checkpoint", None, effects=False),
     "captum-tracin": Peer("captum, TracInCP, last checkpoint", None, effects=False),
+    "dattri-lissa": Peer("dattri, LiSSA", grid=(1.0, 10.0)),
 }
 
 
@@ -103,8 +105,8 @@ def truth(problem: Problem, theta: np.ndarray, folder: Path, name: str, many: in
     """Retrained, or read."""
     kept, outcomes = halves(problem, folder / name)
     chosen, outputs = singles(problem, theta, many, folder / f"{name}-single")
-    before = problem.test_losses(problem.f(theta, problem.x_test))
-    changes = np.stack([problem.test_losses(f) for f in outputs]) - before
+    before = problem.measured(problem.f(theta, problem.x_test))
+    changes = np.stack([problem.measured(f) for f in outputs]) - before
     return Truth(kept, outcomes, chosen, changes)
 
 
@@ -120,35 +122,36 @@ def trained(problem: Problem, folder: Path, name: str, count: int) -> np.ndarray
     return found
 
 
-def ours(problem: Problem, thetas: np.ndarray, known: Truth, networks: int) -> dict[str, dict[str, Any]]:
+def ours(problem: Problem, thetas: np.ndarray, known: Truth) -> dict[str, dict[str, Any]]:
     """Joint removal, single effects of structures, and joint removal averaged over networks as TRAK averages."""
-    x, y = torch.as_tensor(problem.x_test), torch.as_tensor(problem.y_test)
+    x = torch.as_tensor(problem.x_test)
 
-    def losses(posterior) -> torch.Tensor:
-        return torch.as_tensor(problem.test_losses(posterior.outputs(x).numpy()))
+    def target(posterior: ntkl.Posterior) -> torch.Tensor:
+        return torch.as_tensor(problem.measured(posterior.outputs(x).numpy()))
 
     def joint(theta: np.ndarray, steps: int | None) -> tuple[np.ndarray, np.ndarray]:
         posterior = problem.posterior(theta)
         alone = attribution.without_each_in_turn(known.chosen, len(problem.x))
-        before = losses(posterior).numpy()
-        return (attribution.predicted(posterior, known.kept, losses, steps),
-                attribution.predicted(posterior, alone, losses, steps) - before)  # fmt: skip
+        before = target(posterior).numpy()
+        return (attribution.predicted(posterior, known.kept, target, steps),
+                attribution.predicted(posterior, alone, target, steps) - before)  # fmt: skip
 
     def mean(steps: int | None) -> tuple[np.ndarray, np.ndarray]:
-        found = [joint(theta, steps) for theta in thetas[:networks]]
+        found = [joint(theta, steps) for theta in thetas]
         return tuple(np.mean([pair[i] for pair in found], 0) for i in range(2))
 
-    def single(structure: str):
-        effects = problem.posterior(thetas[0], structure).removal_effects(x, by="log_likelihood", y=y)
-        return attribution.additive(-effects.numpy(), known.kept), -effects.numpy()[:, known.chosen].T
+    def single(structure: str) -> tuple[np.ndarray, np.ndarray]:
+        effects = problem.effects(problem.posterior(thetas[0], structure))
+        return attribution.additive(effects, known.kept), effects[:, known.chosen].T
 
     tasks = {
         "ours, joint removal, refitted": lambda: joint(thetas[0], None),
         "ours, joint removal, one step": lambda: joint(thetas[0], 1),
-        f"ours, joint removal, one step, mean of {networks} networks": lambda: mean(1),
         "ours, single effects, exact": lambda: single("gp"),
         "ours, single effects, structure 'ekfac'": lambda: single("ekfac"),
     }
+    if len(thetas) > 1:
+        tasks[f"ours, joint removal, one step, mean of {len(thetas)} networks"] = lambda: mean(1)
     found = {}
     for words, task in tasks.items():
         start = time.perf_counter()
@@ -163,6 +166,7 @@ def theirs(python: str, problem: Problem, thetas: np.ndarray, known: Truth, name
     peer = PEERS[name]
     arrays = {"x": problem.x, "y": problem.y, "x_test": problem.x_test, "y_test": problem.y_test, "thetas": thetas,
               "kind": np.asarray(problem.kind), "noise": np.asarray(problem.noise),
+              "target": np.asarray(problem.target),
               "outputs": np.asarray(problem.outputs)}  # fmt: skip
     dampings = peer.dampings(problem)[: 2 if options.small else None]
     command = ["_peer_attribution.py", "--method", name, "--limit", str(options.limit), "--threads",
@@ -188,6 +192,11 @@ def cells(found: dict[str, Any] | None, effects: bool = True) -> list[str]:
     return [f"{found['score']:.3f} ± {found['error_of_score']:.3f}", alone]
 
 
+def ordered(peers: dict[str, Any]) -> dict[str, Any]:
+    """As in the table above, whatever the order they ran in."""
+    return {name: peers[name] for name in PEERS if name in peers}
+
+
 def report(mine: dict[str, Any], peers: dict[str, list[dict[str, Any]]], problem: Problem, ceiling: Any) -> None:
     """Print the table."""
     rows = []
@@ -211,6 +220,12 @@ def report(mine: dict[str, Any], peers: dict[str, list[dict[str, Any]]], problem
                  "r, slope", "seconds"], rows))  # fmt: skip
 
 
+def written(file: Path, name: str) -> dict[str, Any]:
+    """What an interrupted run of the same problem has written already."""
+    known = json.loads(file.read_text()) if file.exists() else {}
+    return known if known.get("problem") == name else {"ours": {}, "peers": {}}
+
+
 def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "attribution.json")
@@ -218,11 +233,13 @@ def main() -> None:
     arguments.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="which to run")
     arguments.add_argument("--problem", choices=PROBLEMS, default="digits")
     arguments.add_argument("--delta", type=float, help="weight decay")
+    arguments.add_argument("--target", choices=("loss", "output"), help="at the test points (diabetes: output)")
     arguments.add_argument("--single", type=int, default=40, help="points left out one by one (default 40)")
     arguments.add_argument("--networks", type=int, default=10, help="that TRAK averages over (default 10)")
     arguments.add_argument("--retrained", type=Path, default=Path("attribution"), help="folder of kept retraining")
     arguments.add_argument("--limit", type=float, default=300.0, help="seconds given to one call (default 300)")
-    arguments.add_argument("--without-ours", action="store_true", help="peers alone")
+    arguments.add_argument("--mean", action="store_true", help="ours averaged over those networks, too")
+    arguments.add_argument("--without-ours", action="store_true", help="peers alone, ours as written before")
     arguments.add_argument("--small", action="store_true", help="40 training points, in seconds")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
@@ -230,22 +247,28 @@ def main() -> None:
     problem = build() if options.delta is None else build(options.delta)
     if options.small:
         problem, options.single, options.networks = small(problem), 3, 2
-    name = f"{options.problem}-{problem.delta:g}"
+    problem = replace(problem, target=options.target or problem.target)
+    name = problem.name_of_files
     thetas = trained(problem, options.retrained, name, options.networks)
     known = truth(problem, thetas[0], options.retrained, name, options.single)
     ceiling = attribution.seed_ceiling(known.outcomes)
-    mine = {} if options.without_ours else ours(problem, thetas, known, options.networks)
-    peers = {}
+    result = written(options.out, name)
+    mine, peers = result["ours"], result["peers"]
+    if not options.without_ours:
+        mine.update(ours(problem, thetas[: options.networks if options.mean else 1], known))
+    result |= {"machine": machine(options.threads), "problem": name}
+    result["ceiling"] = {"score": ceiling.value, "error": ceiling.error}
     for one in options.peers if options.peers_python else []:
-        peers[one] = theirs(options.peers_python, problem, thetas, known, one, options)
+        if one not in peers:
+            peers[one] = theirs(options.peers_python, problem, thetas, known, one, options)
+            options.out.write_text(json.dumps(result))
         print(f"{PEERS[one].words}: {[cells(found)[0] for found in peers[one]]}", flush=True)
     if not options.peers_python:
         print("peers left out: give their interpreter with --peers-python")
     print(f"\n{problem.name}, N={len(problem.x)}, δ = {problem.delta:g}, {len(known.kept)} halves, "
           f"{len(known.chosen)} single points\n")  # fmt: skip
-    report(mine, peers, problem, ceiling)
-    result = {"machine": machine(options.threads), "problem": name, "ours": mine, "peers": peers}
-    write(options.out, result | {"ceiling": {"score": ceiling.value, "error": ceiling.error}})
+    report(mine, ordered(peers), problem, ceiling)
+    write(options.out, result)
 
 
 if __name__ == "__main__":
