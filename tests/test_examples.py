@@ -233,16 +233,34 @@ def test_three_optimizers_from_afar(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "optimizers.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_attribution_benchmark(tmp_path: Path) -> None:
+def test_the_attribution_scores(tmp_path: Path) -> None:
     printed = run("attribution/digits.py", tmp_path, "--problem", "diabetes", "--out", "out")
-    found = figures(tmp_path / "out" / "diabetes-5.json")
+    found = figures(tmp_path / "out" / "diabetes-5-output.json")
     scores = {words: value["score"] for words, value in found["scores"].items()}
-    assert len(scores) == 8 and all(-1 <= value <= 1 for value in scores.values())
-    # one output and Gaussian noise: exact weight space is function space but for log likelihoods' first order
-    assert found["scores"]["joint removal, one step"]["score"] == found["scores"]["joint removal, refitted"]["score"]
-    assert found["leave_one_out"]["one step"]["slope"] == pytest.approx(found["leave_one_out"]["refitted"]["slope"])
-    assert len(list((tmp_path / "out" / "diabetes-5").glob("seed*.npy"))) == 12
+    assert len(scores) == 10 and all(-1 <= value <= 1 for value in scores.values())
+    # one output and Gaussian noise: one step is the refit, and exact weight space is function space
+    assert scores["joint removal, one step"] == scores["joint removal, refitted"]
+    assert scores["leave-one-out effects, added"] == scores["the same, structure 'full'"]
+    alone = found["leave_one_out"]
+    assert alone["one step"]["slope"] == pytest.approx(alone["refitted"]["slope"])
+    # small changes: the network's own Gauss-Newton step is nearly the linearized one
+    assert alone["relinearized, 1 step"]["slope"] == pytest.approx(alone["one step"]["slope"], rel=0.2)
+    assert len(list((tmp_path / "out" / "diabetes-5-output").glob("seed*.npy"))) == 12
     assert "joint removal, refitted" in printed
+
+
+def test_the_attribution_benchmark_and_its_failing_peers(tmp_path: Path) -> None:
+    arguments = ("--problem", "fours-nines", "--mean", "--peers", "kronfluence", "--peers-python", sys.executable)
+    printed = run("benchmarks/attribution.py", tmp_path, *arguments)
+    found = figures(tmp_path / "attribution.json")
+    ours = found["ours"]
+    assert len(ours) == 5 and all(-1 <= value["score"] <= 1 for value in ours.values())
+    refitted = ours["ours, joint removal, refitted"]
+    assert refitted["correlation"] > 0.9 and 0.7 < refitted["slope"] < 1.4
+    # the tests' own environment has no peer: that stands in the table, and in the file
+    (failed,) = found["peers"]["kronfluence"]
+    assert "No module named 'kronfluence'" in failed["error"] and failed["error"] in printed
+    assert len(list((tmp_path / "attribution" / "fours-and-nines-1").glob("seed*.npy"))) == 12
 
 
 def test_the_fours_and_nines_of_t20(tmp_path: Path) -> None:

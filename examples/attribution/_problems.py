@@ -126,7 +126,7 @@ class Problem:
         return self.measured(self.f(self.train(indices, seed), self.x_test))
 
     def moved(self, start: np.ndarray, indices: np.ndarray, seed: int) -> np.ndarray:
-        """Outputs at the test points, (n, C), after training on some of the data from these weights; no seed is needed."""
+        """Outputs at the test points, (n, C), after training on some of the data from these weights."""
         return self.f(self.train(indices, start=start), self.x_test)
 
 
