@@ -281,7 +281,7 @@ def test_wrong_labels_are_found(tmp_path: Path) -> None:
     for where, one in found.items():
         scores = {words: value["average precision"][0] for words, value in one["scores"].items()}
         assert len(scores) == 9 and all(0 < value <= 1 for value in scores.values())
-        assert one["more"]["weight decay"][0] in (0.3, 1.0, 3.0, 10.0, 30.0)
+        assert 0.3 <= one["more"]["weight decay"][0] <= 30.0  # means over two seeds
         if where.endswith(" 0.1") and "digits" not in where:  # few and far between: easy, for every way of asking
             for words in ("leave-one-out log density", "loss", "5-fold self-confidence"):
                 assert one["scores"][words]["auroc"][0] > 0.8
