@@ -490,7 +490,7 @@ def test_unknown_methods_and_means():
     with refused(errors.UnsupportedError, "weight samples", "'gp'", "full"):
         posterior.sample(3)
     with refused(errors.UnsupportedError, 'structure="gp"', "'full'", "Fit with"):
-        fit(structure="full").leave_one_out()
+        fit(structure="full").remove([0])
 
 
 @pytest.mark.parametrize("likelihood", [None, "gaussian", nn.MSELoss()], ids=["None", "text", "loss"])
