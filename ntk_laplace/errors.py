@@ -118,6 +118,11 @@ class NTKLaplaceWarning(UserWarning):
     """Something the caller should know: a fallback in use, a costly choice."""
 
 
+def is_whole(value: object, least: int) -> bool:
+    """Whether a value is a whole number, Python's or NumPy's, of at least `least`; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+
+
 def require_whole(what: str, value: object, least: int, remedy: str) -> int:
     """A whole number of at least `least`, as it is.
 
@@ -126,6 +131,6 @@ def require_whole(what: str, value: object, least: int, remedy: str) -> int:
     HyperparameterError
         If it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if not is_whole(value, least):
         raise HyperparameterError(f"{what} as a whole number, at least {least}", f"{value!r}", remedy)
     return int(value)

@@ -88,9 +88,7 @@ def laplace(
         raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
                                "Leave it out for float64; the network itself may run in any other.")
     settings = Settings.of(settings)
-    if not isinstance(likelihood, Likelihood):
-        raise UnsupportedError("a likelihood object", f"{likelihood!r}",
-                               "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+    likelihood = Likelihood.of(likelihood)
     for module in (prior, likelihood):
         module.to(door.device)  # hyperparameters live where the network does
     batches = Batches(data, settings.batch_size, door.device, door.dtype)

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ntk_laplace.attribution.retraining import whole
 from ntk_laplace.data import Inputs, as_tensors, num_examples, take
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, is_whole
 from ntk_laplace.posterior import Posterior
 
 __all__ = ["Attributor", "predicted"]
@@ -40,7 +39,7 @@ class Attributor:
     def __post_init__(self) -> None:
         if not isinstance(self.posterior, Posterior):
             raise DataError("a Posterior", type(self.posterior).__name__, "Make one with ntk_laplace.laplace.")
-        if not whole(self.batch_size, 1):
+        if not is_whole(self.batch_size, 1):
             raise DataError("at least one test point at a time", f"batch_size={self.batch_size!r}", "Leave it out.")
 
     def explain(self, test: Inputs, targets: Any = None) -> Tensor:

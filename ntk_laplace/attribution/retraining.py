@@ -9,30 +9,23 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.progress import track
 
-__all__ = ["random_halves", "retrain", "whole", "without_each_in_turn"]
+__all__ = ["random_halves", "retrain", "without_each_in_turn"]
 
 Train = Callable[[NDArray[np.int64], int], ArrayLike]
 
 
-def whole(value: Any, least: int) -> bool:
-    """Whether a value is a whole number of at least so much."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
-
-
 def random_halves(count: int, num_examples: int, seed: int = 1000) -> NDArray[np.bool_]:
     """Masks of random halves of the training points, (count, N); half s comes from the seed `seed` + s."""
-    if not whole(count, 1) or not whole(num_examples, 2):
+    if not is_whole(count, 1) or not is_whole(num_examples, 2):
         raise DataError("at least one half of at least two points", f"{count!r} of {num_examples!r}", "Ask for more.")
     kept = np.zeros((count, num_examples), dtype=bool)
     for number in range(count):
@@ -44,7 +37,7 @@ def random_halves(count: int, num_examples: int, seed: int = 1000) -> NDArray[np
 def without_each_in_turn(indices: Iterable[int], num_examples: int) -> NDArray[np.bool_]:
     """Masks of all training points but one, for each of `indices`, (m, N)."""
     given = list(indices) if isinstance(indices, Iterable) else [indices]
-    if not given or not all(whole(index, 0) and index < num_examples for index in given):
+    if not given or not all(is_whole(index, 0) and index < num_examples for index in given):
         raise DataError(f"training points from 0 to {num_examples - 1}", f"{given[:5]} ...", "Pass their numbers.")
     indices = np.asarray(given, dtype=np.int64)
     kept = np.ones((len(indices), num_examples), dtype=bool)
@@ -88,7 +81,7 @@ def retrain(
         If `train` cannot be sent to another process.
     """
     kept, seeds = np.asarray(kept, dtype=bool), list(seeds) if isinstance(seeds, Iterable) else [seeds]
-    enough = whole(processes, 1) and len(seeds) > 0 and all(whole(seed, 0) for seed in seeds)
+    enough = is_whole(processes, 1) and len(seeds) > 0 and all(is_whole(seed, 0) for seed in seeds)
     if kept.ndim != 2 or not kept.any(1).all() or not enough:
         raise DataError("masks of non-empty subsets (M, N), one seed and one process at least",
                         f"shape {kept.shape}, seeds {seeds[:5]}, {processes!r} processes", "See random_halves.")

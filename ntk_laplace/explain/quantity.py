@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.likelihoods import Likelihood
 
 __all__ = ["Question", "question"]
@@ -115,8 +114,7 @@ def question(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: 
     n, c = f.shape
     if not isinstance(by, str) or by not in _WORDS:
         raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
-    whole = isinstance(output, Integral) and not isinstance(output, bool)
-    if output is not None and not (whole and 0 <= output < c):
+    if output is not None and not (is_whole(output, 0) and output < c):
         raise DataError(f"an output from 0 to {c - 1}", f"{output}", "Choose one of the network's outputs.")
     chosen = f.argmax(1) if output is None else torch.full((n,), output, device=f.device)
     if by != "log_likelihood":

@@ -7,12 +7,11 @@ import html
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.explain.picture import draw
 from ntk_laplace.explain.quantity import Question
 
@@ -101,7 +100,7 @@ class Ranked:
         DataError, UnsupportedError
             If there is no such input, or no such side.
         """
-        if not _whole(i) or not 0 <= i < len(self.f):
+        if not is_whole(i, 0) or i >= len(self.f):
             raise DataError(f"an input from 0 to {len(self.f) - 1}", f"{i!r}", "Choose one of those explained.")
         self._require_side(side)
         return self._entries(i, side, k)
@@ -202,10 +201,6 @@ class Ranked:
         )
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def counted(k: Any, default: int) -> int:
     """How many training points are asked for.
 
@@ -216,7 +211,7 @@ def counted(k: Any, default: int) -> int:
     """
     if k is None:
         return default
-    if not _whole(k) or k < 1:
+    if not is_whole(k, 1):
         raise DataError("k of at least 1, a whole number", f"{k!r}", "Ask for one or more training points.")
     return int(k)
 

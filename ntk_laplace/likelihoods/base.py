@@ -36,6 +36,20 @@ class Likelihood(nn.Module):
 
     # --- the door -------------------------------------------------------------------------------------
 
+    @staticmethod
+    def of(likelihood: Likelihood) -> Likelihood:
+        """A likelihood as it is.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is something else: a name, a loss.
+        """
+        if not isinstance(likelihood, Likelihood):
+            raise UnsupportedError("a likelihood object", f"{likelihood!r}",
+                                   "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+        return likelihood
+
     def bind(self, num_examples: int, num_outputs: int) -> None:
         """Check that hyperparameters fit the training data's size.
 

@@ -118,9 +118,7 @@ def train_with_evidence(
         raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
     if scheduler_interval not in ("epoch", "batch"):
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
-    if not isinstance(likelihood, Likelihood):
-        raise UnsupportedError("a likelihood object", f"{likelihood!r}",
-                               "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+    likelihood = Likelihood.of(likelihood)
     form_of(structure)
     door = Network(network)
     device, dtype_of_inputs = door.device, door.dtype
