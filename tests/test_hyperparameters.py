@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.hyperparameters.maximize import _Search
 
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=10), "diag": "diag"}
 pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part", "ignore:the evidence's maximum was not reached")
@@ -141,6 +142,30 @@ def test_a_line_search_comes_back_from_where_nothing_can_be_computed(regression,
     posterior.likelihood.noise = 0.01
     with pytest.raises(ntkl.NumericalError):  # a start where nothing can be computed
         posterior.fit_hyperparameters()
+
+
+def test_the_wall_of_a_line_search_is_a_parabola_up_from_the_last_step(regression, monkeypatch) -> None:
+    seen, whole = [], _Search.wall
+
+    def wall(self, logs: Tensor):
+        value, slope = whole(self, logs)
+        seen.append((value + self.history.evidence[-1], torch.as_tensor(slope) @ (logs - self._logs[-1])))
+        return value, slope
+
+    posterior = fit(regression, "gp", 1e-3, noise=1.0)
+    own = type(posterior).log_marginal_likelihood
+
+    def breaks(self, correction: bool = False) -> Tensor:
+        if self.likelihood.noise < 0.02:
+            raise ntkl.NumericalError("a positive definite matrix", "another", "Go back.")
+        return own(self, correction)
+
+    monkeypatch.setattr(_Search, "wall", wall)
+    monkeypatch.setattr(type(posterior), "log_marginal_likelihood", breaks)
+    posterior.fit_hyperparameters()
+    for height, climb in seen:  # of h |x - x0|² / |x1 - x0|²: h high at x1, with the slope 2 h along the way
+        assert height > 0 and climb.item() == pytest.approx(2 * height, rel=1e-12)
+    assert seen
 
 
 def test_inf_far_outside_its_reach_is_refused_in_words(regression) -> None:
