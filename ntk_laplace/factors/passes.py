@@ -26,7 +26,7 @@ from ntk_laplace.network import Network, preserved_rng
 
 __all__ = ["FactorPass", "Seeds"]
 
-_PROOF, _FEWEST = 64, 8  # a quarter of a batch's examples, at most and at least, is held against autograd
+_PROOF, _FEWEST = 64, 4  # an eighth of a batch's examples, at most and at least, is held against autograd
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
 _MATRIX = 512  # entries of a parameter whose rows deserve a matrix product of their own
 
@@ -120,10 +120,10 @@ class FactorPass:
         once, per_seed = sum(sizes.values()), sum(size for number, size in sizes.items() if number in kept)
         self._bytes = max(1, once // len(out)), per_seed // len(out)
 
-    def _plan(self, graph: Graph, out: Tensor) -> Plan:
+    def _plan(self, graph: Graph, out: Tensor, confirm: bool = False) -> Plan:
         signature = graph.signature()
-        if signature not in self._plans:
-            plan = make_plan(graph, out, self.network.parameters, self.keep_factors)
+        if signature not in self._plans or confirm:
+            plan = make_plan(graph, out, self.network.parameters, self.keep_factors, confirm)
             self._plans[signature] = plan
         return self._plans[signature]
 
@@ -169,9 +169,8 @@ class FactorPass:
         blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
         wrong = self._disagreeing(x, blocks, out, seeds, offset)
         if wrong:
-            # the few examples of the probe did not show where this batch's lie: plan on the batch itself
-            del self._plans[signature]
-            blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
+            # a rule does not hold, or the probe's few examples did not show where this batch's lie: plan on the batch
+            blocks = self._planned_blocks(x, out, graph, self._plan(graph, out, confirm=True), seeds)
             wrong = self._disagreeing(x, blocks, out, seeds, offset, whole=True)
         if wrong:
             redone = _touching(wrong, blocks)
@@ -202,7 +201,7 @@ class FactorPass:
         Whatever they show is looked into on the `whole` batch.
         """
         generator = torch.Generator().manual_seed(len(out))
-        count = max(_FEWEST, min(_PROOF, len(out) // 4))
+        count = max(_FEWEST, min(_PROOF, len(out) // 8))
         if len(out) > count and not whole:
             some = torch.randperm(len(out), generator=generator)[:count].sort().values
             few = [block.part(some) for block in blocks]

@@ -1,8 +1,9 @@
 """A plan: which node and which rule gives each parameter's rows, made once per graph and checked against autograd.
 
 From a parameter's accumulator the search climbs to the first nodes whose output gradients belong to examples; what
-lies between is a function of the parameter alone (a transpose, a slice, a weight normalization). Every parameter's
-rows are then compared with autograd's own gradient, for two seeds: what does not agree is left to the fallback.
+lies between is a function of the parameter alone (a transpose, a slice, a weight normalization). A plan is believed
+until a batch's rows disagree with autograd's gradient; it is then made anew, and each parameter's rows are compared,
+for two seeds: what does not agree is left to the fallback.
 """
 
 from __future__ import annotations
@@ -302,7 +303,9 @@ def _probe(
     return found
 
 
-def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter], keep_factors: bool = False) -> Plan:
+def make_plan(
+    graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter], keep_factors: bool = False, confirm: bool = True
+) -> Plan:
     """Search the graph of a small batch, and keep what autograd confirms.
 
     Parameters
@@ -313,6 +316,8 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter], ke
     parameters : dict of str to nn.Parameter
     keep_factors : bool
         Rows that have factors are wanted as such.
+    confirm : bool
+        Compare each parameter's rows with autograd's gradient, at the cost of another backward pass.
     """
     generator = torch.Generator().manual_seed(0)
     n = len(out)
@@ -321,24 +326,20 @@ def make_plan(graph: Graph, out: Tensor, parameters: dict[str, nn.Parameter], ke
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(out)
 
     weights = 1.0 + 0.7 * torch.arange(n, dtype=torch.float64) * (-1.0) ** torch.arange(n)
-    seed, weights, cotangent = draw(*out.shape), weights.to(out), draw(2, n)
+    seed, weights = draw(*out.shape), weights.to(out)
     seeds = torch.stack([seed, seed * weights[:, None]])
     uses, lost, found = find_uses(graph, out, seeds, weights)
-    truth = torch.autograd.grad(
-        out, list(parameters.values()), torch.einsum("kn,knc->nc", cotangent, seeds), retain_graph=True,
-        allow_unused=True,
-    )  # fmt: skip
     numbers = {use.step.consumer for plans in uses.values() for use in plans}
     gradients = {number: torch.stack(found[number]) for number in numbers}
-    loud = loudest(truth)
+    check = _Check(out, parameters, seeds, draw(2, n)) if confirm else None
     blocks: dict[str, list[Block]] = {}
     good: list[UsePlan] = []
     unmatched: list[str] = []
-    for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
+    for name, parameter in parameters.items():
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
         readers, own = ([], []) if name in lost else _read(uses[name], graph, gradients, parameter, n)
-        if own and _confirmed(own, parameter, cotangent, (expected, loud)):
+        if own and (check is None or check.confirms(name, own)):
             blocks[name] = own
             for use, reader in zip(uses[name], readers, strict=True):
                 short = reader.short and not keep_factors and use.source == graph.accumulators[name]
@@ -369,10 +370,21 @@ def _read(
     return readers, _joined(found)
 
 
-def _confirmed(
-    blocks: list[Block], parameter: nn.Parameter, cotangent: Tensor, expected: tuple[Tensor | None, float]
-) -> bool:
-    total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    for block in blocks:
-        total += block.vjp(cotangent)[block.weight].detach()
-    return agree(total, *expected)
+class _Check:
+    """Autograd's own gradients of randomly weighted seeds, to hold rows against."""
+
+    def __init__(self, out: Tensor, parameters: dict[str, nn.Parameter], seeds: Tensor, cotangent: Tensor) -> None:
+        truth = torch.autograd.grad(
+            out, list(parameters.values()), torch.einsum("kn,knc->nc", cotangent, seeds), retain_graph=True,
+            allow_unused=True,
+        )  # fmt: skip
+        self._parameters, self._cotangent = parameters, cotangent
+        self._truth, self._loud = dict(zip(parameters, truth, strict=True)), loudest(truth)
+
+    def confirms(self, name: str, blocks: list[Block]) -> bool:
+        """Whether these blocks of one parameter add up to its gradient."""
+        parameter = self._parameters[name]
+        total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        for block in blocks:
+            total += block.vjp(self._cotangent)[block.weight].detach()
+        return agree(total, self._truth[name], self._loud)
