@@ -6,7 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "in_child",
     "machine",
     "mlp",
+    "once",
     "parser",
     "peak_bytes",
     "resident_bytes",
@@ -57,20 +58,29 @@ def train(network: nn.Module, x: Tensor, y: Tensor, noise: float, precision: flo
     return network.eval()
 
 
-def in_child(script: str, arguments: Sequence[str], kept: Path) -> dict[str, Any]:
-    """Run a script in a process of its own, whose memory peak is then that of the one job; its last line is JSON.
+def once(kept: Path, arguments: Sequence[str], compute: Callable[[], Any]) -> Any:
+    """The result that a file keeps, if these arguments made it; else it is computed, and kept as JSON.
 
-    The result is kept in a file: a long run that was interrupted goes on where it stood. Other arguments start anew.
+    A long run that was interrupted goes on where it stood. Other arguments start anew.
     """
     if kept.exists():
         before = json.loads(kept.read_text())
         if before["arguments"] == list(arguments):
             return before["result"]
-    command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
-    sys.stderr.write(done.stderr)
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    result = compute()
     kept.write_text(json.dumps({"arguments": list(arguments), "result": result}))
     return result
+
+
+def in_child(script: str, arguments: Sequence[str], kept: Path) -> dict[str, Any]:
+    """`once`, in a process of its own, whose memory peak is then that of the one job; its last line is JSON."""
+
+    def run() -> dict[str, Any]:
+        command = [sys.executable, script, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+        sys.stderr.write(done.stderr)
+        return json.loads(done.stdout.strip().splitlines()[-1])
+
+    return once(kept, arguments, run)

@@ -8,7 +8,8 @@ to train on, 797 to test, MLP 64-16-10), and with ``--data`` on 5,000 images of 
 * online, [I21] algorithm 1 (``train_with_evidence``): every few epochs the precision climbs the evidence.
 For the digits the exact evidence (``structure="full"``) at the chosen precision stands beside, and chooses too.
 Accuracy, and test log likelihoods of the network (MAP) and of the linearized predictive (probit); evidences per
-training example, in nats; means over seeds with their standard errors. It writes damping.json.
+training example, in nats; means over seeds with their standard errors. It writes damping.json, and each
+seed's result, which is not computed again: an interrupted run goes on where it stood.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from _images import load
-from _shared import machine, mlp, parser, table, write
+from _shared import machine, mlp, once, parser, table, write
 from torch import nn
 
 import ntk_laplace as ntkl
@@ -32,6 +33,7 @@ VARIANTS: dict[str, Callable[[], Any]] = {
     "damped": lambda: ntkl.KFAC(damped=True),
     "exact": lambda: "full",
 }
+Variants: TypeAlias = dict[str, dict[str, float]]
 GRID = torch.logspace(-3, 4, 141)
 
 
@@ -104,7 +106,7 @@ def outcome(network: nn.Module, problem: Problem, variant: str, precision: float
     return found
 
 
-def after_training(problem: Problem, seed: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def after_training(problem: Problem, seed: int, options: argparse.Namespace) -> Variants:
     """One network; every variant chooses its precision."""
     torch.manual_seed(seed)
     network = mlp(problem.widths)
@@ -112,7 +114,7 @@ def after_training(problem: Problem, seed: int, options: argparse.Namespace) -> 
     return {v: outcome(network, problem, v, choose(network, problem, v)[0]) for v in problem.variants}
 
 
-def online(problem: Problem, seed: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def online(problem: Problem, seed: int, options: argparse.Namespace) -> Variants:
     """[I21] algorithm 1: a network for each variant, trained at the precisions that it chose on the way."""
     found = {}
     for variant in problem.variants:
@@ -127,6 +129,9 @@ def online(problem: Problem, seed: int, options: argparse.Namespace) -> dict[str
     return found
 
 
+Protocol: TypeAlias = Callable[[Problem, int, argparse.Namespace], Variants]
+
+
 def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "damping")
@@ -139,18 +144,25 @@ def main() -> None:
     if options.small:
         options.seeds, options.epochs, options.every = 2, 10, 5
     options.out.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, list[dict[str, dict[str, float]]]]] = {}
+    found: dict[str, dict[str, list[Variants]]] = {}
     for name in ("digits", "mnist") if options.data and not options.small else ("digits",):
         problem = Problem(name, options)
         found[name] = {
-            protocol.__name__: [protocol(problem, seed, options) for seed in range(options.seeds)]
+            protocol.__name__: [seed_of(protocol, problem, seed, options) for seed in range(options.seeds)]
             for protocol in (after_training, online)
         }
         report(name, found[name])
     write(options.out / "damping.json", {"machine": machine(options.threads), "results": found})
 
 
-def report(name: str, protocols: dict[str, list[dict[str, dict[str, float]]]]) -> None:
+def seed_of(protocol: Protocol, problem: Problem, seed: int, options: argparse.Namespace) -> Variants:
+    """One seed; kept."""
+    chosen = [f"epochs={options.epochs}", f"every={options.every}", f"small={options.small}"]
+    kept = options.out / f"{problem.name}-{protocol.__name__}-{seed}.json"
+    return once(kept, chosen, lambda: protocol(problem, seed, options))
+
+
+def report(name: str, protocols: dict[str, list[Variants]]) -> None:
     """One table for a data set, and in how many runs the damped evidence is the lower one."""
     rows = []
     measures = ("precision", "evidence", "exact_evidence", "map_accuracy", "map", "probit")
