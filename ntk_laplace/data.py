@@ -6,6 +6,7 @@ Inputs are a tensor, or tuples, lists and dicts of tensors (nested as one likes)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -155,12 +156,14 @@ class Batches:
     Raises
     ------
     DataError
-        If nothing is there, or pairs cannot be read.
+        If nothing is there, or pairs cannot be read; from a pass, if it does not give as many examples as the first.
     """
 
     def __init__(
         self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None
     ) -> None:
+        self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
+        self._total: int | None = None
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
         if isinstance(data, (tuple, list)) and len(data) == 2:
@@ -182,6 +185,11 @@ class Batches:
         if self._length == 0:
             raise _empty()
 
+    @classmethod
+    def of(cls, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None) -> Batches:
+        """Batches as they are, so that several readers notice a source that changes; of anything else, new ones."""
+        return data if isinstance(data, cls) else cls(data, batch_size, device, dtype)
+
     @property
     def length(self) -> int | None:
         """Number of examples, if it is known without a pass (a loader that drops its last batch delivers fewer)."""
@@ -202,7 +210,22 @@ class Batches:
         """Whether the order changes from one pass to the next."""
         return isinstance(self._source, DataLoader) and isinstance(self._source.sampler, RandomSampler)
 
+    def first(self) -> tuple[Inputs, Tensor]:
+        """The first batch, which the next pass gives too: a stream that can be read only once loses nothing."""
+        begun = iter(self)
+        pair = next(begun)
+        self._begun = chain([pair], begun)
+        return pair
+
+    def close(self) -> None:
+        """Give up a pass that `first` has begun."""
+        self._begun = None
+
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        begun, self._begun = self._begun, None
+        return self._pass() if begun is None else begun
+
+    def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
         seen = 0
         for x, y in self._pairs():
             n = num_examples(x)
@@ -215,8 +238,11 @@ class Batches:
                 check_finite(tensor, "inputs", "Remove or impute that example.", seen)
             seen += n
             yield to_device(x, self.device, self.dtype), y.to(self.device)
+        if self._total not in (None, seen):
+            raise _changed(self._total, seen)
         if seen == 0:
             raise _empty()
+        self._total = seen
 
     def _pairs(self) -> Iterator[tuple[Inputs, Tensor]]:
         if isinstance(self._source, DataLoader):
@@ -312,8 +338,7 @@ class Selected:
             if len(here):
                 yield take(x, here), y[here]
         if seen != len(self.keep):
-            raise DataError(f"the same {len(self.keep):,} examples in every pass over the data", f"{seen:,} examples",
-                            "Pass data that can be read again, such as (X, y) or a loader over a map-style dataset.")
+            raise _changed(len(self.keep), seen)
 
 
 Source = Batches | Joined | Selected
@@ -382,3 +407,8 @@ def _length_of(data: Any) -> int | None:
 
 def _empty() -> DataError:
     return DataError("at least one example", "empty data", "Pass data with one or more (input, target) pairs.")
+
+
+def _changed(before: int, now: int) -> DataError:
+    return DataError(f"the same {before:,} examples in every pass over the data", f"{now:,} examples",
+                     "Pass data that can be read again, such as (X, y) or a loader over a map-style dataset.")

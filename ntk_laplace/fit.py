@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -91,12 +92,12 @@ def laplace(
     likelihood = Likelihood.of(likelihood)
     for module in (prior, likelihood):
         module.to(door.device)  # hyperparameters live where the network does
-    batches = Batches(data, settings.batch_size, door.device, door.dtype)
+    batches = Batches.of(data, settings.batch_size, door.device, door.dtype)
     form = form_of(structure)
     factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
     trained = Trained(door, likelihood, prior, root, factors, settings)
-    with torch.inference_mode(False):
-        door.probe(next(iter(batches))[0])
+    with torch.inference_mode(False), contextlib.closing(batches):
+        door.probe(batches.first()[0])
         fitted, reason = _fit(form, trained, batches)
         posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit

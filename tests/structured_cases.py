@@ -177,7 +177,8 @@ def fit(network: str, likelihood: str, prior: str, curvature: str, structure: st
 def fresh_fit(network: str, likelihood: str, prior: str, curvature: str, structure, **options):
     """Fit with hyperparameters of its own; `structure` is a name of `STRUCTURES` or an object of the library."""
     case = problem(network)
-    data = options.pop("data", None) or (case.x, targets(LIKELIHOODS[likelihood], case))
+    data = options.pop("data", None)
+    data = (case.x, targets(LIKELIHOODS[likelihood], case)) if data is None else data  # a stream has no truth value
     return ntkl.laplace(
         case.network, data, LIKELIHOODS[likelihood].build(), prior=PRIORS[prior].build(case),
         structure=STRUCTURES[structure][0]() if structure in STRUCTURES else structure,

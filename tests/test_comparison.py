@@ -89,6 +89,30 @@ def test_arguments_reach_every_fit() -> None:
         assert row.evidence == alone.log_marginal_likelihood().item()
 
 
+def test_a_stream_must_be_the_same_for_every_structure() -> None:
+    network, (x, y) = case()
+
+    class Anew(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return zip(x, y, strict=True)
+
+    class Once(Anew):
+        def __init__(self) -> None:
+            self.left = super().__iter__()
+
+        def __iter__(self):
+            return self.left
+
+    load = functools.partial(torch.utils.data.DataLoader, batch_size=10)
+    found, want = (ntkl.compare_evidence(network, data, ntkl.Categorical(), None, ["gp", "diag"], settings=QUIET)
+                   for data in (load(Anew()), (x, y)))  # fmt: skip
+    assert found.num_examples == len(x)
+    for name in ("gp", "diag"):
+        assert found[name].evidence == pytest.approx(want[name].evidence, rel=1e-12)
+    with pytest.raises(ntkl.DataError, match=r"the same .* examples in every pass"):
+        ntkl.compare_evidence(network, load(Once()), ntkl.Categorical(), None, ["gp", "diag"], settings=QUIET)
+
+
 def test_what_the_caller_holds_stays_as_it_was() -> None:
     network, (x, _) = case(2)
     y, likelihood, prior = torch.randn(25, 2).double(), ntkl.Gaussian(noise=torch.rand(25, 2) + 0.1), layered()

@@ -239,11 +239,9 @@ class Once(IterableDataset):
 
 def test_a_stream_that_runs_dry_is_refused():
     _, x, y = classes()
-    stream = DataLoader(Once(x, y), batch_size=40)
-    network = classes()[0]
-    posterior = None
-    with pytest.raises(ntkl.DataError, match=r"at least one example|same 40 examples"):
-        posterior = ntkl.laplace(network, stream, ntkl.Categorical(), structure="diag")
+    stream = DataLoader(Once(x, y), batch_size=7)
+    posterior = ntkl.laplace(classes()[0], stream, ntkl.Categorical(), structure="diag")
+    with pytest.raises(ntkl.DataError, match=r"the same 40 examples in every pass .*; got 0"):
         posterior.conditional_log_marginal_likelihood(30)
 
 

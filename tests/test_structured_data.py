@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ntk_laplace as ntkl
 from reference import jacobian, num_examples, relative_error, take
@@ -155,6 +155,40 @@ def test_a_borrowed_basis_is_the_basis(form):
     assert_same(borrowed, fresh_fit("deep_mlp", "categorical", "layer", "ggn", form()), problem("deep_mlp").x_new)
 
 
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+class Once(IterableDataset):
+    """A stream that runs dry."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.pairs = iter(list(zip(x, y, strict=True)))
+
+    def __iter__(self):
+        return self.pairs
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac", "diag", "ekfac", "inf"])
+def test_a_stream_that_can_be_read_once(structure):
+    """One pass sees every example, the first batch, by which the network is probed, included."""
+    case, asked = problem("deep_mlp"), structure
+    if structure in ("ekfac", "inf"):
+        basis = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
+        asked = ntkl.EKFAC(basis=basis) if structure == "ekfac" else ntkl.INF(rank=0.4, basis=basis)
+    stream = DataLoader(Once(case.x, targets(LIKELIHOODS["categorical"], case)), batch_size=2)
+    found = fresh_fit("deep_mlp", "categorical", "layer", "ggn", asked, data=stream)
+    want = fresh_fit("deep_mlp", "categorical", "layer", "ggn", structure)
+    assert relative_error(found.log_marginal_likelihood(), want.log_marginal_likelihood()) < 1e-12
+
+
+@pytest.mark.parametrize(("structure", "curvature"), [("full", "ggn"), ("ekfac", "ggn"), ("inf", "ef"), ("kfac", "mc")])
+def test_a_second_pass_over_such_a_stream_is_refused(structure, curvature):
+    case = problem("deep_mlp")
+    stream = DataLoader(Once(case.x, targets(LIKELIHOODS["categorical"], case)), batch_size=2)
+    with pytest.raises(ntkl.DataError, match=r"the same 7 examples in every pass .*; got 0"):
+        fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=stream)
+
+
 # --------------------------------------------------------------------------------------------------------- interruption
 
 
@@ -182,9 +216,9 @@ def test_an_interrupted_fit_goes_on(structure, curvature, by_path, tmp_path):
     case = problem("deep_mlp")
     y = targets(LIKELIHOODS["categorical"], case)
     path, resume = tmp_path / "fit.pt", None
-    # examples read: two to probe the network, seven in a pass, and seven before it for drawn labels
+    # examples read: seven in a pass, and seven before it for drawn labels
     passes = 7 if curvature == "mc" else 0
-    stops = [2 + passes + 5, 2 + passes + 7 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
+    stops = [passes + 5, passes + 7 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
     for at, done in zip(stops, (4, 2 if structure in ("ekfac", "inf") else 6), strict=True):
         data = DataLoader(Interrupted(case.x, y, at), batch_size=2)
         settings = ntkl.Settings(checkpoint=path if by_path else None, resume=resume)
@@ -201,7 +235,7 @@ def test_an_interrupted_fit_goes_on(structure, curvature, by_path, tmp_path):
 def interrupted_kfac():
     """The state of a KFAC fit that read two batches of two."""
     case = problem("deep_mlp")
-    data = DataLoader(Interrupted(case.x, targets(LIKELIHOODS["categorical"], case), 8), batch_size=2)
+    data = DataLoader(Interrupted(case.x, targets(LIKELIHOODS["categorical"], case), 6), batch_size=2)
     with pytest.raises(ntkl.FitInterrupted) as stop:
         fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", data=data)
     return ntkl.Settings(resume=stop.value.state)

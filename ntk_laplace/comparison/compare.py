@@ -105,14 +105,15 @@ def compare_evidence(
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
                                "Fit the structure that takes long with laplace, and the others here.")
     labels = _labels(structures)
-    found, device = _examine(network, data, likelihood, prior, root, options.get("parameters"), settings)
+    found, batches = _examine(network, data, likelihood, prior, root, options.get("parameters"), settings)
+    device = batches.device
     outcomes: list[_Outcome] = []
     try:
         for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
             _tell(f"{label}, {number} of {len(labels)}", settings)
             _warm_up(structure, root, correction, device, options.get("dtype"))
             twins = copy.deepcopy((likelihood, prior))  # a fit binds its prior, and moves both to the network's device
-            fit = partial(laplace, network, data, *twins, structure, **options)
+            fit = partial(laplace, network, batches, *twins, structure, **options)
             outcomes.append(_attempt(label, fit, correction, device, outcomes))
     except KeyboardInterrupt as stop:
         raise ComparisonInterrupted(_together(found, outcomes)) from stop
@@ -158,15 +159,19 @@ def _label(structure: str | Form) -> str:
 def _examine(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, root: Root,
     parameters: ParameterChoice, settings: Settings,
-) -> tuple[EvidenceComparison, torch.device]:  # fmt: skip
-    """What is wrong with network, prior or data shows here, before any structure; a comparison without rows."""
+) -> tuple[EvidenceComparison, Batches]:  # fmt: skip
+    """What is wrong with network, prior or data shows here, before any structure; a comparison without rows.
+
+    A stream of unknown length is counted, so that no structure sees less of it than another.
+    """
     door = Network(network, parameters)
     bound = copy.deepcopy(prior).bind(door.shapes)
-    batches = Batches(data, settings.batch_size or 8, door.device, door.dtype)
+    batches = Batches(data, settings.batch_size, door.device, door.dtype)
     with torch.inference_mode(False):
-        door.probe(next(iter(batches))[0])
+        door.probe(batches.first()[0])
+        count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)
     words = f"{_in_words(likelihood)}, {_precisions(bound)}, curvature {root.curvature}"
-    return EvidenceComparison((), None, batches.length, door.num_outputs, door.num_parameters, words), door.device
+    return EvidenceComparison((), None, count, door.num_outputs, door.num_parameters, words), batches
 
 
 def _in_words(likelihood: Likelihood) -> str:
