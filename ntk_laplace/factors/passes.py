@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,7 +19,8 @@ from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
 from ntk_laplace.factors.gradients import Gradients, edges, kept_whole
 from ntk_laplace.factors.graph import Graph
-from ntk_laplace.factors.plan import Plan, agree, loudest, make_plan
+from ntk_laplace.factors.plan import Plan, make_plan
+from ntk_laplace.factors.proof import Truth
 from ntk_laplace.factors.rows import Rows, compact
 from ntk_laplace.network import Network, preserved_rng
 
@@ -218,25 +218,9 @@ class FactorPass:
         self, blocks: list[Block], out: Tensor, seeds: Tensor, generator: torch.Generator
     ) -> tuple[str, ...] | None:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
-        parameters = self.network.parameters
         weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
-        truth = torch.autograd.grad(
-            out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, seeds), retain_graph=True,
-            allow_unused=True,
-        )  # fmt: skip
-        loud = loudest(truth)
-        if not math.isfinite(loud):
-            return None
-        total: dict[str, Tensor] = {}
-        for block in blocks:
-            for name, values in block.vjp(weights).items():
-                total[name] = total[name] + values.detach() if name in total else values.detach()
-        wrong = []
-        for (name, parameter), expected in zip(parameters.items(), truth, strict=True):
-            own = total.get(name)
-            if not agree(torch.zeros_like(parameter).flatten() if own is None else own, expected, loud):
-                wrong.append(name)
-        return tuple(wrong)
+        truth = Truth(out, seeds, weights, self.network.parameters)
+        return truth.disagreeing(blocks) if truth.finite else None
 
 
 def _columns(root: Tensor | Seeds | None, network: Network) -> int:

@@ -20,40 +20,10 @@ from ntk_laplace.factors.gradients import Gradients, Reading
 from ntk_laplace.factors.graph import Graph, Step, is_view, node_kind, output_shape, pull_back, view_positions
 from ntk_laplace.factors.joins import join_positions
 from ntk_laplace.factors.layout import Layout, find_layout
+from ntk_laplace.factors.proof import Truth, agree
 from ntk_laplace.factors.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Reader, Use
 
-__all__ = ["Plan", "UsePlan", "agree", "find_uses", "loudest", "make_plan"]
-
-_AGREEMENT = {torch.float64: 1e-8, torch.float32: 2e-3}
-
-
-def loudest(gradients: Sequence[Tensor | None]) -> float:
-    """Largest entry of all gradients, in absolute value; not finite if one of them is not."""
-    largest = [_largest(gradient) for gradient in gradients if gradient is not None and gradient.numel()]
-    return max(largest, key=lambda value: (value != value, value), default=0.0)
-
-
-def _largest(values: Tensor) -> float:
-    low, high = torch.aminmax(values)  # one pass without a copy; NaN comes through
-    return float(torch.maximum(-low, high))
-
-
-def agree(own: Tensor, expected: Tensor | None, loud: float) -> bool:
-    """Whether a flat sum of rows equals autograd's gradient, up to rounding.
-
-    Parameters
-    ----------
-    own, expected : Tensor
-        `expected` None means zero.
-    loud : float
-        The largest gradient of the network: what lies below its rounding cannot be compared.
-    """
-    if not own.numel():
-        return True
-    truth = torch.zeros_like(own) if expected is None else expected.flatten()
-    scale = max(_largest(truth), _largest(own))
-    floor = 100 * torch.finfo(own.dtype).eps * loud
-    return _largest(own - truth) <= max(_AGREEMENT.get(own.dtype, 5e-2) * scale, floor)
+__all__ = ["Plan", "UsePlan", "find_uses", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -163,7 +133,8 @@ def _find_partners(blocks: dict[str, list[Block]], uses: Sequence[UsePlan]) -> d
         for weight in beside:
             sums = weight.sums()
             same = weight.weight not in found and sums.shape == rows.shape
-            if same and agree(sums.flatten(), rows.flatten(), float(sums.abs().max())):
+            size = float(sums.abs().max()) if same else 0.0
+            if same and agree(rows.flatten(), sums.flatten(), size, size):
                 found[weight.weight] = name
                 break
     return found
@@ -331,7 +302,7 @@ def make_plan(
     uses, lost, found = find_uses(graph, out, seeds, weights)
     numbers = {use.step.consumer for plans in uses.values() for use in plans}
     gradients = {number: torch.stack(found[number]) for number in numbers}
-    check = _Check(out, parameters, seeds, draw(2, n)) if confirm else None
+    truth = Truth(out, seeds, draw(2, n), parameters) if confirm else None
     blocks: dict[str, list[Block]] = {}
     good: list[UsePlan] = []
     unmatched: list[str] = []
@@ -339,7 +310,7 @@ def make_plan(
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
         readers, own = ([], []) if name in lost else _read(uses[name], graph, gradients, parameter, n)
-        if own and (check is None or check.confirms(name, own)):
+        if own and (truth is None or not truth.disagreeing(own, [name])):
             blocks[name] = own
             for use, reader in zip(uses[name], readers, strict=True):
                 short = reader.short and not keep_factors and use.source == graph.accumulators[name]
@@ -368,23 +339,3 @@ def _read(
         readers.append(reader)
         found.append(block)
     return readers, _joined(found)
-
-
-class _Check:
-    """Autograd's own gradients of randomly weighted seeds, to hold rows against."""
-
-    def __init__(self, out: Tensor, parameters: dict[str, nn.Parameter], seeds: Tensor, cotangent: Tensor) -> None:
-        truth = torch.autograd.grad(
-            out, list(parameters.values()), torch.einsum("kn,knc->nc", cotangent, seeds), retain_graph=True,
-            allow_unused=True,
-        )  # fmt: skip
-        self._parameters, self._cotangent = parameters, cotangent
-        self._truth, self._loud = dict(zip(parameters, truth, strict=True)), loudest(truth)
-
-    def confirms(self, name: str, blocks: list[Block]) -> bool:
-        """Whether these blocks of one parameter add up to its gradient."""
-        parameter = self._parameters[name]
-        total = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        for block in blocks:
-            total += block.vjp(self._cotangent)[block.weight].detach()
-        return agree(total, self._truth[name], self._loud)
