@@ -136,20 +136,23 @@ def _after(case, i: int, x_new):
     without = torch.cat([each[:i], each[i + 1 :]]).sum(0) + torch.diag(reference.precision)
     f = outputs(problem(case[0]).network, x_new)
     moved = f - jac_new @ torch.linalg.solve(without, reference.jac[i].T @ reference.residual[i])
-    return f, moved, torch.einsum("xcp,pq,xcq->xc", jac_new, torch.linalg.inv(without), jac_new)
+    return f, moved, torch.einsum("xcp,pq,xdq->xcd", jac_new, torch.linalg.inv(without), jac_new)
 
 
 CATEGORICAL = ("deep_mlp", "categorical", "layer")
 
 
-@pytest.mark.parametrize("by", ["output", "logit", "probability", "log_likelihood", "variance"])
+@pytest.mark.parametrize(
+    "by", ["output", "logit", "probability", "log_likelihood", "variance", "probability_variance"]
+)
 def test_effects_are_differences_of_the_quantity(by):
     """Every quantity, recomputed from outputs and variances before and after each removal."""
     own, posterior, density = problem("deep_mlp"), fit(*CATEGORICAL, "gp"), LIKELIHOODS["categorical"]
     y = torch.tensor([1, 0, 4, 2])
     explanation = posterior.explain(own.x_new, output=2, by=by, y=y)
     assert explanation.by == by and explanation.output.tolist() == [2] * 4
-    before = posterior.latent_moments(own.x_new)[1].diagonal(dim1=1, dim2=2)
+    before = posterior.latent_moments(own.x_new)[1]
+    slope = torch.func.vmap(torch.func.jacrev(lambda f: density.response(f)[2]))(outputs(own.network, own.x_new))
     for i in range(own.case.examples):
         f, moved, variance = _after(CATEGORICAL, i, own.x_new)
         expected = {
@@ -157,11 +160,13 @@ def test_effects_are_differences_of_the_quantity(by):
             "log_likelihood": lambda f=f, m=moved: torch.stack(
                 [density.log_density(b, t) - density.log_density(a, t) for a, b, t in zip(f, m, y, strict=True)]
             ),
-            "variance": lambda v=variance: (v - before)[:, 2],
+            "variance": lambda v=variance: (v - before)[:, 2, 2],
+            "probability_variance": lambda v=variance: torch.einsum("xc,xcd,xd->x", slope, v - before, slope),
         }.get(by, lambda f=f, m=moved: (m - f)[:, 2])()
         assert relative_error(explanation.effect[:, i], expected) < 1e-8
     words = {"output": "output 2", "logit": "logit 2", "probability": "the probability of class 2",
-             "log_likelihood": "log likelihood by .* nats", "variance": "raises the variance of output 2"}[by]
+             "log_likelihood": "log likelihood by .* nats", "variance": "raises the variance of output 2",
+             "probability_variance": "raises the variance of the probability of class 2"}[by]
     table = explanation.to_dataframe(k=2)
     assert table["meaning"].str.contains(words).all()
     assert (table["meaning"].str.contains("lowers") == (table["removal_effect"] < 0)).all()

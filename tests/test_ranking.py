@@ -42,7 +42,7 @@ def dense_effects(h: Tensor, reference, jac_new: Tensor, direction: Tensor, vari
     return torch.stack(columns, 1)
 
 
-@pytest.mark.parametrize("by", ["output", "probability", "variance"])
+@pytest.mark.parametrize("by", ["output", "probability", "variance", "probability_variance"])
 @pytest.mark.parametrize("structure", [name for name in STRUCTURES if "reduce" not in name])
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_effects_are_the_dense_ones_of_the_structure(case, structure, by):
@@ -52,15 +52,15 @@ def test_effects_are_the_dense_ones_of_the_structure(case, structure, by):
     f, jac_new = outputs(own.network, own.x_new), jacobians(case[0])[1]
     explanation = posterior.explain(own.x_new, k=3, by=by)
     chosen = torch.nn.functional.one_hot(explanation.output, f.shape[1]).double()
-    if by == "probability":
+    if by.startswith("probability"):
         response = LIKELIHOODS[case[1]].response
         slope = torch.func.vmap(torch.func.jacrev(response))(f)
         direction = torch.einsum("xc,xcd->xd", chosen, slope)
     else:
         direction = chosen
-    expected = dense_effects(reference.posterior_precision, reference, jac_new, direction, by == "variance", False)
+    expected = dense_effects(reference.posterior_precision, reference, jac_new, direction, "variance" in by, False)
     assert relative_error(posterior.removal_effects(own.x_new, by=by), expected) < 1e-8
-    support = expected if by == "variance" else -expected
+    support = expected if "variance" in by else -expected
     for side, order in (("for", support), ("against", -support)):
         if side not in explanation.question.sides:
             continue
@@ -73,7 +73,7 @@ def test_effects_are_the_dense_ones_of_the_structure(case, structure, by):
     assert "no refit" in explanation.guarantees[1]
 
 
-@pytest.mark.parametrize("by", ["output", "variance"])
+@pytest.mark.parametrize("by", ["output", "variance", "probability_variance"])
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_weight_space_ranks_as_function_space(case, by):
     """structure="full" is exact: the same effects, sums and sides as structure="gp"."""
@@ -82,7 +82,7 @@ def test_weight_space_ranks_as_function_space(case, by):
     assert relative_error(exact_fit(*case, "full").removal_effects(x, by=by), dense.effect) < 1e-7
     assert torch.equal(exact_fit(*case, "gp").removal_effects(x, by=by), dense.effect)
     assert torch.equal(streamed.supporting(), dense.supporting())
-    assert torch.equal(streamed.top(2), dense.top(2)) or by == "variance"
+    assert torch.equal(streamed.top(2), dense.top(2)) or "variance" in by
     assert relative_error(streamed.offset, dense.offset) < 1e-9
     assert relative_error(streamed.contributed(), dense.contributed()) < 1e-9
     total = streamed.offset + streamed.total + streamed.gap

@@ -129,6 +129,11 @@ class Problem:
         """Outputs at the test points, (n, C), after training on some of the data from these weights."""
         return self.f(self.train(indices, start=start), self.x_test)
 
+    def returned(self, start: np.ndarray, indices: np.ndarray, seed: int) -> np.ndarray:
+        """The same, trained on with all of the data afterwards."""
+        without = self.train(indices, start=start)
+        return self.f(self.train(np.arange(len(self.x)), start=without), self.x_test)
+
 
 def digits(delta: float = 1.0) -> Problem:
     """500 and 100 digits, 64-16-10."""

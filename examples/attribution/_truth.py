@@ -13,7 +13,7 @@ from _problems import Problem
 import ntk_laplace as ntkl
 from ntk_laplace import attribution
 
-__all__ = ["halves", "relinearized", "singles"]
+__all__ = ["halves", "put_back", "relinearized", "singles"]
 
 
 def halves(problem: Problem, folder: Path, processes: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -33,6 +33,17 @@ def singles(
     chosen = np.random.default_rng(7).choice(count, many, replace=False)
     kept = attribution.without_each_in_turn(chosen, count)
     return chosen, attribution.retrain(partial(problem.moved, theta), kept, folder=folder, processes=processes)[0]
+
+
+def put_back(
+    problem: Problem, theta: np.ndarray, chosen: np.ndarray, folder: Path, processes: int = 1
+) -> np.ndarray:
+    """Outputs at the test points after training without each point, and then on with all, (m, n, C).
+
+    Where they are not those of θ, training without the point left the minimum of θ for another one.
+    """
+    kept = attribution.without_each_in_turn(chosen, len(problem.x))
+    return attribution.retrain(partial(problem.returned, theta), kept, folder=folder, processes=processes)[0]
 
 
 def relinearized(problem: Problem, theta: np.ndarray, indices: np.ndarray, steps: int) -> Iterator[np.ndarray]:

@@ -2,9 +2,11 @@
 
     python examples/attribution/t20_digits.py --data DIR --out t20_digits
 
-A CNN of 4,587 parameters (two convolutions with ReLU and max pooling, three linear layers) is trained to its MAP on
-3,000 images of fours and nines with prior precision 10; DIR holds ``mnist.npz``, without it scikit-learn's digits are
-taken. Pictures:
+A CNN of 4,587 parameters (two convolutions with tanh and average pooling, three linear layers) is trained to its MAP
+on 3,000 images of fours and nines with prior precision 10: Adam, then L-BFGS with the library's posterior for its metric.
+With ``--kinks`` it has ReLU and max pooling, as in the thesis; the objective's kinks then keep the gradient from
+vanishing, and the decomposition has a gap. DIR holds ``mnist.npz``, without it scikit-learn's digits are taken.
+Pictures:
 * importances.png: the residuals of the training images in order, with images along the curve. Those at the ends are
   fours that look like nines, and nines that look like fours;
 * similarities.png: a test image that is classified rightly and two that are not, each with the training images most
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.optimize import minimize
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -34,6 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 from _shared import machine, parser, write
 
 PRECISION, OF_THE_SMALL = 10.0, 0.1  # ten would leave nothing of a network for 250 small images
+SETTLED = 1e-6  # length of the gradient
 SHOWN = 8  # training images beside each test image
 
 
@@ -57,42 +62,78 @@ def images(folder: Path | None, small: bool) -> tuple[Tensor, Tensor, Tensor, Te
     return tuple(parts)
 
 
-def network(side: int) -> nn.Module:
+def network(side: int, kinks: bool) -> nn.Module:
     """Two convolutions, three linear layers; 4,587 parameters for images of 28 x 28."""
     torch.manual_seed(0)
     kernel, border = (5, 0) if side == 28 else (3, 1)
     after = ((side + 2 * border - kernel + 1) // 2 + 2 * border - kernel + 1) // 2
+    bend, pool = (nn.ReLU, nn.MaxPool2d) if kinks else (nn.Tanh, nn.AvgPool2d)
     return nn.Sequential(
-        nn.Conv2d(1, 3, kernel, padding=border), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(3, 10, kernel, padding=border), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(10 * after**2, 20), nn.ReLU(), nn.Linear(20, 24), nn.ReLU(), nn.Linear(24, 1),
+        nn.Conv2d(1, 3, kernel, padding=border), bend(), pool(2),
+        nn.Conv2d(3, 10, kernel, padding=border), bend(), pool(2),
+        nn.Flatten(), nn.Linear(10 * after**2, 20), bend(), nn.Linear(20, 24), bend(), nn.Linear(24, 1),
     ).double()  # fmt: skip
 
 
-def train(own: nn.Module, x: Tensor, y: Tensor, precision: float, epochs: int) -> nn.Module:
-    """Adam in minibatches, then L-BFGS on all images, to the MAP."""
-    weights = list(own.parameters())
+@dataclass
+class Objective:
+    """The negative log joint -Σ log p(y|f) + δ/2 ‖θ‖² of a network, and the ways down."""
 
-    def loss(x: Tensor, y: Tensor, share: float) -> Tensor:
-        fits = nn.functional.binary_cross_entropy_with_logits(own(x), y, reduction="sum")
-        return fits + 0.5 * precision * share * sum(w.square().sum() for w in weights)
+    own: nn.Module
+    x: Tensor
+    y: Tensor
+    precision: float
 
-    optimizer = torch.optim.Adam(weights, lr=3e-3)
-    for _ in range(epochs):
-        for part in torch.randperm(len(x)).split(100):
-            optimizer.zero_grad()
-            loss(x[part], y[part], len(part) / len(x)).backward()
-            optimizer.step()
-    optimizer = torch.optim.LBFGS(weights, max_iter=10 * epochs, line_search_fn="strong_wolfe")
+    def part(self, rows: Tensor | slice) -> Tensor:
+        """Of some of the data, with their share of the prior."""
+        x, y = self.x[rows], self.y[rows]
+        fits = nn.functional.binary_cross_entropy_with_logits(self.own(x), y, reduction="sum")
+        squares = sum(w.square().sum() for w in self.own.parameters())
+        return fits + 0.5 * self.precision * len(x) / len(self.x) * squares
 
-    def whole() -> Tensor:
-        optimizer.zero_grad()
-        value = loss(x, y, 1.0)
-        value.backward()
-        return value
+    def gradient(self) -> tuple[float, Tensor]:
+        """Value and gradient (P,)."""
+        value = self.part(slice(None))
+        return value.item(), nn.utils.parameters_to_vector(torch.autograd.grad(value, list(self.own.parameters())))
 
-    optimizer.step(whole)
-    return own.eval()
+    def adam(self, epochs: int) -> None:
+        """Minibatches, the rate falling to zero."""
+        optimizer = torch.optim.Adam(self.own.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+        for _ in range(epochs):
+            for rows in torch.randperm(len(self.x)).split(100):
+                optimizer.zero_grad()
+                self.part(rows).backward()
+                optimizer.step()
+            schedule.step()
+
+    def settle(self, rounds: int, iterations: int = 100) -> float:
+        """L-BFGS from here, in coordinates in which H = JᵀΛJ + δI is the identity; the length of the last gradient.
+
+        H is the library's own, of the network as each round finds it. Where the objective is smooth it is nearly
+        quadratic in these coordinates, and a few rounds end at a gradient of nearly zero.
+        """
+        weights, length = list(self.own.parameters()), 0.0
+        for _ in range(rounds):
+            data, prior = (self.x, self.y), ntkl.GaussianPrior(self.precision)
+            factor = ntkl.laplace(self.own, data, ntkl.Bernoulli(), prior, "full").curvature.factor  # H = L Lᵀ
+            start = nn.utils.parameters_to_vector(weights).detach()
+
+            def whitened(z: np.ndarray, start: Tensor = start, factor: Tensor = factor) -> tuple[float, np.ndarray]:
+                step = torch.linalg.solve_triangular(factor.T, torch.as_tensor(z).unsqueeze(1), upper=True)
+                nn.utils.vector_to_parameters(start + step.squeeze(1), weights)
+                value, gradient = self.gradient()
+                inner = torch.linalg.solve_triangular(factor, gradient.unsqueeze(1), upper=False)
+                return value, inner.squeeze(1).numpy()
+
+            limits = {"maxcor": 50, "maxiter": iterations, "gtol": 1e-10, "ftol": 0.0}
+            found = minimize(whitened, np.zeros(len(start)), jac=True, method="L-BFGS-B", options=limits)
+            whitened(found.x)
+            length = float(self.gradient()[1].norm())
+            print(f"  objective {found.fun:.8f}, gradient {length:.1e} after {found.nfev} evaluations", flush=True)
+            if length < SETTLED:
+                break
+        return length
 
 
 def show(axes: Axes, image: Tensor, title: str, color: str = "black") -> None:
@@ -162,13 +203,18 @@ def main() -> None:
     """Train, explain, draw."""
     arguments = parser(__doc__, "t20_digits")
     arguments.add_argument("--data", type=Path, help="folder of mnist.npz; scikit-learn's digits otherwise")
+    arguments.add_argument("--kinks", action="store_true", help="ReLU and max pooling, as in the thesis")
     options: argparse.Namespace = arguments.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     x, y, x_test, y_test = images(options.data, options.small)
     precision = PRECISION if x.shape[-1] == 28 else OF_THE_SMALL
-    own = train(network(x.shape[-1]), x, y, precision, 10 if options.small else 20)
+    own = network(x.shape[-1], options.kinks)
+    objective = Objective(own, x, y, precision)
+    objective.adam(10 if options.small else 30)
+    length = objective.settle(rounds=3 if options.small else 12)
+    own.eval()
     trained = time.perf_counter()
     posterior = ntkl.laplace(own, (x, y), ntkl.Bernoulli(), ntkl.GaussianPrior(precision=precision))
     with torch.no_grad():
@@ -184,14 +230,17 @@ def main() -> None:
         "test_accuracy": 1 - float(wrong.double().mean()),
         "train_accuracy": float(((posterior.f >= 0) == y).double().mean()),
         "largest_importance": float(residual.abs().max()), "largest_gap": float(found.gap.abs().max()),
+        "objective": objective.gradient()[0], "gradient": length,
         "adds_up_to": float((parts - found.f).abs().max()), "inputs": records,
         "seconds_training": trained - start, "seconds_explaining": time.perf_counter() - trained,
     }  # fmt: skip
     write(options.out / "t20_digits.json", result)
     print(
-        f"{len(x):,} images, {posterior.num_parameters:,} parameters; accuracy {result['test_accuracy']:.4f}; largest "
-        f"importance {result['largest_importance']:.2f}; parts add up to {result['adds_up_to']:.0e}; training "
-        f"{result['seconds_training']:.0f} s, fit and explanations {result['seconds_explaining']:.0f} s"
+        f"{len(x):,} images, {posterior.num_parameters:,} parameters; objective {result['objective']:.4f}, "
+        f"gradient {length:.1e}; accuracy {result['test_accuracy']:.4f}; largest "
+        f"importance {result['largest_importance']:.2f}; largest gap {result['largest_gap']:.1e}; parts add up to "
+        f"{result['adds_up_to']:.0e}; training {result['seconds_training']:.0f} s, fit and explanations "
+        f"{result['seconds_explaining']:.0f} s"
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.errors import DataError, is_whole
+from ntk_laplace.explain import SPREADS
 from ntk_laplace.posterior import Posterior
 
 __all__ = ["Attributor", "predicted"]
@@ -45,7 +46,7 @@ class Attributor:
     def explain(self, test: Inputs, targets: Any = None) -> Tensor:
         """Scores, (n, N): the fall of the quantity if the training point were removed.
 
-        Positive: the training point helps. For "variance" positive means that it makes the prediction surer.
+        Positive: the training point helps. For a variance positive means that it makes the prediction surer.
 
         Parameters
         ----------
@@ -58,7 +59,7 @@ class Attributor:
         count, found = num_examples(test), []
         if count == 0:
             raise DataError("at least one test point", "none", "Pass one or more inputs.")
-        sign = 1.0 if self.by == "variance" else -1.0
+        sign = 1.0 if self.by in SPREADS else -1.0
         for start in range(0, count, self.batch_size):
             part = slice(start, start + self.batch_size)
             y = None if targets is None else torch.as_tensor(targets)[part]

@@ -2,6 +2,7 @@
 
 from ntk_laplace.explain.explanation import Asked, Explanation, explain
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
+from ntk_laplace.explain.quantity import SPREADS
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked
 from ntk_laplace.explain.ranking import Ranking, effects, rank
 from ntk_laplace.explain.together import JointRemoval
@@ -9,6 +10,7 @@ from ntk_laplace.explain.what_if import Indices, positions, relabeled, reweighte
 
 __all__ = [
     "HIGH_LEVERAGE",
+    "SPREADS",
     "Asked",
     "Explanation",
     "Indices",

@@ -17,7 +17,7 @@ from ntk_laplace.structures import Structure, Trained
 
 __all__ = [
     "Decomposition", "TakenOut", "contributions", "is_exact", "leverage_blocks", "leverages", "removal_effects",
-    "similarities", "taken_out", "without_each",
+    "similarities", "taken_out", "widening", "without_each",
 ]  # fmt: skip
 
 
@@ -80,8 +80,6 @@ def removal_effects(
 ) -> tuple[Tensor, Tensor]:
     """Change of f(x) when one training point leaves, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C) each.
 
-    The second is the diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
-
     With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
     (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii, so that no inverse of Λ is taken.
     """
@@ -96,10 +94,25 @@ def removal_effects(
     amplified = torch.linalg.solve(blocks, diagonal.unsqueeze(-1)).squeeze(-1)  # [B⁻¹]_ii⁻¹ D_ii
     through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
     moved = -(seen + torch.einsum("xcnr,nr->xnc", through, amplified))
+    return moved, _widened(blocks, through)
+
+
+def widening(space: FunctionSpace, test: Rows) -> Tensor:
+    """Change of each variance of the rows `test` when one training point leaves, (n, N, K).
+
+    The diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
+    """
+    r, n = space.weighted.num_seeds, space.weighted.num_examples
+    through = (space.cross(test).T @ space.inverse).view(test.num_examples, -1, n, r)
+    return _widened(leverage_blocks(space), through)
+
+
+def _widened(blocks: Tensor, through: Tensor) -> Tensor:
+    """From [B⁻¹]_ii (N, R, R) and V_xiS_i (n, K, N, R)."""
+    count, n = through.shape[0], len(blocks)
     half = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), through.permute(2, 3, 0, 1).flatten(2),
                                          upper=False)  # L_i⁻¹ S_iᵀV_ix with [B⁻¹]_ii = L_i L_iᵀ
-    widened = half.square().sum(1).view(n, test.num_examples, -1).transpose(0, 1)
-    return moved, widened
+    return half.square().sum(1).view(n, count, -1).transpose(0, 1)
 
 
 def similarities(space: FunctionSpace, test: Rows, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

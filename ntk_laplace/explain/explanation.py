@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import DataError
-from ntk_laplace.explain.algebra import contributions, leverage_blocks, leverages, removal_effects, similarities
+from ntk_laplace.explain.algebra import (
+    contributions,
+    leverage_blocks,
+    leverages,
+    removal_effects,
+    similarities,
+    widening,
+)
 from ntk_laplace.explain.quantity import Question, question
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted, strongest
 from ntk_laplace.factors import Rows
@@ -40,7 +47,7 @@ class Asked:
     output : int or None
         Of every input; by default each input's largest one.
     by : str
-        "output" or "logit", "probability", "log_likelihood", "variance".
+        "output" or "logit", "probability", "log_likelihood", "variance", "probability_variance".
     y : optional
         Targets at the inputs, for the log likelihood.
     """
@@ -197,7 +204,10 @@ def explain(trained: Trained, structure: Structure, space: FunctionSpace, test: 
         moved, widened = removal_effects(space, test, residual, parts.contributions)
         variance = space.moments(test).diagonal(dim1=1, dim2=2)
         kernel, similarity, correlation = similarities(space, test, about.output)
-        effect = about.effect(test.f, moved, widened)
+        along = widened
+        if about.by == "probability_variance":
+            along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
+        effect = about.effect(test.f, moved, along)
     return Explanation(
         f=test.f, question=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
         removal=moved, widening=widened, effect=effect, importance=residual, kernel=kernel, similarity=similarity,

@@ -11,7 +11,10 @@ from torch.nn.functional import one_hot
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.likelihoods import Likelihood
 
-__all__ = ["Question", "question"]
+__all__ = ["SPREADS", "Question", "question"]
+
+SPREADS = ("variance", "probability_variance")
+"""Quantities that every training point makes smaller."""
 
 _WORDS = {
     "output": "output {0}",
@@ -19,6 +22,7 @@ _WORDS = {
     "probability": "the mean response {0}",
     "log_likelihood": "the log likelihood",
     "variance": "the variance of output {0}",
+    "probability_variance": "the variance of the mean response {0}",
 }
 _UNITS = {"log_likelihood": " nats"}
 
@@ -32,6 +36,8 @@ class Question:
     by : str
         "output" (for classes also "logit"): f itself. "probability": the mean response at f, for classes the
         probability. "log_likelihood": log p(y | f), nats. "variance": the posterior variance of f.
+        "probability_variance": that of the mean response, gᵀVg with g its gradient in f; where Λ is that gradient,
+        an entry of ΛVΛ, the part of the predictive covariance ΛVΛ + Λ that data take away ([T20] 3.16).
     output : Tensor, (n,)
         Of which output; for "log_likelihood" it is shown beside it.
     targets : Tensor or None
@@ -47,12 +53,12 @@ class Question:
     @property
     def good(self) -> float:
         """Whether a point that supports a prediction raises the quantity (1) or lowers it (-1)."""
-        return -1.0 if self.by == "variance" else 1.0
+        return -1.0 if self.by in SPREADS else 1.0
 
     @property
     def sides(self) -> tuple[str, ...]:
         """Sides a training point can take; all of them make a prediction surer."""
-        return ("for",) if self.by == "variance" else ("for", "against")
+        return ("for",) if self.by in SPREADS else ("for", "against")
 
     def part(self, index: slice) -> Question:
         """The same of some of the inputs."""
@@ -62,8 +68,9 @@ class Question:
     def words(self, i: int) -> str:
         """The quantity of input i."""
         words = _WORDS[self.by]
-        if self.by == "probability" and self.likelihood.classifies:
-            words = "the probability of class {0}" if self.likelihood.event_shape(2) == () else "probability {0}"
+        if self.by.startswith("probability") and self.likelihood.classifies:
+            one = "the probability of class {0}" if self.likelihood.event_shape(2) == () else "probability {0}"
+            words = f"the variance of {one}" if self.by in SPREADS else one
         return words.format(int(self.output[i]))
 
     def meaning(self, i: int, effect: float) -> str:
@@ -86,14 +93,19 @@ class Question:
         """Derivative of the quantity in f (n, C); for the variance, the output's own direction."""
         if self.by == "log_likelihood":
             return self.likelihood.residual(f, self.targets)
-        if self.by == "probability":
+        if self.by.startswith("probability"):
             slope = self.likelihood.mean_jacobian(f)
             return slope[torch.arange(len(f), device=f.device), self.output]
         return one_hot(self.output, f.shape[1]).to(f)
 
     def effect(self, f: Tensor, moved: Tensor, widened: Tensor) -> Tensor:
-        """Change of the quantity for changes of f and its variance (n, N, C): (n, N), the exact difference."""
+        """Change of the quantity for changes of f and its variance (n, N, C): (n, N), the exact difference.
+
+        For "probability_variance" `widened` is the change of gᵀVg, (n, N, 1).
+        """
         n, count, c = moved.shape
+        if self.by == "probability_variance":
+            return widened.squeeze(2)
         if self.by in ("output", "logit", "variance"):
             change = widened if self.by == "variance" else moved
             return change.gather(2, self.output.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)

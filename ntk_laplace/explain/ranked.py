@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.explain.picture import draw
-from ntk_laplace.explain.quantity import Question
+from ntk_laplace.explain.quantity import SPREADS, Question
 
 if TYPE_CHECKING:
     import pandas
@@ -112,7 +112,7 @@ class Ranked:
         if side not in self.question.sides:
             raise UnsupportedError(f"the side {' or '.join(map(repr, self.question.sides))}", repr(side),
                                    "No training point makes a prediction less sure: see supporting()."
-                                   if self.by == "variance" else "Choose one of the two.")  # fmt: skip
+                                   if self.by in SPREADS else "Choose one of the two.")  # fmt: skip
 
     def contributed(self) -> Tensor:
         """Sum of all contributions, (n, C)."""

@@ -18,7 +18,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain.algebra import is_exact, taken_out
 from ntk_laplace.explain.explanation import Asked
-from ntk_laplace.explain.quantity import Question
+from ntk_laplace.explain.quantity import SPREADS, Question
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted
 from ntk_laplace.factors import Rows
 from ntk_laplace.resources import require_memory
@@ -228,7 +228,7 @@ class _Passing:
                 weights = self._weights(rows, residual[here], root[here], here)
                 self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
                 seen = self.toward.products(rows.weighted(weights))  # V_ix c_x, weighed
-                change = seen.square().sum(0) if self.question.by == "variance" else -seen[0]
+                change = seen.square().sum(0) if self.question.by in SPREADS else -seen[0]
                 yield start, change.T
                 start = here.stop
 
@@ -236,7 +236,7 @@ class _Passing:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
         out = taken_out(self.curvature.moments(rows), root, is_exact(self.trained, self.structure))
         self.leverage[here] = out.leverage
-        if self.question.by == "variance":
+        if self.question.by in SPREADS:
             factor = torch.linalg.cholesky(out.held)
             return torch.linalg.solve_triangular(factor, root.mT, upper=False).mT
         bent = torch.linalg.solve(out.held, out.half.mT @ residual.unsqueeze(-1))  # (I - SᵀVS)⁻¹ SᵀV r

@@ -33,7 +33,8 @@ class ExplanationVerbs(Fitted):
             The output to explain; by default the predicted class (or the only output).
         by : str
             The quantity whose change ranks the training points: "output" (or "logit"), "probability" (the mean
-            response), "log_likelihood" of `y`, in nats, "variance" of the output.
+            response), "log_likelihood" of `y`, in nats, "variance" of the output, "probability_variance" (of the
+            mean response, to first order in f: what of the predictive variance comes of not knowing the weights).
         y : optional
             Targets at `x`, for "log_likelihood"; for classes by default the explained class.
 
