@@ -1,13 +1,11 @@
-"""Do explanations predict what retraining does? Linear datamodeling score and leave-one-out, on four data sets.
+"""Do explanations predict what retraining does? The linear datamodeling score on four data sets.
 
     python examples/attribution/digits.py --problem digits --delta 1 --out attribution
 
 A small network (one hidden layer of 16 tanh units) is trained to a gradient below 1e-5, and again on random halves of
-its training data, from two seeds, and without single training points, from the weights of the whole. Effects of removal
-from one posterior are then held against the loss at each test point, or the output (linear datamodeling score:
-Spearman's correlation over the halves, mean over test points) and against the outputs without single points (slope of
-truth on prediction).
-Nothing is tuned. Further rows relinearize: the network itself moves to the weights that the removal implies, and
+its training data, from two seeds. Effects of removal from one posterior are then held against the loss at each test
+point, or the output (linear datamodeling score: Spearman's correlation over the halves, mean over test points). What
+happens without single points is in single_points.py. Nothing is tuned. Further rows relinearize: the network itself moves to the weights that the removal implies, and
 Jacobians are taken anew there. Retraining is kept in the folder: an interrupted run goes on where it stood.
 """
 
@@ -25,7 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
 from _problems import PROBLEMS, Problem, small
 from _shared import machine, parser, table, write
-from _truth import halves, relinearized, singles
+from _truth import halves, relinearized
 
 import ntk_laplace as ntkl
 from ntk_laplace import attribution
@@ -39,7 +37,6 @@ def main() -> None:
     arguments.add_argument("--problem", choices=PROBLEMS, default="digits")
     arguments.add_argument("--delta", type=float, help="weight decay (1, and 0.5 and 5 for cancer and diabetes)")
     arguments.add_argument("--processes", type=int, default=1, help="that retrain (default 1)")
-    arguments.add_argument("--single", type=int, default=40, help="points left out one by one (default 40)")
     arguments.add_argument("--target", choices=("loss", "output"), help="at the test points (diabetes: output)")
     arguments.add_argument("--steps", type=int, default=5, help="relinearized steps (default 5; 0 leaves them out)")
     options = arguments.parse_args()
@@ -48,13 +45,12 @@ def main() -> None:
     build = PROBLEMS[options.problem]
     problem = build() if options.delta is None else build(options.delta)
     if options.small:
-        problem, options.single, options.steps = small(problem), 3, min(options.steps, 2)
+        problem, options.steps = small(problem), min(options.steps, 2)
     problem = replace(problem, target=options.target or problem.target)
     name = problem.name_of_files
     started = time.perf_counter()
     theta = problem.train(np.arange(len(problem.x)))
     found = datamodeling(problem, theta, options.out / name, options)
-    found |= leave_one_out(problem, theta, options.out / f"{name}-single", options)
     spent = {"machine": machine(options.threads), "problem": name, "seconds": time.perf_counter() - started}
     write(options.out / f"{name}.json", spent | found)
 
@@ -118,39 +114,6 @@ def datamodeling(problem: Problem, theta: np.ndarray, folder: Path, options) -> 
     print(f"retraining in this run: {spent['retraining (kept ones are free)']:.0f} s")
     values = {words: {"score": score.value, "error": score.error} for words, score in scores.items()}
     return {"scores": values, "ceiling": {"score": ceiling.value, "error": ceiling.error}, "spent": spent}
-
-
-def leave_one_out(problem: Problem, theta: np.ndarray, folder: Path, options) -> dict:
-    """Outputs at test points without single training points, retrained from the weights of the whole."""
-    count, many = len(problem.x), options.single
-    chosen, outputs = singles(problem, theta, many, folder, options.processes)
-    truth = outputs - problem.f(theta, problem.x_test)
-    posterior, x = problem.posterior(theta), torch.as_tensor(problem.x_test)
-    values = {"one step": posterior.explain(x).removal.transpose(0, 1)[chosen].numpy()}
-    values["refitted"] = np.stack([
-        (posterior.remove(int(i), steps=None).outputs(x) - posterior.outputs(x)).numpy() for i in chosen
-    ])  # fmt: skip
-    if options.steps:
-        moved = [list(relinearized(problem, theta, np.delete(np.arange(count), i), options.steps)) for i in chosen]
-        for step in (1, options.steps):
-            f = np.stack([problem.f(each[step - 1], problem.x_test) for each in moved])
-            values[f"relinearized, {step} step{'s' if step > 1 else ''}"] = f - problem.f(theta, problem.x_test)
-    found = {}
-    print(f"\noutputs without single points ({many} of {count}), truth on prediction")
-    share = (truth**2).sum((1, 2)) / (truth**2).sum()
-    print(f"share of the largest point in the sum of squares of the truth: {share.max():.2f} (point "
-          f"{chosen[share.argmax()]})")
-    slopes = {}
-    for words, effects in values.items():
-        agreement = attribution.leave_one_out_agreement(effects, truth)
-        slopes[words] = [attribution.leave_one_out_agreement(e, t).slope for e, t in zip(effects, truth, strict=True)]
-        print(f"{words}: {agreement}, median slope of one point {np.median(slopes[words]):.2f}")
-        found[words] = vars(agreement) | {"median_slope": float(np.median(slopes[words]))}
-    loo = posterior.leave_one_out()
-    print(f"effective parameters {float(loo.effective_parameters.sum()):.0f} of {posterior.num_parameters}, largest "
-          f"leverage {float(loo.leverage.max()):.2f}, {int((loo.leverage > 0.9).sum())} points above 0.9")
-    points = {"points": chosen.tolist(), "shares": share.tolist(), "slopes": slopes}
-    return {"leave_one_out": found, "single": points}
 
 
 if __name__ == "__main__":

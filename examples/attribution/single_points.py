@@ -10,7 +10,7 @@ that hold nine tenths of the squared change, and gives the median of the points'
 * one step, and the refit of the linearized network (`remove(..., steps=None)`);
 * relinearized, so many Gauss-Newton steps of the network itself without the point;
 * one step with the exact Hessian of the network in place of the Gauss-Newton matrix, from autograd, to see what the
-  latter leaves out.
+  latter leaves out. Where the exact Hessian without a point has a negative eigenvalue, the minimum is gone with it.
 
 A point *comes back* if training on all data, from the weights without it, leads back to the first weights' outputs.
 Where it does not, retraining without the point slid into another minimum of the objective, which was there all the
@@ -60,10 +60,11 @@ def main() -> None:
         write(options.out / f"{own.name_of_files}-points.json", compared(own, options))
 
 
-def exact_newton(problem: Problem, theta: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+def exact_newton(problem: Problem, theta: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Change of the outputs without each point by one Newton step of the network itself, (m, n, C).
 
-    J (H - H_i)⁻¹ ∇ℓ_i, with second derivatives of the network in H, those of the data and the prior, and in H_i.
+    J (H - H_i)⁻¹ ∇ℓ_i, with second derivatives of the network in H, those of the data and the prior, and in H_i. And
+    the least eigenvalue of H - H_i, (m,).
     """
     network, likelihood = problem.network(), problem.likelihood()
     shapes = {name: value.shape for name, value in network.named_parameters()}
@@ -81,22 +82,24 @@ def exact_newton(problem: Problem, theta: np.ndarray, chosen: np.ndarray) -> np.
     hessian = problem.delta * torch.eye(len(weights), dtype=weights.dtype)
     for x, y in zip(*(part.split(100) for part in data), strict=True):
         hessian += jacrev(grad(loss(x, y)), chunk_size=100)(weights)
-    found = []
+    found, least = [], []
     for i in chosen:
         own = loss(*(part[i : i + 1] for part in data))
-        step = torch.linalg.solve(hessian - jacrev(grad(own), chunk_size=100)(weights), grad(own)(weights))
+        values, vectors = torch.linalg.eigh((hessian - jacrev(grad(own), chunk_size=100)(weights)).detach())
+        step = vectors @ ((vectors.T @ grad(own)(weights).detach()) / values)
         found.append(jvp(lambda weights: f(weights, x_test), (weights,), (step,))[1].detach().numpy())
-    return np.stack(found)
+        least.append(values[0].item())
+    return np.stack(found), np.array(least)
 
 
-def predictions(problem: Problem, theta: np.ndarray, chosen: np.ndarray, posterior: ntkl.Posterior, steps: int
-                ) -> dict[str, np.ndarray]:  # fmt: skip
+def predictions(
+    problem: Problem, theta: np.ndarray, chosen: np.ndarray, posterior: ntkl.Posterior, steps: int
+) -> dict[str, np.ndarray]:
     """Change of the outputs without each point, (m, n, C) each."""
     x, before = torch.as_tensor(problem.x_test), problem.f(theta, problem.x_test)
     found = {"one step": posterior.explain(x).removal.transpose(0, 1)[chosen].numpy()}
     refitted = [posterior.remove(int(i), steps=None).outputs(x) - posterior.outputs(x) for i in chosen]
     found["refitted"] = torch.stack(refitted).numpy()
-    found["one step, exact Hessian"] = exact_newton(problem, theta, chosen)
     everything = np.arange(len(problem.x))
     moved = [list(relinearized(problem, theta, np.delete(everything, i), steps)) for i in chosen]
     for step in range(steps):
@@ -121,6 +124,7 @@ def compared(problem: Problem, options: argparse.Namespace) -> dict:
     back = np.linalg.norm(again, axis=(1, 2)) < SAME * np.linalg.norm(truth, axis=(1, 2))
     posterior = problem.posterior(theta)
     found = predictions(problem, theta, chosen, posterior, options.steps)
+    found["one step, exact Hessian"], least = exact_newton(problem, theta, chosen)
     slopes = {words: np.array([slope(*pair) for pair in zip(own, truth, strict=True)]) for words, own in found.items()}
     rows, numbers = [], {}
     for words, own in found.items():
@@ -136,18 +140,31 @@ def compared(problem: Problem, options: argparse.Namespace) -> dict:
           f"{int(back.sum())} come back")  # fmt: skip
     print(table(["prediction", "r, slope: all", "those that come back", "median of the points' slopes (quartiles)"],
                 rows))  # fmt: skip
-    share = (truth**2).sum((1, 2)) / (truth**2).sum()
+    points = {
+        "points": chosen, "shares": (truth**2).sum((1, 2)) / (truth**2).sum(), "back": back, "least": least,
+        "leverages": posterior.leave_one_out().leverage.numpy()[chosen],
+    }  # fmt: skip
+    tell(points, slopes, f"relinearized, {options.steps} step{'s' if options.steps > 1 else ''}")
+    return {"machine": machine(options.threads), "problem": name, "agreement": numbers,
+            **{words: values.tolist() for words, values in points.items()},
+            "slopes": {words: values.tolist() for words, values in slopes.items()}}  # fmt: skip
+
+
+def tell(points: dict[str, np.ndarray], slopes: dict[str, np.ndarray], last: str) -> None:
+    """The points that hold most of the squared change, and a few more."""
+    share, back, least, leverage = (points[words] for words in ("shares", "back", "least", "leverages"))
     order = np.argsort(-share)
     many = int(np.searchsorted(share[order].cumsum(), MOST)) + 1
-    leverage, last = posterior.leave_one_out().leverage.numpy(), list(found)[-1]
-    print(f"\n{many} points hold {share[order[:many]].sum():.0%} of the squared change; flagged by their leverage: "
-          f"{int((leverage[chosen] > 0.9).sum())} of {len(chosen)}, {int((leverage > 0.9).sum())} of all")  # fmt: skip
-    print(table(["point", "share of the squared change", "leverage", "comes back", "slope, refitted", f"slope, {last}"],
-                [[str(chosen[k]), f"{share[k]:.3f}", f"{leverage[chosen[k]]:.2f}", "yes" if back[k] else "no",
-                  f"{slopes['refitted'][k]:.2f}", f"{slopes[last][k]:.2f}"] for k in order[: many + 4]]))  # fmt: skip
-    return {"machine": machine(options.threads), "problem": name, "agreement": numbers, "points": chosen.tolist(),
-            "shares": share.tolist(), "leverages": leverage[chosen].tolist(), "back": back.tolist(),
-            "slopes": {words: values.tolist() for words, values in slopes.items()}}  # fmt: skip
+    print(f"\n{many} points hold {share[order[:many]].sum():.0%} of the squared change; {int((~back).sum())} of "
+          f"{len(back)} do not come back; flagged by their leverage {int((leverage > 0.9).sum())}; least eigenvalue "
+          f"negative at {int((least < 0).sum())}, {int((least[~back] < 0).sum())} of which do not come back")
+    head = ["point", "share of the squared change", "leverage", "least eigenvalue", "comes back", "slope, refitted"]
+    rows = [[str(points["points"][k]), f"{share[k]:.3f}", f"{leverage[k]:.2f}", f"{least[k]:.2g}",
+             "yes" if back[k] else "no", f"{slopes['refitted'][k]:.2f}", f"{slopes[last][k]:.2f}"]
+            for k in order[: many + 4]]  # fmt: skip
+    print(table([*head, f"slope, {last}"], rows))
+    if (least >= 0).any():
+        print(f"least eigenvalue of the others: {least[least >= 0].min():.2g} and more")
 
 
 if __name__ == "__main__":

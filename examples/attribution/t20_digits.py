@@ -3,7 +3,7 @@
     python examples/attribution/t20_digits.py --data DIR --out t20_digits
 
 A CNN of 4,587 parameters (two convolutions with tanh and average pooling, three linear layers) is trained to its MAP
-on 3,000 images of fours and nines with prior precision 10: Adam, then L-BFGS with the library's posterior for its metric.
+on 3,000 images of fours and nines with prior precision 10: Adam, then L-BFGS in the metric of the library's posterior.
 With ``--kinks`` it has ReLU and max pooling, as in the thesis; the objective's kinks then keep the gradient from
 vanishing, and the decomposition has a gap. DIR holds ``mnist.npz``, without it scikit-learn's digits are taken.
 Pictures:
