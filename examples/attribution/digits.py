@@ -5,7 +5,8 @@
 A small network (one hidden layer of 16 tanh units) is trained to a gradient below 1e-5, and again on random halves of
 its training data, from two seeds. Effects of removal from one posterior are then held against the loss at each test
 point, or the output (linear datamodeling score: Spearman's correlation over the halves, mean over test points). What
-happens without single points is in single_points.py. Nothing is tuned. Further rows relinearize: the network itself moves to the weights that the removal implies, and
+happens without single points is in single_points.py.
+Nothing is tuned. Further rows relinearize: the network itself moves to the weights that the removal implies, and
 Jacobians are taken anew there. Retraining is kept in the folder: an interrupted run goes on where it stood.
 """
 

@@ -107,7 +107,7 @@ class Objective:
                 optimizer.step()
             schedule.step()
 
-    def settle(self, rounds: int, iterations: int = 100) -> float:
+    def settle(self, rounds: int, iterations: int) -> float:
         """L-BFGS from here, in coordinates in which H = JᵀΛJ + δI is the identity; the length of the last gradient.
 
         H is the library's own, of the network as each round finds it. Where the objective is smooth it is nearly
@@ -213,7 +213,7 @@ def main() -> None:
     own = network(x.shape[-1], options.kinks)
     objective = Objective(own, x, y, precision)
     objective.adam(10 if options.small else 30)
-    length = objective.settle(rounds=3 if options.small else 12)
+    length = objective.settle(*(3, 60) if options.small else (12, 100))
     own.eval()
     trained = time.perf_counter()
     posterior = ntkl.laplace(own, (x, y), ntkl.Bernoulli(), ntkl.GaussianPrior(precision=precision))
