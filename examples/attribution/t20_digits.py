@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,17 @@ class Objective:
         return value.item(), nn.utils.parameters_to_vector(torch.autograd.grad(value, list(self.own.parameters())))
 
     def adam(self, epochs: int) -> None:
-        """Minibatches, the rate falling to zero."""
+        """Minibatches in single precision, the rate falling to zero."""
+        single = replace(self, own=self.own.float(), x=self.x.float(), y=self.y.float())
         optimizer = torch.optim.Adam(self.own.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
         for _ in range(epochs):
             for rows in torch.randperm(len(self.x)).split(100):
                 optimizer.zero_grad()
-                self.part(rows).backward()
+                single.part(rows).backward()
                 optimizer.step()
             schedule.step()
+        self.own.double()
 
     def settle(self, rounds: int, iterations: int) -> float:
         """L-BFGS from here, in coordinates in which H = JᵀΛJ + δI is the identity; the length of the last gradient.
@@ -212,7 +214,7 @@ def main() -> None:
     precision = PRECISION if x.shape[-1] == 28 else OF_THE_SMALL
     own = network(x.shape[-1], options.kinks)
     objective = Objective(own, x, y, precision)
-    objective.adam(10 if options.small else 30)
+    objective.adam(20 if options.small else 200)
     length = objective.settle(*(3, 60) if options.small else (12, 100))
     own.eval()
     trained = time.perf_counter()
