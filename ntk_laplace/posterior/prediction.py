@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
-from gpytorch.distributions import MultitaskMultivariateNormal
-from linear_operator.operators import DenseLinearOperator
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -20,6 +19,11 @@ from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.predictive import predictive, predictive_from_samples
 from ntk_laplace.resources import require_memory
+
+with warnings.catch_warnings():  # linear_operator scripts a function as it is imported, which newer torch warns of
+    warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
+    from gpytorch.distributions import MultitaskMultivariateNormal
+    from linear_operator.operators import DenseLinearOperator
 
 __all__ = ["PredictionVerbs"]
 
