@@ -168,9 +168,11 @@ def test_the_uci_script_and_the_library_agree(tmp_path: Path) -> None:
     assert "breast_cancer | diag-ef" in printed
 
 
-@pytest.mark.parametrize("unit_noise", [False, True])
+@pytest.mark.parametrize("squared_error", [None, 2.0])
 @pytest.mark.parametrize("structure", ["ggn", "ef", "kfac", "diag-ggn", "diag-ef"])
-def test_the_uci_program_has_the_gradients_of_its_evidence(structure: str, unit_noise: bool, monkeypatch) -> None:
+def test_the_uci_program_has_the_gradients_of_its_evidence(
+    structure: str, squared_error: float | None, monkeypatch
+) -> None:
     """Its γ and noise gradients are written out: against central differences."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "uci"))
     batched = importlib.import_module("_batched")
@@ -181,7 +183,7 @@ def test_the_uci_program_has_the_gradients_of_its_evidence(structure: str, unit_
     at = torch.randn(2, 5, generator=generator, dtype=torch.float64)
 
     def evidence(hyper: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return batched.evidence(problem, networks, parts, hyper[:, :4].clone(), hyper[:, 4].clone(), unit_noise)
+        return batched.evidence(problem, networks, parts, hyper[:, :4].clone(), hyper[:, 4].clone(), squared_error)
 
     _, by_precision, by_noise = evidence(at)
     for place, slope in enumerate([*by_precision.T, by_noise]):
@@ -191,13 +193,54 @@ def test_the_uci_program_has_the_gradients_of_its_evidence(structure: str, unit_
 
 
 def test_the_uci_protocol(tmp_path: Path) -> None:
-    printed = run("uci/protocol.py", tmp_path, "--epochs", "40", "--out", "out")
+    printed = run("uci/protocol.py", tmp_path, "--structures", "ef", "kfac",
+                  "--changes", "none", "minibatch", "fisher", "authors", "single", "held", "--out", "out")  # fmt: skip
     results = figures(tmp_path / "out" / "protocol.json")["results"]
-    base = results["as in uci.py"]
-    assert len(results) == 4 and all(len(found["nll"]) == len(found["last"]) == 2 for found in results.values())
-    for name in ("rate 0.01", "Fisher of the squared error / σ²"):
-        assert results[name]["nll"] != base["nll"], name
-    assert "diabetes, diag-ef, 2 splits, 40 epochs" in printed
+    assert set(results) == {"ef", "kfac"} and set(results["ef"]) - set(results["kfac"]) == {
+        "Fisher of the squared error / σ²"
+    }
+    for found in results.values():
+        base = found.pop("as in uci.py")
+        for name, other in found.items():
+            assert all(len(other[state][which]) == 2 for state in ("best", "last") for which in ("MAP", "Bayes"))
+            assert other["best"] != base["best"] and other["best"]["MAP"] != other["best"]["Bayes"], name
+    assert "diabetes, 2 splits, 40 epochs" in printed
+
+
+def test_the_uci_splits(tmp_path: Path) -> None:
+    printed = run("uci/splits.py", tmp_path, "--first", "2", "--out", "out")
+    found = figures(tmp_path / "out" / "splits.json")["results"]["diabetes"]
+    assert len(found) == 4 and all(30.0 < error < 90.0 for error in found)  # the responses' deviation is 77
+    assert f"{found[0]:.2f}, {found[1]:.2f}" in printed
+
+
+def test_the_bayesian_score_of_another_fisher(monkeypatch) -> None:
+    """V of c r²JᵀJ/σ², by the library's at scaled precisions: against dense algebra."""
+    for folder in ("uci", "structures", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / "examples" / folder))
+    batched, protocol = (importlib.import_module(name) for name in ("_batched", "protocol"))
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(1, 12, *shape, generator=generator, dtype=torch.float64) for shape in ((3,), ()))
+    problem = batched.Problem(x, y, classes=False)
+    networks, noise = batched.Networks(problem, 1), torch.tensor([-1.2], dtype=torch.float64)
+    precision = torch.tensor([[0.3, -0.4, 0.8, 0.1]], dtype=torch.float64)
+    tests = [(x[0, :5] + 0.3, y[0, :5], 2.5)]
+    found = protocol.scores(networks, [precision, noise], problem, "ef", 2.0, tests)
+    network = networks.one(0)
+    weights = dict(network.named_parameters())
+
+    def rows(at: torch.Tensor) -> torch.Tensor:
+        parts = torch.func.jacrev(lambda w: torch.func.functional_call(network, w, at).squeeze(-1))(weights)
+        return torch.cat([part.flatten(1) for part in parts.values()], 1).detach()
+
+    residual = y[0] - network(x[0]).squeeze(-1).detach()
+    scaled = rows(x[0]) * residual[:, None]
+    prior = torch.cat([delta.exp().expand(w.numel()) for delta, w in zip(precision[0], weights.values(), strict=True)])
+    hessian = 2.0 * scaled.T @ scaled / noise.exp() + prior.diag()
+    variance = (rows(tests[0][0]) @ torch.linalg.inv(hessian) * rows(tests[0][0])).sum(1) + noise.exp()
+    with torch.no_grad():
+        density = torch.distributions.Normal(network(tests[0][0]).squeeze(-1), variance.sqrt())
+    assert found["Bayes"][0] == pytest.approx(math.log(2.5) - density.log_prob(y[0, :5]).mean().item(), rel=1e-9)
 
 
 def test_the_toys_of_t20(tmp_path: Path) -> None:

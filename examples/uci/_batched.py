@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Protocol:
-    """What [I21] section 4.2 says, and two things that it leaves open.
+    """What [I21] section 4.2 says, and what it leaves open.
 
     Attributes
     ----------
@@ -47,15 +47,22 @@ class Protocol:
         Adam's, for weights and hyperparameters.
     minibatch : int or None
         Examples in a step of the weights; None for all.
-    unit_noise_fisher : bool
-        The empirical Fisher of the squared error, r²JᵀJ, times 1/σ², as some implementations have it. Gradients of the
-        log likelihood, r/σ², make it r²JᵀJ/σ⁴.
+    squared_error_fisher : float or None
+        The empirical Fisher of a squared error, r²JᵀJ, times this over σ², as some implementations have it: 1 for r²/2,
+        2 for half of the products of the gradients of r². None: gradients of the log likelihood, r/σ², make it
+        r²JᵀJ/σ⁴.
+    noise_speed : float
+        Times the rate, for log σ². Adam on log σ moves log σ² twice as fast.
+    single : bool
+        In float32.
     """
 
     epochs: int
     rate: float = 1e-3
     minibatch: int | None = None
-    unit_noise_fisher: bool = False
+    squared_error_fisher: float | None = None
+    noise_speed: float = 1.0
+    single: bool = False
 
 
 class Networks(nn.Module):
@@ -108,7 +115,9 @@ def log_likelihood(problem: Problem, f: Tensor, log_noise: Tensor) -> Tensor:
     return -0.5 * (residual / log_noise.exp() + count * (log_noise + torch.log(torch.tensor(2 * torch.pi))))
 
 
-def root(problem: Problem, f: Tensor, log_noise: Tensor, empirical: bool, unit_noise: bool = False) -> Tensor:
+def root(
+    problem: Problem, f: Tensor, log_noise: Tensor, empirical: bool, squared_error: float | None = None
+) -> Tensor:
     """s_n with Λ_n = s_n s_nᵀ, (M, N, C): of the GGN, or the gradients' own outer product, the empirical Fisher."""
     if problem.classes:
         p = f.softmax(-1)
@@ -118,7 +127,8 @@ def root(problem: Problem, f: Tensor, log_noise: Tensor, empirical: bool, unit_n
     noise = log_noise.exp()[:, None, None]
     if not empirical:
         return torch.ones_like(f) / noise.sqrt()
-    return (problem.y[..., None] - f) / (noise.sqrt() if unit_noise else noise)
+    residual = problem.y[..., None] - f
+    return residual / noise if squared_error is None else residual * (squared_error / noise).sqrt()
 
 
 @dataclass(frozen=True)
@@ -210,7 +220,7 @@ LOG_DETS: dict[str, Callable[[Sides, Tensor], tuple[Tensor, Tensor]]] = {
 
 def evidence(
     problem: Problem, networks: Networks, parts: dict[str, slice], log_precision: Tensor, log_noise: Tensor,
-    unit_noise: bool,
+    squared_error: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """log q(D), (M,), and its gradients in the log precisions, (M, 4), and in log σ², (M,)."""
     with torch.no_grad():
@@ -220,11 +230,11 @@ def evidence(
         for structure, part in parts.items():
             empirical = structure.endswith("ef")
             own = Problem(problem.x[part], problem.y[part], problem.classes)
-            s = root(own, f[part], log_noise[part], empirical, unit_noise)
+            s = root(own, f[part], log_noise[part], empirical, squared_error)
             b = (s @ networks.second_weight[part]) * (hidden[part] > 0)
             sides = Sides(b, problem.x[part], s, hidden[part])
             log_det[part], used[part] = LOG_DETS[structure](sides, precision[part])
-            power[part] = 2.0 if empirical and not unit_noise else 1.0  # Λ goes with σ^-4, or with σ^-2
+            power[part] = 2.0 if empirical and squared_error is None else 1.0  # Λ goes with σ^-4, or with σ^-2
         value = fits - 0.5 * (precision * squares).sum(1) - 0.5 * log_det  # [I21] Eq. 8
         by_precision = 0.5 * (used - precision * squares)
         if problem.classes:
@@ -261,12 +271,18 @@ def train_with_evidence(
     thousandth epoch.
     """
     count, n = problem.x.shape[:2]
-    log_precision = torch.zeros(count, 4, dtype=torch.float64)
-    log_noise = torch.zeros(count, dtype=torch.float64)
+    dtype = torch.float32 if protocol.single else torch.float64
+    networks.to(dtype)
+    if protocol.single:
+        problem = Problem(problem.x.float(), problem.y if problem.classes else problem.y.float(), problem.classes)
+    log_precision, log_noise = torch.zeros(count, 4, dtype=dtype), torch.zeros(count, dtype=dtype)
     weights = torch.optim.Adam(networks.parameters(), lr=protocol.rate)
-    hyper = torch.optim.Adam([log_precision, log_noise], lr=protocol.rate)
+    hyper = torch.optim.Adam(
+        [{"params": [log_precision]}, {"params": [log_noise], "lr": protocol.rate * protocol.noise_speed}],
+        lr=protocol.rate,
+    )
     now = [*networks.parameters(), log_precision, log_noise]
-    best = Best(torch.full((count,), -torch.inf, dtype=torch.float64), torch.zeros(count, dtype=torch.long),
+    best = Best(torch.full((count,), -torch.inf, dtype=dtype), torch.zeros(count, dtype=torch.long),
                 [tensor.detach().clone() for tensor in now], [tensor.detach() for tensor in now])  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for epoch in range(1, protocol.epochs + 1):
@@ -278,7 +294,7 @@ def train_with_evidence(
             (-joint.sum()).backward()  # the networks know nothing of each other
             weights.step()
         value, by_precision, by_noise = evidence(
-            problem, networks, parts, log_precision, log_noise, protocol.unit_noise_fisher
+            problem, networks, parts, log_precision, log_noise, protocol.squared_error_fisher
         )
         best.keep(value, epoch, now)
         log_precision.grad, log_noise.grad = -by_precision, -by_noise

@@ -77,9 +77,12 @@ def read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray, list[t
 
 
 def standardised(
-    name: str, folder: Path | None, splits: int, most: int | None
+    name: str, folder: Path | None, splits: int, most: int | None, responses: bool = True
 ) -> tuple[Problem, list[tuple[Tensor, Tensor, float]]]:
-    """Training data of all splits, and of each the test inputs, responses or labels, and the responses' spread."""
+    """Training data of all splits, and of each the test inputs, responses or labels, and the responses' spread.
+
+    Inputs are always standardized, responses unless they are asked for as they are.
+    """
     x, y, given = read(name, folder)
     classes = y.dtype.kind in "iu" and len(np.unique(y)) == 2
     y = y.reshape(len(x))
@@ -95,7 +98,7 @@ def standardised(
         train = train[:most]
         center, spread = x[train].mean(0), x[train].std(0)
         spread = np.where(spread > 0, spread, 1.0)
-        middle, scale = (0, 1) if classes else (y[train].mean(), y[train].std())
+        middle, scale = (y[train].mean(), y[train].std()) if responses and not classes else (0, 1)
         of_class = torch.long if classes else torch.float64
         xs.append(torch.as_tensor((x[train] - center) / spread))
         ys.append(torch.as_tensor((y[train] - middle) / scale).to(of_class))
