@@ -194,7 +194,7 @@ def test_the_uci_program_has_the_gradients_of_its_evidence(
 
 def test_the_uci_protocol(tmp_path: Path) -> None:
     printed = run("uci/protocol.py", tmp_path, "--structures", "ef", "kfac",
-                  "--changes", "none", "minibatch", "fisher", "authors", "single", "held", "--out", "out")  # fmt: skip
+                  "--changes", "none", "hyper", "fisher", "authors", "single", "held", "--out", "out")  # fmt: skip
     results = figures(tmp_path / "out" / "protocol.json")["results"]
     assert set(results) == {"ef", "kfac"} and set(results["ef"]) - set(results["kfac"]) == {
         "Fisher of the squared error / σ²"

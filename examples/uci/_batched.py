@@ -44,13 +44,15 @@ class Protocol:
     epochs : int
         With an evidence and a hyperparameter step after each: F = K = 1, B = 0.
     rate : float
-        Adam's, for weights and hyperparameters.
+        Adam's, for weights.
     minibatch : int or None
         Examples in a step of the weights; None for all.
     squared_error_fisher : float or None
         The empirical Fisher of a squared error, r²JᵀJ, times this over σ², as some implementations have it: 1 for r²/2,
         2 for half of the products of the gradients of r². None: gradients of the log likelihood, r/σ², make it
         r²JᵀJ/σ⁴.
+    hyper_rate : float or None
+        Adam's for hyperparameters; `rate` if None.
     noise_speed : float
         Times the rate, for log σ². Adam on log σ moves log σ² twice as fast.
     single : bool
@@ -61,6 +63,7 @@ class Protocol:
     rate: float = 1e-3
     minibatch: int | None = None
     squared_error_fisher: float | None = None
+    hyper_rate: float | None = None
     noise_speed: float = 1.0
     single: bool = False
 
@@ -277,9 +280,9 @@ def train_with_evidence(
         problem = Problem(problem.x.float(), problem.y if problem.classes else problem.y.float(), problem.classes)
     log_precision, log_noise = torch.zeros(count, 4, dtype=dtype), torch.zeros(count, dtype=dtype)
     weights = torch.optim.Adam(networks.parameters(), lr=protocol.rate)
+    rate = protocol.rate if protocol.hyper_rate is None else protocol.hyper_rate
     hyper = torch.optim.Adam(
-        [{"params": [log_precision]}, {"params": [log_noise], "lr": protocol.rate * protocol.noise_speed}],
-        lr=protocol.rate,
+        [{"params": [log_precision]}, {"params": [log_noise], "lr": rate * protocol.noise_speed}], lr=rate
     )
     now = [*networks.parameters(), log_precision, log_noise]
     best = Best(torch.full((count,), -torch.inf, dtype=dtype), torch.zeros(count, dtype=torch.long),

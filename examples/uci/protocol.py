@@ -5,7 +5,7 @@
 `uci.py` trains with full batches, Adam's default rate of 1e-3 for the weights, the log precisions and log σ², and the
 empirical Fisher of the likelihood. This script trains the networks of one data set with one of these changed at a time:
 * none: as `uci.py` has it;
-* minibatch, rate: minibatches of 64; ten times the rate;
+* minibatch, rate, hyper: minibatches of 64; ten times the rate for all, or for the hyperparameters alone;
 * sigma: Adam on log σ, as in the code that the authors published, which moves log σ² twice as fast;
 * fisher, halved: in regression with the structures "ef" and "diag-ef", the empirical Fisher of the squared error over
   σ², r²JᵀJ/σ²; or 2r²JᵀJ/σ², as in laplace-torch, which halves the products of the gradients of r²;
@@ -14,9 +14,9 @@ empirical Fisher of the likelihood. This script trains the networks of one data 
 * raw: as authors, with responses in their own units instead of standardized ones;
 * held: a tenth of the training data left out, as for a validation.
 It prints the negative test log likelihoods, in the original units, of the MAP and the Bayesian predictive at the state
-of highest evidence and of the MAP at the last, and the noise found, as mean ± standard error over the splits, with the
-paper's and the two errors' distance. It writes protocol.json, which it adds to: what is there already with the same
-splits and epochs is kept.
+of highest evidence and at the last, as mean ± standard error over the splits and, in brackets, the distance from the
+paper's in standard errors; and the noise of highest evidence. It writes protocol.json, which it adds to: what is there
+already with the same splits and epochs is kept.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("as in uci.py", {}),
     "minibatch": ("minibatches of 64", {"minibatch": 64}),
     "rate": ("rate 0.01", {"rate": 1e-2}),
+    "hyper": ("rate 0.01 for hyperparameters", {"hyper_rate": 1e-2}),
     "sigma": ("Adam on log σ", {"noise_speed": 2.0}),
     "fisher": ("Fisher of the squared error / σ²", {"squared_error_fisher": 1.0}),
     "halved": ("twice that Fisher", {"squared_error_fisher": 2.0}),
@@ -63,7 +64,7 @@ def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> 
         label, what = CHANGES[change]
         if change in ("fisher", "halved", "sigma") and not structure.endswith("ef"):
             continue  # nothing, or the same as "authors"
-        if classes and change not in ("none", "minibatch", "rate", "single", "held"):
+        if classes and change not in ("none", "minibatch", "rate", "hyper", "single", "held"):
             continue  # there is no σ
         found[label] = Protocol(epochs, **what)
     return found
@@ -136,23 +137,23 @@ def without_a_tenth(problem: Problem) -> Problem:
 
 
 def lines(name: str, structure: str, found: dict[str, Any]) -> list[list[str]]:
-    """A row for each protocol: scores, distances from the paper's in their standard errors, noise, epoch."""
+    """A row for each protocol: scores with their distances from the paper's, noise, epoch."""
     rows = []
     paper = PAPER.get(name, {}).get(structure)
     for label, own in found.items():
         cells = [structure, label]
-        for place, predictive in enumerate(("Bayes", "MAP")):
-            mean, error = mean_and_error(own["best"][predictive])
-            cells.append(f"{mean:.2f} ± {error:.2f}")
-            far = "" if paper is None else f"{(mean - paper[place][0]) / math.hypot(error, paper[place][1]):+.1f}"
-            cells.append(far)
-        last, wide = mean_and_error(own["last"]["MAP"])
+        for state in ("best", "last"):
+            for place, predictive in enumerate(("Bayes", "MAP")):
+                mean, error = mean_and_error(own[state][predictive])
+                cells.append(f"{mean:.2f} ± {error:.2f}")
+                if paper is not None:
+                    cells[-1] += f" ({(mean - paper[place][0]) / math.hypot(error, paper[place][1]):+.1f})"
         noise = torch.tensor(own["noise"]).median().item()
         epoch = torch.tensor(own["epoch"]).median().item()
-        rows.append([*cells, f"{last:.2f} ± {wide:.2f}", f"{noise:.2g}", str(epoch)])
+        rows.append([*cells, f"{noise:.2g}", str(epoch)])
     if paper is not None:
-        bayes, alone = (f"{mean:.2f} ± {error:.2f}" for mean, error in paper)
-        rows.append([structure, "[I21]", bayes, "", alone, "", "", "", ""])
+        scores_of_paper = [f"{mean:.2f} ± {error:.2f}" for mean, error in paper]
+        rows.append([structure, "[I21]", *scores_of_paper, "", "", "", ""])
     return rows
 
 
@@ -192,7 +193,7 @@ def main() -> None:
             shown[structure][label] = known[label]
             print(lines(name, structure, shown[structure]), file=sys.stderr, flush=True)
     print(f"{name}, {options.splits} splits, {options.epochs:,} epochs\n")
-    header = ["structure", "protocol", "Bayes", "distance", "MAP", "distance ", "MAP, last epoch", "σ²", "best epoch"]
+    header = ["structure", "protocol", "Bayes", "MAP", "Bayes, last epoch", "MAP, last epoch", "σ²", "best epoch"]
     print(table(header, [row for structure, found in shown.items() for row in lines(name, structure, found)]))
 
 
