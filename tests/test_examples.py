@@ -327,6 +327,12 @@ def test_the_fours_and_nines_of_t20(tmp_path: Path) -> None:
         assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_smooth_network_at_its_map_has_no_gap(tmp_path: Path) -> None:
+    run("attribution/t20_digits.py", tmp_path, "--smooth", "--out", "out")
+    found = figures(tmp_path / "out" / "t20_digits.json")
+    assert found["gradient"] < 0.01 and found["largest_gap"] < 0.1  # 1e-4 and 0.01; 0.15 and 72 with kinks
+
+
 def test_wrong_labels_are_found(tmp_path: Path) -> None:
     printed = run("attribution/mislabels.py", tmp_path, "--out", "out", "--evidence")
     found = figures(tmp_path / "out" / "mislabels-evidence.json")["found"]
