@@ -8,6 +8,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from networks.case import Lambda
+from ntk_laplace.meter import PeakMemory
 from reference import jacobian, relative_error
 from reference_structures import Block, Kronecker, Structured, parts_of
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
@@ -335,3 +336,22 @@ def test_all_non_zero_eigenvalues_are_as_good_as_all():
     ]
     assert relative_error(*found) < 1e-9
     assert relative_error(found[1], dense.block_exact(part)) > 1e-3
+
+
+def test_a_long_vocabulary_costs_inf_its_columns_alone():
+    """Of the table's side only the kept tokens are written: nothing is as large as a vocabulary squared."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Embedding(6000, 2), nn.Flatten(), nn.Linear(6, 2)).double()
+    data = torch.randint(6000, (40, 3)), torch.randint(2, (40,))
+    with PeakMemory(torch.device("cpu")) as memory:
+        posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure=ntkl.INF(rank=30))
+        posterior.sample(1)
+    assert posterior.parts[0].table and memory.bytes < 6000**2 * 8 / 4
+    short = nn.Sequential(nn.Embedding(120, 2), nn.Flatten(), nn.Linear(6, 2)).double()
+    tokens, numbers = data[0].unique(return_inverse=True)
+    with torch.no_grad():
+        short[0].weight[: len(tokens)] = network[0].weight[tokens]
+        short[2].weight.copy_(network[2].weight)
+        short[2].bias.copy_(network[2].bias)
+    same = ntkl.laplace(short, (numbers, data[1]), ntkl.Categorical(), structure=ntkl.INF(rank=30))
+    assert relative_error(posterior.log_det(), same.log_det()) < 1e-10

@@ -103,8 +103,11 @@ class LowRank:
 
 
 def _columns(side: Tensor | None, size: int, chosen: Tensor, like: Tensor) -> Tensor:
-    whole = torch.eye(size, dtype=like.dtype, device=like.device) if side is None else side[0]
-    return whole[:, chosen]
+    if side is not None:
+        return side[0][:, chosen]
+    unit = like.new_zeros(size, len(chosen))  # never the identity: a vocabulary is long
+    unit[chosen, torch.arange(len(chosen), device=like.device)] = 1.0
+    return unit
 
 
 class InfPart:
@@ -191,6 +194,8 @@ class InfPart:
     def _inner(self, kept: Tensor, weights: Tensor) -> Tensor:
         """Λ^½ Uᵀ diag(w) U Λ^½ for w (o, i), (L, L): [S20]'s V_sᵀV_s, never through U."""
         left, right = self.low.left, self.low.right
+        if self.part.table:  # unit vectors: no token but the chosen ones has a part in it
+            left, weights = left[self.low.rows], weights[self.low.rows]
         p, q = left.shape[1], right.shape[1]
         pairs = torch.einsum("op,or->opr", left, left).flatten(1)  # (o, p²)
         sides = weights.T @ pairs  # (i, p²)
