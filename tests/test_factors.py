@@ -425,6 +425,35 @@ def test_short_rows_are_made_at_once(short, monkeypatch):
     assert ({"one.weight", "two.weight"} <= made) == (short == 0) and "view" not in made
 
 
+@pytest.mark.parametrize("sizes", [(6, 5), (1, 6), (40,)])
+def test_a_rule_that_does_not_hold_is_left_out_of_the_next_plan(sizes, monkeypatch):
+    """A plan is believed until a batch disagrees; the one made then leaves that parameter, and no other, out."""
+
+    def doubled(use):
+        reader = rules._addmm(use)
+        return reader and rules.Reader(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.linear = nn.Parameter(torch.randn(4)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(torch.tanh(x * self.scale)).tanh()
+
+    torch.manual_seed(3)
+    network = Scaled().double()
+    monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
+    factors = FactorPass(Network(network), torch.float64)
+    for size in sizes:
+        x = torch.randn(size, 4).double()
+        found = factors.rows(x).dense(factors.network.shapes).transpose(0, 1)
+        assert relative_error(found, jacobian(network, x)) < 1e-12
+    (plan,) = factors._plans.values()
+    assert set(plan.unmatched) == {"linear.weight", "linear.bias"}
+    assert {use.name for use in plan.uses} == {"scale"}
+
+
 def test_norm_layers_do_not_count_towards_the_working_set():
     """Their rows are made one seed at a time, so that batches stay large."""
     def counted(layer: nn.Module) -> tuple[int, int]:
