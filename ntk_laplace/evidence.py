@@ -294,7 +294,7 @@ def log_det(
         Gives ∂ log det B/∂Λ_n, (N, C, C), V at the training points if the curvature is exact; called by the backward
         pass alone.
     """
-    kept = isinstance(points, TrainingPoints) and curvature.homogeneous
+    kept = not isinstance(points, ForgottenPoints) and curvature.homogeneous
     scale = root.log_scale(likelihood) if kept else None
     if scale is not None:
         return _LogDet.apply(prior.log_precision, scale, curvature, None)

@@ -1,12 +1,13 @@
 """Curvature: the posterior's algebra, in function space and in weight space, behind the same verbs."""
 
+from ntk_laplace.curvature.changed import ChangedWeightSpace
 from ntk_laplace.curvature.forms import EKFAC, FORMS, INF, KFAC, Diagonal, Form, Frame
 from ntk_laplace.curvature.full import FullWeightSpace, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpace, prior_variances
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.parts import Part, find_parts
 from ntk_laplace.curvature.roots import CURVATURES, Root
-from ntk_laplace.curvature.structured import StructuredWeightSpace
+from ntk_laplace.curvature.structured import StructuredWeightSpace, group_numbers
 from ntk_laplace.curvature.summary import Products, Summary
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "FORMS",
     "INF",
     "KFAC",
+    "ChangedWeightSpace",
     "Diagonal",
     "Form",
     "Frame",
@@ -28,5 +30,6 @@ __all__ = [
     "Summary",
     "accumulate_ggn",
     "find_parts",
+    "group_numbers",
     "prior_variances",
 ]

@@ -6,7 +6,15 @@ from ntk_laplace.explain.quantity import SPREADS
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked
 from ntk_laplace.explain.ranking import Ranking, effects, rank
 from ntk_laplace.explain.together import JointRemoval
-from ntk_laplace.explain.what_if import Indices, positions, relabeled, reweighted, stepped
+from ntk_laplace.explain.what_if import (
+    Indices,
+    positions,
+    relabeled,
+    require_steps,
+    reweighted,
+    stepped,
+    stepped_once,
+)
 
 __all__ = [
     "HIGH_LEVERAGE",
@@ -24,6 +32,8 @@ __all__ = [
     "positions",
     "rank",
     "relabeled",
+    "require_steps",
     "reweighted",
     "stepped",
+    "stepped_once",
 ]

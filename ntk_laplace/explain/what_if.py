@@ -10,22 +10,37 @@ those after the change, the model's weights minimize
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpace
-from ntk_laplace.errors import DataError, HyperparameterError, NumericalError, TargetError
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    NTKLaplaceWarning,
+    NumericalError,
+    TargetError,
+    is_whole,
+)
 from ntk_laplace.evidence import TrainingPoints
-from ntk_laplace.factors import Rows
-from ntk_laplace.structures import FunctionSpaceStructure, Trained
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE
+from ntk_laplace.structures import (
+    ChangedStructure,
+    FullStructure,
+    FunctionSpaceStructure,
+    StructuredStructure,
+    Trained,
+)
 
-__all__ = ["Indices", "positions", "relabeled", "reweighted", "stepped"]
+__all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted", "stepped", "stepped_once"]
 
 Indices = int | Sequence[int] | Tensor
 """Training points: their numbers from 0, or a mask of all of them."""
+
+Exact = FunctionSpaceStructure | FullStructure
 
 _MOST = 100  # Newton steps on the way to the optimum
 _HALVINGS = 40
@@ -114,25 +129,38 @@ def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: obje
     return replace(points, targets=targets)
 
 
+def require_steps(steps: int | None) -> None:
+    """Check a number of Newton steps.
+
+    Raises
+    ------
+    HyperparameterError
+        If it is neither a whole number of at least 1 nor None.
+    """
+    if steps is not None and not is_whole(steps, 1):
+        raise HyperparameterError("steps of at least 1, or None for the optimum", f"{steps!r}",
+                                  "Use steps=1 for one Newton step.")
+
+
 def stepped(
-    trained: Trained, structure: FunctionSpaceStructure, rows: Rows, points: TrainingPoints, steps: int | None
-) -> tuple[Trained, FunctionSpaceStructure]:
+    trained: Trained, structure: Exact, points: TrainingPoints, more: Exact | None, steps: int | None
+) -> tuple[Trained, Exact]:
     """Newton steps of the linearized model to changed training points.
 
     Parameters
     ----------
-    structure : FunctionSpaceStructure
+    structure : FunctionSpaceStructure or FullStructure
         Of the points as they were.
-    rows : Rows
-        Of J at all points, those that were added included.
     points : TrainingPoints
         As they are now, their outputs `f` not moved yet.
+    more : structure, optional
+        Of the last of them, those that were added.
     steps : int or None
         So many full Newton steps; None goes on to the optimum, with steps halved where the objective would rise.
 
     Returns
     -------
-    Trained, FunctionSpaceStructure
+    Trained, structure
         The model moved, and its points with the outputs there. Their curvature is that of the last step's start, as
         the closed forms of one step have it; at the optimum it is the optimum's.
 
@@ -141,11 +169,8 @@ def stepped(
     NumericalError
         If the optimum is not reached.
     """
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-        raise HyperparameterError("steps of at least 1, or None for the optimum", f"{steps!r}",
-                                  "Use steps=1 for one Newton step.")
     base = structure.points if structure.base is None else structure.base
-    problem = _Tilted(trained, rows, points, base)
+    problem = _Tilted(trained, structure.changed(trained, points, more), points, base)
     with torch.no_grad():
         at = _Place(trained.theta.new_zeros(len(trained.theta)) if trained.move is None else trained.move, points.f)
         for _ in range(_MOST if steps is None else steps):
@@ -163,7 +188,44 @@ def stepped(
                 raise NumericalError(f"the linearized model's optimum within {_MOST} Newton steps",
                                      f"a Newton decrement of {decrement:.2g}", "Use steps=1, or a larger precision.")
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
-    return replace(trained, move=at.move), structure.changed(rows, moved)
+    return replace(trained, move=at.move), structure.changed(trained, moved, more)
+
+
+def stepped_once(
+    trained: Trained, structure: StructuredStructure | ChangedStructure, still: TrainingPoints,
+    more: FunctionSpaceStructure | None,
+) -> tuple[Trained, ChangedStructure]:  # fmt: skip
+    """One joint Newton step of a structured posterior to changed training points.
+
+    In the function space of those that changed, with the structure's own V = J_G H⁻¹ J_Gᵀ in place of the exact one:
+    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G.
+
+    Parameters
+    ----------
+    still : TrainingPoints
+        All points as they are now, outputs at the trained weights.
+    more : FunctionSpaceStructure, optional
+        Of the last of them, those that were added.
+
+    Raises
+    ------
+    NumericalError, MemoryBudgetError
+        If the structure holds less of the points than what is taken out, or they are too many.
+    """
+    start = replace(trained, move=None)
+    if isinstance(structure, ChangedStructure):
+        changed = structure.changed(start, still, more)
+    else:
+        changed = ChangedStructure(start, structure, still, () if more is None else (more,))
+    move = changed.step(start)
+    held = getattr(changed.curvature(start), "held", 0.0)
+    if held > HIGH_LEVERAGE:
+        warnings.warn(
+            f"the points that leave hold a leverage of {held:.3g} of this approximate curvature, above "
+            f"{HIGH_LEVERAGE}: what it says without them is an extrapolation",
+            NTKLaplaceWarning, stacklevel=4,
+        )  # fmt: skip
+    return replace(trained, move=move), changed
 
 
 @dataclass(frozen=True)
@@ -180,14 +242,13 @@ class _Place:
 class _Tilted:
     """The objective of the changed points, tilted so that θ* is optimal for the points as they were."""
 
-    def __init__(self, trained: Trained, rows: Rows, points: TrainingPoints, base: TrainingPoints) -> None:
-        self.trained, self.rows, self.points = trained, rows, points
+    def __init__(self, trained: Trained, structure: Exact, points: TrainingPoints, base: TrainingPoints) -> None:
+        self.trained, self.structure, self.points = trained, structure, points
         with torch.no_grad():
             held = base.residual(trained.likelihood)
             self.precision = trained.prior.flat_precision().to(trained.theta)
         self.held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
         self.start = torch.cat([base.f, points.f[len(base.f) :]])
-        self.active = (points.counts > 0).nonzero().squeeze(1)
 
     def value(self, at: _Place) -> float:
         """The objective, in nats."""
@@ -197,16 +258,12 @@ class _Tilted:
 
     def direction(self, at: _Place) -> tuple[tuple[Tensor, Tensor], float]:
         """H⁻¹g in weights and in outputs, and the decrement gᵀH⁻¹g."""
-        trained, network = self.trained, self.trained.network
+        trained, structure = self.trained, self.structure
         here = replace(self.points, f=at.f, expanded=None)
         pull = here.residual(trained.likelihood) - self.held
-        gradient = self.precision * at.move - self.rows.vjp(pull, network.shapes)
-        root = here.root(trained.root, trained.likelihood)
-        everything = len(self.active) == len(root)
-        rows = self.rows if everything else self.rows.part(self.active)
-        space = FunctionSpace(rows, root if everything else root[self.active], trained.prior, network.shapes)
-        step = space.newton(gradient)
-        return (step, self.rows.jvp(network.unflatten(step))), float(gradient @ step)
+        gradient = self.precision * at.move - structure.backproject(trained, pull)
+        step = structure.newton_at(trained, here, gradient)
+        return (step, structure.push(trained, step)), float(gradient @ step)
 
     def search(self, at: _Place, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[_Place, float]:
         """The full step, or the largest of its halves that makes the objective fall."""

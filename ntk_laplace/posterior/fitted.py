@@ -254,11 +254,3 @@ class Fitted:
     def _rows(self, x: Inputs) -> Rows:
         rows = self._trained.factors.rows(self._on_device(as_tensors(x)))
         return rows if self._trained.move is None else replace(rows, f=self._trained.outputs(rows))
-
-    def _require_rows(self, verb: str) -> Any:
-        """The structure, if it keeps the training points' rows under the exact curvature."""
-        if self.structure != "gp" or self._trained.root.curvature != "ggn":
-            raise UnsupportedError(f'structure="gp" and curvature="ggn" for {verb}',
-                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
-                                   'Fit with ntk_laplace.laplace(..., structure="gp").')
-        return self._structure

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.data import Batches, Inputs
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import TrainingPoints
-from ntk_laplace.explain import Indices, positions, relabeled, reweighted, stepped
-from ntk_laplace.factors import Rows
+from ntk_laplace.explain import Indices, positions, relabeled, require_steps, reweighted, stepped, stepped_once
 from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.structures import ChangedStructure, FullStructure, FunctionSpaceStructure
 
 __all__ = ["WhatIfVerbs"]
 
@@ -72,9 +74,8 @@ class WhatIfVerbs(Fitted):
         HyperparameterError
             If a weight is negative or not finite.
         """
-        structure = self._require_rows("what if")
         chosen = positions(indices, self.num_examples)
-        return self._moved(structure.rows, reweighted(structure.points, chosen, weights), steps)
+        return self._moved(reweighted(self._points(), chosen, weights), steps)
 
     def relabel(self, indices: Indices, y: Any, steps: int | None = 1) -> WhatIfVerbs:
         """Posterior in which some training points have other targets.
@@ -99,9 +100,8 @@ class WhatIfVerbs(Fitted):
         TargetError
             If a target does not fit the likelihood.
         """
-        structure = self._require_rows("what if")
         chosen = positions(indices, self.num_examples)
-        return self._moved(structure.rows, relabeled(self._trained, structure.points, chosen, y), steps)
+        return self._moved(relabeled(self._trained, self._points(), chosen, y), steps)
 
     def add(self, x: Inputs, y: Any, steps: int | None = 1) -> WhatIfVerbs:
         """Posterior given new training points as well, whose pull on the mean is followed, unlike in `condition`.
@@ -125,14 +125,32 @@ class WhatIfVerbs(Fitted):
         DataError, TargetError, UnsupportedError
             If inputs and targets do not fit the network and the likelihood.
         """
-        structure, trained = self._require_rows("what if"), self._trained
+        if self._trained.root.curvature == "mc":
+            raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", labels drawn at the fit',
+                                   "Fit with one of the two; the other changes are there.")
+        trained = self._trained if self.structure in ("gp", "full") else replace(self._trained, move=None)
         batches = Batches((x, y), trained.settings.batch_size, trained.network.device, trained.network.dtype)
         with torch.inference_mode(False):
-            new = structure.another(trained, batches)
-            points = structure.points.joined(trained.likelihood, new.points)
-            return self._moved(Rows.concatenate([structure.rows, new.rows]), points, steps)
+            read = FullStructure if self.structure == "full" else FunctionSpaceStructure
+            more = read(trained, batches)
+            return self._moved(self._points().joined(trained.likelihood, more.points), steps, more)
 
-    def _moved(self, rows: Rows, points: TrainingPoints, steps: int | None) -> WhatIfVerbs:
+    def _points(self) -> TrainingPoints:
+        """The points to change: where the next step starts."""
+        structure = self._structure
+        return structure.still if isinstance(structure, ChangedStructure) else structure.points
+
+    def _moved(self, points: TrainingPoints, steps: int | None, more: Any = None) -> WhatIfVerbs:
+        require_steps(steps)
+        exact = self.structure in ("gp", "full")
+        if steps != 1 and not (exact and self._trained.root.curvature == "ggn"):
+            raise UnsupportedError(
+                f'steps=1 for structure={self.structure!r} and curvature={self._trained.root.curvature!r}',
+                f"steps={steps}", 'Fit with structure="gp" (or "full") and curvature="ggn" for more of them.',
+            )  # fmt: skip
         with torch.inference_mode(False):
-            trained, structure = stepped(self._trained, self._structure, rows, points, steps)
+            if exact:
+                trained, structure = stepped(self._trained, self._structure, points, more, steps)
+            else:
+                trained, structure = stepped_once(self._trained, self._structure, points, more)
         return type(self)(trained, structure, self.reason)

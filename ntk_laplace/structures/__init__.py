@@ -3,6 +3,7 @@
 from ntk_laplace.curvature import FORMS
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.base import Settings, Structure, Trained
+from ntk_laplace.structures.changed import ChangedStructure, rows_of
 from ntk_laplace.structures.full import FullStructure
 from ntk_laplace.structures.gp import FunctionSpaceStructure
 from ntk_laplace.structures.records import resumed, write
@@ -17,6 +18,7 @@ RESTORE = {
 __all__ = [
     "RESTORE",
     "Accumulation",
+    "ChangedStructure",
     "FullStructure",
     "FunctionSpaceStructure",
     "Settings",
@@ -25,5 +27,6 @@ __all__ = [
     "Trained",
     "posterior_record",
     "resumed",
+    "rows_of",
     "write",
 ]

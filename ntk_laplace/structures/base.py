@@ -19,7 +19,7 @@ from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["ExactStructure", "Settings", "Structure", "Trained"]
+__all__ = ["ExactStructure", "Settings", "Structure", "Trained", "require_unchanged"]
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,43 @@ class Structure(Protocol):
         """Move what is kept."""
 
 
+def require_unchanged(base: TrainingPoints | None) -> None:
+    """Refuse to write down a what-if; `base` are the points before it, if there was one.
+
+    Raises
+    ------
+    UnsupportedError
+        If there was.
+    """
+    if base is not None:
+        raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
+                               "Save the original, and ask what if again after loading it.")
+
+
 class ExactStructure:
-    """What function space and the whole weight space do alike: H is P0 + JᵀΛJ itself."""
+    """What function space and the whole weight space do alike: H is P0 + JᵀΛJ itself.
+
+    Attributes
+    ----------
+    points : TrainingPoints
+    base : TrainingPoints or None
+        The points the network was trained on, if a what-if has changed them since.
+    """
+
+    points: TrainingPoints | ForgottenPoints
+    base: TrainingPoints | None = None
+
+    def _merged_base(self, trained: Trained, other: ExactStructure) -> TrainingPoints | None:
+        """After a what-if too, new points leave the weights where they are: all of their pull is held."""
+        if self.base is None:
+            return None
+        added = self.points.part(slice(self.base.num_examples, None))
+        added = replace(added, weights=added.f.new_zeros(len(added.f)))  # of those that a what-if added, nothing is
+        return self.base.joined(trained.likelihood, added).joined(trained.likelihood, other.points)
+
+    def _base_at(self, index: Tensor) -> TrainingPoints | None:
+        """Of some points; those that were added come last, and belong to no base."""
+        return None if self.base is None else self.base.part(index[index < self.base.num_examples])
 
     def newton_step(self, trained: Trained, curvature: Curvature, gradient: Tensor) -> NewtonStep:
         """z = H⁻¹g and J z."""

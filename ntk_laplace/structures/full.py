@@ -19,7 +19,7 @@ from ntk_laplace.evidence import Curvature, ForgottenPoints, TrainingPoints, pre
 from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures.base import ExactStructure, Trained
+from ntk_laplace.structures.base import ExactStructure, Trained, require_unchanged
 from ntk_laplace.structures.reading import backproject, common_factor, push, read_batches, read_rows, selected
 
 __all__ = ["FullStructure"]
@@ -52,19 +52,22 @@ class FullStructure(ExactStructure):
         for x, y in read_batches(trained, batches, "outputs"):
             f.append(trained.network.without_grad(x, sum(map(len, f))).to(trained.factors.dtype))
             targets.append(y)
-        self.points = TrainingPoints.checked(trained.likelihood, torch.cat(f), targets)
+        f = torch.cat(f)
+        if trained.move is not None:
+            f = f + push(trained, batches, trained.move, self._most(trained, trained.network.num_outputs))
+        self.points = TrainingPoints.checked(trained.likelihood, f, targets)
         self._ggn: Tensor | None = None
         self._likelihood: Likelihood | None = None  # as it was when JᵀΛJ was summed
 
     def curvature(self, trained: Trained) -> FullWeightSpace:
         """Factor H at the present hyperparameters."""
-        if self._ggn is None:
-            self._ggn, self._likelihood = self._accumulate(trained), copy.deepcopy(trained.likelihood)
         self._follow(trained)
         return FullWeightSpace(self._ggn, trained.prior, trained.network.shapes, trained.theta)
 
     def _follow(self, trained: Trained) -> None:
         """Bring JᵀΛJ to the likelihood's present hyperparameters."""
+        if self._ggn is None:
+            self._ggn, self._likelihood = self._accumulate(trained), copy.deepcopy(trained.likelihood)
         if unmoved(present_values(self._likelihood), trained.likelihood):
             return
         known = isinstance(self.points, TrainingPoints)
@@ -74,8 +77,7 @@ class FullStructure(ExactStructure):
 
     def _accumulate(self, trained: Trained) -> Tensor:
         p = trained.network.num_parameters
-        points = self.points
-        root = trained.root.root(trained.likelihood, points.f, points.targets).detach()
+        root = self.points.root(trained.root, trained.likelihood).detach()
         ggn = root.new_zeros(p, p)
         for rows in read_rows(trained, self._batches, root, self._most(trained, root.shape[2]), "curvature"):
             accumulate_ggn(ggn, rows, trained.network.shapes)
@@ -103,16 +105,57 @@ class FullStructure(ExactStructure):
     def merged(self, trained: Trained, other: FullStructure) -> FullStructure:
         """JᵀΛJ of both data sets."""
         for one in (self, other):
-            one.curvature(trained)  # at the same hyperparameters
+            one._follow(trained)  # to the same hyperparameters
         total = copy.copy(self)
         total._ggn = self._ggn + other._ggn
         total._batches = Joined([self._batches, other._batches])
         total.points = self.points.joined(trained.likelihood, other.points)
+        total.base = self._merged_base(trained, other)
         return total
+
+    def changed(
+        self, trained: Trained, points: TrainingPoints, more: FullStructure | None = None
+    ) -> FullStructure:
+        """The same model of other points, the last of them those of `more`; what the network saw stays known."""
+        self._follow(trained)
+        other = copy.copy(self)
+        other.points = points
+        other.base = self.points if self.base is None else self.base
+        if more is not None:
+            other._batches = Joined([self._batches, more._batches])
+        other._ggn = self._downdated(trained, other)
+        return other
+
+    def _downdated(self, trained: Trained, other: FullStructure) -> Tensor | None:
+        """JᵀΛJ of the other points from those whose Λ has changed; None if that is the better part of them."""
+        root, before = (points.root(trained.root, trained.likelihood) for points in (other.points, self.points))
+        own = torch.cat([before, before.new_zeros(len(root) - len(before), *before.shape[1:])])
+        moved = (root != own).flatten(1).any(1).nonzero().squeeze(1)
+        if 2 * len(moved) > len(root):
+            return None
+        ggn = self._ggn.clone()
+        if len(moved) == 0:
+            return ggn
+        gone = torch.zeros_like(ggn)
+        batches = selected(other._batches, moved, len(root))
+        most = self._most(trained, trained.network.num_outputs)
+        start = 0
+        for rows in read_rows(trained, batches, None, most, "curvature"):
+            here = moved[start : start + rows.num_examples]
+            accumulate_ggn(ggn, rows.weighted(root[here]), trained.network.shapes)
+            accumulate_ggn(gone, rows.weighted(own[here]), trained.network.shapes)
+            start += rows.num_examples
+        return ggn.sub_(gone)
+
+    def newton_at(self, trained: Trained, points: TrainingPoints, gradient: Tensor) -> Tensor:
+        """H⁻¹g with the curvature of these points, (P,)."""
+        return self.changed(trained, points).curvature(trained).newton(gradient)
 
     def part(self, trained: Trained, index: Tensor) -> FullStructure:
         """JᵀΛJ of those, from another pass."""
-        return FullStructure(trained, selected(self._batches, index, self.points.num_examples))
+        some = FullStructure(trained, selected(self._batches, index, self.points.num_examples))
+        some.points, some.base = self.points.part(index), self._base_at(index)
+        return some
 
     def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
         """From another pass."""
@@ -122,7 +165,8 @@ class FullStructure(ExactStructure):
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """JᵀΛJ at the present likelihood, its lower triangle."""
-        self.curvature(trained)
+        require_unchanged(self.base)
+        self._follow(trained)
         return {"ggn": self._ggn}
 
     @classmethod
@@ -138,6 +182,7 @@ class FullStructure(ExactStructure):
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move JᵀΛJ, and where batches go."""
         self._batches.device, self.points = device, self.points.to(device, dtype)
+        self.base = None if self.base is None else self.base.to(device, dtype)
         self._ggn = None if self._ggn is None else self._ggn.to(device, dtype)
         if self._likelihood is not None:
             self._likelihood.to(device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, TrainingPoints
 from ntk_laplace.factors import Rows, rows_from, rows_record
 from ntk_laplace.resources import format_bytes, require_memory
-from ntk_laplace.structures.base import ExactStructure, Trained
+from ntk_laplace.structures.base import ExactStructure, Trained, require_unchanged
 from ntk_laplace.structures.reading import read_batches
 
 __all__ = ["FunctionSpaceStructure"]
@@ -35,12 +34,9 @@ class FunctionSpaceStructure(ExactStructure):
     ----------
     rows : Rows
         Of J at the training points.
-    base : TrainingPoints or None
-        The points the network was trained on, if a what-if has changed them since.
     """
 
     name = "gp"
-    base: TrainingPoints | None = None
 
     def __init__(self, trained: Trained, batches: Batches) -> None:
         parts: list[Rows] = []
@@ -95,26 +91,34 @@ class FunctionSpaceStructure(ExactStructure):
         total = copy.copy(self)
         total.rows = Rows.concatenate([self.rows, other.rows])
         total.points = self.points.joined(trained.likelihood, other.points)
-        if self.base is not None:  # after a what-if too, new points leave the weights where they are: held
-            added = self.points.part(slice(self.base.num_examples, None))
-            added = replace(added, weights=added.f.new_zeros(len(added.f)))  # nothing of theirs is
-            total.base = self.base.joined(trained.likelihood, added).joined(trained.likelihood, other.points)
+        total.base = self._merged_base(trained, other)
         total._require_memory(trained, total.rows.num_examples, None)
         return total
 
-    def changed(self, rows: Rows, points: TrainingPoints) -> FunctionSpaceStructure:
-        """The same model of other points, over rows that are there already; what the network saw stays known."""
+    def changed(
+        self, trained: Trained, points: TrainingPoints, more: FunctionSpaceStructure | None = None
+    ) -> FunctionSpaceStructure:
+        """The same model of other points, the last of them those of `more`; what the network saw stays known."""
         other = copy.copy(self)
-        other.rows, other.points = rows, points
+        other.rows = self.rows if more is None else Rows.concatenate([self.rows, more.rows])
+        other.points = points
         other.base = self.points if self.base is None else self.base
         return other
+
+    def newton_at(self, trained: Trained, points: TrainingPoints, gradient: Tensor) -> Tensor:
+        """H⁻¹g with the curvature of these points, (P,); points that count for nothing take no part."""
+        root = points.root(trained.root, trained.likelihood)
+        active = (points.counts > 0).nonzero().squeeze(1)
+        everything = len(active) == len(root)
+        rows = self.rows if everything else self.rows.part(active)
+        root = root if everything else root[active]
+        return FunctionSpace(rows, root, trained.prior, trained.network.shapes).newton(gradient)
 
     def part(self, trained: Trained, index: Tensor) -> FunctionSpaceStructure:
         """Their rows; no new pass."""
         some = copy.copy(self)
         some.rows, some.points = self.rows.part(index), self.points.part(index)
-        if self.base is not None:  # points that were added come last, and belong to no base
-            some.base = self.base.part(index[index < self.base.num_examples])
+        some.base = self._base_at(index)
         return some
 
     def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
@@ -123,11 +127,7 @@ class FunctionSpaceStructure(ExactStructure):
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """The rows."""
-        if self.base is not None:
-            raise UnsupportedError(
-                "a posterior of the data it was fitted to, to save", "one that a what-if changed",
-                "Save the original, and ask what if again after loading it.",
-            )  # fmt: skip
+        require_unchanged(self.base)
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",

@@ -183,6 +183,12 @@ class StructuredStructure:
         total._settle(trained)
         return total
 
+    def copied(self) -> StructuredStructure:
+        """The same, to be moved elsewhere while this one stays."""
+        other = copy.copy(self)
+        other._accumulated, other._likelihood = self._accumulated.copy(), copy.deepcopy(self._likelihood)
+        return other
+
     # --- checkpoints
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:

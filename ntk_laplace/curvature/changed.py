@@ -1,0 +1,217 @@
+"""Weight space with a few points more, less or otherwise: H' = H + (TᵀJ)ᵀ D TᵀJ, D = ±1, in the points' function space.
+
+By the Woodbury identity H'⁻¹ = H⁻¹ - H⁻¹(TᵀJ)ᵀ (D + K)⁻¹ TᵀJ H⁻¹ with K = TᵀJ H⁻¹ JᵀT, a matrix over the points that
+change alone; H itself, whatever it is made of, stays. With K = L Lᵀ and A = I + LᵀDL, whose eigenvalues are those of
+H^-½ H' H^-½ that are not 1,
+
+    (D + K)⁻¹ = D - D L A⁻¹ LᵀD,    log det H' = log det H + log det A.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.structured import Toward
+from ntk_laplace.errors import NumericalError, UnsupportedError
+from ntk_laplace.factors import Rows
+from ntk_laplace.linalg import symmetric_root
+from ntk_laplace.resources import require_memory
+
+__all__ = ["ChangedWeightSpace", "WeightSpace"]
+
+_PANEL = 192 * 2**20  # bytes of cross-covariances held at a time
+
+
+class WeightSpace(Protocol):
+    """What is asked of the curvature that changes: the verbs of `FullWeightSpace` and `StructuredWeightSpace`."""
+
+    homogeneous: bool
+    shapes: dict[str, torch.Size]
+    theta: Tensor
+    precision: Tensor
+
+    def logdet(self) -> Tensor:
+        """log det B."""
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g, (G,)."""
+
+    def newton(self, gradient: Tensor) -> Tensor:
+        """H⁻¹ g, (P,)."""
+
+    def moments(self, rows: Rows) -> Tensor:
+        """Blocks of V, (n, C, C)."""
+
+    def covariance(self, rows: Rows) -> Tensor:
+        """V, joint."""
+
+    def toward(self, rows: Rows) -> Toward:
+        """V between rows that come later and these, of one seed."""
+
+    def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws, (count, P)."""
+
+
+class ChangedWeightSpace:
+    """Factorization of H' for one setting of the hyperparameters.
+
+    Parameters
+    ----------
+    base : WeightSpace
+        H.
+    rows : Rows
+        Of TᵀJ at m points, R seeds.
+    signs : Tensor, (m, R)
+        The diagonal of D: 1 where curvature is added, -1 where it is taken out.
+    groups : Tensor, (P,)
+        Prior group of each parameter.
+    budget : int, optional
+        Bytes that may be taken.
+
+    Raises
+    ------
+    NumericalError
+        If H' is not positive definite: H holds less of the points than what is to be taken out.
+    MemoryBudgetError
+        If the points are too many.
+    """
+
+    def __init__(
+        self, base: WeightSpace, rows: Rows, signs: Tensor, groups: Tensor, budget: int | None = None
+    ) -> None:
+        self.base, self.rows, self.theta = base, rows, base.theta
+        self.homogeneous, self.shapes, self.precision = base.homogeneous, base.shapes, base.precision
+        self._groups = groups
+        self._require_memory(budget)
+        self._signs = signs.flatten().to(rows.f)
+        kernel = self._cross(rows).transpose(0, 1).flatten(0, 1)  # K, (m R, m R)
+        self._root = symmetric_root(0.5 * (kernel + kernel.mT))
+        scaled = self._signs.unsqueeze(1) * self._root  # D L
+        self._values, self._vectors = torch.linalg.eigh(self._root.mT @ scaled + torch.eye(len(kernel)).to(kernel))
+        if not bool((self._values > 0).all()):
+            raise NumericalError(
+                "a posterior that holds the whole of the points that are to leave, to take them out of",
+                f"{self.held:.3g} times as much in them as it holds in all",
+                'Change fewer points at a time, or use an exact structure ("gp" or "full").',
+            )
+        self._scaled = scaled
+        half = scaled @ (self._vectors * self._values.rsqrt())
+        self._inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹
+
+    @property
+    def held(self) -> float:
+        """How much of H, in the direction where it is most, is taken out: a leverage, below 1."""
+        return float(1.0 - self._values.min())
+
+    def _require_memory(self, budget: int | None) -> None:
+        """Refuse before H⁻¹JᵀT is made, or what stands for it."""
+        r, m = self.rows.num_seeds, self.rows.num_examples
+        one = self.base.toward(self._seed(self.rows.part(slice(0, 1)), 0)).numbers
+        require_memory(
+            (one * m * r + 4 * (m * r) ** 2) * self.rows.f.element_size(), self.rows.f.device,
+            f"{m:,} points that change ({m * r:,} rows)", "Change fewer points at a time.", budget,
+        )  # fmt: skip
+
+    @staticmethod
+    def _seed(rows: Rows, seed: int) -> Rows:
+        chosen = rows.f.new_zeros(rows.num_examples, rows.num_seeds, 1)
+        chosen[:, seed] = 1.0
+        return rows.weighted(chosen)
+
+    @cached_property
+    def _toward(self) -> list[Toward]:
+        return [self.base.toward(self._seed(self.rows, seed)) for seed in range(self.rows.num_seeds)]
+
+    def _cross(self, rows: Rows) -> Tensor:
+        """J H⁻¹ JᵀT, (K, n, m R)."""
+        return torch.stack([toward.products(rows) for toward in self._toward], -1).flatten(2)
+
+    def _back(self, values: Tensor) -> Tensor:
+        """H⁻¹ JᵀT v for v (m R,), (P,)."""
+        return self.base.newton(self.rows.vjp(values.view(self.rows.num_examples, -1), self.shapes))
+
+    def _forth(self, vector: Tensor) -> Tensor:
+        """TᵀJ v for v (P,), (m R,)."""
+        parts = vector.split([shape.numel() for shape in self.shapes.values()])
+        named = {name: part.view(shape) for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)}
+        return self.rows.jvp(named).flatten()
+
+    # --- evidence
+
+    def logdet(self) -> Tensor:
+        """log det B' = log det B + log det A."""
+        before = self.base.logdet()
+        return before + self._values.log().sum().to(before)
+
+    def log_dets(self, factors: Tensor) -> Tensor:
+        """Not there: K changes with every factor."""
+        raise UnsupportedError("a posterior of the data it was fitted to, for its evidence over many precisions",
+                               "one that a what-if changed", "Set prior.log_precision, and ask for the evidence there.")
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = n_g - δ_g tr_g(H'⁻¹), one solve for each direction that changes."""
+        if not self.homogeneous:
+            raise UnsupportedError("factors that are not damped, for the effective parameters after a what-if",
+                                   "damped ones", "Fit with KFAC() as it is.")
+        before = self.base.effective_parameters()
+        values, vectors = torch.linalg.eigh(self._inner)
+        used = torch.zeros_like(self.theta)
+        for value, vector in zip(values, vectors.mT, strict=True):
+            used += value * self._back(vector).square()
+        return before.index_add(0, self._groups, (used * self.precision).to(before))
+
+    def newton(self, gradient: Tensor) -> Tensor:
+        """H'⁻¹ g; g and the result are (P,)."""
+        step = self.base.newton(gradient)
+        return step - self._back(self._inner @ self._forth(step))
+
+    def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """zᵀ (H' - P0) z for z (P,), and its derivative in each log precision, where the base has them."""
+        value, slope = self.base.quadratic(vector)
+        return value + (self._signs * self._forth(vector).square()).sum().to(value), slope
+
+    # --- covariance of f
+
+    def moments(self, rows: Rows) -> Tensor:
+        """V' = V - V_xT (D + K)⁻¹ V_Tx, the blocks (n, C, C) alone."""
+        blocks = self.base.moments(rows)
+        step = max(1, _PANEL // (len(self._signs) * rows.num_seeds * rows.f.element_size()))
+        for start in range(0, rows.num_examples, step):
+            part = slice(start, min(start + step, rows.num_examples))
+            cross = self._cross(rows.part(part)).transpose(0, 1)
+            blocks[part] -= cross @ self._inner @ cross.mT
+        return blocks
+
+    def covariance(self, rows: Rows) -> Tensor:
+        """The same, joint and interleaved, (nC, nC)."""
+        cross = self._cross(rows).transpose(0, 1).flatten(0, 1)
+        return self.base.covariance(rows) - cross @ self._inner @ cross.mT
+
+    def toward(self, rows: Rows) -> Toward:
+        """V' between rows that come later and these, of one seed."""
+        before = self.base.toward(rows)
+        ours = before.products(self.rows).transpose(0, 1).flatten(0, 1)  # V_Tx, (m R, n)
+        held = self._inner @ ours
+
+        def products(other: Rows) -> Tensor:
+            return before.products(other) - self._cross(other) @ held
+
+        return Toward(products, before.numbers + held.numel())
+
+    # --- samples
+
+    def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(θ, H'⁻¹), (count, P).
+
+        A draw w of N(0, H⁻¹) becomes w + H⁻¹JᵀT X TᵀJ w with X = L⁻ᵀ(A^-½ - I)L⁻¹. A^-½ - I is -LᵀDL φ(A),
+        φ(a) = 1/(√a (1 + √a)), which leaves one inverse of L, and that meets TᵀJ w, which lies in K's range.
+        """
+        weights = self.base.sample_weights(count, generator) - self.base.theta
+        root = self._values.sqrt()
+        shape = (self._vectors / (root * (1.0 + root))) @ self._vectors.mT
+        there = -self._scaled @ shape @ torch.linalg.pinv(self._root)
+        return self.theta + torch.stack([each + self._back(there @ self._forth(each)) for each in weights])
