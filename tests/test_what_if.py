@@ -287,9 +287,6 @@ def test_changes_that_make_no_sense():
         posterior.remove(0).save("nowhere.pt", include_data=True)
     with refused(ntkl.UnsupportedError, "as they are", "1 removed", "Merge first"):
         posterior.merge(posterior.remove(0))
-    for other in (small("full"), small("kfac"), small(curvature="ef")):
-        with refused(ntkl.UnsupportedError, 'structure="gp" and curvature="ggn"', "full|kfac|ef", "Fit with"):
-            other.remove(0)
 
 
 def test_a_change_of_no_points_is_none():

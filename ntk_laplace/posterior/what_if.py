@@ -26,6 +26,10 @@ class WhatIfVerbs(Fitted):
     that have moved, f + J(θ - θ*). ``steps=1`` is one Newton step, in closed form; more iterate, and ``steps=None``
     goes on to the optimum of the convex linearized model, its exact refit. Where training stopped short of its own
     optimum, what was left undone is held fixed, so that changing nothing moves nothing.
+
+    Structures "gp" and "full" answer for the linearized model itself. The structured ones ("kfac" and so on) answer for
+    theirs: one Newton step in the function space of the points that change, V = J H⁻¹ Jᵀ with the structure's H, which
+    is no refit; changes that follow one another are there one joint step from the trained weights.
     """
 
     def remove(self, indices: Indices, steps: int | None = 1) -> WhatIfVerbs:
@@ -36,7 +40,8 @@ class WhatIfVerbs(Fitted):
         indices : int, sequence of int, or Tensor
             Numbers of training points, or a mask.
         steps : int or None
-            Newton steps; None for the exact refit of the linearized model.
+            Newton steps; None for the exact refit of the linearized model. Structured posteriors, and curvatures
+            other than the GGN, have one step.
 
         Returns
         -------
@@ -48,7 +53,11 @@ class WhatIfVerbs(Fitted):
         DataError
             If an index is out of range or repeated, or no point is left.
         UnsupportedError
-            If the structure keeps no rows, or its curvature is not the GGN.
+            If more than one step is asked of a structured posterior, or of another curvature than the GGN.
+        NumericalError
+            If a structured posterior holds less of the points than is to be taken out of it.
+        MemoryBudgetError
+            If they are too many for it.
         """
         return self.reweight(indices, 0.0, steps)
 
@@ -126,7 +135,7 @@ class WhatIfVerbs(Fitted):
             If inputs and targets do not fit the network and the likelihood.
         """
         if self._trained.root.curvature == "mc":
-            raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", labels drawn at the fit',
+            raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", whose labels are drawn',
                                    "Fit with one of the two; the other changes are there.")
         trained = self._trained if self.structure in ("gp", "full") else replace(self._trained, move=None)
         batches = Batches((x, y), trained.settings.batch_size, trained.network.device, trained.network.dtype)
