@@ -445,6 +445,9 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
     assert [point["target"] for point in content["points"]] == [0, 1, 2, 0, 1, 2, 0]
     assert all(len(point["for"]) <= 2 for point in content["points"])
     np.savez("unknown.npz", X=np.load("d.npz")["X"][:3])
+    assert cli.main([*line, "--inputs", "unknown.npz", "--structure", "kfac", "--out", "page.html"]) == 0
+    content = json.loads(Path("page.html").read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert "structure kfac" in content["summary"] and content["approximate"] and "total" in content["points"][0]
     single = ["explain", "model.py:single", "--checkpoint", "single.pt", "--data", "two.npz", "--likelihood",
               "bernoulli", "--inputs", "unknown.npz", "--shape", "2x2"]  # fmt: skip
     assert cli.main(single) == 0
@@ -463,6 +466,7 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
         (["--inputs", "d.npz", "--shape", "3"], 2, "expected HEIGHTxWIDTH, such as 28x28, or 32x32x3; got '3'"),
         (["--inputs", "d.npz", "--k", "0"], 2, "expected a whole number of at least 1; got '0'"),
         (["--inputs", "d.npz", "--classes", "a,,b"], 2, "expected names with commas between"),
+        (["--inputs", "d.npz", "--structure", "exact"], 2, "invalid choice: 'exact'"),
         (["--inputs", "d.npz", "--out", "page.txt"], 2, "expected a file name that ends with .html"),
         (["--inputs", "d.npz", "--out", "nowhere/page.html"], 1, "cannot write to nowhere/page.html"),
     ],

@@ -140,7 +140,7 @@ def test_a_sheet_holds_every_image_where_it_says() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    posterior, x, y, x_new, targets = case("classes")
+    posterior, x, _, x_new, targets = case("classes")
     for arguments, words in (
         ({"training": x[:5]}, "expected the 30 training inputs of the fit; got 5"),
         ({"targets": targets[:3]}, "expected 12 targets, one for each input; got shape (3,)"),
@@ -156,9 +156,75 @@ def test_what_does_not_fit_is_refused() -> None:
             explore(posterior, x_new, **arguments)
     with pytest.raises(ntkl.DataError, match="at least one input"):
         explore(posterior, x_new[:0])
-    full = ntkl.laplace(posterior.network.module, (x, y), ntkl.Categorical(), structure="full")
-    with pytest.raises(ntkl.UnsupportedError):
-        explore(full, x_new)
+
+
+@functools.cache
+def structured(kind: str, structure: str) -> ntkl.Posterior:
+    """The same network and data in weight space."""
+    posterior, x, y, _, _ = case(kind)
+    return ntkl.laplace(posterior.network.module, (x, y), posterior.likelihood, ntkl.GaussianPrior(0.5), structure)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_space_has_the_same_page(kind: str) -> None:
+    """structure="full" is exact: every number of function space's page, the contributions as their sum."""
+    posterior, x, _, x_new, targets = case(kind)
+    found, exact = (explore(p, x_new, x, targets, k=4).content for p in (structured(kind, "full"), posterior))
+    assert not found["approximate"] and any("exact for one Newton step" in words for words in found["guarantees"])
+    for name in ("training", "names", "kind"):
+        same(found[name], exact[name])
+    for ours, theirs in zip(found["points"], exact["points"], strict=True):
+        for name in ("output", "f", "offset", "gap", "for", "against", "without", "network"):
+            same(ours[name], theirs[name])
+        size = abs(theirs["plus"]) + abs(theirs["minus"])
+        assert abs(ours["total"] - theirs["plus"] - theirs["minus"]) < 2e-3 * size
+
+
+def same(found: object, expected: object) -> None:
+    """Equal up to the four digits that the page holds."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            same(found[name], expected[name])
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            same(a, b)
+    else:
+        assert found == expected or abs(found - expected) <= 2e-3 * abs(expected) + 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None:
+    """As `remove` does; or to first order where the structure holds too little of the group, and says so."""
+    _, x, _, x_new, targets = case(kind)
+    first_order = 0
+    for structure in ("kfac", "diag"):
+        posterior = structured(kind, structure)
+        content = explore(posterior, x_new, x, targets, k=4).content
+        assert content["approximate"] and any("not the linearized model's" in words for words in content["guarantees"])
+        explained, shares = posterior.explain(x_new, k=4), case(kind)[0].explain(x_new).share
+        effects = posterior.removal_effects(x_new)
+        for i, point in enumerate(content["points"]):
+            sign = -1.0 if kind == "binary" and explained.f[i, 0] < 0 else 1.0
+            for side, sides in (("for", explained.supporting()), ("against", explained.opposing())):
+                mine = point[side if sign > 0 else {"for": "against", "against": "for"}[side]]
+                assert [j for j, *_ in mine] == sides[i, : len(mine)].tolist()
+                for j, effect, share in mine:
+                    assert close(effect, sign * effects[i, j])
+                    assert close(share, sign * shares[i, j])
+            gone = [j for side in ("for", "against") for j, *_ in point[side]]
+            now = point["without"]["both"]
+            if "held" in now:
+                first_order += 1
+                residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()[gone]
+                rows, new = posterior._trained.factors.rows(x[gone]), posterior._trained.factors.rows(x_new[i : i + 1])
+                step = posterior.curvature.newton(rows.vjp(residual, posterior.network.shapes))
+                f = new.f - new.jvp(posterior.network.unflatten(step))
+            else:
+                f = posterior.remove(gone).outputs(x_new[i : i + 1])
+            assert torch.allclose(sign * torch.tensor(now["f"]).double(), f[0], rtol=1e-3, atol=1e-3)
+    assert first_order or kind != "classes"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
@@ -227,6 +293,21 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
         assert browser.text("#rows th").strip() == "#17"
         assert browser.errors == []
         assert [url for url in browser.requests if not url.startswith("data:")] == [page_url(tmp_path)]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_a_structured_page_says_what_holds(tmp_path: Path) -> None:
+    _, x, _, x_new, targets = case("classes")
+    page = explore(structured("classes", "diag"), x_new, x, targets, k=3, naming=Naming(shape=(4, 4)))
+    held = next(i for i, point in enumerate(page.content["points"]) if "held" in point["without"]["both"])
+    with Browser(page.write(tmp_path / "page.html"), tmp_path / "profile", f"#{held}") as browser:
+        assert "all points" in browser.value("document.querySelector('#decomposition svg').textContent")
+        assert "approximate curvature" in browser.value("document.body.innerText")
+        browser.click("details summary")
+        assert "own curvature, which is not the linearized model's" in browser.text("details ul")
+        browser.click("input[value=both]")
+        assert "of first order alone" in browser.text("#answer")
+        assert browser.errors == []
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")

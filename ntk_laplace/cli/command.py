@@ -85,9 +85,12 @@ def _parser() -> argparse.ArgumentParser:
         help="a page that explains your own network's predictions by its training points",
         description="Write one HTML page, which a browser opens from disk: each prediction with its uncertainty, the "
         "training points for and against it, what would be said without them, and the training set with what the "
-        "others say of each point. Exact, in function space: memory grows with the square of examples times outputs.",
+        "others say of each point. By default exact, in function space, whose memory grows with the square of examples "
+        "times outputs; other structures take more data, and the page says what holds of their numbers.",
     )
     add_model_options(explain)
+    explain.add_argument("--structure", choices=STRUCTURES, default="gp", metavar="A",
+                         help=f"one of {', '.join(STRUCTURES)} (default: %(default)s)")  # fmt: skip
     shown = explain.add_argument_group("the page")
     shown.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
                        help="inputs to explain, saved with numpy.savez(NPZ, X=...), or X=... and y=...")  # fmt: skip

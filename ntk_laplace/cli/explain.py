@@ -28,8 +28,8 @@ def run(options: argparse.Namespace) -> None:
     check_forward(model.network, x.to(next(model.network.parameters()).device))
     x, y = x[: options.most], None if y is None else y[: options.most]
     posterior = ntkl.laplace(
-        model.network, (model.x, model.y), model.likelihood, model.prior, curvature=options.curvature,
-        dtype=model.dtype, settings=model.settings,
+        model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
+        options.curvature, dtype=model.dtype, settings=model.settings,
     )  # fmt: skip
     if y is not None and options.likelihood in ("bernoulli", "categorical"):
         y = y.reshape(len(y), -1).squeeze(-1).long()

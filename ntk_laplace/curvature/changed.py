@@ -74,8 +74,6 @@ class ChangedWeightSpace:
 
     Raises
     ------
-    NumericalError
-        If H' is not positive definite: H holds less of the points than what is to be taken out.
     MemoryBudgetError
         If the points are too many.
     """
@@ -92,19 +90,29 @@ class ChangedWeightSpace:
         self._root = symmetric_root(0.5 * (kernel + kernel.mT))
         scaled = self._signs.unsqueeze(1) * self._root  # D L
         self._values, self._vectors = torch.linalg.eigh(self._root.mT @ scaled + torch.eye(len(kernel)).to(kernel))
+        self._scaled = scaled
+
+    @cached_property
+    def inner(self) -> Tensor:
+        """(D + K)⁻¹, (m R, m R).
+
+        Raises
+        ------
+        NumericalError
+            If H' is not positive definite: H holds less of the points than what is to be taken out.
+        """
         if not bool((self._values > 0).all()):
             raise NumericalError(
                 "a posterior that holds the whole of the points that are to leave, to take them out of",
                 f"{self.held:.3g} times as much in them as it holds in all",
-                'Change fewer points at a time, or use an exact structure ("gp" or "full").',
+                'Change fewer points at a time, use an exact structure ("gp" or "full"), or fit to those that stay.',
             )
-        self._scaled = scaled
-        half = scaled @ (self._vectors * self._values.rsqrt())
-        self._inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹
+        half = self._scaled @ (self._vectors * self._values.rsqrt())
+        return torch.diag(self._signs) - half @ half.mT
 
     @property
     def held(self) -> float:
-        """How much of H, in the direction where it is most, is taken out: a leverage, below 1."""
+        """How much of H, in the direction where it is most, is taken out: a leverage, below 1 if anything is left."""
         return float(1.0 - self._values.min())
 
     def _require_memory(self, budget: int | None) -> None:
@@ -158,7 +166,7 @@ class ChangedWeightSpace:
             raise UnsupportedError("factors that are not damped, for the effective parameters after a what-if",
                                    "damped ones", "Fit with KFAC() as it is.")
         before = self.base.effective_parameters()
-        values, vectors = torch.linalg.eigh(self._inner)
+        values, vectors = torch.linalg.eigh(self.inner)
         used = torch.zeros_like(self.theta)
         for value, vector in zip(values, vectors.mT, strict=True):
             used += value * self._back(vector).square()
@@ -167,7 +175,7 @@ class ChangedWeightSpace:
     def newton(self, gradient: Tensor) -> Tensor:
         """H'⁻¹ g; g and the result are (P,)."""
         step = self.base.newton(gradient)
-        return step - self._back(self._inner @ self._forth(step))
+        return step - self._back(self.inner @ self._forth(step))
 
     def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """zᵀ (H' - P0) z for z (P,), and its derivative in each log precision, where the base has them."""
@@ -183,19 +191,19 @@ class ChangedWeightSpace:
         for start in range(0, rows.num_examples, step):
             part = slice(start, min(start + step, rows.num_examples))
             cross = self._cross(rows.part(part)).transpose(0, 1)
-            blocks[part] -= cross @ self._inner @ cross.mT
+            blocks[part] -= cross @ self.inner @ cross.mT
         return blocks
 
     def covariance(self, rows: Rows) -> Tensor:
         """The same, joint and interleaved, (nC, nC)."""
         cross = self._cross(rows).transpose(0, 1).flatten(0, 1)
-        return self.base.covariance(rows) - cross @ self._inner @ cross.mT
+        return self.base.covariance(rows) - cross @ self.inner @ cross.mT
 
     def toward(self, rows: Rows) -> Toward:
         """V' between rows that come later and these, of one seed."""
         before = self.base.toward(rows)
         ours = before.products(self.rows).transpose(0, 1).flatten(0, 1)  # V_Tx, (m R, n)
-        held = self._inner @ ours
+        held = self.inner @ ours
 
         def products(other: Rows) -> Tensor:
             return before.products(other) - self._cross(other) @ held

@@ -6,16 +6,21 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from ntk_laplace.curvature import FunctionSpace
+from ntk_laplace.curvature import ChangedWeightSpace, FunctionSpace, group_numbers, prior_variances
+from ntk_laplace.evidence import Curvature
+from ntk_laplace.explain.algebra import is_exact
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE
 from ntk_laplace.factors import Rows
 from ntk_laplace.gram import cross_gram
+from ntk_laplace.structures import Structure, Trained, rows_of
 
-__all__ = ["JointRemoval"]
+__all__ = ["GroupRemoval", "JointRemoval"]
 
 
 class JointRemoval:
-    """Change of predictions when a group of training points leaves, in one Newton step.
+    """Change of predictions when a group of training points leaves, in one Newton step, in function space.
 
     Parameters
     ----------
@@ -57,3 +62,67 @@ class JointRemoval:
             amplified = torch.linalg.solve(columns[places], solved[places])
             changes.append(-(seen + to_train[i] @ (columns @ amplified)))
         return torch.stack(changes)
+
+
+class GroupRemoval:
+    """The same in weight space: the groups' rows are read, and taken out of the structure's own curvature.
+
+    Parameters
+    ----------
+    trained : Trained
+    structure : Structure
+    curvature : Curvature
+    members : Tensor
+        Training points that may leave, ascending; a few, whose rows are kept.
+    """
+
+    def __init__(self, trained: Trained, structure: Structure, curvature: Curvature, members: Tensor) -> None:
+        self._trained, self._curvature, self._members = trained, curvature, members
+        self._exact = is_exact(trained, structure)
+        self._rows = rows_of(trained, structure, members)
+        with torch.no_grad():
+            self._residual = structure.points.residual(trained.likelihood)[members]
+            self._root = structure.points.root(trained.root, trained.likelihood)[members]
+        self._groups = group_numbers(trained.prior, trained.network.shapes).to(members.device)
+
+    def effects(self, test: Rows, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's own group G, with the structure's V.
+
+        Parameters
+        ----------
+        test : Rows
+            Of the n inputs.
+        groups : sequence of Tensor
+            Training indices that leave.
+
+        Returns
+        -------
+        change : Tensor, (n, C)
+        leverage : Tensor, (n,)
+            Largest eigenvalue of S_GᵀV_GGS_G: how much of the curvature the group holds.
+        trusted : Tensor of bool, (n,)
+            Where it does not hold too much of an approximate curvature. Elsewhere nothing is taken out, and the change
+            is the one of first order, -V_xG r_G.
+        """
+        found = [self._one(test.part(slice(i, i + 1)), group) for i, group in enumerate(groups)]
+        changes, leverages, trusted = zip(*found, strict=True)
+        return torch.cat(changes), torch.tensor(leverages), torch.tensor(trusted)
+
+    def _one(self, test: Rows, group: Tensor) -> tuple[Tensor, float, bool]:
+        if len(group) == 0:
+            return torch.zeros_like(test.f), 0.0, True
+        trained, here = self._trained, torch.searchsorted(self._members, group)
+        rows, root = self._rows.part(here), self._root[here]
+        without = ChangedWeightSpace(self._curvature, rows.weighted(root), -torch.ones_like(root[:, 0]), self._groups,
+                                     trained.settings.memory_budget)  # fmt: skip
+        trusted = self._exact or without.held <= HIGH_LEVERAGE
+        pull = rows.vjp(self._residual[here].to(rows.f), trained.network.shapes)
+        step = (without if trusted else self._curvature).newton(pull)
+        return -test.jvp(trained.network.unflatten(step)), without.held, trusted
+
+    def contributions(self, test: Rows, output: Tensor) -> Tensor:
+        """k(x, x_j) r_j of one output of each input, for all members, (n, m)."""
+        trained = self._trained
+        chosen = one_hot(output, test.f.shape[1]).to(test.f).unsqueeze(-1)
+        own = self._rows.weighted(self._residual.to(self._rows.f).unsqueeze(-1))
+        return cross_gram(test.weighted(chosen), own, prior_variances(trained.prior, trained.network.shapes))

@@ -150,16 +150,20 @@ function prediction(point) {
 
 function decomposition(point) {
   const total = point.f[classes && data.kind === "classes" ? point.output : Math.min(point.output, point.f.length - 1)];
-  const steps = [["offset", point.offset], ["points for", point.plus], ["points against", point.minus], ["gap", point.gap]];
+  // which points pull which way is known where every contribution is; their sum is known everywhere
+  const whole = point.total !== undefined;
+  const middle = whole ? [["all points", point.total]] : [["points for", point.plus], ["points against", point.minus]];
+  const steps = [["offset", point.offset], ...middle, ["gap", point.gap]];
+  const height = 10 + 32 * (steps.length + 1);
   let sum = 0;
   const ends = [0];
   for (const [, value] of steps) { sum += value; ends.push(sum); }
   const low = Math.min(0, ...ends), high = Math.max(0, ...ends), left = 116;
   const width = Math.max(300, Math.min(640, at("decomposition").clientWidth - 34));  // letters keep their size on a phone
-  const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 70);
+  const x = (value) => left + (value - low) / (high - low || 1) * (width - left - 86);
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   const words = steps.map(([name, value]) => `${name} ${signed(value)}`).join(", ");
-  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} 170`, role: "img",
+  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, role: "img",
     "aria-label": `${words}; together ${number(total)}` })) svg.setAttribute(name, value);
   svg.style.maxWidth = `${width}px`;
   const draw = (tag, attributes, text) => {
@@ -168,12 +172,12 @@ function decomposition(point) {
     if (text !== undefined) element.textContent = text;
     svg.append(element);
   };
-  draw("line", { x1: x(0), x2: x(0), y1: 4, y2: 166, stroke: "var(--neutral)" });
+  draw("line", { x1: x(0), x2: x(0), y1: 4, y2: height - 4, stroke: "var(--neutral)" });
   let from = 0;
   [...steps, ["prediction", total]].forEach(([name, value], row) => {
     const start = name === "prediction" ? 0 : from, end = name === "prediction" ? total : from + value;
-    const color = name === "prediction" ? "var(--accent)" : name === "points for" ? "var(--for)"
-      : name === "points against" ? "var(--against)" : "var(--neutral)";
+    const color = name === "prediction" ? "var(--accent)" : name === "points for" || (name === "all points" && value > 0)
+      ? "var(--for)" : name === "points against" || name === "all points" ? "var(--against)" : "var(--neutral)";
     draw("rect", { x: Math.min(x(start), x(end)), y: 8 + 32 * row, height: 20, rx: 2, fill: color,
                    width: Math.max(1, Math.abs(x(end) - x(start))) });
     draw("text", { x: left - 12, y: 23 + 32 * row, "text-anchor": "end" }, name);
@@ -181,8 +185,9 @@ function decomposition(point) {
     from = end;
   });
   at("decomposition").replaceChildren(make("h2", `Where ${unit(point)} comes from`), svg, make("p",
-    "Offset: what the linearized network says at the prior mean. Points for and against: the sums of all training points' " +
-    "contributions. Gap: how far the weights are from an optimum.", { class: "soft" }));
+    "Offset: what the linearized network says at the prior mean. " + (whole ? "All points: the sum of all training points' " +
+    "contributions. " : "Points for and against: the sums of all training points' contributions. ") +
+    "Gap: how far the weights are from an optimum.", { class: "soft" }));
 }
 
 function side(name, point) {
@@ -198,7 +203,8 @@ function side(name, point) {
       words.append(make("div", `alike in ${features(data.rows.training[j], data.rows.points[selected])}`, { class: "soft" }));
     }
     if (data.training.leverage[j] > data.flag) {
-      words.append(make("div", `leverage ${number(data.training.leverage[j])}: too near 1 for one step to be trusted`, { class: "flag" }));
+      words.append(make("div", `leverage ${number(data.training.leverage[j])}: ${
+        data.approximate ? "the effect is of first order alone" : "too near 1 for one step to be trusted"}`, { class: "flag" }));
     }
     item.append(words);
     return item;
@@ -228,6 +234,9 @@ function whatIf() {
       bars(now.probabilities, point.network.probabilities));
   } else {
     answer.replaceChildren(make("p", `Without these ${count}: ${data.targetName} ${number(now.mean)} instead of ${number(point.network.mean)}.`));
+  }
+  if (now.held !== undefined) {
+    answer.append(make("p", `Together they have a leverage of ${number(now.held)} in this approximate posterior: the change is of first order alone.`, { class: "flag" }));
   }
 }
 

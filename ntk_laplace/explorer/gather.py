@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.data import Inputs, num_examples, take
-from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.explain import JointRemoval
+from ntk_laplace.errors import DataError
+from ntk_laplace.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking
 from ntk_laplace.explorer.sprites import images_of, sheet
 from ntk_laplace.likelihoods import Bernoulli, Categorical
 from ntk_laplace.posterior import Posterior
@@ -21,6 +21,7 @@ from ntk_laplace.progress import track
 __all__ = ["Naming", "gather"]
 
 _AT_ONCE = 32 * 2**20  # numbers of an (n, N, C) array: inputs explained at a time
+_HELD = 512 * 2**20  # bytes of rows of the training points shown, held at a time
 _ALL_PICTURES = 2000  # training points beyond which only those that are shown get a picture
 _MOST_FEATURES = 40  # numbers of an input that are shown
 
@@ -56,7 +57,6 @@ def gather(
     Parameters
     ----------
     posterior : Posterior
-        With ``structure="gp"``.
     x : tensor, tuple or dict of tensors
         n inputs to explain.
     training : Tensor, optional
@@ -73,17 +73,14 @@ def gather(
     ------
     DataError
         If sizes or names do not fit together.
-    UnsupportedError
-        If the posterior is not in function space.
+        Or if the training data cannot be read again, where the structure keeps no rows.
     """
     n, c = num_examples(x), posterior.num_outputs
     _check(posterior, n, training, targets, naming)
-    points, shown = [], set()
-    with torch.no_grad():
-        removal = JointRemoval(posterior.curvature, posterior.fitted.points.residual(posterior.likelihood))
-    step = max(1, _AT_ONCE // (posterior.num_examples * c))
-    for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
-        points += _points(posterior, take(x, slice(start, min(start + step, n))), k, removal)
+    shown = set()
+    find = _from_rows if posterior.structure == "gp" else _from_data
+    points, guarantees = find(posterior, x, k, progress)
+    left_out = posterior.leave_one_out()
     if targets is not None:
         for point, target in zip(points, torch.as_tensor(targets).tolist(), strict=True):
             point["target"] = _rounded(target)
@@ -96,17 +93,16 @@ def gather(
         "targetName": naming.target,
         "examples": posterior.num_examples,
         "summary": _summary(posterior),
+        "guarantees": [*guarantees, *left_out.guarantees],
+        "approximate": not _exact(posterior) and posterior.structure != "gp",
         "points": points,
-        "training": _training_set(posterior),
+        "training": _training_set(posterior, left_out),
         "pictures": _pictures(x, training, sorted(shown), naming),
         "rows": _rows(x, training, sorted(shown), naming),
     }
 
 
 def _check(posterior: Posterior, n: int, training: Tensor | None, targets: Tensor | None, naming: Naming) -> None:
-    if posterior.structure != "gp":
-        raise UnsupportedError('a posterior with structure="gp"', f"structure={posterior.structure!r}",
-                               'Fit with ntk_laplace.laplace(..., structure="gp").')
     if training is not None and len(training) != posterior.num_examples:
         raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{len(training):,}",
                         "Pass the inputs that the posterior was fitted to, in their order.")
@@ -144,48 +140,138 @@ def _names(posterior: Posterior, naming: Naming) -> list[str]:
 def _summary(posterior: Posterior) -> str:
     likelihood = type(posterior.likelihood).__name__
     evidence = posterior.log_marginal_likelihood().item()
-    return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {likelihood} "
+    kept = "" if posterior.structure == "gp" else f"structure {posterior.structure}, "
+    return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {kept}{likelihood} "
             f"likelihood, log evidence {evidence:,.1f} nats").replace("-", "\N{MINUS SIGN}")  # fmt: skip
 
 
 # --- predictions
 
 
-def _points(posterior: Posterior, x: Inputs, k: int, removal: JointRemoval) -> list[dict[str, Any]]:
-    """One record per input."""
+_JOINT = {
+    True: "groups leave together, exactly for one Newton step of the linearized model",
+    False: "groups leave together, out of this posterior's own curvature, which is not the linearized model's; where "
+    "it holds too little of a group, the change is of first order alone, and the page says so",
+}
+_GROUPS = {"for": ("for",), "against": ("against",), "both": ("for", "against")}
+_OTHER_SIDE = {"for": "against", "against": "for"}
+
+
+def _from_rows(
+    posterior: Posterior, x: Inputs, k: int, progress: bool | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record per input, and what holds of them, in function space."""
+    n, c = num_examples(x), posterior.num_outputs
+    with torch.no_grad():
+        removal = JointRemoval(posterior.curvature, posterior.fitted.points.residual(posterior.likelihood))
+    records: list[dict[str, Any]] = []
+    step = max(1, _AT_ONCE // (posterior.num_examples * c))
+    for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
+        here = take(x, slice(start, min(start + step, n)))
+        found, rows = posterior.explain(here, k), posterior._rows(here)
+        asked = _Asked.of(posterior, found)
+        share = found.share * asked.sign.to(found.share)[:, None]
+        own = asked.records(posterior, here)
+        for i, record in enumerate(own):
+            record |= {"plus": _rounded(share[i].clamp_min(0).sum()), "minus": _rounded(share[i].clamp_max(0).sum())}
+            for side in _OTHER_SIDE:
+                record[side] = [[j, _rounded(effect), _rounded(share[i, j])] for j, effect in asked.sides[i][side]]
+        for name, group in asked.groups().items():
+            after = found.f + removal.effects(rows, found.contributions, group)
+            for i, record in enumerate(own):
+                record["without"][name] = _without(posterior, after[i], asked.sign[i])
+        records += own
+    return records, [*found.guarantees, _JOINT[_exact(posterior)]]
+
+
+def _from_data(
+    posterior: Posterior, x: Inputs, k: int, progress: bool | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The same in weight space: a ranking of all inputs, then the rows of those that are shown, for a few of them."""
+    n, rows = num_examples(x), posterior._rows(x)
     found = posterior.explain(x, k)
-    kind, n = _kind(posterior), len(found.f)
-    glm, plain = posterior.predict(x, "glm"), posterior.predict(x, "map")
-    # towards the predicted class: a negative logit speaks for class 0
-    sign = torch.where(found.f[:, 0] < 0, -1.0, 1.0) if kind == "binary" else torch.ones(n)
-    effect = found.effect * sign.to(found.effect)[:, None]
-    share = found.share * sign.to(found.share)[:, None]
-    k = min(k, effect.shape[1])
-    supporting = [row[row_effect[row] < 0] for row, row_effect in zip(effect.argsort(1)[:, :k], effect, strict=True)]
-    opposing = [row[row_effect[row] > 0]
-                for row, row_effect in zip(effect.argsort(1, descending=True)[:, :k], effect, strict=True)]  # fmt: skip
-    groups = {"for": supporting, "against": opposing,
-              "both": [torch.cat(pair) for pair in zip(supporting, opposing, strict=True)]}  # fmt: skip
-    rows = posterior._rows(x)
-    left_out = {name: found.f + removal.effects(rows, found.contributions, group) for name, group in groups.items()}
-    records = []
-    for i in range(n):
-        output = int(found.output[i])
-        record = {
-            "output": output if kind != "binary" else int(found.f[i, 0] >= 0),
-            "f": _rounded(found.f[i] * sign[i] if kind == "binary" else found.f[i]),
-            "offset": _rounded(found.offset[i, output] * sign[i]),
-            "gap": _rounded(found.gap[i, output] * sign[i]),
-            "plus": _rounded(share[i].clamp_min(0).sum()),
-            "minus": _rounded(share[i].clamp_max(0).sum()),
-            "prediction": _said(posterior, glm, i),
-            "network": _said(posterior, plain, i),
-            "without": {name: _without(posterior, after[i], sign[i]) for name, after in left_out.items()},
-        }
-        for side, chosen in (("for", supporting[i]), ("against", opposing[i])):
-            record[side] = [[int(j), _rounded(effect[i, j]), _rounded(share[i, j])] for j in chosen]
-        records.append(record)
-    return records
+    asked = _Asked.of(posterior, found)
+    records = asked.records(posterior, x)
+    groups = asked.groups()
+    step = max(1, _HELD * n // max(1, 2 * k * rows.nbytes))
+    for start in track(range(0, n, step), "ntk_laplace: joint removals", math.ceil(n / step), progress):
+        here = slice(start, min(start + step, n))
+        members = torch.cat(groups["both"][here]).unique()
+        if len(members) == 0:
+            members = torch.zeros(1, dtype=torch.long, device=found.f.device)
+        removal = GroupRemoval(posterior._trained, posterior.fitted, posterior.curvature, members)
+        few, signs = rows.part(here), asked.sign[here]
+        share = removal.contributions(few, found.output[here]) * signs.to(found.f)[:, None]
+        place = {int(j): slot for slot, j in enumerate(members)}
+        left = {name: removal.effects(few, group[here]) for name, group in groups.items()}
+        for i, record in enumerate(records[here]):
+            record["total"] = _rounded(found.total[start + i, found.output[start + i]] * signs[i])
+            for side, own in asked.sides[start + i].items():
+                record[side] = [[j, _rounded(effect), _rounded(share[i, place[j]])] for j, effect in own]
+            for name, (change, leverage, trusted) in left.items():
+                record["without"][name] = _without(posterior, found.f[start + i] + change[i], signs[i])
+                if not trusted[i]:
+                    record["without"][name]["held"] = _rounded(float(leverage[i]))
+    return records, [*found.guarantees, _JOINT[_exact(posterior)]]
+
+
+def _exact(posterior: Posterior) -> bool:
+    """Whether its curvature is the linearized model's own."""
+    return posterior.structure in ("gp", "full") and posterior.root.curvature == "ggn"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What is shown beside each input: towards the predicted class, a negative logit speaks for class 0.
+
+    Attributes
+    ----------
+    found : Explanation or Ranking
+    sign : Tensor, (n,)
+        -1 where a binary logit is negative: the effects are then those on its negative.
+    sides : list of dict
+        Of each input, by side, (training point, effect), the strongest first.
+    """
+
+    found: Explanation | Ranking
+    sign: Tensor
+    sides: list[dict[str, list[tuple[int, float]]]]
+
+    @classmethod
+    def of(cls, posterior: Posterior, found: Explanation | Ranking) -> _Asked:
+        """Of an explanation by "output"."""
+        turned = (found.f[:, 0] < 0) & (_kind(posterior) == "binary")
+        sign = torch.where(turned, -1.0, 1.0).to(found.f)
+        sides = []
+        for i, turn in enumerate(sign.tolist()):
+            own = {}
+            for side in _OTHER_SIDE:
+                entries = found.entries(i, side if turn > 0 else _OTHER_SIDE[side])
+                effects = [(entry.training_index, turn * entry.removal_effect) for entry in entries]
+                own[side] = [(j, e) for j, e in effects if (e < 0 if side == "for" else e > 0)]
+            sides.append(own)
+        return cls(found, sign, sides)
+
+    def groups(self) -> dict[str, list[Tensor]]:
+        """Training points that leave together, for each input."""
+        device = self.found.f.device
+        return {name: [torch.tensor([j for side in of for j, _ in own[side]], dtype=torch.long, device=device)
+                       for own in self.sides] for name, of in _GROUPS.items()}  # fmt: skip
+
+    def records(self, posterior: Posterior, x: Inputs) -> list[dict[str, Any]]:
+        """What every structure knows of each input."""
+        found, kind = self.found, _kind(posterior)
+        glm, plain = posterior.predict(x, "glm"), posterior.predict(x, "map")
+        records = []
+        for i, sign in enumerate(self.sign.tolist()):
+            output = int(found.output[i])
+            records.append({
+                "output": output if kind != "binary" else int(found.f[i, 0] >= 0),
+                "f": _rounded(found.f[i] * sign), "offset": _rounded(found.offset[i, output] * sign),
+                "gap": _rounded(found.gap[i, output] * sign), "prediction": _said(posterior, glm, i),
+                "network": _said(posterior, plain, i), "without": {},
+            })  # fmt: skip
+        return records
 
 
 def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
@@ -219,9 +305,8 @@ def _without(posterior: Posterior, f: Tensor, sign: Tensor) -> dict[str, Any]:
 # --- training points
 
 
-def _training_set(posterior: Posterior) -> dict[str, list[Any]]:
+def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list[Any]]:
     """Columns of the table."""
-    left_out = posterior.leave_one_out()
     binary = _kind(posterior) == "binary"
     without = (left_out.mean[:, 0] >= 0).long() if binary else (
         left_out.mean.argmax(1) if _kind(posterior) == "classes" else left_out.mean.squeeze(-1)

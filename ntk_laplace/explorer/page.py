@@ -34,7 +34,8 @@ _BODY = """
 </section>
 <section class="panel" id="decomposition"></section>
 <section class="panel" aria-labelledby="who"><h2 id="who">Training points behind it</h2>
-<p class="soft">Ranked by what leaving one out would do to the output, in one step of the linearized network.</p>
+<p class="soft">Ranked by what leaving one out would do to the output, in one step of the linearized network{whose}.</p>
+<details><summary>What holds of these numbers</summary><ul class="soft">{guarantees}</ul></details>
 <div class="sides"><div class="side-for" id="side-for"></div><div class="side-against" id="side-against"></div></div>
 </section>
 <section class="panel" aria-labelledby="if"><h2 id="if">What if they had not been there?</h2>
@@ -85,7 +86,10 @@ class ExplorerPage:
         policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
         # "</" would end the element, whatever it stands in
         numbers = json.dumps(self.content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
-        body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]))
+        promises = "".join(f"<li>{escape(words)}</li>" for words in self.content["guarantees"])
+        whose = " with this posterior’s own approximate curvature" if self.content["approximate"] else ""
+        body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]), guarantees=promises,
+                            whose=whose)  # fmt: skip
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -112,7 +116,7 @@ def explore(
     Parameters
     ----------
     posterior : Posterior
-        With ``structure="gp"``.
+        Of any structure; the page says what holds of its numbers.
     x : tensor, tuple or dict of tensors
         Inputs to explain; all of them lie on the page, so hundreds are better than thousands.
     training : Tensor, optional

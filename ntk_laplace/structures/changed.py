@@ -153,8 +153,10 @@ class ChangedStructure:
         if len(where) == 0:
             return base
         groups = group_numbers(trained.prior, trained.network.shapes).to(trained.theta.device)
-        return ChangedWeightSpace(base, self.rows.part(where).weighted(root), signs, groups,
-                                  trained.settings.memory_budget)
+        found = ChangedWeightSpace(base, self.rows.part(where).weighted(root), signs, groups,
+                                   trained.settings.memory_budget)
+        found.inner  # noqa: B018 - what cannot be taken out shows here
+        return found
 
     def _difference(self, trained: Trained) -> tuple[Tensor, Tensor, Tensor]:
         """T (m, C, R) with T D Tᵀ = Λ' - Λ at those of `rows` where it is not zero, their places, and D (m, R)."""
