@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["DenseRows", "LookupRows", "OuterRows", "PartRows"]
+__all__ = ["DenseRows", "LookupRows", "OuterRows", "PartRows", "PartSums"]
 
 _PANEL = 64 * 2**20  # bytes of written-out rows at a time
 
@@ -334,6 +334,21 @@ class DenseRows(_Written):
     def written(self, part: slice) -> Tensor:
         """Rows of some examples."""
         return self.rows[part]
+
+
+@dataclass(frozen=True)
+class PartSums:
+    """No rows, but the sums that Kronecker factors are made of, one position and group.
+
+    Attributes
+    ----------
+    outer : Tensor, (o, o)
+        Σ_nk b bᵀ, lower triangle.
+    inputs : Tensor, (N, i)
+    """
+
+    outer: Tensor
+    inputs: Tensor
 
 
 PartRows = OuterRows | LookupRows | DenseRows

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.contractions import clusters
-from ntk_laplace.curvature.part_rows import DenseRows, LookupRows, OuterRows, PartRows
+from ntk_laplace.curvature.part_rows import DenseRows, LookupRows, OuterRows, PartRows, PartSums
 from ntk_laplace.errors import NTKLaplaceWarning
-from ntk_laplace.factors import Lookup, Outer, Rows
+from ntk_laplace.factors import Folded, Lookup, Outer, Rows
 from ntk_laplace.factors.blocks import Block
 from ntk_laplace.priors import GaussianPrior
 
@@ -127,6 +127,13 @@ class Part:
             return self._factored(own[0])
         return self._written(rows, mine)
 
+    def sums(self, rows: Rows) -> PartSums | None:
+        """Of a layer whose output gradients came added up: those sums; None where its rows are at hand."""
+        for block in rows.blocks:
+            if isinstance(block, Folded) and set(block.names) & set(self.names):
+                return PartSums(block.outer, block.a)
+        return None
+
     def _has_form_of(self, block: Block) -> bool:
         if isinstance(block, Lookup):
             return self.table
@@ -203,6 +210,8 @@ def _parts_of(cluster: tuple[Block, ...], prior: GaussianPrior, form: str) -> It
         entries = 1, block.vocabulary, block.b.shape[3]
         yield Part(kind, block.weight, None, entries, entries[1] * entries[2], table=True)
         return
+    if isinstance(block, Folded):
+        block = block.some
     if len(cluster) == 1 and isinstance(block, Outer):
         kind = "diagonal" if form == "diagonal" else "kronecker"
         g, o, i = block.b.shape[2], block.b.shape[4], block.a.shape[3]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows
+from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows, PartSums
 from ntk_laplace.curvature.parts import Part
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import Rows
@@ -91,6 +91,10 @@ class Summary:
         A bias's exact block and its weight's output factor are the same product where a layer has one position:
         `products` are those of this batch, for all parts.
         """
+        sums = self.part.sums(rows)
+        if sums is not None:
+            self._add_sums(sums)
+            return
         own = self.part.rows(rows)
         if self.part.kind == "diagonal":
             self._add("squares", own.squares())
@@ -116,12 +120,20 @@ class Summary:
         left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
         for number in range(g):
             products.add_to(left[number], _as_matrix(b[:, :, number]))
-            own = a[:, number].reshape(-1, a.shape[3])
-            add_outer_lower_(right[number, : own.shape[1], : own.shape[1]], own)
-            if rows.ones:  # the bias's input is 1: its row of A is the sum of the others
-                right[number, -1, :-1] += own.new_ones(len(own)) @ own
-                right[number, -1, -1] += len(own)
+            _add_inputs_(right[number], a[:, number].reshape(-1, a.shape[3]))
         self._count(a.shape[0] * a.shape[2], a)
+
+    def _add_sums(self, sums: PartSums) -> None:
+        """One batch of a layer whose output gradients came added up; its bias may stand apart."""
+        if self.part.kind == "kronecker":
+            self._add("left", sums.outer.unsqueeze(0))
+            i = self.part.entries[2]
+            _add_inputs_(self._zeros("right", sums.inputs, 1, i, i)[0], sums.inputs)
+            self._count(len(sums.inputs), sums.inputs)
+        elif self.part.kind == "block":
+            self._add("block", sums.outer)
+        else:
+            self._add("squares", sums.outer.diagonal().reshape(self.part.entries))
 
     def _add_lookup(self, rows: LookupRows) -> None:
         # the table's side is one-hot: Σ onehot onehotᵀ is the diagonal of the tokens' counts
@@ -170,6 +182,15 @@ class Summary:
 
     def _add(self, name: str, values: Tensor) -> None:
         self._zeros(name, values, *values.shape).add_(values)
+
+
+def _add_inputs_(total: Tensor, inputs: Tensor) -> None:
+    """Σ a aᵀ of inputs (m, i), lower triangle, in place; where `total` is larger, another input of 1 follows."""
+    m, i = inputs.shape
+    add_outer_lower_(total[:i, :i], inputs)
+    if len(total) > i:  # the bias's input is 1: its row of A is the sum of the others
+        total[-1, :-1] += inputs.new_ones(m) @ inputs
+        total[-1, -1] += m
 
 
 def _as_matrix(values: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ Rows are indexed by a seed k (a column of the root, or an output) and an example
 * `Lookup`: an embedding's rows, where a is a one-hot token;
 * `Dense`: the rows themselves of one parameter, and `Wide`: those of many side by side.
 
-All speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
+All speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`. Where only sums
+of Kronecker factors are asked for, a layer of one position comes as `Folded`, which holds no rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Dense", "Lookup", "Outer", "Wide", "weigh"]
+__all__ = ["Block", "Dense", "Folded", "Lookup", "Outer", "Wide", "weigh"]
 
 
 def weigh(values: Tensor, root: Tensor) -> Tensor:
@@ -235,6 +236,40 @@ class Outer:
         if self.bias is not None:
             found[self.bias] = backward.sum((0, 2)).flatten()
         return found
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What is left of an `Outer` of one position and group once its output gradients have been added up.
+
+    Attributes
+    ----------
+    outer : Tensor, (o, o)
+        Σ_nk b bᵀ, lower triangle (whole diagonal blocks).
+    a : Tensor, (N, i)
+        Layer inputs.
+    some : Outer
+        Rows of a few of the examples as they were, for the proof.
+    """
+
+    outer: Tensor
+    a: Tensor
+    some: Outer
+
+    @property
+    def weight(self) -> str:
+        return self.some.weight
+
+    @property
+    def bias(self) -> str | None:
+        return self.some.bias
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.some.names
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Folded:
+        return Folded(self.outer.to(device, dtype), self.a.to(device, dtype), self.some.to(dtype, device))
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 A plain loop over seeds beats one batched pass on CPUs. What a layer's factors need is kept for all seeds, laid out for
 what comes next: seeds inside the examples where rows are written out, so that each example's gradients are one
 matrix, and a seed after the other where factors are summed. Rows that are plain sums are made at once from the one
-gradient at hand, which is then gone.
+gradient at hand, which is then gone; and so are the sums Σ g gᵀ where nothing else of a layer's gradients is wanted:
+a copy of them all would cost a fifth of the products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,9 @@ from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.rules import OperandDense, OperandRows
+from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["Gradients", "Reading", "edges", "kept_whole"]
+__all__ = ["Folding", "Gradients", "Reading", "edges", "kept_whole"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,34 @@ class Reading:
         Rows for gradients (K, *output shape).
     at_once : bool
         Read one seed at a time and keep those rows, in place of the gradients of all seeds.
+    folded : bool
+        Keep Σ g gᵀ over seeds and examples alone, and the gradients of a few examples.
     """
 
     consumer: int
     axis: int
     read: Callable[[Tensor], OperandRows | None]
-    at_once: bool
+    at_once: bool = False
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Folding:
+    """Which layers' output gradients are added up as they come.
+
+    Attributes
+    ----------
+    weights : container of str
+        Of layers whose sums Σ b bᵀ are all that is wanted.
+    some : Tensor, (m,)
+        Examples whose gradients are kept all the same.
+    dtype : torch.dtype
+        Of the sums.
+    """
+
+    weights: Container[str]
+    some: Tensor
+    dtype: torch.dtype
 
 
 def edges(readings: Sequence[Reading]) -> list[int]:
@@ -50,7 +74,7 @@ def edges(readings: Sequence[Reading]) -> list[int]:
 
 def kept_whole(readings: Sequence[Reading]) -> set[int]:
     """Nodes whose gradients are kept for all seeds: one reader that needs it is enough."""
-    return {reading.consumer for reading in readings if not reading.at_once}
+    return {reading.consumer for reading in readings if not (reading.at_once or reading.folded)}
 
 
 class Gradients:
@@ -64,12 +88,20 @@ class Gradients:
         What each backward pass starts from.
     seeds_first : bool
         Keep the gradients of a layer without positions a seed after the other.
+    folding : Folding, optional
+        Where readings are folded: over which type, and which examples are kept.
     """
 
-    def __init__(self, graph: Graph, readings: Sequence[Reading], seeds: Tensor, seeds_first: bool = False) -> None:
+    def __init__(
+        self, graph: Graph, readings: Sequence[Reading], seeds: Tensor, seeds_first: bool = False,
+        folding: Folding | None = None,
+    ) -> None:  # fmt: skip
         self.graph, self.readings, self.seeds, self.seeds_first = graph, list(readings), seeds, seeds_first
+        self.folding = folding
         self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by reading
+        self._outer: dict[int, Tensor] = {}  # by reading, Σ g gᵀ
+        self._some: dict[int, Tensor] = {}  # by reading, g of a few examples
 
     def collect(self, out: Tensor) -> Gradients:
         """Run the backward passes from the outputs `out` (N, C); returns itself."""
@@ -84,6 +116,9 @@ class Gradients:
                 self._keep(self._whole, number, gradients[number], k, axes[number])
             for index, each in summed:
                 gradient = gradients[each.consumer]
+                if each.folded:
+                    self._fold(index, gradient, k)
+                    continue
                 rows = None if gradient is None else each.read(gradient.unsqueeze(0)).rows[0]
                 self._keep(self._rows, index, rows, k, 0)
             found = gradients = gradient = rows = None  # their memory, warm, is the next seed's
@@ -101,6 +136,20 @@ class Gradients:
             kept[key] = values.new_empty(count, *values.shape) if flat else _room(values, count, axis)
             kept[key][:k] = 0.0
         kept[key][k] = values
+
+    def _fold(self, index: int, gradient: Tensor | None, k: int) -> None:
+        """Add what seed k gives to Σ g gᵀ, while it is warm."""
+        if index not in self._outer:
+            o, dtype = self.graph.shape(self.readings[index].consumer)[-1], self.folding.dtype
+            self._outer[index] = self.seeds.new_zeros(o, o, dtype=dtype)
+            self._some[index] = self.seeds.new_zeros(len(self.seeds), len(self.folding.some), o)
+        if gradient is not None:
+            add_outer_lower_(self._outer[index], gradient.to(self.folding.dtype))
+            self._some[index][k] = gradient[self.folding.some]
+
+    def folds(self, index: int) -> tuple[Tensor, Tensor]:
+        """Σ g gᵀ (o, o) of one folded reading, and g at the few examples, (K, m, o)."""
+        return self._outer.pop(index), self._some.pop(index)
 
     def rows(self, index: int) -> OperandRows | None:
         """Rows of the operand of one reading, for all seeds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
+from ntk_laplace.factors.blocks import Block, Dense, Folded, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
-from ntk_laplace.factors.gradients import Gradients, edges, kept_whole
+from ntk_laplace.factors.gradients import Folding, Gradients, edges, kept_whole
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan, make_plan
 from ntk_laplace.factors.proof import Truth
@@ -91,12 +91,14 @@ class FactorPass:
         return Rows.concatenate(parts)
 
     def batches(
-        self, x: Inputs, root: Tensor | Seeds | None, batch_size: int | None, offset: int = 0
+        self, x: Inputs, root: Tensor | Seeds | None, batch_size: int | None, offset: int = 0,
+        folded: Container[str] = (),
     ) -> Iterator[Rows]:
         """The same, a batch at a time; a `root` that depends on the outputs is a `Seeds`.
 
-        A first layer's inputs may be the memory of `x` itself: for use at once.
-        """
+        A first layer's inputs may be the memory of `x` itself: for use at once. Of weights in `folded`, the sums
+        Σ b bᵀ are enough: their blocks may come as `Folded`.
+        """  # fmt: skip
         self._prepare(x)
         n, seeds = num_examples(x), _columns(root, self.network)
         once, per_seed = self._bytes
@@ -105,7 +107,7 @@ class FactorPass:
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
-            yield self._batch(take(x, part), own, offset + start)
+            yield self._batch(take(x, part), own, offset + start, folded)
 
     def _prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once."""
@@ -143,7 +145,9 @@ class FactorPass:
             NTKLaplaceWarning, stacklevel=2,
         )  # fmt: skip
 
-    def _batch(self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int) -> Rows:
+    def _batch(
+        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, folded: Container[str]
+    ) -> Rows:
         self._prepare(x)
         network = self.network
         with torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module):
@@ -154,11 +158,13 @@ class FactorPass:
             seeds = torch.eye(c).to(out)[:, None].expand(c, n, c) if root is None else root.movedim(-1, 0).to(out)
             if not out.requires_grad:
                 return Rows((), len(seeds), n, out.detach().to(self.dtype))
-            blocks = self._blocks(x, out, seeds, offset)
+            blocks = self._blocks(x, out, seeds, offset, folded)
         finished = (block.to(self.dtype) for block in blocks) if self.keep_factors else _finished(blocks, self.dtype)
         return Rows(tuple(finished), len(seeds), n, out.detach().to(self.dtype, copy=True))
 
-    def _blocks(self, x: Inputs, out: Tensor, seeds: Tensor, offset: int) -> list[Block]:
+    def _blocks(
+        self, x: Inputs, out: Tensor, seeds: Tensor, offset: int, folded: Container[str] = ()
+    ) -> list[Block | Folded]:
         graph = Graph(out, self.network.parameters)
         signature = graph.signature()
         if len(out) == 1 and signature not in self._plans:
@@ -166,7 +172,12 @@ class FactorPass:
             twice = take(x, torch.zeros(2, dtype=torch.long))
             doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1), offset)
             return [block.part(slice(0, 1)) for block in doubled]
-        blocks = self._planned_blocks(x, out, graph, self._plan(graph, out), seeds)
+        plan, some = self._plan(graph, out), _some_examples(len(out))
+        if some is not None and any(use.plain and use.name in folded for use in plan.uses):
+            blocks = self._planned_blocks(x, out, graph, plan, seeds, Folding(folded, some, self.dtype))
+            if self._holds_for(some, x, blocks, seeds, offset) and _finite(blocks):
+                return blocks  # else it is looked into with all rows at hand
+        blocks = self._planned_blocks(x, out, graph, plan, seeds)
         wrong = self._disagreeing(x, blocks, out, seeds, offset)
         if wrong:
             # a rule does not hold, or the probe's few examples did not show where this batch's lie: plan on the batch
@@ -185,8 +196,11 @@ class FactorPass:
             )
         return blocks
 
-    def _planned_blocks(self, x: Inputs, out: Tensor, graph: Graph, plan: Plan, seeds: Tensor) -> list[Block]:
-        gradients = Gradients(graph, plan.readings(graph, len(out)), seeds, self.keep_factors).collect(out)
+    def _planned_blocks(
+        self, x: Inputs, out: Tensor, graph: Graph, plan: Plan, seeds: Tensor, folding: Folding | None = None
+    ) -> list[Block | Folded]:
+        readings = plan.readings(graph, len(out), folding)
+        gradients = Gradients(graph, readings, seeds, self.keep_factors, folding).collect(out)
         blocks = plan.blocks(graph, gradients, self.network.parameters)
         own = self._fallback(plan.unmatched).rows(x, seeds) if plan.unmatched else []
         return _compacted(chain(blocks, own), self.keep_factors)
@@ -200,27 +214,36 @@ class FactorPass:
         but the smallest batches, random examples are taken, and evaluated by themselves: mixing shows then too.
         Whatever they show is looked into on the `whole` batch.
         """
-        generator = torch.Generator().manual_seed(len(out))
-        count = max(_FEWEST, min(_PROOF, len(out) // 8))
-        if len(out) > count and not whole:
-            some = torch.randperm(len(out), generator=generator)[:count].sort().values
-            few = [block.part(some) for block in blocks]
-            alone = take(x, some)
-            if self._sums_agree(few, self.network.evaluate(alone, offset), seeds[:, some], generator) == ():
-                _require_finite(blocks, offset)
-                return ()
-        wrong = self._sums_agree(blocks, out, seeds, generator)
+        some = None if whole else _some_examples(len(out))
+        if some is not None and self._holds_for(some, x, blocks, seeds, offset):
+            _require_finite(blocks, offset)
+            return ()
+        wrong = self._sums_agree(blocks, out, seeds)
         if wrong is None:
             _require_finite(blocks, offset)
         return tuple(self.network.names) if wrong is None else wrong
 
-    def _sums_agree(
-        self, blocks: list[Block], out: Tensor, seeds: Tensor, generator: torch.Generator
-    ) -> tuple[str, ...] | None:
+    def _holds_for(
+        self, some: Tensor, x: Inputs, blocks: list[Block | Folded], seeds: Tensor, offset: int
+    ) -> bool:
+        """Whether rows of some examples agree with autograd's gradient of these examples alone."""
+        few = [block.some if isinstance(block, Folded) else block.part(some) for block in blocks]
+        return self._sums_agree(few, self.network.evaluate(take(x, some), offset), seeds[:, some]) == ()
+
+    def _sums_agree(self, blocks: list[Block], out: Tensor, seeds: Tensor) -> tuple[str, ...] | None:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
+        generator = torch.Generator().manual_seed(len(out))
         weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
         truth = Truth(out, seeds, weights, self.network.parameters)
         return truth.disagreeing(blocks) if truth.finite else None
+
+
+def _some_examples(n: int) -> Tensor | None:
+    """Random examples of a batch, in order, that its proof looks at; None for all of them."""
+    count = max(_FEWEST, min(_PROOF, n // 8))
+    if n <= count:
+        return None
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values
 
 
 def _columns(root: Tensor | Seeds | None, network: Network) -> int:
@@ -264,10 +287,19 @@ def _compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
     return [*kept, *written.values()]
 
 
+def _finite(blocks: list[Block | Folded]) -> bool:
+    """Whether all entries are; of sums of squares, their diagonal shows it."""
+    values = [block.outer.diagonal() if isinstance(block, Folded) else _values(block) for block in blocks]
+    return all(bool(torch.isfinite(own.sum())) for own in values)
+
+
+def _values(block: Block) -> Tensor:
+    return block.rows if isinstance(block, Dense) else block.b
+
+
 def _require_finite(blocks: list[Block], offset: int) -> None:
     for block in blocks:
-        values = block.rows if isinstance(block, Dense) else block.b
-        check_finite(values.transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.", offset)
+        check_finite(_values(block).transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.", offset)
 
 
 def _apart_from(rows: Rows, x: Inputs) -> Rows:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
-from ntk_laplace.factors.gradients import Gradients, Reading
+from ntk_laplace.factors.blocks import Block, Dense, Folded, Lookup, Outer
+from ntk_laplace.factors.gradients import Folding, Gradients, Reading
 from ntk_laplace.factors.graph import Graph, Step, is_view, node_kind, output_shape, pull_back, view_positions
 from ntk_laplace.factors.joins import join_positions
 from ntk_laplace.factors.layout import Layout, find_layout
@@ -24,6 +24,8 @@ from ntk_laplace.factors.proof import Truth, agree
 from ntk_laplace.factors.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Reader, Use
 
 __all__ = ["Plan", "UsePlan", "find_uses", "make_plan"]
+
+_WIDEST = 1024  # outputs of a layer whose products are worth making a seed at a time: wider ones dwarf a copy
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class UsePlan:
         Where the examples lie in the consumer's output.
     at_once : bool
         Its rows are made of one seed's gradient at a time.
+    plain : bool
+        An example's b is a row of the node's output gradient as it is: one position, one group.
     """
 
     name: str
@@ -49,6 +53,7 @@ class UsePlan:
     source: int
     layout: Layout
     at_once: bool = False
+    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,25 @@ class Plan:
     unmatched: tuple[str, ...]
     partners: dict[str, str] = field(default_factory=dict)
 
-    def readings(self, graph: Graph, n: int) -> list[Reading]:
+    def readings(self, graph: Graph, n: int, folding: Folding | None = None) -> list[Reading]:
         """What reads each use's rows, in the order of `uses`, from a batch of n examples."""
-        return [_reading(use, graph, n) for use in self.uses]
+        found = [_reading(use, graph, n) for use in self.uses]
+        for index in self._folded(graph, n, folding):
+            found[index] = replace(found[index], folded=True)
+        return found
+
+    def _folded(self, graph: Graph, n: int, folding: Folding | None) -> list[int]:
+        """Uses whose gradients may be added up as they come: nothing else reads that node, or that parameter.
+
+        A product of fewer examples than outputs would be the reading of its total, seed after seed.
+        """
+        if folding is None:
+            return []
+        alone = [family[0] for family in self._families() if len(family) == 1]
+        return [
+            index for index in alone if self.uses[index].plain and self.uses[index].name in folding.weights
+            and graph.shape(self.uses[index].step.consumer)[-1] <= min(n, _WIDEST)
+        ]  # fmt: skip
 
     def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
         """Rows of every matched parameter, uses of one parameter joined; gradients are freed as they are used up.
@@ -82,6 +103,10 @@ class Plan:
         parameters : dict of str to nn.Parameter
         """
         for family in self._families():
+            if gradients.readings[family[0]].folded:
+                yield self._folded_block(graph, gradients, parameters, family[0])
+                gradients.forget(family)
+                continue
             found = [
                 _use_block(self.uses[index], graph, gradients.rows(index), parameters[self.uses[index].name])
                 for index in family
@@ -91,6 +116,16 @@ class Plan:
                 whole = isinstance(block, Outer) and block.index is None
                 partner = self.partners.get(block.weight) if whole else None
                 yield block if partner is None else replace(block, bias=partner)
+
+    def _folded_block(
+        self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter], index: int
+    ) -> Folded:
+        use, some = self.uses[index], gradients.folding.some
+        outer, kept = gradients.folds(index)
+        unread = kept.new_zeros(()).expand(1, *graph.shape(use.step.consumer))  # the inputs alone are looked for
+        whole = _use_block(use, graph, gradients.readings[index].read(unread), parameters[use.name])
+        rows = Outer(use.name, self.partners.get(use.name), kept[:, :, None, None], whole.a[some], None, whole.size)
+        return Folded(outer, whole.a[:, 0, 0], rows)
 
     def _families(self) -> list[list[int]]:
         """Indices of uses, those with a parameter or a consuming node in common together."""
@@ -314,12 +349,19 @@ def make_plan(
             blocks[name] = own
             for use, reader in zip(uses[name], readers, strict=True):
                 short = reader.short and not keep_factors and use.source == graph.accumulators[name]
-                good.append(replace(use, at_once=reader.summed or short))
+                plain = keep_factors and len(own) == 1 and _is_plain(own[0], gradients[use.step.consumer])
+                good.append(replace(use, at_once=reader.summed or short, plain=plain))
         else:
             unmatched.append(name)
     partners = _find_partners(blocks, good)
     covered = set(partners.values())  # by their weights' blocks
     return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
+
+
+def _is_plain(block: Block, gradient: Tensor) -> bool:
+    if not isinstance(block, Outer) or block.index is not None or not block.single or gradient.ndim != 3:
+        return False
+    return torch.equal(block.b[:, :, 0, 0], gradient)
 
 
 def _read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -17,6 +17,7 @@ from ntk_laplace.curvature import Form, Frame, Part, Products, Summary, find_par
 from ntk_laplace.data import Inputs, Source, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.evidence import TrainingPoints
+from ntk_laplace.factors import Rows
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
@@ -119,7 +120,7 @@ class Accumulation:
         n, seen = num_examples(x), self.examples_done
         targets = _canonical(trained, y, n, seen)
         kept = []
-        for rows in self._rows(trained, roots, x, targets, seen):
+        for rows in self._rows(trained, roots, x, targets, seen, () if borrowed else self._folded(trained)):
             if not self.parts:
                 self.parts = find_parts(rows, trained.prior, self.form.kind, self.form.squares)
                 _require_memory(self.parts, self.form, trained)
@@ -144,8 +145,18 @@ class Accumulation:
                 if summary.part.kind == "kronecker":
                     summary.add_moments(rows, frame.basis, self.form.squares)
 
-    def _rows(self, trained: Trained, roots: _Roots, x: Inputs, targets: Tensor, seen: int):
-        return trained.factors.batches(x, roots.at(targets, seen), trained.settings.batch_size, seen)
+    def _rows(
+        self, trained: Trained, roots: _Roots, x: Inputs, targets: Tensor, seen: int, folded: Container[str] = ()
+    ) -> Iterator[Rows]:
+        return trained.factors.batches(x, roots.at(targets, seen), trained.settings.batch_size, seen, folded)
+
+    def _folded(self, trained: Trained) -> Container[str]:
+        """Weights of which the sums Σ b bᵀ are enough: those of Kronecker parts, on the first batch all."""
+        if self.form.kind != "kronecker":
+            return ()
+        if not self.parts:
+            return trained.network.names
+        return {part.weight for part in self.parts if part.kind == "kronecker" and part.index is None}
 
     @property
     def points(self) -> TrainingPoints:
