@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -104,8 +104,8 @@ class Form:
         """What else belongs to each part once the data have passed: nothing."""
         return [None] * len(summaries)
 
-    def algebra(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
-        """Algebra of one part at one precision, 0-d or (G, o, i)."""
+    def algebra(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
+        """Algebra of one part at one precision, 0-d or (G, o, i); eigenvectors are made when they are called for."""
         if summary.part.kind == "diagonal":
             values = summary.sums["squares"]
             return SpectralPart(summary.part, Basis(None, None), values, precision)
@@ -113,7 +113,7 @@ class Form:
             return _block(summary, precision)
         return self.kronecker(summary, frame, extra, precision)
 
-    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
         """Algebra of a Kronecker part."""
         raise NotImplementedError
 
@@ -156,10 +156,9 @@ class KFAC(Form):
     def __post_init__(self) -> None:
         _check_sharing(self.sharing)
 
-    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
         """λ = β α / count, undamped."""
-        values = frame.left, frame.right, summary.sums["count"]
-        return KroneckerPart(summary.part, frame.basis, values, self.sharing, precision, self.damped)
+        return KroneckerPart(summary.part, frame, summary.sums["count"], self.sharing, precision, self.damped)
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,9 @@ class EKFAC(Form):
     def __post_init__(self) -> None:
         _check_sharing(self.sharing)
 
-    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
         """λ_oi = Σ_nk ((U_Bᵀ J_nk U_A)_oi)²."""
-        return SpectralPart(summary.part, frame.basis, summary.sums["moments"], precision)
+        return SpectralPart(summary.part, frame().basis, summary.sums["moments"], precision)
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ class INF(Form):
             )  # fmt: skip
         return kept
 
-    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
         """Low rank plus diagonal."""
         sums = summary.sums
         return InfPart(summary.part, extra, sums["moments"], sums["squares"], precision, self.violation)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +17,9 @@ from ntk_laplace.curvature.summary import Basis
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import Rows
 from ntk_laplace.linalg import cross_approximation
+
+if TYPE_CHECKING:
+    from ntk_laplace.curvature.forms import Frame
 
 __all__ = ["KroneckerPart", "SpectralPart"]
 
@@ -148,9 +153,8 @@ class KroneckerPart(SpectralPart):
     Parameters
     ----------
     part : Part
-    basis : Basis
-    left, right : Tensor, (G, o) and (G, i)
-        Eigenvalues β and α.
+    frame : callable
+        Gives the factors' eigenvectors and eigenvalues β (G, o) and α (G, i); called when they are first needed.
     count : Tensor, ()
         Number of terms in the inputs' factor.
     sharing : str
@@ -162,15 +166,36 @@ class KroneckerPart(SpectralPart):
     """
 
     def __init__(
-        self, part: Part, basis: Basis, eigenvalues: tuple[Tensor, Tensor, Tensor], sharing: str, precision: Tensor,
+        self, part: Part, frame: Callable[[], Frame], count: Tensor, sharing: str, precision: Tensor,
         damped: bool = False,
     ) -> None:  # fmt: skip
-        left, right, count = eigenvalues
-        self.left, self.right = ((side / count.sqrt()).to(side) for side in (left, right))
-        values = self.left.unsqueeze(2) * self.right.unsqueeze(1)
-        super().__init__(part, basis, values, precision)
+        self.part, self.precision, self.scale, self._shift = part, precision, None, precision
         self.sharing, self.damped, self.count = sharing, damped, count
         self.homogeneous = not damped
+        self._frame = frame
+
+    @cached_property
+    def basis(self) -> Basis:
+        """U_B ⊗ U_A."""
+        return self._frame().basis
+
+    @cached_property
+    def left(self) -> Tensor:
+        """β/√count, (G, o)."""
+        return self._shared(self._frame().left)
+
+    @cached_property
+    def right(self) -> Tensor:
+        """α/√count, (G, i)."""
+        return self._shared(self._frame().right)
+
+    def _shared(self, side: Tensor) -> Tensor:
+        return (side / self.count.sqrt()).to(side)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """λ, (G, o, i)."""
+        return self.left.unsqueeze(2) * self.right.unsqueeze(1)
 
     @cached_property
     def inverse(self) -> Tensor:

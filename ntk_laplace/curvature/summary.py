@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows, PartSums
 from ntk_laplace.curvature.parts import Part
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import NonFiniteError, UnsupportedError
 from ntk_laplace.factors import Rows
 from ntk_laplace.linalg import add_outer_lower_
 
@@ -154,6 +154,20 @@ class Summary:
         self._add("moments", own.rotated(basis.left, basis.right).squares())
         if squares:
             self._add("squares", own.squares())
+
+    def require_finite(self) -> None:
+        """Refuse sums that have overflowed.
+
+        Raises
+        ------
+        NonFiniteError
+        """
+        for values in self.sums.values():
+            if not bool(torch.isfinite(values).all()):
+                raise NonFiniteError(
+                    f"finite sums over the data for {self.part.weight!r}", "sums that overflow",
+                    "Use dtype=torch.float64 for the algebra, or look for huge inputs or diverged weights.",
+                )  # fmt: skip
 
     def merged(self, other: Summary) -> Summary:
         """Sums over both data sets; factors that one of them did not need, its eigenbasis being another's, go."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
+from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace, Summary
 from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
@@ -62,8 +63,8 @@ class StructuredStructure:
         gathered = self._accumulated
         self.points: TrainingPoints | ForgottenPoints = self._gathered_points()
         trained.likelihood.bind(*self.points.f.shape)
-        if not gathered.frames:
-            gathered.frames = [Frame.of(summary) for summary in gathered.summaries]
+        for summary in gathered.summaries:
+            summary.require_finite()  # at the fit: eigenvectors may be made long after it
         self._extras = self.form.settled(gathered.summaries, gathered.frames)
         self._likelihood = copy.deepcopy(trained.likelihood)
         self._scale = 1.0
@@ -86,8 +87,17 @@ class StructuredStructure:
 
     @property
     def frames(self) -> Sequence[Frame]:
-        """Eigenbases of the parts."""
-        return self._accumulated.frames
+        """Eigenbases of the parts, made when they are first asked for: sums that are merged need none of their own."""
+        gathered = self._accumulated
+        if not gathered.frames:
+            gathered.frames = [Frame.of(summary) for summary in gathered.summaries]
+        return gathered.frames
+
+    def _frame(self, summaries: list[Summary], number: int, scale: float) -> Frame:
+        """The frame of one part; `summaries` may be those of an algebra that is older than the present sums."""
+        present = summaries is self._accumulated.summaries
+        frame = self.frames[number] if present or self.form.moments else Frame.of(summaries[number])
+        return frame.scaled(self._accumulated.parts[number], scale)
 
     # --- algebra
 
@@ -100,14 +110,13 @@ class StructuredStructure:
         named = {name: value.flatten() for name, value in precisions.items()}
         gathered = self._accumulated
         algebras = []
-        for summary, frame, extra in zip(gathered.summaries, gathered.frames, self._extras, strict=True):
+        for number, (summary, extra) in enumerate(zip(gathered.summaries, self._extras, strict=True)):
             part = summary.part
             precision = part.gather(named)
             if all(isinstance(trained.prior.group_of(name), int) for name in part.names) and part.kind != "diagonal":
                 precision = precision.flatten()[0]
-            algebras.append(self.form.algebra(
-                summary.scaled(self._scale), frame.scaled(part, self._scale), extra, precision
-            ))  # fmt: skip
+            frame = partial(self._frame, gathered.summaries, number, self._scale)
+            algebras.append(self.form.algebra(summary.scaled(self._scale), frame, extra, precision))
         return StructuredWeightSpace(algebras, trained.prior, trained.network.shapes, trained.theta)
 
     def _follow(self, trained: Trained) -> None:
@@ -119,7 +128,7 @@ class StructuredStructure:
         self._accumulated.again(trained, self._batches)
         self.points = self._gathered_points()
         if not self.form.moments:
-            self._accumulated.frames = [Frame.of(summary) for summary in self._accumulated.summaries]
+            self._accumulated.frames = []
         self._likelihood, self._scale = copy.deepcopy(trained.likelihood), 1.0
 
     # --- further passes
@@ -192,12 +201,11 @@ class StructuredStructure:
     # --- checkpoints
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
-        """The sums at the present likelihood, and the eigenbasis."""
+        """The sums at the present likelihood, and the eigenbasis, if it was asked for."""
         self._follow(trained)
         gathered = self._accumulated
-        pairs = zip(gathered.summaries, gathered.frames, strict=True)
-        scaled = [(s.scaled(self._scale), f.scaled(s.part, self._scale)) for s, f in pairs]
-        now = replace(gathered, summaries=[s for s, _ in scaled], frames=[f for _, f in scaled])
+        frames = [self._frame(gathered.summaries, number, self._scale) for number in range(len(gathered.frames))]
+        now = replace(gathered, summaries=[s.scaled(self._scale) for s in gathered.summaries], frames=frames)
         return record(now, include_data=False) | {
             "extras": [None if extra is None else vars(extra).copy() for extra in self._extras]
         }
