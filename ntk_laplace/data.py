@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _BATCH = 512  # examples read at a time where the caller did not say
-_LARGEST_BATCH = 2048  # and of tensors that are small
+_LARGEST_BATCH = 5000  # and of tensors that are small
 _BATCH_BYTES = 32 * 2**20
 
 Inputs = Any
@@ -134,6 +134,12 @@ def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
                     "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
 
 
+def _even_batches(n: int, fitting: int) -> int:
+    """Examples per batch of tensors in memory: as many as fit, and about as many in the last one as in the others."""
+    largest = max(_BATCH, min(_LARGEST_BATCH, fitting))
+    return -(-n // max(1, -(-n // largest)))
+
+
 def _bytes(x: Inputs) -> int:
     return sum(tensor.nbytes for tensor in leaves(x))
 
@@ -174,7 +180,7 @@ class Batches:
                                 "Give one target (row) per input.")
             self._source, self._length = (x, y), n
             if batch_size is None:
-                self.batch_size = max(_BATCH, min(_LARGEST_BATCH, _BATCH_BYTES // max(1, _bytes(x) // max(1, n))))
+                self.batch_size = _even_batches(n, _BATCH_BYTES // max(1, _bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
             self._source, self._length = data, _length_of(data)
         elif isinstance(data, Dataset):

@@ -57,6 +57,7 @@ def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bo
 
 ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
 
+_AT_A_TIME = 2048  # examples in one forward pass whose graph is not wanted
 _FIRST = 4  # examples that are evaluated together, then every other one of them alone
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 
@@ -180,9 +181,12 @@ class Network:
             return self._shape(self._call(x), x, offset)
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
-        """Outputs (N, C) without a graph."""
+        """Outputs (N, C) without a graph, so many examples at a time that activations stay small."""
+        starts = range(0, max(1, num_examples(x)), _AT_A_TIME)
         with torch.no_grad():
-            return self._shape(self._call(x), x, offset).detach()
+            parts = [x] if len(starts) == 1 else [take(x, slice(start, start + _AT_A_TIME)) for start in starts]
+            found = [self._shape(self._call(p), p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) at other values (P,) of the chosen parameters, without a graph."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ntk_laplace.errors import NetworkError, NTKLaplaceWarning
-from ntk_laplace.factors import Outer, rules
+from ntk_laplace.errors import NetworkError, NonFiniteError, NTKLaplaceWarning
+from ntk_laplace.factors import Folded, Outer, rules
+from ntk_laplace.factors.gradients import Gradients
 from ntk_laplace.factors.passes import FactorPass
 from ntk_laplace.network import Network
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
@@ -456,15 +458,116 @@ def test_a_rule_that_does_not_hold_is_left_out_of_the_next_plan(sizes, monkeypat
 
 def test_norm_layers_do_not_count_towards_the_working_set():
     """Their rows are made one seed at a time, so that batches stay large."""
-    def counted(layer: nn.Module) -> tuple[int, int]:
+    def held(layer: nn.Module) -> list[int]:
         network = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), layer, nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
         factors = FactorPass(Network(network.double().eval()), torch.float64)
         factors.rows(torch.randn(3, 1, 8, 8).double())
-        return factors._bytes
+        return sorted(edge.held(5, ()) for edge in factors._edges)
 
-    once, per_seed = counted(nn.Identity())
-    assert (once, per_seed) == (8 * (144 + 2), 8 * (144 + 2))
-    assert counted(nn.BatchNorm2d(4)) == (once + 8 * 144, per_seed)
+    assert held(nn.Identity()) == [5 * 8 * 2, 5 * 8 * 144]
+    assert held(nn.BatchNorm2d(4)) == [5 * 8 * 2, 8 * 144, 5 * 8 * 144]
+
+
+# ------------------------------------------------------------- sums of Kronecker factors in place of rows
+
+
+class Kinds(nn.Module):
+    """Layers of one position in both orders of a product, and all that cannot be added up as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 3)  # several positions
+        self.first, self.bare = nn.Linear(12, 5), nn.Linear(5, 4, bias=False)
+        self.turned = nn.Parameter(torch.randn(3, 4) / 2)  # W xᵀ: examples in columns
+        self.twice = nn.Linear(3, 3)  # two uses of one weight
+        self.sliced = nn.Parameter(torch.randn(9, 3) / 2)  # a part of a parameter
+        self.shifted, self.shift = nn.Parameter(torch.randn(4, 6) / 2), nn.Parameter(torch.randn(4))  # added apart
+        self.wide, self.out = nn.Linear(4, 40), nn.Linear(40, 3)  # more outputs than examples
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(torch.tanh(self.conv(x)).flatten(1)))
+        h = torch.tanh(self.turned @ torch.tanh(self.bare(h)).T).T
+        h = torch.tanh(self.twice(torch.tanh(self.twice(h))))
+        h = torch.tanh(torch.tanh(F.linear(h, self.sliced[3:])) @ self.shifted.T + self.shift)
+        return self.out(torch.tanh(self.wide(h)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_output_gradients_are_added_up_where_sums_are_enough(dtype):
+    """Layers of one position and one use, a bias with them; sums are in the algebra's type, inputs as they are."""
+    torch.manual_seed(3)
+    network, x = Kinds().to(dtype), torch.randn(30, 2, 6).to(dtype)
+    root = torch.randn(30, 3, 2).double()
+    factors = FactorPass(Network(network), torch.float64, keep_factors=True)
+    (found,) = factors.batches(x, root, None, folded=factors.network.names)
+    folded = {block.weight: block for block in found.blocks if isinstance(block, Folded)}
+    assert {weight: block.bias for weight, block in folded.items()} == {
+        "first.weight": "first.bias", "bare.weight": None, "shifted": "shift", "out.weight": "out.bias"
+    }  # fmt: skip
+    whole = {block.weight: block for block in factors.rows(x, root).blocks if isinstance(block, Outer)}
+    double = copy.deepcopy(network).double()
+    for weight, block in folded.items():
+        assert block.outer.dtype == block.a.dtype == torch.float64
+        b, a = whole[weight].b[:, :, 0, 0], whole[weight].a[:, 0, 0]
+        assert relative_error(block.outer.tril(), torch.einsum("kno,knp->op", b, b).tril()) < 1e-12
+        assert torch.equal(block.a, a)
+        names = list(dict(double.named_parameters()))
+        if block.bias is not None:  # rows of a bias are b
+            sizes = [p.numel() for p in double.parameters()]
+            start = sum(sizes[: names.index(block.bias)])
+            own = jacobian(double, x.double())[..., start : start + len(block.outer)]
+            own = torch.einsum("ncr,nco->nro", root, own)
+            truth = torch.einsum("nro,nrp->op", own, own)
+            assert relative_error(block.outer.tril(), truth.tril()) < (1e-12 if dtype == torch.float64 else 1e-5)
+    assert not any(isinstance(block, Folded) for block in factors.rows(x, root).blocks)
+    few = next(factors.batches(x[:4], root[:4], None, folded=factors.network.names))
+    assert not any(isinstance(block, Folded) for block in few.blocks)  # all four are held against autograd anyway
+
+
+def test_only_asked_for_weights_are_added_up():
+    torch.manual_seed(3)
+    network, x = Kinds().double(), torch.randn(30, 2, 6).double()
+    factors = FactorPass(Network(network), torch.float64, keep_factors=True)
+    (found,) = factors.batches(x, None, None, folded={"bare.weight", "twice.weight"})
+    assert [block.weight for block in found.blocks if isinstance(block, Folded)] == ["bare.weight"]
+    sizes = {edge.plain: edge.held(7, {"bare.weight"}) // edge.size for edge in factors._edges if edge.plain}
+    assert sizes["bare.weight"] == 1 and sizes["first.weight"] == 7
+
+
+def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch):
+    """The proof looks at some examples' gradients; if they disagree, all rows are made and looked into."""
+    def doubled(use):
+        reader = rules._addmm(use)
+        return reader and rules.Reader(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
+
+    torch.manual_seed(3)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    factors, x = FactorPass(Network(network), torch.float64, keep_factors=True), torch.randn(30, 3).double()
+    next(factors.batches(x, None, None))  # the plan is made while the rule holds
+    monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
+    monkeypatch.setattr(Gradients, "_fold", _halved(Gradients._fold))
+    (found,) = factors.batches(x, None, None, folded=factors.network.names)
+    assert relative_error(found.dense(factors.network.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
+
+
+def _halved(fold):
+    return lambda self, index, gradient, k: fold(self, index, gradient / 2, k)
+
+
+def test_an_example_without_finite_rows_is_named_when_sums_are_made():
+    class Kink(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(torch.sqrt((self.first(x) * (x[:, :1] != 0)).abs()))  # at zero, its slope is infinite
+
+    network, x = Kink().double(), torch.randn(40, 3).double()
+    factors = FactorPass(Network(network), torch.float64, keep_factors=True)
+    x[17] = 0.0
+    with pytest.raises(NonFiniteError, match="example 117"):
+        list(factors.batches(x, None, None, offset=100, folded=factors.network.names))
 
 
 # ---------------------------------------------------------------------------------------- networks that are refused

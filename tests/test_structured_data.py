@@ -89,6 +89,35 @@ def with_basis(structure: str, basis):
     return {"ekfac": ntkl.EKFAC(basis=basis), "inf": ntkl.INF(rank=0.4, basis=basis)}.get(structure, structure)
 
 
+class Turns(nn.Module):
+    """A weight that a batch of positive inputs uses twice, and a bias that it shares with another layer there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        return self.out(torch.tanh(self.inner(h)) if bool((x > 0).all()) else h)
+
+
+@pytest.mark.parametrize("twice_first", [False, True])
+def test_batches_through_other_branches_add_up(twice_first):
+    """Of a weight that the first batch used once or twice, every batch gives what its part needs, or is refused."""
+    torch.manual_seed(5)
+    network, sign = Turns().double(), torch.tensor([1.0, -1.0] if twice_first else [-1.0, 1.0]).repeat_interleave(20)
+    x = torch.rand(40, 3).double() * sign.double().unsqueeze(1)
+    y, prior = torch.randint(2, (40,)), ntkl.GaussianPrior(precision=2.0, groups="layer")
+    batches = DataLoader(list(zip(x, y, strict=True)), batch_size=20)
+    both = ntkl.laplace(network, batches, ntkl.Categorical(), prior, "kfac")
+    halves = [ntkl.laplace(network, (x[part], y[part]), ntkl.Categorical(), copy.deepcopy(prior), "kfac")
+              for part in (slice(0, 20), slice(20, 40))]
+    for number, part in enumerate(both.fitted.parts):
+        sums = [each.fitted._accumulated.summaries[number].sums for each in (both, *halves)]
+        for name in ("left", "right"):
+            assert relative_error(sums[0][name].tril(), (sums[1][name] + sums[2][name]).tril()) < 1e-12, (part, name)
+
+
 @pytest.mark.parametrize("structure", CHOSEN)
 @pytest.mark.parametrize(("network", "curvature"), [("resnet_batchnorm", "ef"), ("decoder_dict", "ggn")])
 def test_disjoint_data_add_up(network, curvature, structure):
@@ -133,6 +162,31 @@ def test_conditioning_step_by_step(structure):
             for each in (steps, want)
         ]
         assert relative_error(*gradients) < 1e-9
+
+
+def test_eigenvectors_are_made_when_they_are_asked_for(monkeypatch, tmp_path):
+    """KFAC's sums are merged and saved without any; an algebra that is older than the sums keeps to its own."""
+    made = []
+    plain = torch.linalg.eigh
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *a, **k: made.append(1) or plain(*a, **k))
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    halves = [(case.x[part], y[part]) for part in (slice(0, 3), slice(3, 7))]
+    first, second = (fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", data=half) for half in halves)
+    merged = first.merge(second)
+    merged.save(tmp_path / "merged.pt")
+    assert not made
+    whole = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
+    assert_same(merged, whole, case.x_new)
+    layers = len({part.weight for part in merged.fitted.parts})
+    assert len(made) == 2 * 2 * layers  # each factor once, of either posterior, whatever was asked of them
+    assert relative_error(ntkl.load(tmp_path / "merged.pt", case.network).log_det(), whole.log_det()) < 1e-9
+    older = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
+    algebra = older.curvature
+    with torch.no_grad():
+        older.likelihood.log_temperature += 0.5
+    assert relative_error(older.log_det(), whole.log_det()) > 1e-3
+    assert relative_error(algebra.logdet(), whole.log_det()) < 1e-12
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diag"])

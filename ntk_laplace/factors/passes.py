@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Protocol
@@ -28,6 +28,7 @@ __all__ = ["FactorPass", "Seeds"]
 
 _PROOF, _FEWEST = 64, 4  # an eighth of a batch's examples, at most and at least, is held against autograd
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
+_WARM = 32 * 2**20  # and of one of them: larger tensors are given back to the system, and come cold
 _MATRIX = 512  # entries of a parameter whose rows deserve a matrix product of their own
 
 
@@ -63,7 +64,7 @@ class FactorPass:
         self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
         self._plans: dict[tuple, Plan] = {}
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
-        self._bytes: tuple[int, int] | None = None  # output gradients per example, and per example and seed
+        self._edges: list[_Edge] | None = None
 
     def on(self, network: Network, dtype: torch.dtype) -> FactorPass:
         """The same pass over a network that has moved, or in another floating type."""
@@ -101,8 +102,7 @@ class FactorPass:
         """  # fmt: skip
         self._prepare(x)
         n, seeds = num_examples(x), _columns(root, self.network)
-        once, per_seed = self._bytes
-        most = max(1, _WORKING_SET // (once + per_seed * seeds))
+        most = _examples_at_once(self._edges, seeds, folded)
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
@@ -111,16 +111,16 @@ class FactorPass:
 
     def _prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once."""
-        if self._bytes is not None:
+        if self._edges is not None:
             return
         with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
             out = self.network.probe(x)
             graph = Graph(out, self.network.parameters)
-            readings = self._plan(graph, out).readings(graph, len(out))
-            kept = kept_whole(readings)
-            sizes = {n: graph.shape(n).numel() * out.element_size() for n in edges(readings)}
-        once, per_seed = sum(sizes.values()), sum(size for number, size in sizes.items() if number in kept)
-        self._bytes = max(1, once // len(out)), per_seed // len(out)
+            plan = self._plan(graph, out)
+            readings = plan.readings(graph, len(out))
+            kept, plain = kept_whole(readings), {use.step.consumer: use.name for use in plan.uses if use.plain}
+            sizes = {n: graph.shape(n).numel() * out.element_size() // len(out) for n in edges(readings)}
+        self._edges = [_Edge(max(1, size), number in kept, plain.get(number)) for number, size in sizes.items()]
 
     def _plan(self, graph: Graph, out: Tensor, confirm: bool = False) -> Plan:
         signature = graph.signature()
@@ -236,6 +236,24 @@ class FactorPass:
         weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
         truth = Truth(out, seeds, weights, self.network.parameters)
         return truth.disagreeing(blocks) if truth.finite else None
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """A node whose output gradient is read: its bytes per example, whether for all seeds, and what can be folded."""
+
+    size: int
+    kept: bool
+    plain: str | None
+
+    def held(self, seeds: int, folded: Container[str]) -> int:
+        """Bytes held per example."""
+        return self.size * seeds if self.kept and self.plain not in folded else self.size
+
+
+def _examples_at_once(edges: list[_Edge], seeds: int, folded: Container[str]) -> int:
+    held = [edge.held(seeds, folded) for edge in edges]
+    return max(1, min(_WORKING_SET // max(1, sum(held)), _WARM // max(held, default=1)))
 
 
 def _some_examples(n: int) -> Tensor | None:

@@ -97,13 +97,13 @@ class Categorical(Likelihood):
         p = s.square()
         top = f.argmax(-1, keepdim=True)
         s_top = s.gather(-1, top)
-        columns = torch.diag_embed(s) - (p / (1 + s_top)).unsqueeze(-1) * s.unsqueeze(-2)
-        row = top.unsqueeze(-1).expand(*s.shape[:-1], 1, s.shape[-1])
-        columns = columns.scatter(-2, row, -(s_top * s).unsqueeze(-2))
-        keep = torch.arange(f.shape[-1] - 1, device=f.device)
-        keep = keep + (keep >= top)  # every column but m
-        keep = keep.unsqueeze(-2).expand(*s.shape, s.shape[-1] - 1)
-        return columns.gather(-1, keep) / self._temperature(f)
+        kept = torch.arange(f.shape[-1] - 1, device=f.device)
+        kept = kept + (kept >= top)  # every column but m
+        own = s.gather(-1, kept) / self._temperature(f)  # every entry of column j is a multiple of s_j
+        columns = (p / (1 + s_top)).neg().unsqueeze(-1) * own.unsqueeze(-2)
+        columns = columns.scatter_add(-2, kept.unsqueeze(-2), own.unsqueeze(-2))
+        row = top.unsqueeze(-1).expand(*s.shape[:-1], 1, s.shape[-1] - 1)
+        return columns.scatter(-2, row, -(s_top * own).unsqueeze(-2))
 
     def mean(self, f: Tensor) -> Tensor:
         """Class probabilities, ``softmax(f / T)``, (N, C)."""
