@@ -6,9 +6,10 @@ import re
 
 import pytest
 import torch
+from torch import nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.errors import DataError, HyperparameterError, NumericalError, UnsupportedError
+from ntk_laplace.errors import DataError, HyperparameterError, NonFiniteError, NumericalError, UnsupportedError
 from registry import LIKELIHOODS, fresh, problem, targets
 from structured_cases import fresh_fit
 from test_structured_data import interrupted_kfac, loader
@@ -139,3 +140,16 @@ def test_resuming_wants_the_same_fit():
         ntkl.laplace(case.network, data, ntkl.Categorical(), structure="gp", settings=settings)
     with refused(DataError, "interrupted fit", "int", "FitInterrupted"):
         ntkl.laplace(case.network, data, ntkl.Categorical(), structure="kfac", settings=ntkl.Settings(resume=3))
+
+
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])
+def test_sums_that_overflow_are_named(structure):
+    """Finite inputs and outputs whose squares are not: said at the fit, with the type that bears them."""
+    network, x = nn.Linear(3, 2), torch.randn(20, 3) * 1e25
+    data = x, torch.randint(2, (20,))
+    with torch.no_grad():
+        network.weight.mul_(1e-25)
+    with refused(NonFiniteError, "sums over the data for 'weight'", "overflow", "float64"):
+        ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, dtype=torch.float32)
+    posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure=structure)
+    assert bool(torch.isfinite(posterior.log_det()))

@@ -41,6 +41,7 @@ class Frame:
         """Eigenvectors of a summary's factors; of a block or a diagonal, none."""
         if summary.part.kind != "kronecker":
             return cls(Basis(None, None))
+        summary.require_finite()
         right, right_basis = _eigen(summary.sums["right"])
         if summary.part.table:
             return cls(Basis(None, right_basis), summary.sums["left"], right)
