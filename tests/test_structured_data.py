@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.data import Batches
+from ntk_laplace.network import Network
 from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
@@ -371,3 +373,28 @@ def test_the_network_comes_back_untouched(structure):
         assert parameter.grad is None if kept is None else torch.equal(parameter.grad, kept)
     for name, value in network.state_dict().items():
         assert torch.equal(value, state[name])
+
+
+@pytest.mark.parametrize(("n", "width", "sizes"), [
+    (10_000, 4, [5_000, 5_000]), (5_001, 4, [2_501, 2_500]), (7, 4, [7]), (3_000, 10_000, [750, 750, 750, 750]),
+])  # fmt: skip
+def test_tensors_come_in_even_batches_of_bounded_memory(n, width, sizes):
+    """At most 5,000 examples and 32 MiB at a time, at least 512 examples, unless you say so."""
+    x, y = torch.zeros(n, width), torch.zeros(n)
+    assert [len(part) for _, part in Batches((x, y), None, torch.device("cpu"))] == sizes
+    assert [len(part) for _, part in Batches((x[:7], y[:7]), 3, torch.device("cpu"))] == [3, 3, 1]
+
+
+def test_outputs_without_a_graph_are_made_in_pieces(monkeypatch):
+    """As many examples as you like, a few of them at a time, and an error counts from the first."""
+    case = problem("deep_mlp")
+    network = Network(case.network)
+    whole = network.without_grad(case.x)
+    monkeypatch.setattr("ntk_laplace.network._AT_A_TIME", 3)
+    pieces = [network.without_grad(case.x[start : start + 3]) for start in (0, 3, 6)]
+    assert torch.equal(network.without_grad(case.x), torch.cat(pieces))
+    assert relative_error(network.without_grad(case.x), whole) < 1e-12
+    broken = case.x.clone()
+    broken[5] = float("inf")
+    with pytest.raises(ntkl.NonFiniteError, match="example 25"):
+        network.without_grad(broken, 20)

@@ -155,7 +155,10 @@ class FactorPass:
             n, c = out.shape
             if root is not None and not isinstance(root, Tensor):
                 root = root(out.detach())
-            seeds = torch.eye(c).to(out)[:, None].expand(c, n, c) if root is None else root.movedim(-1, 0).to(out)
+            if root is None:
+                seeds = torch.eye(c).to(out)[:, None].expand(c, n, c)
+            else:
+                seeds = root.movedim(-1, 0).to(out).contiguous()  # each seed starts a pass of its own
             if not out.requires_grad:
                 return Rows((), len(seeds), n, out.detach().to(self.dtype))
             blocks = self._blocks(x, out, seeds, offset, folded)

@@ -71,7 +71,7 @@ def push(trained: Trained, batches: Source, vector: Tensor, most: int | None) ->
 
 def digest(*tensors: Tensor) -> str:
     """Fingerprint of numbers."""
-    found = hashlib.sha256()
+    found = hashlib.blake2b(digest_size=32)
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
