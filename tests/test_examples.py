@@ -207,6 +207,26 @@ def test_the_uci_protocol(tmp_path: Path) -> None:
     assert "diabetes, 2 splits, 40 epochs" in printed
 
 
+def test_the_readings_of_a_bayesian_score(tmp_path: Path) -> None:
+    """Dense algebra against the library's posterior, of one trained state; what the others must be beside it."""
+    run("uci/protocol.py", tmp_path, "--structures", "ggn", "--changes", "hyper", "--out", "out")
+    (states,) = figures(tmp_path / "out" / "protocol.json")["results"]["ggn"].values()
+    (kept,) = (tmp_path / "out").glob("*.pt")
+    age = kept.stat().st_mtime_ns
+    run("uci/readings.py", tmp_path, "--out", "out")
+    assert kept.stat().st_mtime_ns == age  # not trained again
+    found = figures(tmp_path / "out" / "readings.json")["results"]
+    once = "Var[f] times the responses' deviation, σ² times its square"
+    for state in ("best", "last"):
+        own = {name: values[state] for name, values in found.items()}
+        for name, reading in (("MAP", "MAP"), ("Bayes", "as in [I21]"), ("Bayes, f once", once)):
+            assert own[reading] == pytest.approx(states[state][name], rel=1e-9)
+        for name in ("float32, Cholesky", "float32, inverse"):
+            assert own[name] == pytest.approx(own["as in [I21]"], abs=1e-3) and own[name] != own["as in [I21]"]
+        assert own["linearized network sampled, their moments"] == pytest.approx(own["as in [I21]"], abs=0.1)
+        assert own["half the curvature"] > own["as in [I21]"] > own["twice the curvature"]  # wide enough already
+
+
 def test_the_uci_splits(tmp_path: Path) -> None:
     printed = run("uci/splits.py", tmp_path, "--first", "2", "--out", "out")
     found = figures(tmp_path / "out" / "splits.json")["results"]["diabetes"]
@@ -241,6 +261,9 @@ def test_the_bayesian_score_of_another_fisher(monkeypatch) -> None:
     with torch.no_grad():
         density = torch.distributions.Normal(network(tests[0][0]).squeeze(-1), variance.sqrt())
     assert found["Bayes"][0] == pytest.approx(math.log(2.5) - density.log_prob(y[0, :5]).mean().item(), rel=1e-9)
+    mixed = 2.5 * (variance - noise.exp()) + 2.5**2 * noise.exp()  # in the original units
+    density = torch.distributions.Normal(2.5 * density.mean, mixed.sqrt())
+    assert found["Bayes, f once"][0] == pytest.approx(-density.log_prob(2.5 * y[0, :5]).mean().item(), rel=1e-9)
 
 
 def test_the_toys_of_t20(tmp_path: Path) -> None:

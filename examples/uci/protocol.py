@@ -6,6 +6,7 @@
 empirical Fisher of the likelihood. This script trains the networks of one data set with one of these changed at a time:
 * none: as `uci.py` has it;
 * minibatch, rate, hyper: minibatches of 64; ten times the rate for all, or for the hyperparameters alone;
+* hyper-512, hyper-256, hyper-0.1, hyper-1: as hyper, with minibatches of that size, or at that rate;
 * sigma: Adam on log σ, as in the code that the authors published, which moves log σ² twice as fast;
 * fisher, halved: in regression with the structures "ef" and "diag-ef", the empirical Fisher of the squared error over
   σ², r²JᵀJ/σ²; or 2r²JᵀJ/σ², as in laplace-torch, which halves the products of the gradients of r²;
@@ -15,8 +16,9 @@ empirical Fisher of the likelihood. This script trains the networks of one data 
 * held: a tenth of the training data left out, as for a validation.
 It prints the negative test log likelihoods, in the original units, of the MAP and the Bayesian predictive at the state
 of highest evidence and at the last, as mean ± standard error over the splits and, in brackets, the distance from the
-paper's in standard errors; and the noise of highest evidence. It writes protocol.json, which it adds to: what is there
-already with the same splits and epochs is kept.
+paper's in standard errors; and the noise of highest evidence. In regression "Bayes, f once" is a Bayesian predictive as
+a slip in its units would make it: the variance of f brought to the original units by the responses' deviation, that of
+the noise by its square. It writes protocol.json and both states of each training, which it does not train again.
 """
 
 from __future__ import annotations
@@ -46,6 +48,10 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "minibatch": ("minibatches of 64", {"minibatch": 64}),
     "rate": ("rate 0.01", {"rate": 1e-2}),
     "hyper": ("rate 0.01 for hyperparameters", {"hyper_rate": 1e-2}),
+    "hyper-512": ("rate 0.01 for hyperparameters, minibatches of 512", {"hyper_rate": 1e-2, "minibatch": 512}),
+    "hyper-256": ("rate 0.01 for hyperparameters, minibatches of 256", {"hyper_rate": 1e-2, "minibatch": 256}),
+    "hyper-0.1": ("rate 0.1 for hyperparameters", {"hyper_rate": 0.1}),
+    "hyper-1": ("rate 1 for hyperparameters", {"hyper_rate": 1.0}),
     "sigma": ("Adam on log σ", {"noise_speed": 2.0}),
     "fisher": ("Fisher of the squared error / σ²", {"squared_error_fisher": 1.0}),
     "halved": ("twice that Fisher", {"squared_error_fisher": 2.0}),
@@ -55,6 +61,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "raw": ("as the authors' code, responses as they are", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
     "held": ("as the authors' code, a tenth left out", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
 }  # fmt: skip
+PREDICTIVES = ("Bayes", "MAP", "Bayes, f once")
 
 
 def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> dict[str, Protocol]:
@@ -64,7 +71,7 @@ def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> 
         label, what = CHANGES[change]
         if change in ("fisher", "halved", "sigma") and not structure.endswith("ef"):
             continue  # nothing, or the same as "authors"
-        if classes and change not in ("none", "minibatch", "rate", "hyper", "single", "held"):
+        if classes and change in ("sigma", "fisher", "halved", "authors", "raw"):
             continue  # there is no σ
         found[label] = Protocol(epochs, **what)
     return found
@@ -91,27 +98,44 @@ def scores(
     networks: Networks, hyper: list[Tensor], problem: Problem, structure: str, squared_error: float | None,
     tests: list[tuple[Tensor, Tensor, float]],
 ) -> dict[str, list[float]]:
-    """Negative log likelihoods of each split's test data, MAP and Bayesian predictive, original units."""
-    found: dict[str, list[float]] = {"MAP": [], "Bayes": []}
+    """Negative log likelihoods of each split's test data, MAP and Bayesian predictives, original units."""
+    found: dict[str, list[float]] = {name: [] for name in (PREDICTIVES[:2] if problem.classes else PREDICTIVES)}
     for split, (x, y, spread) in enumerate(tests):
         noise = hyper[1][split].double().exp().item()
         # c r²/σ² is c σ² times the likelihood's r²/σ⁴; so are H and the inverse of V with precisions over c σ²
         scale = 1.0 if squared_error is None or not structure.endswith("ef") else squared_error * noise
         posterior = posterior_of(networks, hyper, problem, structure, split, scale)
         if problem.classes:
-            both = Categorical(logits=networks.one(split)(x)), posterior.predict(x, "glm")
+            densities = [posterior.predict(x, "glm"), Categorical(logits=networks.one(split)(x))]
         else:
             mean, covariance = posterior.latent_moments(x)
             mean, variance = mean.squeeze(-1), covariance.flatten() / scale
-            both = Normal(mean, math.sqrt(noise)), Normal(mean, (variance + noise).sqrt())
-        for name, density in zip(found, both, strict=True):
+            # var[f] s + σ²s² instead of (var[f] + σ²)s² is var[f]/s for standardized responses
+            variances = variance + noise, torch.full_like(mean, noise), variance / spread + noise
+            densities = [Normal(mean, both.sqrt()) for both in variances]
+        for name, density in zip(found, densities, strict=True):
             found[name].append(math.log(spread) - density.log_prob(y).mean().item())
     return found
 
 
-def run(problem: Problem, tests: list[Any], structure: str, protocol: Protocol) -> dict[str, Any]:
-    """Train the splits' networks and score the last states, and those of highest evidence."""
-    count, start = len(tests), time.perf_counter()
+def kept(out: Path, name: str, structure: str, change: str, splits: int, epochs: int) -> Path:
+    """Where the states of one training are."""
+    return out / f"{name}_{structure}_{change}_{splits}_{epochs}.pt"
+
+
+def load(networks: Networks, state: list[Tensor]) -> Networks:
+    """The weights of a state, whose hyperparameters come last, put into the networks."""
+    with torch.no_grad():
+        for parameter, own in zip(networks.parameters(), state, strict=False):
+            parameter.copy_(own)
+    return networks
+
+
+def states(problem: Problem, structure: str, protocol: Protocol, file: Path) -> dict[str, Any]:
+    """Train the splits' networks, unless the file holds them: the states of highest evidence and the last."""
+    if file.exists():
+        return torch.load(file)
+    count, start = len(problem.x), time.perf_counter()
 
     def tell(epoch: int) -> None:
         took = time.perf_counter() - start
@@ -119,14 +143,20 @@ def run(problem: Problem, tests: list[Any], structure: str, protocol: Protocol) 
 
     networks = Networks(problem, count)
     best = train_with_evidence(problem, networks, {structure: slice(0, count)}, protocol, tell)
-    states = {"best": best.tensors, "last": [tensor.clone() for tensor in best.last]}
-    found: dict[str, Any] = {"noise": best.tensors[-1].exp().tolist(), "epoch": best.epoch.tolist()}
-    for state, tensors in states.items():
-        with torch.no_grad():
-            for parameter, kept in zip(networks.parameters(), tensors, strict=False):
-                parameter.copy_(kept)
+    found = {"best": best.tensors, "last": best.last, "epoch": best.epoch}
+    torch.save(found, file)
+    return found
+
+
+def run(problem: Problem, tests: list[Any], structure: str, protocol: Protocol, file: Path) -> dict[str, Any]:
+    """Scores of the last states, and of those of highest evidence."""
+    trained = states(problem, structure, protocol, file)
+    networks = Networks(problem, len(tests))
+    found: dict[str, Any] = {"noise": trained["best"][-1].exp().tolist(), "epoch": trained["epoch"].tolist()}
+    for state in ("best", "last"):
+        load(networks, trained[state])
         twice = protocol.squared_error_fisher if not problem.classes else None
-        found[state] = scores(networks, tensors[-2:], problem, structure, twice, tests)
+        found[state] = scores(networks, trained[state][-2:], problem, structure, twice, tests)
     return found
 
 
@@ -143,17 +173,21 @@ def lines(name: str, structure: str, found: dict[str, Any]) -> list[list[str]]:
     for label, own in found.items():
         cells = [structure, label]
         for state in ("best", "last"):
-            for place, predictive in enumerate(("Bayes", "MAP")):
+            for predictive in PREDICTIVES:
+                if predictive not in own[state]:
+                    cells.append("")
+                    continue
                 mean, error = mean_and_error(own[state][predictive])
                 cells.append(f"{mean:.2f} ± {error:.2f}")
                 if paper is not None:
-                    cells[-1] += f" ({(mean - paper[place][0]) / math.hypot(error, paper[place][1]):+.1f})"
+                    theirs = paper[predictive == "MAP"]
+                    cells[-1] += f" ({(mean - theirs[0]) / math.hypot(error, theirs[1]):+.1f})"
         noise = torch.tensor(own["noise"]).median().item()
         epoch = torch.tensor(own["epoch"]).median().item()
         rows.append([*cells, f"{noise:.2g}", str(epoch)])
     if paper is not None:
         scores_of_paper = [f"{mean:.2f} ± {error:.2f}" for mean, error in paper]
-        rows.append([structure, "[I21]", *scores_of_paper, "", "", "", ""])
+        rows.append([structure, "[I21]", *scores_of_paper, "", "", "", "", "", ""])
     return rows
 
 
@@ -177,23 +211,23 @@ def main() -> None:
     others = {CHANGES["held"][0]: (without_a_tenth(usual[0]), usual[1]),
               CHANGES["raw"][0]: standardised(*arguments_of_data, responses=False)}  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    kept = options.out / "protocol.json"
+    report = options.out / "protocol.json"
     chosen = {"dataset": name, "splits": options.splits, "epochs": options.epochs}
     results: dict[str, Any] = {}
-    if kept.exists() and (before := json.loads(kept.read_text()))["options"] == chosen:
+    if report.exists() and (before := json.loads(report.read_text()))["options"] == chosen:
         results = before["results"]
     shown: dict[str, Any] = {}
+    short = {label: change for change, (label, _) in CHANGES.items()}
     for structure in options.structures:
-        known = results.setdefault(structure, {})
         shown[structure] = {}
         for label, protocol in variants(options.changes, structure, classes, options.epochs).items():
-            if label not in known:
-                known[label] = run(*others.get(label, usual), structure, protocol)
-                write(kept, {"machine": machine(options.threads), "options": chosen, "results": results})
-            shown[structure][label] = known[label]
+            file = kept(options.out, name, structure, short[label], options.splits, options.epochs)
+            found = run(*others.get(label, usual), structure, protocol, file)
+            results.setdefault(structure, {})[label] = shown[structure][label] = found
+            write(report, {"machine": machine(options.threads), "options": chosen, "results": results})
             print(lines(name, structure, shown[structure]), file=sys.stderr, flush=True)
     print(f"{name}, {options.splits} splits, {options.epochs:,} epochs\n")
-    header = ["structure", "protocol", "Bayes", "MAP", "Bayes, last epoch", "MAP, last epoch", "σ²", "best epoch"]
+    header = ["structure", "protocol", *PREDICTIVES, *(f"{one}, last epoch" for one in PREDICTIVES), "σ²", "best epoch"]
     print(table(header, [row for structure, found in shown.items() for row in lines(name, structure, found)]))
 
 
