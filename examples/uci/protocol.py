@@ -5,8 +5,10 @@
 `uci.py` trains with full batches, Adam's default rate of 1e-3 for the weights, the log precisions and log σ², and the
 empirical Fisher of the likelihood. This script trains the networks of one data set with one of these changed at a time:
 * none: as `uci.py` has it;
-* minibatch, rate, hyper: minibatches of 64; ten times the rate for all, or for the hyperparameters alone;
-* hyper-512, hyper-256, hyper-0.1, hyper-1: as hyper, with minibatches of that size, or at that rate;
+* minibatch, minibatch-256: minibatches of 64 or of 256;
+* rate, hyper: ten times the rate for all, or for the hyperparameters alone;
+* hyper-256, hyper-0.1, hyper-1: as hyper, with minibatches of 256, or at that rate;
+* hyper-halved: as hyper and halved;
 * sigma: Adam on log σ, as in the code that the authors published, which moves log σ² twice as fast;
 * fisher, halved: in regression with the structures "ef" and "diag-ef", the empirical Fisher of the squared error over
   σ², r²JᵀJ/σ²; or 2r²JᵀJ/σ², as in laplace-torch, which halves the products of the gradients of r²;
@@ -46,9 +48,11 @@ from _shared import machine, parser, table, write
 CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("as in uci.py", {}),
     "minibatch": ("minibatches of 64", {"minibatch": 64}),
+    "minibatch-256": ("minibatches of 256", {"minibatch": 256}),
     "rate": ("rate 0.01", {"rate": 1e-2}),
     "hyper": ("rate 0.01 for hyperparameters", {"hyper_rate": 1e-2}),
-    "hyper-512": ("rate 0.01 for hyperparameters, minibatches of 512", {"hyper_rate": 1e-2, "minibatch": 512}),
+    "hyper-halved": ("rate 0.01 for hyperparameters, twice the Fisher of the squared error / σ²",
+                     {"hyper_rate": 1e-2, "squared_error_fisher": 2.0}),
     "hyper-256": ("rate 0.01 for hyperparameters, minibatches of 256", {"hyper_rate": 1e-2, "minibatch": 256}),
     "hyper-0.1": ("rate 0.1 for hyperparameters", {"hyper_rate": 0.1}),
     "hyper-1": ("rate 1 for hyperparameters", {"hyper_rate": 1.0}),
@@ -69,9 +73,9 @@ def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> 
     found = {}
     for change in changes:
         label, what = CHANGES[change]
-        if change in ("fisher", "halved", "sigma") and not structure.endswith("ef"):
+        if change in ("fisher", "halved", "hyper-halved", "sigma") and not structure.endswith("ef"):
             continue  # nothing, or the same as "authors"
-        if classes and change in ("sigma", "fisher", "halved", "authors", "raw"):
+        if classes and change in ("sigma", "fisher", "halved", "hyper-halved", "authors", "raw"):
             continue  # there is no σ
         found[label] = Protocol(epochs, **what)
     return found
