@@ -204,18 +204,23 @@ def test_the_uci_protocol(tmp_path: Path) -> None:
         for name, other in found.items():
             assert all(len(other[state][which]) == 2 for state in ("best", "last") for which in ("MAP", "Bayes"))
             assert other["best"] != base["best"] and other["best"]["MAP"] != other["best"]["Bayes"], name
+        sizes = (500, 50, 50, 1)  # 10 - 50 - 1
+        for used, evidence in zip(base["last"]["effective"], base["last"]["evidence"], strict=True):
+            assert all(0.0 < gamma < size for gamma, size in zip(used, sizes, strict=True))
+            assert math.isfinite(evidence)
     assert "diabetes, 2 splits, 40 epochs" in printed
 
 
-def test_the_readings_of_a_bayesian_score(tmp_path: Path) -> None:
+@pytest.mark.parametrize("structure", ["ggn", "diag-ggn"])
+def test_the_readings_of_a_bayesian_score(structure: str, tmp_path: Path) -> None:
     """Dense algebra against the library's posterior, of one trained state; what the others must be beside it."""
-    run("uci/protocol.py", tmp_path, "--structures", "ggn", "--changes", "hyper", "--out", "out")
-    (states,) = figures(tmp_path / "out" / "protocol.json")["results"]["ggn"].values()
+    run("uci/protocol.py", tmp_path, "--structures", structure, "--changes", "hyper", "--out", "out")
+    (states,) = figures(tmp_path / "out" / "protocol.json")["results"][structure].values()
     (kept,) = (tmp_path / "out").glob("*.pt")
     age = kept.stat().st_mtime_ns
-    run("uci/readings.py", tmp_path, "--out", "out")
+    run("uci/readings.py", tmp_path, "--structure", structure, "--out", "out")
     assert kept.stat().st_mtime_ns == age  # not trained again
-    found = figures(tmp_path / "out" / "readings.json")["results"]
+    found = figures(tmp_path / "out" / f"readings_diabetes_{structure}.json")["results"]
     once = "Var[f] times the responses' deviation, σ² times its square"
     for state in ("best", "last"):
         own = {name: values[state] for name, values in found.items()}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["STRUCTURES", "Networks", "Problem", "Protocol", "train_with_evidence"]
+__all__ = ["STRUCTURES", "Networks", "Problem", "Protocol", "evidence", "train_with_evidence"]
 
 HIDDEN = 50
 STRUCTURES = ("ggn", "ef", "kfac", "diag-ggn", "diag-ef")

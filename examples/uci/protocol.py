@@ -20,7 +20,8 @@ It prints the negative test log likelihoods, in the original units, of the MAP a
 of highest evidence and at the last, as mean ± standard error over the splits and, in brackets, the distance from the
 paper's in standard errors; and the noise of highest evidence. In regression "Bayes, f once" is a Bayesian predictive as
 a slip in its units would make it: the variance of f brought to the original units by the responses' deviation, that of
-the noise by its square. It writes protocol.json and both states of each training, which it does not train again.
+the noise by its square. It writes both states of each training, which it does not train again, and protocol.json, also
+with the groups' precisions, effective parameters γ_g and δ_g‖θ_g‖² of both.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _batched import STRUCTURES, Networks, Problem, Protocol, train_with_evidence
+from _batched import STRUCTURES, Networks, Problem, Protocol, evidence, train_with_evidence
 from torch import Tensor
 from torch.distributions import Categorical, Normal
 from uci import FORMS, PAPER, mean_and_error, standardised
@@ -160,8 +161,18 @@ def run(problem: Problem, tests: list[Any], structure: str, protocol: Protocol, 
     for state in ("best", "last"):
         load(networks, trained[state])
         twice = protocol.squared_error_fisher if not problem.classes else None
-        found[state] = scores(networks, trained[state][-2:], problem, structure, twice, tests)
+        hyper = [tensor.double() for tensor in trained[state][-2:]]
+        found[state] = scores(networks, hyper, problem, structure, twice, tests)
+        value, slope, _ = evidence(problem, networks, {structure: slice(0, len(tests))}, *hyper, twice)
+        found[state] |= norms_and_effective(hyper[0], networks.squares().detach(), slope) | {"evidence": value.tolist()}
     return found
+
+
+def norms_and_effective(log_precision: Tensor, squares: Tensor, slope: Tensor) -> dict[str, list[list[float]]]:
+    """δ_g‖θ_g‖² and γ_g of each network's groups, whose difference is twice the evidence's slope in log δ_g."""
+    precision = log_precision.exp()
+    found = {"precision": precision, "norms": precision * squares, "effective": precision * squares + 2 * slope}
+    return {name: value.tolist() for name, value in found.items()}
 
 
 def without_a_tenth(problem: Problem) -> Problem:

@@ -2,11 +2,11 @@
 
     python examples/uci/readings.py --data DIR --dataset yacht --out protocol
 
-It takes the states that `protocol.py --structures ggn` left in --out (it trains them otherwise) and scores the test
-data, negative log likelihood in the original units, under the variance [I21] gives, Var[f] + σ², and under what a
-program may have computed instead: the posterior precision in float32, its curvature or prior other than meant, weights
-sampled, units mixed. Everything by dense algebra on the Jacobians; nothing of the library takes part. It prints mean
-± standard error over the splits and the distance from the paper's in standard errors, and writes readings.json.
+It takes the states that `protocol.py` left in --out (it trains them otherwise), GGN's or the diagonal GGN's, and scores
+the test data, negative log likelihood in the original units, under the variance [I21] gives, Var[f] + σ², and under
+what a program may have computed instead: the posterior precision in float32, its curvature or prior other than meant,
+weights sampled, units mixed. Everything by dense algebra on the Jacobians; nothing of the library takes part. It prints
+mean ± standard error over the splits and the distance from the paper's in standard errors, and writes it as JSON.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ def by_cholesky(precision: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(root, torch.eye(len(root), dtype=root.dtype), upper=False)
 
 
-def covariances(rows: Tensor, prior: Tensor, noise: float) -> dict[str, Callable[[], Tensor]]:
-    """Of the weights, by reading; `rows` are JᵀJ's."""
-    curvature = rows.T @ rows
+def covariances(curvature: Tensor, prior: Tensor, noise: float) -> dict[str, Callable[[], Tensor]]:
+    """Of the weights, by reading, of a curvature not yet divided by σ²."""
 
     def of(factor: float, prior: Tensor = prior) -> Tensor:
         return torch.linalg.inv(factor * curvature + prior.diag())
@@ -72,14 +71,14 @@ def covariances(rows: Tensor, prior: Tensor, noise: float) -> dict[str, Callable
 
 
 def readings(
-    network: nn.Module, prior: Tensor, noise: float, x: Tensor, test: tuple[Tensor, Tensor, float]
+    network: nn.Module, prior: Tensor, noise: float, curvature: Tensor, test: tuple[Tensor, Tensor, float]
 ) -> dict[str, float]:
     """Negative log likelihood of one split's test data by reading."""
     with torch.no_grad():
         mean = network(test[0]).squeeze(-1)
     at, y, spread = jacobian(network, test[0]), *test[1:]
     found = {"MAP": score(mean, torch.full_like(mean, noise), y)}
-    for name, covariance in covariances(jacobian(network, x), prior, noise).items():
+    for name, covariance in covariances(curvature, prior, noise).items():
         try:
             variance = ((at @ covariance()) * at).sum(1)
         except torch.linalg.LinAlgError:
@@ -127,10 +126,11 @@ def mixture(samples: Tensor, noise: float, y: Tensor) -> float:
 
 
 def main() -> None:
-    """One data set, GGN."""
+    """One data set and structure."""
     arguments = parser(__doc__, "protocol")
     arguments.add_argument("--data", type=Path, help="folder of the .npz files; scikit-learn's diabetes otherwise")
     arguments.add_argument("--dataset", default=None, help="boston, concrete, energy or yacht (default)")
+    arguments.add_argument("--structure", choices=("ggn", "diag-ggn"), default="ggn")
     arguments.add_argument("--change", choices=CHANGES, default="hyper", help="of protocol.py (default hyper)")
     arguments.add_argument("--splits", type=int, default=3)
     arguments.add_argument("--epochs", type=int, default=10_000)
@@ -141,9 +141,9 @@ def main() -> None:
     name = options.dataset or ("diabetes" if options.data is None else "yacht")
     problem, tests = standardised(name, options.data, options.splits, 60 if options.small else None)
     options.out.mkdir(parents=True, exist_ok=True)
-    (protocol,) = variants([options.change], "ggn", False, options.epochs).values()
-    file = kept(options.out, name, "ggn", options.change, options.splits, options.epochs)
-    trained = states(problem, "ggn", protocol, file)
+    (protocol,) = variants([options.change], options.structure, False, options.epochs).values()
+    file = kept(options.out, name, options.structure, options.change, options.splits, options.epochs)
+    trained = states(problem, options.structure, protocol, file)
     found: dict[str, dict[str, list[float]]] = {}
     for state in ("best", "last"):
         networks = load(Networks(problem, len(tests)), trained[state])
@@ -151,10 +151,12 @@ def main() -> None:
         for split, test in enumerate(tests):
             network = networks.one(split)
             prior = log_precision[split].exp().repeat_interleave(networks.sizes().long())
-            own = readings(network, prior, log_noise[split].exp().item(), problem.x[split], test)
+            rows = jacobian(network, problem.x[split])
+            curvature = rows.T @ rows if options.structure == "ggn" else rows.square().sum(0).diag()
+            own = readings(network, prior, log_noise[split].exp().item(), curvature, test)
             for reading, value in own.items():
                 found.setdefault(reading, {}).setdefault(state, []).append(value)
-    paper = PAPER.get(name, {}).get("ggn")
+    paper = PAPER.get(name, {}).get(options.structure)
     rows = []
     for reading, values in found.items():
         cells = [reading]
@@ -165,8 +167,9 @@ def main() -> None:
                 theirs = paper[reading == "MAP"]
                 cells[-1] += f" ({(mean - theirs[0]) / math.hypot(error, theirs[1]):+.1f})"
         rows.append(cells)
-    print(f"{name}, GGN, {options.splits} splits\n\n{table(['reading', 'highest evidence', 'last epoch'], rows)}")
-    write(options.out / "readings.json", {"machine": machine(options.threads), "results": found})
+    print(f"{name}, {options.structure}, {options.splits} splits\n")
+    print(table(["reading", "highest evidence", "last epoch"], rows))
+    write(options.out / f"readings_{name}_{options.structure}.json", {"machine": machine(options.threads), "results": found})
 
 
 if __name__ == "__main__":
