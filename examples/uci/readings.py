@@ -142,8 +142,8 @@ def main() -> None:
     problem, tests = standardised(name, options.data, options.splits, 60 if options.small else None)
     options.out.mkdir(parents=True, exist_ok=True)
     (protocol,) = variants([options.change], options.structure, False, options.epochs).values()
-    file = kept(options.out, name, options.structure, options.change, options.splits, options.epochs)
-    trained = states(problem, options.structure, protocol, file)
+    states_file = kept(options.out, name, options.structure, options.change, options.splits, options.epochs)
+    trained = states(problem, options.structure, protocol, states_file)
     found: dict[str, dict[str, list[float]]] = {}
     for state in ("best", "last"):
         networks = load(Networks(problem, len(tests)), trained[state])
@@ -169,7 +169,8 @@ def main() -> None:
         rows.append(cells)
     print(f"{name}, {options.structure}, {options.splits} splits\n")
     print(table(["reading", "highest evidence", "last epoch"], rows))
-    write(options.out / f"readings_{name}_{options.structure}.json", {"machine": machine(options.threads), "results": found})
+    file = options.out / f"readings_{name}_{options.structure}.json"
+    write(file, {"machine": machine(options.threads), "results": found})
 
 
 if __name__ == "__main__":
