@@ -98,7 +98,7 @@ def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> 
         Height of a panel; by default about a fifth of n within bounds, where panels are still fast.
     """
     n = matrix.shape[0]
-    block = max(128, min(1024, n // 160 * 32)) if block is None else block  # multiples of 32 suit the kernels
+    block = max(96, min(1024, round(n / 160) * 32)) if block is None else block  # multiples of 32 suit the kernels
     for start in range(0, n, block):
         stop = min(start + block, n)
         matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
