@@ -49,8 +49,6 @@ def test_unknown_words():
         ntkl.INF(violation="clip")
     with refused(UnsupportedError, "kfac, ekfac, inf, diag", "'kronecker'", "kfac"):
         kfac(structure="kronecker")
-    with refused(UnsupportedError, 'structure="gp"', "kfac", "gp"):
-        kfac().remove([0])
     with refused(HyperparameterError, "positive finite factors", "0.0", "logarithms"):
         kfac().evidence_curve(torch.tensor([1.0, 0.0]))
 

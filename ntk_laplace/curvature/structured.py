@@ -94,10 +94,14 @@ class StructuredWeightSpace:
         self, parts: Sequence[PartAlgebra], prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor
     ) -> None:
         self.algebras, self.shapes, self.theta = tuple(parts), shapes, theta
-        with torch.no_grad():
-            self.precision = prior.flat_precision().to(theta)
-            self._num_groups = len(prior.log_precision)
+        self._by_group = prior.precision.detach().to(theta)  # as it is now: the prior may move
+        self._num_groups = len(self._by_group)
         self._prior = prior
+
+    @cached_property
+    def precision(self) -> Tensor:
+        """Diagonal of P0, (P,)."""
+        return self._by_group[self._groups]
 
     # --- evidence
 

@@ -105,16 +105,16 @@ class StructuredStructure:
         """Algebra at the present hyperparameters."""
         self._follow(trained)
         with torch.no_grad():
-            flat = trained.prior.flat_precision().to(trained.theta)
-        precisions = trained.network.unflatten(flat)
-        named = {name: value.flatten() for name, value in precisions.items()}
+            by_group = trained.prior.precision.to(trained.theta)
+            named = {name: by_group[trained.prior.group_of(name)] for name in trained.network.shapes}
         gathered = self._accumulated
         algebras = []
         for number, (summary, extra) in enumerate(zip(gathered.summaries, self._extras, strict=True)):
             part = summary.part
-            precision = part.gather(named)
-            if all(isinstance(trained.prior.group_of(name), int) for name in part.names) and part.kind != "diagonal":
-                precision = precision.flatten()[0]
+            precision = named[part.weight]  # a bias that is part of it has the same
+            if precision.ndim or part.kind == "diagonal":
+                sizes = {name: trained.network.shapes[name].numel() for name in part.names}
+                precision = part.gather({name: named[name].expand(size) for name, size in sizes.items()})
             frame = partial(self._frame, gathered.summaries, number, self._scale)
             algebras.append(self.form.algebra(summary.scaled(self._scale), frame, extra, precision))
         return StructuredWeightSpace(algebras, trained.prior, trained.network.shapes, trained.theta)
