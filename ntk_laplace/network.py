@@ -154,6 +154,14 @@ class Network:
         moved.device = next(iter(moved._parameters.values())).device
         return moved
 
+    def at(self, theta: Tensor) -> Network:
+        """A copy whose chosen parameters have the values (P,)."""
+        moved = copy.deepcopy(self)
+        with torch.no_grad():
+            for name, value in moved.unflatten(theta).items():
+                moved._parameters[name].copy_(value)
+        return moved
+
     def slices(self) -> dict[str, slice]:
         """Where each chosen parameter lies in a flat vector of length P."""
         found, start = {}, 0

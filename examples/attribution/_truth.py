@@ -46,23 +46,9 @@ def put_back(
     return attribution.retrain(partial(problem.returned, theta), kept, folder=folder, processes=processes)[0]
 
 
-def relinearized(problem: Problem, theta: np.ndarray, indices: np.ndarray, steps: int) -> Iterator[np.ndarray]:
-    """Weights after each of some Gauss-Newton steps of the network itself, from θ, on some of the data.
-
-    Each step fits the library's posterior to the data that are left, at the weights reached so far: its curvature is
-    H = JᵀΛJ + δI with the Jacobians there, and H⁻¹g, the step to the optimum of the network linearized there, is taken
-    as a whole, or halved until the true objective falls.
-    """
-    data = torch.as_tensor(problem.x[indices]), torch.as_tensor(problem.y[indices])
-    prior = ntkl.GaussianPrior(problem.delta)
+def relinearized(posterior: ntkl.Posterior, gone: np.ndarray | int, steps: int) -> Iterator[np.ndarray]:
+    """Weights after each of some Gauss-Newton steps of the network itself, without the points that are `gone`."""
+    without = posterior.remove(torch.as_tensor(gone))
     for _ in range(steps):
-        value, gradient = problem.objective(theta, indices)
-        posterior = ntkl.laplace(problem.network(theta), data, problem.likelihood(), prior, "full")
-        direction = posterior.curvature.newton(torch.as_tensor(gradient)).numpy()
-        size = 1.0
-        while size > 1e-6 and problem.objective(theta - size * direction, indices)[0] > (
-            value - 1e-4 * size * gradient @ direction
-        ):
-            size /= 2
-        theta = theta - size * direction
-        yield theta
+        without = without.relinearize()
+        yield without.network.theta.numpy()

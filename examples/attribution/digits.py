@@ -58,9 +58,9 @@ def main() -> None:
 
 def relinearized_targets(problem: Problem, theta: np.ndarray, kept: np.ndarray, steps: int) -> np.ndarray:
     """Target at each test point after each relinearized step towards each subset, (steps, M, n)."""
+    posterior = problem.posterior(theta, "full")
     found = [
-        [problem.f(moved, problem.x_test) for moved in relinearized(problem, theta, np.flatnonzero(one), steps)]
-        for one in kept
+        [problem.f(moved, problem.x_test) for moved in relinearized(posterior, ~one, steps)] for one in kept
     ]
     return np.array([[problem.measured(f) for f in each] for each in found]).transpose(1, 0, 2)
 

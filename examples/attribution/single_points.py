@@ -100,8 +100,8 @@ def predictions(
     found = {"one step": posterior.explain(x).removal.transpose(0, 1)[chosen].numpy()}
     refitted = [posterior.remove(int(i), steps=None).outputs(x) - posterior.outputs(x) for i in chosen]
     found["refitted"] = torch.stack(refitted).numpy()
-    everything = np.arange(len(problem.x))
-    moved = [list(relinearized(problem, theta, np.delete(everything, i), steps)) for i in chosen]
+    weight_space = problem.posterior(theta, "full")
+    moved = [list(relinearized(weight_space, i, steps)) for i in chosen]
     for step in range(steps):
         f = np.stack([problem.f(each[step], problem.x_test) for each in moved])
         found[f"relinearized, {step + 1} step{'s' if step else ''}"] = f - before

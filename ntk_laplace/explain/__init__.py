@@ -5,6 +5,7 @@ from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
 from ntk_laplace.explain.quantity import SPREADS
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked
 from ntk_laplace.explain.ranking import Ranking, effects, rank
+from ntk_laplace.explain.relinearize import relinearized
 from ntk_laplace.explain.together import GroupRemoval, JointRemoval
 from ntk_laplace.explain.what_if import (
     Indices,
@@ -33,6 +34,7 @@ __all__ = [
     "positions",
     "rank",
     "relabeled",
+    "relinearized",
     "require_steps",
     "reweighted",
     "stepped",

@@ -121,10 +121,12 @@ class Fitted:
 
     def _words(self) -> str:
         """What was changed by a what-if, for `repr`."""
-        if self._trained.move is None:
-            return ""
         removed = int((self.weights == 0).sum())
-        return f" ({removed} removed)" if removed else " (changed)"
+        words = ["relinearized"] if self._trained.held is not None and self._trained.move is None else []
+        words += [f"{removed} removed"] if removed else []
+        if not words and self._trained.move is not None:
+            words = ["changed"]
+        return f" ({', '.join(words)})" if words else ""
 
     @property
     def curvature(self) -> Curvature:

@@ -11,7 +11,16 @@ from torch import Tensor
 from ntk_laplace.data import Batches, Inputs
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import TrainingPoints
-from ntk_laplace.explain import Indices, positions, relabeled, require_steps, reweighted, stepped, stepped_once
+from ntk_laplace.explain import (
+    Indices,
+    positions,
+    relabeled,
+    relinearized,
+    require_steps,
+    reweighted,
+    stepped,
+    stepped_once,
+)
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures import ChangedStructure, FullStructure, FunctionSpaceStructure
 
@@ -143,6 +152,45 @@ class WhatIfVerbs(Fitted):
             read = FullStructure if self.structure == "full" else FunctionSpaceStructure
             more = read(trained, batches)
             return self._moved(self._points().joined(trained.likelihood, more.points), steps, more)
+
+    def relinearize(self, x: Inputs | None = None, steps: int = 1) -> WhatIfVerbs:
+        """Let a copy of the network follow this what-if, and linearize it where it arrives.
+
+        The first step takes it to the weights that the what-if implies, each further one to the optimum of the network
+        linearized where it is then: Gauss-Newton steps, halved until the objective of the changed data falls. Many of
+        them are training; the result can go on with `relinearize`, and be asked what if again. What training had left
+        undone stays held, as it is by `remove`. The caller's network, and this posterior, stay as they are.
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors, optional
+            Inputs of all training points in the order of the fit, removed ones too, those that were added last.
+            Structure "gp" keeps no inputs and needs them; "full" reads its data again.
+        steps : int
+            At most; it ends sooner where nothing moves any more.
+
+        Returns
+        -------
+        Posterior
+            Of the moved network (``posterior.network.theta`` are its weights), with the same structure, numbers of
+            points, weights and targets.
+
+        Raises
+        ------
+        DataError
+            If inputs are needed and not there, or are not those of the fit.
+        NumericalError
+            If no step makes the objective fall.
+        UnsupportedError
+            If nothing was changed, or the structure is not "gp" or "full", or the curvature not the GGN.
+        """
+        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
+            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for Gauss-Newton steps',
+                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                                   "Fit one of them, or train the network again.")
+        with torch.inference_mode(False):
+            trained, structure = relinearized(self._trained, self._structure, x, steps)
+        return type(self)(trained, structure, self.reason)
 
     def _points(self) -> TrainingPoints:
         """The points to change: where the next step starts."""

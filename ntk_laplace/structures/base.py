@@ -85,6 +85,8 @@ class Trained:
     settings : Settings
     move : Tensor, (P,), optional
         θ - θ*, how far a what-if has moved the weights of the linearized model; the network itself stays.
+    held : Tensor, (P,), optional
+        Once the network itself has followed a what-if (relinearized), the gradient that training had left.
     """
 
     network: Network
@@ -94,6 +96,7 @@ class Trained:
     factors: FactorPass
     settings: Settings
     move: Tensor | None = None
+    held: Tensor | None = None
 
     @property
     def theta(self) -> Tensor:
@@ -117,8 +120,8 @@ class Trained:
         network = self.network.to(device)
         for module in (self.prior, self.likelihood):
             module.to(device)
-        move = None if self.move is None else self.move.to(device, dtype)
-        return replace(self, network=network, factors=self.factors.on(network, dtype), move=move)
+        move, held = (None if v is None else v.to(device, dtype) for v in (self.move, self.held))
+        return replace(self, network=network, factors=self.factors.on(network, dtype), move=move, held=held)
 
 
 class Structure(Protocol):
@@ -168,15 +171,15 @@ class Structure(Protocol):
         """Move what is kept."""
 
 
-def require_unchanged(base: TrainingPoints | None) -> None:
+def require_unchanged(base: TrainingPoints | None, points: TrainingPoints | ForgottenPoints) -> None:
     """Refuse to write down a what-if; `base` are the points before it, if there was one.
 
     Raises
     ------
     UnsupportedError
-        If there was.
+        If there was, or points have weights.
     """
-    if base is not None:
+    if base is not None or getattr(points, "weights", None) is not None:
         raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
                                "Save the original, and ask what if again after loading it.")
 

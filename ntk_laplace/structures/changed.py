@@ -240,7 +240,7 @@ class ChangedStructure:
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """Refused."""
-        require_unchanged(self.base)
+        require_unchanged(self.base, self.still)
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -59,6 +59,11 @@ class FullStructure(ExactStructure):
         self._ggn: Tensor | None = None
         self._likelihood: Likelihood | None = None  # as it was when JᵀΛJ was summed
 
+    @property
+    def source(self) -> Source:
+        """The data, to be read again."""
+        return self._batches
+
     def curvature(self, trained: Trained) -> FullWeightSpace:
         """Factor H at the present hyperparameters."""
         self._follow(trained)
@@ -165,7 +170,7 @@ class FullStructure(ExactStructure):
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """JᵀΛJ at the present likelihood, its lower triangle."""
-        require_unchanged(self.base)
+        require_unchanged(self.base, self.points)
         self._follow(trained)
         return {"ggn": self._ggn}
 

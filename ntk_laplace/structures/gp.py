@@ -127,7 +127,7 @@ class FunctionSpaceStructure(ExactStructure):
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """The rows."""
-        require_unchanged(self.base)
+        require_unchanged(self.base, self.points)
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",
