@@ -49,7 +49,7 @@ class MovedPoints:
             return replace(self._still, f=self._outputs(), expanded=self._still.f)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.settled, name)
 
