@@ -242,13 +242,15 @@ def test_all_verbs_of_a_changed_posterior_speak_of_the_moved_model():
     gp.eval()
     assert relative_error(gp(x).mean, mean) < 1e-12
     before = posterior.log_marginal_likelihood(correction=True).item()
-    own = posterior.prior.log_precision.detach().clone()
+    hyperparameters = [*posterior.prior.parameters(), *posterior.likelihood.parameters()]  # the cached fit's own
+    own = [parameter.detach().clone() for parameter in hyperparameters]
     try:
         posterior.fit_hyperparameters(steps=3)
         assert posterior.log_marginal_likelihood() > before - 100
     finally:
         with torch.no_grad():
-            posterior.prior.log_precision.copy_(own)
+            for parameter, value in zip(hyperparameters, own, strict=True):
+                parameter.copy_(value)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
