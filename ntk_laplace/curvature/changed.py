@@ -71,16 +71,29 @@ class ChangedWeightSpace:
         Prior group of each parameter.
     budget : int, optional
         Bytes that may be taken.
+    most : float, optional
+        Leverage above which nothing is taken out: an approximate H may hold less of the points than their own
+        curvature, or nothing like it. None takes out whatever is asked for.
+
+    Attributes
+    ----------
+    held : float
+        How much of H, in the direction where it is most, was to be taken out: a leverage, below 1 if H is exact.
+    partial : bool
+        Whether it was more than `most`: what is added is in H' then, and what was to leave is there still.
 
     Raises
     ------
     MemoryBudgetError
         If the points are too many.
+    NumericalError
+        If H' is not positive definite.
     """
 
     def __init__(
-        self, base: WeightSpace, rows: Rows, signs: Tensor, groups: Tensor, budget: int | None = None
-    ) -> None:
+        self, base: WeightSpace, rows: Rows, signs: Tensor, groups: Tensor, budget: int | None = None,
+        most: float | None = None,
+    ) -> None:  # fmt: skip
         self.base, self.rows, self.theta = base, rows, base.theta
         self.homogeneous, self.shapes, self.precision = base.homogeneous, base.shapes, base.precision
         self._groups = groups
@@ -88,32 +101,24 @@ class ChangedWeightSpace:
         self._signs = signs.flatten().to(rows.f)
         kernel = self._cross(rows).transpose(0, 1).flatten(0, 1)  # K, (m R, m R)
         self._root = symmetric_root(0.5 * (kernel + kernel.mT))
-        scaled = self._signs.unsqueeze(1) * self._root  # D L
-        self._values, self._vectors = torch.linalg.eigh(self._root.mT @ scaled + torch.eye(len(kernel)).to(kernel))
-        self._scaled = scaled
-
-    @cached_property
-    def inner(self) -> Tensor:
-        """(D + K)⁻¹, (m R, m R).
-
-        Raises
-        ------
-        NumericalError
-            If H' is not positive definite: H holds less of the points than what is to be taken out.
-        """
-        if not bool((self._values > 0).all()):
-            raise NumericalError(
-                "a posterior that holds the whole of the points that are to leave, to take them out of",
-                f"{self.held:.3g} times as much in them as it holds in all",
-                'Change fewer points at a time, use an exact structure ("gp" or "full"), or fit to those that stay.',
-            )
+        self._factor()
+        self.held = float(1.0 - self._values.min())
+        self.partial = most is not None and self.held > most
+        if self.partial:
+            self._signs = self._signs.clamp_min(0.0)
+            self._factor()
+        elif not bool((self._values > 0).all()):
+            raise NumericalError("a posterior without the points that leave",
+                                 f"points that hold all of it, a leverage of {self.held:.17g}",
+                                 'Remove fewer points, use dtype=torch.float64, or structure="gp".')
         half = self._scaled @ (self._vectors * self._values.rsqrt())
-        return torch.diag(self._signs) - half @ half.mT
+        self.inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹, or what stands for it where D is zero
 
-    @property
-    def held(self) -> float:
-        """How much of H, in the direction where it is most, is taken out: a leverage, below 1 if anything is left."""
-        return float(1.0 - self._values.min())
+    def _factor(self) -> None:
+        """D L, and the eigenvalues and eigenvectors of A."""
+        self._scaled = self._signs.unsqueeze(1) * self._root
+        eye = torch.eye(len(self._root), dtype=self._root.dtype, device=self._root.device)
+        self._values, self._vectors = torch.linalg.eigh(self._root.mT @ self._scaled + eye)
 
     def _require_memory(self, budget: int | None) -> None:
         """Refuse before H⁻¹JᵀT is made, or what stands for it."""
@@ -151,7 +156,19 @@ class ChangedWeightSpace:
     # --- evidence
 
     def logdet(self) -> Tensor:
-        """log det B' = log det B + log det A."""
+        """log det B' = log det B + log det A.
+
+        Raises
+        ------
+        UnsupportedError
+            If the points that left are in H' still.
+        """
+        if self.partial:
+            raise UnsupportedError(
+                "a structure that holds the points that left, for the evidence without them",
+                f"a leverage of {self.held:.3g} of them in it",
+                'Change fewer points, use an exact structure ("gp" or "full"), or fit to those that stay.',
+            )  # fmt: skip
         before = self.base.logdet()
         return before + self._values.log().sum().to(before)
 

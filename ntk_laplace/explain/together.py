@@ -113,12 +113,12 @@ class GroupRemoval:
             return torch.zeros_like(test.f), 0.0, True
         trained, here = self._trained, torch.searchsorted(self._members, group)
         rows, root = self._rows.part(here), self._root[here]
-        without = ChangedWeightSpace(self._curvature, rows.weighted(root), -torch.ones_like(root[:, 0]), self._groups,
-                                     trained.settings.memory_budget)  # fmt: skip
-        trusted = self._exact or without.held <= HIGH_LEVERAGE
-        pull = rows.vjp(self._residual[here].to(rows.f), trained.network.shapes)
-        step = (without if trusted else self._curvature).newton(pull)
-        return -test.jvp(trained.network.unflatten(step)), without.held, trusted
+        without = ChangedWeightSpace(
+            self._curvature, rows.weighted(root), -torch.ones_like(root[:, 0]), self._groups,
+            trained.settings.memory_budget, None if self._exact else HIGH_LEVERAGE,
+        )  # fmt: skip
+        step = without.newton(rows.vjp(self._residual[here].to(rows.f), trained.network.shapes))
+        return -test.jvp(trained.network.unflatten(step)), without.held, not without.partial
 
     def contributions(self, test: Rows, output: Tensor) -> Tensor:
         """k(x, x_j) r_j of one output of each input, for all members, (n, m)."""

@@ -198,7 +198,8 @@ def stepped_once(
     """One joint Newton step of a structured posterior to changed training points.
 
     In the function space of those that changed, with the structure's own V = J_G H⁻¹ J_Gᵀ in place of the exact one:
-    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G.
+    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G. Where H holds too little of what is to leave, a leverage above
+    `HIGH_LEVERAGE`, nothing is taken out of it, as in a ranking, and a warning says so.
 
     Parameters
     ----------
@@ -209,21 +210,22 @@ def stepped_once(
 
     Raises
     ------
-    NumericalError, MemoryBudgetError
-        If the structure holds less of the points than what is taken out, or they are too many.
+    MemoryBudgetError
+        If the points are too many.
     """
     start = replace(trained, move=None)
     if isinstance(structure, ChangedStructure):
         changed = structure.changed(start, still, more)
     else:
-        changed = ChangedStructure(start, structure, still, () if more is None else (more,))
+        changed = ChangedStructure(start, structure, still, HIGH_LEVERAGE, () if more is None else (more,))
     move = changed.step(start)
-    held = getattr(changed.curvature(start), "held", 0.0)
-    if held > HIGH_LEVERAGE:
+    curvature = changed.curvature(start)
+    if getattr(curvature, "partial", False):
         warnings.warn(
-            f"the points that leave hold a leverage of {held:.3g} of this approximate curvature, above "
-            f"{HIGH_LEVERAGE}: what it says without them is an extrapolation",
-            NTKLaplaceWarning, stacklevel=4,
+            f"the points that leave hold a leverage of {curvature.held:.3g} in this approximate curvature, above "
+            f"{HIGH_LEVERAGE}: nothing is taken out of it, so that the covariance stays, and the mean moves to first "
+            "order",
+            NTKLaplaceWarning, stacklevel=5,
         )  # fmt: skip
     return replace(trained, move=move), changed
 

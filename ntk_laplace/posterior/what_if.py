@@ -38,7 +38,8 @@ class WhatIfVerbs(Fitted):
 
     Structures "gp" and "full" answer for the linearized model itself. The structured ones ("kfac" and so on) answer for
     theirs: one Newton step in the function space of the points that change, V = J H⁻¹ Jᵀ with the structure's H, which
-    is no refit; changes that follow one another are there one joint step from the trained weights.
+    is no refit; changes that follow one another are there one joint step from the trained weights. Where H holds too
+    little of what is to leave, a leverage above 0.9, nothing is taken out of it, as in a ranking; a warning says so.
     """
 
     def remove(self, indices: Indices, steps: int | None = 1) -> WhatIfVerbs:
@@ -63,10 +64,8 @@ class WhatIfVerbs(Fitted):
             If an index is out of range or repeated, or no point is left.
         UnsupportedError
             If more than one step is asked of a structured posterior, or of another curvature than the GGN.
-        NumericalError
-            If a structured posterior holds less of the points than is to be taken out of it.
         MemoryBudgetError
-            If they are too many for it.
+            If they are too many for a structured posterior.
         """
         return self.reweight(indices, 0.0, steps)
 

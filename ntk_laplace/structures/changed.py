@@ -57,7 +57,8 @@ class MovedPoints:
 class ChangedStructure:
     """A structured posterior some of whose points count otherwise, have other targets, or were added.
 
-    Its curvature is the structure's own, with these points taken out and put in. All changes are one joint Newton step
+    Its curvature is the structure's own, with these points taken out and put in; or put in alone, where it holds too
+    little of those that leave. All changes are one joint Newton step
     from the trained weights, whether they were asked for together or one after the other.
 
     Parameters
@@ -68,15 +69,17 @@ class ChangedStructure:
         As it was fitted.
     still : TrainingPoints
         All points as they are now, outputs at the trained weights.
+    most : float
+        Leverage above which no point is taken out of the curvature.
     more : sequence of FunctionSpaceStructure
         Of the points that were added, in their order.
     """
 
     def __init__(
-        self, trained: Trained, inner: StructuredStructure, still: TrainingPoints,
+        self, trained: Trained, inner: StructuredStructure, still: TrainingPoints, most: float,
         more: Sequence[FunctionSpaceStructure] = (),
     ) -> None:  # fmt: skip
-        self.inner, self.still, self.more = inner, still, tuple(more)
+        self.inner, self.still, self.most, self.more = inner, still, most, tuple(more)
         self.base = inner.points
         self.index = self._changed()
         self.rows = self._read(trained)
@@ -115,7 +118,8 @@ class ChangedStructure:
         self, trained: Trained, still: TrainingPoints, more: FunctionSpaceStructure | None = None
     ) -> ChangedStructure:
         """Other points again, from the same sums."""
-        return ChangedStructure(trained, self.inner, still, self.more if more is None else (*self.more, more))
+        together = self.more if more is None else (*self.more, more)
+        return ChangedStructure(trained, self.inner, still, self.most, together)
 
     def step(self, trained: Trained) -> Tensor:
         """θ - θ* after one joint Newton step, H'⁻¹ J_Gᵀ(r' - r), (P,), and `points` there."""
@@ -137,8 +141,8 @@ class ChangedStructure:
 
         Raises
         ------
-        NumericalError, MemoryBudgetError
-            If the structure holds less of the points than what is taken out, or they are too many.
+        MemoryBudgetError
+            If the points that changed are too many.
         """
         modules = trained.prior, trained.likelihood
         if self._found is None or not unmoved(self._found[1], *modules):
@@ -153,10 +157,8 @@ class ChangedStructure:
         if len(where) == 0:
             return base
         groups = group_numbers(trained.prior, trained.network.shapes).to(trained.theta.device)
-        found = ChangedWeightSpace(base, self.rows.part(where).weighted(root), signs, groups,
-                                   trained.settings.memory_budget)
-        found.inner  # noqa: B018 - what cannot be taken out shows here
-        return found
+        return ChangedWeightSpace(base, self.rows.part(where).weighted(root), signs, groups,
+                                  trained.settings.memory_budget, self.most)
 
     def _difference(self, trained: Trained) -> tuple[Tensor, Tensor, Tensor]:
         """T (m, C, R) with T D Tᵀ = Λ' - Λ at those of `rows` where it is not zero, their places, and D (m, R)."""
