@@ -198,8 +198,8 @@ def stepped_once(
     """One joint Newton step of a structured posterior to changed training points.
 
     In the function space of those that changed, with the structure's own V = J_G H⁻¹ J_Gᵀ in place of the exact one:
-    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G. Where H holds too little of what is to leave, a leverage above
-    `HIGH_LEVERAGE`, nothing is taken out of it, as in a ranking, and a warning says so.
+    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G. Where H holds too little of what is to leave, a leverage
+    above `HIGH_LEVERAGE`, nothing is taken out of it, as in a ranking, and a warning says so.
 
     Parameters
     ----------
