@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 _BATCH = 512  # examples read at a time where the caller did not say
-_LARGEST_BATCH = 5000  # and of tensors that are small
+_LARGEST_BATCH = 5_000  # and of tensors that are small, if what is done with them bears it
+_UNKNOWN_BATCH = 2048  # as long as nobody said what is done with them
 _BATCH_BYTES = 32 * 2**20
 
 Inputs = Any
@@ -134,12 +135,6 @@ def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
                     "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
 
 
-def _even_batches(n: int, fitting: int) -> int:
-    """Examples per batch of tensors in memory: as many as fit, and about as many in the last one as in the others."""
-    largest = max(_BATCH, min(_LARGEST_BATCH, fitting))
-    return -(-n // max(1, -(-n // largest)))
-
-
 def _bytes(x: Inputs) -> int:
     return sum(tensor.nbytes for tensor in leaves(x))
 
@@ -170,6 +165,7 @@ class Batches:
     ) -> None:
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
+        self._fitting: int | None = None  # examples of tensors in memory that fit a batch; None where the size is given
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
         if isinstance(data, (tuple, list)) and len(data) == 2:
@@ -180,7 +176,8 @@ class Batches:
                                 "Give one target (row) per input.")
             self._source, self._length = (x, y), n
             if batch_size is None:
-                self.batch_size = _even_batches(n, _BATCH_BYTES // max(1, _bytes(x) // max(1, n)))
+                self._fitting = min(_LARGEST_BATCH, _BATCH_BYTES // max(1, _bytes(x) // max(1, n)))
+                self.suit(_UNKNOWN_BATCH)
         elif isinstance(data, DataLoader):
             self._source, self._length = data, _length_of(data)
         elif isinstance(data, Dataset):
@@ -195,6 +192,17 @@ class Batches:
     def of(cls, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None) -> Batches:
         """Batches as they are, so that several readers notice a source that changes; of anything else, new ones."""
         return data if isinstance(data, cls) else cls(data, batch_size, device, dtype)
+
+    def suit(self, most: int) -> None:
+        """Cut tensors in memory into even batches of at most so many examples (of 512 at least), as suits their use.
+
+        A batch is what an interruption waits for: many examples where little is done with each. A loader's batches,
+        and a size that the caller chose, stay.
+        """
+        if self._fitting is not None:
+            largest = max(_BATCH, min(self._fitting, most))
+            self.batch_size = -(-self._length // max(1, -(-self._length // largest)))
+            self.close()
 
     @property
     def length(self) -> int | None:

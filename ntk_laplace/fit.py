@@ -97,7 +97,12 @@ def laplace(
     factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
     trained = Trained(door, likelihood, prior, root, factors, settings)
     with torch.inference_mode(False), contextlib.closing(batches):
-        door.probe(batches.first()[0])
+        x, _ = batches.first()
+        door.probe(x)
+        if isinstance(form, Form):
+            folded = door.names if form.adds_up else ()
+            seeds = root.columns(likelihood, door.num_outputs)
+            batches.suit(factors.examples_at_once(x, seeds, folded))
         fitted, reason = _fit(form, trained, batches)
         posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.data import Batches
+from ntk_laplace.factors import FactorPass
 from ntk_laplace.network import Network
 from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
@@ -376,13 +377,40 @@ def test_the_network_comes_back_untouched(structure):
 
 
 @pytest.mark.parametrize(("n", "width", "sizes"), [
-    (10_000, 4, [5_000, 5_000]), (5_001, 4, [2_501, 2_500]), (7, 4, [7]), (3_000, 10_000, [750, 750, 750, 750]),
+    (10_000, 4, [2_000] * 5), (2_049, 4, [1_025, 1_024]), (7, 4, [7]), (3_000, 10_000, [750] * 4),
 ])  # fmt: skip
 def test_tensors_come_in_even_batches_of_bounded_memory(n, width, sizes):
-    """At most 5,000 examples and 32 MiB at a time, at least 512 examples, unless you say so."""
+    """At most 2,048 examples and 32 MiB at a time, or what suits their use, and 512 examples at least."""
+    def lengths(batches: Batches) -> list[int]:
+        assert batches.num_batches == len(list(batches))
+        return [len(y) for _, y in batches]
+
     x, y = torch.zeros(n, width), torch.zeros(n)
-    assert [len(part) for _, part in Batches((x, y), None, torch.device("cpu"))] == sizes
-    assert [len(part) for _, part in Batches((x[:7], y[:7]), 3, torch.device("cpu"))] == [3, 3, 1]
+    batches = Batches((x, y), None, torch.device("cpu"))
+    assert lengths(batches) == sizes
+    batches.first()
+    batches.suit(10**9)
+    assert max(lengths(batches)) <= (5_000 if width == 4 else 838) and sum(lengths(batches)) == n
+    assert len(lengths(batches)) == -(-n // (5_000 if width == 4 else 838))
+    batches.suit(1)
+    assert max(lengths(batches)) == min(n, 512) or -(-n // 512) == len(lengths(batches))
+    chosen = Batches((x[:7], y[:7]), 3, torch.device("cpu"))
+    chosen.suit(10**9)
+    assert lengths(chosen) == [3, 3, 1]
+
+
+@pytest.mark.parametrize(("structure", "conv", "batch"), [
+    ("kfac", False, 4_000), ("kfac", True, 2_000), ("diag", False, 4_000), ("ekfac", True, 2_000),
+])  # fmt: skip
+def test_a_fit_reads_tensors_in_batches_that_suit_the_network(structure, conv, batch, monkeypatch):
+    """Many examples at a time where little is done with each."""
+    seen, plain = [], FactorPass.batches
+    monkeypatch.setattr(FactorPass, "batches", lambda *a, **k: seen.append(num_examples(a[1])) or plain(*a, **k))
+    wide = [nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 32, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(2048, 3)]
+    network = nn.Sequential(*wide) if conv else nn.Linear(64, 3)
+    data = torch.randn(4_000, 64), torch.randint(3, (4_000,))
+    ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, dtype=torch.float32)
+    assert set(seen) == {batch}
 
 
 def test_outputs_without_a_graph_are_made_in_pieces(monkeypatch):

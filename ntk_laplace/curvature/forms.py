@@ -87,6 +87,11 @@ class Form:
     moments: ClassVar[bool] = False
     squares: ClassVar[bool] = False
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether Kronecker factors are all that is asked of the data."""
+        return self.kind == "kronecker" and not self.moments
+
     def check(self, prior: GaussianPrior) -> None:
         """Refuse a prior that the form cannot hold.
 

@@ -145,7 +145,7 @@ class Gradients:
             self._some[index] = self.seeds.new_zeros(len(self.seeds), len(self.folding.some), o)
         if gradient is not None:
             add_outer_lower_(self._outer[index], gradient.to(self.folding.dtype))
-            self._some[index][k] = gradient[self.folding.some]
+            self._some[index][k] = gradient.index_select(0, self.folding.some)
 
     def folds(self, index: int) -> tuple[Tensor, Tensor]:
         """Σ g gᵀ (o, o) of one folded reading, and g at the few examples, (K, m, o)."""

@@ -109,6 +109,11 @@ class FactorPass:
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
             yield self._batch(take(x, part), own, offset + start, folded)
 
+    def examples_at_once(self, x: Inputs, seeds: int, folded: Container[str] = ()) -> int:
+        """As many examples like those of `x` as a pass takes at a time with so many seeds."""
+        self._prepare(x)
+        return _examples_at_once(self._edges, seeds, folded)
+
     def _prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once."""
         if self._edges is not None:

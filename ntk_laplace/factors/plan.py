@@ -45,7 +45,7 @@ class UsePlan:
     at_once : bool
         Its rows are made of one seed's gradient at a time.
     plain : bool
-        An example's b is a row of the node's output gradient as it is: one position, one group.
+        An example's b is a row of the node's output gradient as it is: one position, one group, not too wide.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Plan:
         alone = [family[0] for family in self._families() if len(family) == 1]
         return [
             index for index in alone if self.uses[index].plain and self.uses[index].name in folding.weights
-            and graph.shape(self.uses[index].step.consumer)[-1] <= min(n, _WIDEST)
+            and graph.shape(self.uses[index].step.consumer)[-1] <= n
         ]  # fmt: skip
 
     def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
@@ -361,7 +361,7 @@ def make_plan(
 def _is_plain(block: Block, gradient: Tensor) -> bool:
     if not isinstance(block, Outer) or block.index is not None or not block.single or gradient.ndim != 3:
         return False
-    return torch.equal(block.b[:, :, 0, 0], gradient)
+    return gradient.shape[2] <= _WIDEST and torch.equal(block.b[:, :, 0, 0], gradient)
 
 
 def _read(

@@ -100,10 +100,11 @@ class Categorical(Likelihood):
         kept = torch.arange(f.shape[-1] - 1, device=f.device)
         kept = kept + (kept >= top)  # every column but m
         own = s.gather(-1, kept) / self._temperature(f)  # every entry of column j is a multiple of s_j
-        columns = (p / (1 + s_top)).neg().unsqueeze(-1) * own.unsqueeze(-2)
-        columns = columns.scatter_add(-2, kept.unsqueeze(-2), own.unsqueeze(-2))
-        row = top.unsqueeze(-1).expand(*s.shape[:-1], 1, s.shape[-1] - 1)
-        return columns.scatter(-2, row, -(s_top * own).unsqueeze(-2))
+        # each column in a run of memory, as the seeds of backward passes want it
+        columns = own.unsqueeze(-1) * (p / (1 + s_top)).neg().unsqueeze(-2)
+        columns = columns.scatter_add(-1, kept.unsqueeze(-1), own.unsqueeze(-1))
+        row = top.unsqueeze(-2).expand(*own.shape, 1)
+        return columns.scatter(-1, row, -(s_top * own).unsqueeze(-1)).mT
 
     def mean(self, f: Tensor) -> Tensor:
         """Class probabilities, ``softmax(f / T)``, (N, C)."""
