@@ -489,8 +489,6 @@ def test_unknown_methods_and_means():
         posterior.predict(inputs(), method="nn")
     with refused(errors.UnsupportedError, "weight samples", "'gp'", "full"):
         posterior.sample(3)
-    with refused(errors.UnsupportedError, 'structure="gp"', "'full'", "Fit with"):
-        fit(structure="full").remove([0])
 
 
 @pytest.mark.parametrize("likelihood", [None, "gaussian", nn.MSELoss()], ids=["None", "text", "loss"])
