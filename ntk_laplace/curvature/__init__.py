@@ -1,7 +1,8 @@
 """Curvature: the posterior's algebra, in function space and in weight space, behind the same verbs."""
 
 from ntk_laplace.curvature.changed import ChangedWeightSpace
-from ntk_laplace.curvature.forms import EKFAC, FORMS, INF, KFAC, Diagonal, Form, Frame
+from ntk_laplace.curvature.forms import EKFAC, FORMS, INF, KFAC, Diagonal, Form
+from ntk_laplace.curvature.frames import Frame
 from ntk_laplace.curvature.full import FullWeightSpace, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpace, prior_variances
 from ntk_laplace.curvature.inf import LowRank

@@ -10,60 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.frames import Frame, eigen
 from ntk_laplace.curvature.inf import InfPart, LowRank, check_rank
-from ntk_laplace.curvature.parts import Part
 from ntk_laplace.curvature.spectral import KroneckerPart, SpectralPart
 from ntk_laplace.curvature.structured import PartAlgebra
 from ntk_laplace.curvature.summary import SHARING, Basis, Summary
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["EKFAC", "FORMS", "INF", "KFAC", "Diagonal", "Form", "Frame"]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Eigenvectors of a part, and KFAC's eigenvalues in them.
-
-    Attributes
-    ----------
-    basis : Basis
-    left, right : Tensor or None
-        Eigenvalues of Σ b bᵀ (G, o) and Σ a aᵀ (G, i) of a Kronecker part.
-    """
-
-    basis: Basis
-    left: Tensor | None = None
-    right: Tensor | None = None
-
-    @classmethod
-    def of(cls, summary: Summary) -> Frame:
-        """Eigenvectors of a summary's factors; of a block or a diagonal, none."""
-        if summary.part.kind != "kronecker":
-            return cls(Basis(None, None))
-        summary.require_finite()
-        right, right_basis = _eigen(summary.sums["right"])
-        if summary.part.table:
-            return cls(Basis(None, right_basis), summary.sums["left"], right)
-        left, left_basis = _eigen(summary.sums["left"])
-        return cls(Basis(left_basis, right_basis), left, right)
-
-    def scaled(self, part: Part, factor: float) -> Frame:
-        """For Λ multiplied by a number."""
-        if self.left is None or self.right is None:
-            return self
-        left, right = (1.0, factor) if part.table else (factor, 1.0)
-        return Frame(self.basis, self.left * left, self.right * right)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Frame:
-        """The same frame elsewhere."""
-        left, right = (None if v is None else v.to(device, dtype) for v in (self.left, self.right))
-        return Frame(self.basis.to(device, dtype), left, right)
-
-
-def _eigen(lower: Tensor) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(lower, UPLO="L")
-    return values.clamp_min(0.0), vectors  # rounding leaves those of a semidefinite matrix a little below zero
+__all__ = ["EKFAC", "FORMS", "INF", "KFAC", "Diagonal", "Form"]
 
 
 @dataclass(frozen=True)
@@ -131,7 +86,7 @@ def _block(summary: Summary, precision: Tensor) -> SpectralPart:
     if precision.ndim:
         scale = precision.rsqrt()
         lower = lower * scale.flatten() * scale.flatten().unsqueeze(1)
-    values, vectors = _eigen(lower)
+    values, vectors = eigen(lower)
     return SpectralPart(summary.part, Basis(None, vectors.unsqueeze(0)), values.view(1, 1, -1), precision, scale)
 
 

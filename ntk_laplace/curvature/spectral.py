@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.frames import Frame
 from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows
 from ntk_laplace.curvature.parts import Part
 from ntk_laplace.curvature.structured import Toward, written_toward
@@ -17,9 +17,6 @@ from ntk_laplace.curvature.summary import Basis
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import Rows
 from ntk_laplace.linalg import cross_approximation
-
-if TYPE_CHECKING:
-    from ntk_laplace.curvature.forms import Frame
 
 __all__ = ["KroneckerPart", "SpectralPart"]
 

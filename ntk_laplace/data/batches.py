@@ -1,11 +1,8 @@
-"""The door for data: a loader, a dataset or a pair (X, y) becomes batches of (x, y) on one device.
-
-Inputs are a tensor, or tuples, lists and dicts of tensors (nested as one likes) that share their first axis.
-"""
+"""Sources of batches: a loader, a dataset or a pair (X, y) becomes batches of (x, y) on one device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,117 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from ntk_laplace.errors import DataError, NonFiniteError
+from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_examples, take, to_device
+from ntk_laplace.errors import DataError
 
-__all__ = [
-    "Batches",
-    "Joined",
-    "Missing",
-    "Selected",
-    "Source",
-    "as_tensors",
-    "check_finite",
-    "concatenate",
-    "kept_or_missing",
-    "leaves",
-    "map_tensors",
-    "num_examples",
-    "take",
-    "to_device",
-]
+__all__ = ["Batches", "Joined", "Missing", "Selected", "Source", "kept_or_missing"]
 
 _BATCH = 512  # examples read at a time where the caller did not say
 _LARGEST_BATCH = 5_000  # and of tensors that are small, if what is done with them bears it
 _UNKNOWN_BATCH = 2048  # as long as nobody said what is done with them
 _BATCH_BYTES = 32 * 2**20
-
-Inputs = Any
-
-
-def map_tensors(function: Callable[[Tensor], Any], x: Inputs) -> Any:
-    """Apply `function` to every tensor of a nested input; other leaves stay as they are."""
-    if isinstance(x, Tensor):
-        return function(x)
-    if isinstance(x, Mapping):
-        # a BatchEncoding or the like becomes a plain dict: the network sees the same keys
-        return {key: map_tensors(function, value) for key, value in x.items()}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*(map_tensors(function, value) for value in x))
-    if isinstance(x, (tuple, list)):
-        return type(x)(map_tensors(function, value) for value in x)
-    return x
-
-
-def leaves(x: Inputs) -> list[Tensor]:
-    """The tensors of a nested input, in order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, x)
-    return found
-
-
-def num_examples(x: Inputs) -> int:
-    """Length of the first axis that all tensors of an input share."""
-    tensors = leaves(x)
-    if not tensors:
-        raise DataError("inputs that are a tensor, or a tuple or dict of tensors", f"{type(x).__name__}",
-                        "Convert them, for instance with torch.as_tensor(X).")
-    lengths = {len(tensor) if tensor.ndim else -1 for tensor in tensors}
-    if len(lengths) != 1 or -1 in lengths:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise DataError("input tensors that share their first axis, one row per example", f"shapes {shapes}",
-                        "Give every tensor of the input one row per example.")
-    return lengths.pop()
-
-
-def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
-    """The examples of `x` at `index`."""
-    return map_tensors(lambda tensor: tensor[index], x)
-
-
-def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Join nested inputs along their first axis."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(parts))
-    if isinstance(first, Mapping):
-        return {key: concatenate([part[key] for part in parts]) for key in first}
-    if isinstance(first, (tuple, list)):
-        joined = [concatenate([part[i] for part in parts]) for i in range(len(first))]
-        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
-    return first
-
-
-def to_device(x: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
-    """Move to a device; floating tensors also take `dtype`, if given."""
-
-    def move(tensor: Tensor) -> Tensor:
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            tensor = tensor.clone()  # tensors of inference mode cannot enter an autograd graph
-        cast = dtype is not None and tensor.is_floating_point()
-        return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
-
-    return map_tensors(move, x)
-
-
-def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:
-    """Raise if a NaN or an infinity is in `values`, and name the first example that holds one.
-
-    Raises
-    ------
-    NonFiniteError
-        With the index of the first bad example; `offset` is the index of `values[0]` in the data.
-    """
-    if not values.is_floating_point():
-        return
-    # one reduction in the common case: a sum of finite numbers is finite unless it overflows
-    if bool(torch.isfinite(values.sum())):
-        return
-    bad = ~torch.isfinite(values).reshape(len(values), -1).all(dim=1)
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        entry = values[first]
-        kind = "NaN" if bool(torch.isnan(entry).any()) else "infinity"
-        raise NonFiniteError(f"finite {what}", f"{kind} at example {first + offset}", remedy)
 
 
 def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
@@ -399,16 +294,6 @@ def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
     finally:
         if own is not None:
             own.set_state(kept)
-
-
-def as_tensors(x: Any) -> Inputs:
-    """NumPy arrays and nested lists of numbers become tensors; tuples and dicts keep their shape."""
-    if isinstance(x, (Tensor, Mapping)) or (isinstance(x, (tuple, list)) and leaves(x)):
-        return x
-    try:
-        return torch.as_tensor(x)
-    except (TypeError, ValueError, RuntimeError):
-        return x
 
 
 def _length_of(data: Any) -> int | None:

@@ -1,0 +1,32 @@
+"""The door for data: inputs, and batches of them with their targets."""
+
+from ntk_laplace.data.batches import Batches, Joined, Missing, Selected, Source, kept_or_missing
+from ntk_laplace.data.inputs import (
+    Inputs,
+    as_tensors,
+    check_finite,
+    concatenate,
+    leaves,
+    map_tensors,
+    num_examples,
+    take,
+    to_device,
+)
+
+__all__ = [
+    "Batches",
+    "Inputs",
+    "Joined",
+    "Missing",
+    "Selected",
+    "Source",
+    "as_tensors",
+    "check_finite",
+    "concatenate",
+    "kept_or_missing",
+    "leaves",
+    "map_tensors",
+    "num_examples",
+    "take",
+    "to_device",
+]

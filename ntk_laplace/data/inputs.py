@@ -1,0 +1,121 @@
+"""Inputs: a tensor, or tuples, lists and dicts of tensors (nested as one likes) that share their first axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, NonFiniteError
+
+__all__ = [
+    "Inputs",
+    "as_tensors",
+    "check_finite",
+    "concatenate",
+    "leaves",
+    "map_tensors",
+    "num_examples",
+    "take",
+    "to_device",
+]
+
+Inputs = Any
+
+
+def map_tensors(function: Callable[[Tensor], Any], x: Inputs) -> Any:
+    """Apply `function` to every tensor of a nested input; other leaves stay as they are."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        # a BatchEncoding or the like becomes a plain dict: the network sees the same keys
+        return {key: map_tensors(function, value) for key, value in x.items()}
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*(map_tensors(function, value) for value in x))
+    if isinstance(x, (tuple, list)):
+        return type(x)(map_tensors(function, value) for value in x)
+    return x
+
+
+def leaves(x: Inputs) -> list[Tensor]:
+    """The tensors of a nested input, in order."""
+    found: list[Tensor] = []
+    map_tensors(found.append, x)
+    return found
+
+
+def num_examples(x: Inputs) -> int:
+    """Length of the first axis that all tensors of an input share."""
+    tensors = leaves(x)
+    if not tensors:
+        raise DataError("inputs that are a tensor, or a tuple or dict of tensors", f"{type(x).__name__}",
+                        "Convert them, for instance with torch.as_tensor(X).")
+    lengths = {len(tensor) if tensor.ndim else -1 for tensor in tensors}
+    if len(lengths) != 1 or -1 in lengths:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise DataError("input tensors that share their first axis, one row per example", f"shapes {shapes}",
+                        "Give every tensor of the input one row per example.")
+    return lengths.pop()
+
+
+def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
+    """The examples of `x` at `index`."""
+    return map_tensors(lambda tensor: tensor[index], x)
+
+
+def concatenate(parts: Sequence[Inputs]) -> Inputs:
+    """Join nested inputs along their first axis."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return {key: concatenate([part[key] for part in parts]) for key in first}
+    if isinstance(first, (tuple, list)):
+        joined = [concatenate([part[i] for part in parts]) for i in range(len(first))]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    return first
+
+
+def to_device(x: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
+    """Move to a device; floating tensors also take `dtype`, if given."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            tensor = tensor.clone()  # tensors of inference mode cannot enter an autograd graph
+        cast = dtype is not None and tensor.is_floating_point()
+        return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
+
+    return map_tensors(move, x)
+
+
+def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:
+    """Raise if a NaN or an infinity is in `values`, and name the first example that holds one.
+
+    Raises
+    ------
+    NonFiniteError
+        With the index of the first bad example; `offset` is the index of `values[0]` in the data.
+    """
+    if not values.is_floating_point():
+        return
+    # one reduction in the common case: a sum of finite numbers is finite unless it overflows
+    if bool(torch.isfinite(values.sum())):
+        return
+    bad = ~torch.isfinite(values).reshape(len(values), -1).all(dim=1)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        entry = values[first]
+        kind = "NaN" if bool(torch.isnan(entry).any()) else "infinity"
+        raise NonFiniteError(f"finite {what}", f"{kind} at example {first + offset}", remedy)
+
+
+def as_tensors(x: Any) -> Inputs:
+    """NumPy arrays and nested lists of numbers become tensors; tuples and dicts keep their shape."""
+    if isinstance(x, (Tensor, Mapping)) or (isinstance(x, (tuple, list)) and leaves(x)):
+        return x
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        return x
