@@ -159,7 +159,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     width = 50
     if options.small:
-        options.epochs, width = 40, 8
+        options.epochs, width = 25, 6
     options.out.mkdir(parents=True, exist_ok=True)
     problem = Problem.of(options.data, options.small)
     torch.manual_seed(0)

@@ -159,7 +159,7 @@ def draw_band(axes: Axes, toy: Toy, x: Tensor, mean: Tensor, deviation: Tensor, 
 
 def regressions(options: argparse.Namespace) -> dict[str, Any]:
     """Figures 5.2 and 5.4."""
-    size, points, layers, epochs = (4, 40, 2, 300) if options.small else (9, 150, 5, options.epochs)
+    size, points, layers, epochs = (4, 40, 2, 150) if options.small else (9, 150, 5, options.epochs)
     toy = regression(points)
     torch.manual_seed(0)
     template = network(1, layers)
@@ -223,7 +223,7 @@ def draw_points(axes: Axes, toy: Toy) -> None:
 
 def classifications(options: argparse.Namespace) -> dict[str, Any]:
     """Figures 5.3 and 5.5."""
-    size, points, layers, epochs = (4, 40, 2, 300) if options.small else (17, 150, 5, options.epochs)
+    size, points, layers, epochs = (4, 40, 2, 150) if options.small else (17, 150, 5, options.epochs)
     toy = moons(points)
     torch.manual_seed(0)
     precision = torch.logspace(-2, 2, size, dtype=torch.float64)
