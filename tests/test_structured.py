@@ -174,6 +174,21 @@ def test_a_tensor_beyond_the_largest_block_keeps_its_diagonal_and_is_named():
     assert relative_error(posterior.curvature.information(), dense.kfac()) < 1e-10
 
 
+def test_a_bias_apart_that_is_too_large_for_a_block_keeps_its_diagonal(monkeypatch):
+    """Also where its layer's output gradients come added up, as those of many examples do."""
+    monkeypatch.setattr("ntk_laplace.curvature.parts._LARGEST_BLOCK", 3)
+    torch.manual_seed(2)
+    network, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(30, 3).double()
+    prior = ntkl.GaussianPrior(groups="tensor")
+    posterior = ntkl.laplace(network, (x, torch.randn(30, 2).double()), ntkl.Gaussian(), prior, structure="kfac")
+    kinds = {part.names: part.kind for part in posterior.parts}
+    assert kinds[("0.bias",)] == "diagonal" and kinds[("2.bias",)] == "block"
+    exact = torch.einsum("ncp,ncq->pq", jacobian(network, x), jacobian(network, x))
+    found, first, last = posterior.curvature.information(), slice(12, 16), slice(24, 26)
+    assert relative_error(found[first, first], exact[first, first].diagonal().diag()) < 1e-12
+    assert relative_error(found[last, last], exact[last, last]) < 1e-12
+
+
 # -------------------------------------------------------------------------------------------------------- identities
 
 

@@ -3,8 +3,8 @@
 A plain loop over seeds beats one batched pass on CPUs. What a layer's factors need is kept for all seeds, laid out for
 what comes next: seeds inside the examples where rows are written out, so that each example's gradients are one
 matrix, and a seed after the other where factors are summed. Rows that are plain sums are made at once from the one
-gradient at hand, which is then gone; and so are the sums Σ g gᵀ where nothing else of a layer's gradients is wanted:
-a copy of them all would cost a fifth of the products.
+gradient at hand, which is then gone; and so are the sums Σ g gᵀ where nothing else of a layer's gradients is wanted,
+which spares a copy of them all.
 """
 
 from __future__ import annotations
