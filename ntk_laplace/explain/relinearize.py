@@ -156,7 +156,7 @@ def _source(trained: Trained, structure: Exact, x: Inputs | None) -> Source:
     if x is not None:
         x = as_tensors(x)
         if num_examples(x) != count:
-            raise DataError(f"inputs of the {count:,} training points, those that were added last",
+            raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
                             f"{num_examples(x):,}", "Pass them in the order of the fit.")
         network = trained.network
         source = Batches((x, structure.points.targets), trained.settings.batch_size, network.device, network.dtype)
