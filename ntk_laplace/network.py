@@ -190,18 +190,19 @@ class Network:
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) without a graph, so many examples at a time that activations stay small."""
+        return self._in_parts(self._call, x, offset)
+
+    def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
+        """Outputs (N, C) at other values (P,) of the chosen parameters, as `without_grad`."""
+        values = {f"module.{n}": v.to(self.dtype) for n, v in self.unflatten(theta).items()}
+        return self._in_parts(lambda part: torch.func.functional_call(self.caller, values, (part,)), x, 0)
+
+    def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         starts = range(0, max(1, num_examples(x)), _AT_A_TIME)
         with torch.no_grad():
             parts = [x] if len(starts) == 1 else [take(x, slice(start, start + _AT_A_TIME)) for start in starts]
-            found = [self._shape(self._call(p), p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
+            found = [self._shape(call(p), p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
-
-    def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
-        """Outputs (N, C) at other values (P,) of the chosen parameters, without a graph."""
-        values = {n: v.to(self.dtype) for n, v in self.unflatten(theta).items()}
-        with torch.no_grad():
-            values = {f"module.{name}": value for name, value in values.items()}
-            return self._shape(torch.func.functional_call(self.caller, values, (x,)), x)
 
     def probe(self, x: Inputs) -> Tensor:
         """Hold the network to what linearization needs, on the first examples of `x`, and lay its weights out.

@@ -422,6 +422,8 @@ def test_outputs_without_a_graph_are_made_in_pieces(monkeypatch):
     pieces = [network.without_grad(case.x[start : start + 3]) for start in (0, 3, 6)]
     assert torch.equal(network.without_grad(case.x), torch.cat(pieces))
     assert relative_error(network.without_grad(case.x), whole) < 1e-12
+    theta = torch.cat([parameter.detach().flatten() for parameter in case.parameters.values()])
+    assert torch.equal(network.with_parameters(theta, case.x), network.without_grad(case.x))
     broken = case.x.clone()
     broken[5] = float("inf")
     with pytest.raises(ntkl.NonFiniteError, match="example 25"):

@@ -173,6 +173,18 @@ def test_every_path_leaves_everything_as_it_was(likelihood, structure, path):
     assert process_state() == before[1]
 
 
+PREDICTIONS = ("glm", "blr", "nn", "probit", "map", "function samples", "weight samples")
+
+
+@pytest.mark.parametrize(("likelihood", "structure", "path"), [case for case in OFFERED if case[2] in PREDICTIONS])
+def test_predictions_hold_no_graph(likelihood, structure, path):
+    """Noise and temperature are parameters; a kept prediction must not keep what made it."""
+    model, draw, outputs = LIKELIHOODS[likelihood]
+    network, x = build(outputs)
+    posterior = ntkl.laplace(network, (x, draw(len(x))), model(), structure=structure)
+    assert not PATHS[path](posterior).requires_grad
+
+
 @pytest.mark.parametrize("structure", ["gp", "full", "auto"])
 @pytest.mark.parametrize("parameters", [None, "last_layer", ["lift.weight"], lambda name, p: "first" in name])
 def test_choosing_parameters_freezes_nothing_of_the_callers(parameters, structure):

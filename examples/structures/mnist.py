@@ -7,7 +7,8 @@ CNN (P = 11,978) are trained once, their weights kept under ``--out`` and used a
 INF, diagonal) and root (GGN, empirical Fisher), in a process of its own: a fit that reads the images through a
 DataLoader, float32; the evidence at the precision of training; the precision of highest evidence
 (``evidence_curve``); there, accuracy, mean log likelihood and expected calibration error of the predictives of the
-10,000 test images, by probit and by sampling (glm). Beside them stands the network alone (MAP).
+10,000 test images: closed form (probit), sampled outputs of the linearized network (glm), and sampled weights of the
+network itself (nn). Beside them stands the network alone (MAP); moments in closed form (blr) have the same mean.
 Memory is the peak of the process above what it held before the fit (imports, images, network), at 30,000 images and at
 60,000: only the outputs, N x 10, may grow. It writes mnist.json, and each process's result, which is not computed
 again: an interrupted run goes on where it stood.
@@ -31,7 +32,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 
 STRUCTURES, CURVATURES = ("kfac", "ekfac", "inf", "diag"), ("ggn", "ef")
-METHODS = ("probit", "glm")
+METHODS = {"probit": {}, "glm": {"samples": 1000}, "nn": {"samples": 100}}
 TEST_BATCH = 1000
 
 
@@ -89,10 +90,12 @@ def job(name: str, structure: str, curvature: str, num_examples: int, options: a
     found |= {"curve_seconds": time.perf_counter() - start, "log_det": posterior.log_det().item()}
     if num_examples < options.num_examples:
         return found
-    torch.manual_seed(0)
-    for method in ("map", *METHODS):
+    for method, how in {"map": {}, **METHODS}.items():
         start, start_cpu = time.perf_counter(), time.process_time()
-        predictives = [posterior.predict(part, method=method) for part in x_test.split(TEST_BATCH)]
+        # weights are drawn once for all images; they need no rows, whose memory is why the others go in parts
+        parts = [x_test] if method == "nn" else x_test.split(TEST_BATCH)
+        generator = torch.Generator().manual_seed(0)
+        predictives = [posterior.predict(part, method, generator=generator, **how) for part in parts]
         spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - start_cpu}
         found[method] = scores(predictives, y_test) | spent
     found["peak_bytes"] = peak_bytes() - before
@@ -163,14 +166,15 @@ def report(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     for name in options.networks:
         mine = [r for r in whole if r["network"] == name]
         best = mine[0]["map"]
-        rows.append([name, "", "MAP", "", "", "", *(_scores(best)), "", ""])
+        rows.append([name, "", "MAP", "", "", "", *(_scores(best)), "", "", "", ""])
         for r in mine:
             rows.append([
                 name, r["curvature"], r["structure"], f"{r['evidence'] / r['N']:.4f}", f"{r['precision']:.3g}",
-                f"{r['best_evidence'] / r['N']:.4f}", *_scores(r["probit"]), *_scores(r["glm"])[1:],
+                f"{r['best_evidence'] / r['N']:.4f}", *_scores(r["probit"]),
+                *_scores(r["glm"])[1:], *_scores(r["nn"])[1:],
             ])  # fmt: skip
     head = ["network", "root", "structure", f"evidence / N at {options.precision:g}", "best precision", "evidence / N",
-            "accuracy", "log lik.", "ECE", "glm: log lik.", "ECE"]  # fmt: skip
+            "accuracy", "log lik.", "ECE", "glm: log lik.", "ECE", "nn: log lik.", "ECE"]  # fmt: skip
     print(f"\nN={options.num_examples:,}; INF rank {options.rank}\n\n{table(head, rows)}")
     costs = [
         [r["network"], r["curvature"], r["structure"], f"{r['N']:,}", f"{r['fit_seconds']:.1f}",
@@ -178,8 +182,8 @@ def report(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
          f"{r['fit_peak_bytes'] / 1e6:.0f}", *(f"{r[m]['cpu_seconds']:.1f}" if m in r else "" for m in METHODS)]
         for r in results
     ]  # fmt: skip
-    head = ["network", "root", "structure", "N", "fit, s", "CPU, s", "peak of the fit, MB", "probit, CPU s",
-            "glm, CPU s"]  # fmt: skip
+    head = ["network", "root", "structure", "N", "fit, s", "CPU, s", "peak of the fit, MB",
+            *(f"{m}, CPU s" for m in METHODS)]  # fmt: skip
     print(f"\n{options.threads} threads; predictives of {options.test_examples:,} images\n\n{table(head, costs)}")
     write(options.out / "mnist.json", {"machine": machine(options.threads), "rank": options.rank, "results": results})
 

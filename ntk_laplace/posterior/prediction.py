@@ -109,7 +109,8 @@ class PredictionVerbs(Fitted):
         if method == "nn":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
             draws = self._weight_outputs(samples, x, generator)
-            return predictive_from_samples(likelihood, draws, self.network.scalar)
+            with torch.no_grad():  # a temperature is a parameter
+                return predictive_from_samples(likelihood, draws, self.network.scalar)
         if method == "map":
             f = self.outputs(x)
             covariance = f.new_zeros(*f.shape, f.shape[1])
