@@ -98,7 +98,7 @@ def laplace(
     trained = Trained(door, likelihood, prior, root, factors, settings)
     with torch.inference_mode(False), contextlib.closing(batches):
         x, _ = batches.first()
-        door.probe(x)
+        factors.prepare(x)
         if isinstance(form, Form):
             folded = door.names if form.adds_up else ()
             seeds = root.columns(likelihood, door.num_outputs)

@@ -294,3 +294,34 @@ def test_the_last_layer_alone(network, structure):
     jac = jacobians(network)[1][:, :, chosen].flatten(0, 1)
     variance = jac @ torch.linalg.solve(precision, jac.T)
     assert relative_error(posterior.latent(problem(network).x_new).covariance_matrix, variance) < 1e-8
+
+
+# --------------------------------------------------------------------------------------------------------- eigenvectors
+
+
+def test_an_evidence_asks_for_eigenvalues_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stays to the last digit when eigenvectors come later, from another decomposition."""
+    case = "deep_mlp", "categorical", "tensor", "ggn", "kfac"  # Kronecker parts, and blocks for the biases
+    made, reference, x = fresh_fit(*case), truth(*case), problem("deep_mlp").x_new
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.linalg, "eigh", lambda *_, **__: pytest.fail("eigenvectors were made"))
+        before = made.log_marginal_likelihood(), *made.effective_parameters()
+        made.evidence_curve(torch.tensor([0.5, 2.0]))
+    assert relative_error(made.log_det(), reference.log_det()) < 1e-10
+    want = reference.latent_covariance(jacobians("deep_mlp")[1])
+    assert relative_error(made.latent(x).covariance_matrix, want) < 1e-10
+    assert (made.log_marginal_likelihood(), *made.effective_parameters()) == before
+
+
+def test_a_posterior_saved_without_eigenvectors_makes_them_when_loaded(tmp_path) -> None:
+    case = "deep_mlp", "categorical", "tensor", "ggn", "kfac"
+    early, late, x = tmp_path / "early.pt", tmp_path / "late.pt", problem("deep_mlp").x_new
+    made = fresh_fit(*case)
+    made.save(early)
+    want = made.latent_moments(x)[1]
+    made.save(late)
+    for path in (early, late):
+        loaded = ntkl.load(path, problem("deep_mlp").network)
+        assert relative_error(loaded.latent_moments(x)[1], want) < 1e-12
+        assert relative_error(loaded.log_marginal_likelihood(), made.log_marginal_likelihood()) < 1e-14
+    assert late.stat().st_size > early.stat().st_size

@@ -2,7 +2,7 @@
 
 from ntk_laplace.curvature.changed import ChangedWeightSpace
 from ntk_laplace.curvature.forms import EKFAC, FORMS, INF, KFAC, Diagonal, Form
-from ntk_laplace.curvature.frames import Frame
+from ntk_laplace.curvature.frames import Frame, Side
 from ntk_laplace.curvature.full import FullWeightSpace, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpace, prior_variances
 from ntk_laplace.curvature.inf import LowRank
@@ -27,6 +27,7 @@ __all__ = [
     "Part",
     "Products",
     "Root",
+    "Side",
     "StructuredWeightSpace",
     "Summary",
     "accumulate_ggn",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.frames import Frame, eigen
+from ntk_laplace.curvature.frames import Frame, Side
 from ntk_laplace.curvature.inf import InfPart, LowRank, check_rank
-from ntk_laplace.curvature.spectral import KroneckerPart, SpectralPart
+from ntk_laplace.curvature.spectral import BlockPart, KroneckerPart, SpectralPart
 from ntk_laplace.curvature.structured import PartAlgebra
 from ntk_laplace.curvature.summary import SHARING, Basis, Summary
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
@@ -65,8 +65,8 @@ class Form:
         """What else belongs to each part once the data have passed: nothing."""
         return [None] * len(summaries)
 
-    def algebra(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
-        """Algebra of one part at one precision, 0-d or (G, o, i); eigenvectors are made when they are called for."""
+    def algebra(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
+        """Algebra of one part at one precision, 0-d or (G, o, i)."""
         if summary.part.kind == "diagonal":
             values = summary.sums["squares"]
             return SpectralPart(summary.part, Basis(None, None), values, precision)
@@ -74,20 +74,19 @@ class Form:
             return _block(summary, precision)
         return self.kronecker(summary, frame, extra, precision)
 
-    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
         """Algebra of a Kronecker part."""
         raise NotImplementedError
 
 
-def _block(summary: Summary, precision: Tensor) -> SpectralPart:
+def _block(summary: Summary, precision: Tensor) -> BlockPart:
     """An exact block: eigenvectors of itself, or of P0^-½ (JᵀΛJ) P0^-½ where every entry has its own precision."""
     lower = summary.sums["block"]
     scale = None
     if precision.ndim:
         scale = precision.rsqrt()
         lower = lower * scale.flatten() * scale.flatten().unsqueeze(1)
-    values, vectors = eigen(lower)
-    return SpectralPart(summary.part, Basis(None, vectors.unsqueeze(0)), values.view(1, 1, -1), precision, scale)
+    return BlockPart(summary.part, Side(lower), precision, scale)
 
 
 def _check_sharing(sharing: str) -> None:
@@ -117,7 +116,7 @@ class KFAC(Form):
     def __post_init__(self) -> None:
         _check_sharing(self.sharing)
 
-    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
         """λ = β α / count, undamped."""
         return KroneckerPart(summary.part, frame, summary.sums["count"], self.sharing, precision, self.damped)
 
@@ -144,9 +143,9 @@ class EKFAC(Form):
     def __post_init__(self) -> None:
         _check_sharing(self.sharing)
 
-    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
         """λ_oi = Σ_nk ((U_Bᵀ J_nk U_A)_oi)²."""
-        return SpectralPart(summary.part, frame().basis, summary.sums["moments"], precision)
+        return SpectralPart(summary.part, frame.basis, summary.sums["moments"], precision)
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ class INF(Form):
             )  # fmt: skip
         return kept
 
-    def kronecker(self, summary: Summary, frame: Callable[[], Frame], extra: Any, precision: Tensor) -> PartAlgebra:
+    def kronecker(self, summary: Summary, frame: Frame, extra: Any, precision: Tensor) -> PartAlgebra:
         """Low rank plus diagonal."""
         sums = summary.sums
         return InfPart(summary.part, extra, sums["moments"], sums["squares"], precision, self.violation)

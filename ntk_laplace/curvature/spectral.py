@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.frames import Frame
+from ntk_laplace.curvature.frames import Frame, Side
 from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows
 from ntk_laplace.curvature.parts import Part
 from ntk_laplace.curvature.structured import Toward, written_toward
@@ -18,7 +17,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import Rows
 from ntk_laplace.linalg import cross_approximation
 
-__all__ = ["KroneckerPart", "SpectralPart"]
+__all__ = ["BlockPart", "KroneckerPart", "SpectralPart"]
 
 
 class SpectralPart:
@@ -139,6 +138,33 @@ class SpectralPart:
         return matrix * inverse_scale * inverse_scale.unsqueeze(1)
 
 
+class BlockPart(SpectralPart):
+    """An exact block, in its own eigenvectors.
+
+    Parameters
+    ----------
+    part : Part
+    side : Side
+        Of the block, or of P0^-½ (JᵀΛJ) P0^-½.
+    precision, scale
+        As in `SpectralPart`.
+    """
+
+    def __init__(self, part: Part, side: Side, precision: Tensor, scale: Tensor | None) -> None:
+        self.part, self.precision, self.scale, self._side = part, precision, scale, side
+        self._shift = torch.ones_like(precision) if scale is not None else precision
+
+    @cached_property
+    def basis(self) -> Basis:
+        """U."""
+        return Basis(None, self._side.vectors.unsqueeze(0))
+
+    @cached_property
+    def values(self) -> Tensor:
+        """λ, (1, 1, p)."""
+        return self._side.values.view(1, 1, -1)
+
+
 def _factors(rows: PartRows) -> bool:
     """Whether rows are one outer product each."""
     return isinstance(rows, OuterRows) and rows.single and rows.entries[0] == 1
@@ -150,8 +176,8 @@ class KroneckerPart(SpectralPart):
     Parameters
     ----------
     part : Part
-    frame : callable
-        Gives the factors' eigenvectors and eigenvalues β (G, o) and α (G, i); called when they are first needed.
+    frame : Frame
+        The factors' eigenvectors and eigenvalues β (G, o) and α (G, i).
     count : Tensor, ()
         Number of terms in the inputs' factor.
     sharing : str
@@ -163,7 +189,7 @@ class KroneckerPart(SpectralPart):
     """
 
     def __init__(
-        self, part: Part, frame: Callable[[], Frame], count: Tensor, sharing: str, precision: Tensor,
+        self, part: Part, frame: Frame, count: Tensor, sharing: str, precision: Tensor,
         damped: bool = False,
     ) -> None:  # fmt: skip
         self.part, self.precision, self.scale, self._shift = part, precision, None, precision
@@ -174,17 +200,17 @@ class KroneckerPart(SpectralPart):
     @cached_property
     def basis(self) -> Basis:
         """U_B ⊗ U_A."""
-        return self._frame().basis
+        return self._frame.basis
 
     @cached_property
     def left(self) -> Tensor:
         """β/√count, (G, o)."""
-        return self._shared(self._frame().left)
+        return self._shared(self._frame.left)
 
     @cached_property
     def right(self) -> Tensor:
         """α/√count, (G, i)."""
-        return self._shared(self._frame().right)
+        return self._shared(self._frame.right)
 
     def _shared(self, side: Tensor) -> Tensor:
         return (side / self.count.sqrt()).to(side)

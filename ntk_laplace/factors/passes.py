@@ -100,7 +100,7 @@ class FactorPass:
         A first layer's inputs may be the memory of `x` itself: for use at once. Of weights in `folded`, the sums
         Σ b bᵀ are enough: their blocks may come as `Folded`.
         """  # fmt: skip
-        self._prepare(x)
+        self.prepare(x)
         n, seeds = num_examples(x), _columns(root, self.network)
         most = _examples_at_once(self._edges, seeds, folded)
         step = min(most, batch_size or most)
@@ -111,11 +111,17 @@ class FactorPass:
 
     def examples_at_once(self, x: Inputs, seeds: int, folded: Container[str] = ()) -> int:
         """As many examples like those of `x` as a pass takes at a time with so many seeds."""
-        self._prepare(x)
+        self.prepare(x)
         return _examples_at_once(self._edges, seeds, folded)
 
-    def _prepare(self, x: Inputs) -> None:
-        """Probe the network and make its plan on a few examples, once."""
+    def prepare(self, x: Inputs) -> None:
+        """Probe the network and make its plan on a few examples, once.
+
+        Raises
+        ------
+        NonDeterministicError, MixedExamplesError
+            As `Network.probe`.
+        """
         if self._edges is not None:
             return
         with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
@@ -153,7 +159,7 @@ class FactorPass:
     def _batch(
         self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, folded: Container[str]
     ) -> Rows:
-        self._prepare(x)
+        self.prepare(x)
         network = self.network
         with torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module):
             out = network.evaluate(x, offset)

@@ -92,19 +92,21 @@ class Categorical(Likelihood):
         class. The other columns of A Q are, with s = √p,
         ``-s_m s_j`` in row m and ``δ_ij s_i - p_i s_j / (1 + s_m)`` in the others.
         """
+        # examples last: C is small, and the processor's vectors run along them
+        f = f.T.contiguous()
         # half the logarithm and not √p: its gradient is finite where p underflows
-        s = (0.5 * self._log_probabilities(f)).exp()
-        p = s.square()
-        top = f.argmax(-1, keepdim=True)
-        s_top = s.gather(-1, top)
-        kept = torch.arange(f.shape[-1] - 1, device=f.device)
-        kept = kept + (kept >= top)  # every column but m
-        own = s.gather(-1, kept) / self._temperature(f)  # every entry of column j is a multiple of s_j
-        # each column in a run of memory, as the seeds of backward passes want it
-        columns = own.unsqueeze(-1) * (p / (1 + s_top)).neg().unsqueeze(-2)
-        columns = columns.scatter_add(-1, kept.unsqueeze(-1), own.unsqueeze(-1))
-        row = top.unsqueeze(-2).expand(*own.shape, 1)
-        return columns.scatter(-1, row, -(s_top * own).unsqueeze(-1)).mT
+        s = (0.5 * torch.log_softmax(f / self._temperature(f), 0)).exp()
+        top = f.max(0, keepdim=True).indices
+        s_top = s.gather(0, top)
+        after = torch.arange(len(f) - 1, device=f.device).unsqueeze(1) >= top
+        own = torch.where(after, s[1:], s[:-1]) / self._temperature(f)  # s_j of every class but m
+        # every entry of column j is a multiple of s_j; in memory a column after the other, as backward passes start
+        shared = (s.square() / (1 + s_top)).scatter(0, top, s_top)
+        columns = own.unsqueeze(2) * shared.neg().T.contiguous()
+        before = own.masked_fill(after, 0.0)
+        columns.diagonal(0, 0, 2).add_(before.T)
+        columns.diagonal(1, 0, 2).add_((own - before).T)
+        return columns.permute(1, 2, 0)
 
     def mean(self, f: Tensor) -> Tensor:
         """Class probabilities, ``softmax(f / T)``, (N, C)."""

@@ -75,6 +75,8 @@ class Accumulation:
         if self.stage == FIRST:
             self._pass(trained, batches, "curvature", partial(self._first, borrowed=borrowed))
             if self.form.moments and not borrowed:
+                for summary in self.summaries:
+                    summary.require_finite()
                 self.frames = [Frame.of(summary) for summary in self.summaries]
                 self.stage, self.batches_done, self.examples_done = SECOND, 0, 0
         if self.stage == SECOND:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ntk_laplace.curvature import FORMS, Form, Frame, Part, Summary
-from ntk_laplace.curvature.summary import Basis
+from ntk_laplace.curvature import FORMS, Form, Frame, Part, Side, Summary
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.structures.accumulation import Accumulation
 
@@ -41,12 +41,18 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
     """The accumulation that was recorded."""
     parts = [Part(**(dict(part) | {"entries": tuple(part["entries"])})) for part in saved["parts"]]
     sums = saved["sums"]
-    frames = [Frame(Basis(f["basis_left"], f["basis_right"]), f["left"], f["right"]) for f in saved["frames"]]
+    frames = [_frame(own) for own in saved["frames"]]
     return Accumulation(
         form_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
         parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], frames,
         list(saved["f"]), list(saved["targets"]),
     )  # fmt: skip
+
+
+def _frame(saved: Mapping[str, Tensor | None]) -> Frame:
+    if saved["right"] is None:
+        return Frame()
+    return Frame(Side(None, saved["left"], saved["basis_left"]), Side(None, saved["right"], saved["basis_right"]))
 
 
 def form_record(form: Form) -> dict[str, Any]:

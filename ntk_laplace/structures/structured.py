@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace, Summary
+from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
 from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
@@ -87,17 +86,16 @@ class StructuredStructure:
 
     @property
     def frames(self) -> Sequence[Frame]:
-        """Eigenbases of the parts, made when they are first asked for: sums that are merged need none of their own."""
+        """Eigenbases of the parts."""
         gathered = self._accumulated
         if not gathered.frames:
             gathered.frames = [Frame.of(summary) for summary in gathered.summaries]
         return gathered.frames
 
-    def _frame(self, summaries: list[Summary], number: int, scale: float) -> Frame:
-        """The frame of one part; `summaries` may be those of an algebra that is older than the present sums."""
-        present = summaries is self._accumulated.summaries
-        frame = self.frames[number] if present or self.form.moments else Frame.of(summaries[number])
-        return frame.scaled(self._accumulated.parts[number], scale)
+    def _frames(self) -> list[Frame]:
+        """The same for Λ at the likelihood's present hyperparameters."""
+        pairs = zip(self.frames, self.parts, strict=True)
+        return [frame.scaled(part.table, self._scale) for frame, part in pairs]
 
     # --- algebra
 
@@ -109,13 +107,12 @@ class StructuredStructure:
             named = {name: by_group[trained.prior.group_of(name)] for name in trained.network.shapes}
         gathered = self._accumulated
         algebras = []
-        for number, (summary, extra) in enumerate(zip(gathered.summaries, self._extras, strict=True)):
+        for summary, frame, extra in zip(gathered.summaries, self._frames(), self._extras, strict=True):
             part = summary.part
             precision = named[part.weight]  # a bias that is part of it has the same
             if precision.ndim or part.kind == "diagonal":
                 sizes = {name: trained.network.shapes[name].numel() for name in part.names}
                 precision = part.gather({name: named[name].expand(size) for name, size in sizes.items()})
-            frame = partial(self._frame, gathered.summaries, number, self._scale)
             algebras.append(self.form.algebra(summary.scaled(self._scale), frame, extra, precision))
         return StructuredWeightSpace(algebras, trained.prior, trained.network.shapes, trained.theta)
 
@@ -204,8 +201,11 @@ class StructuredStructure:
         """The sums at the present likelihood, and the eigenbasis, if it was asked for."""
         self._follow(trained)
         gathered = self._accumulated
-        frames = [self._frame(gathered.summaries, number, self._scale) for number in range(len(gathered.frames))]
-        now = replace(gathered, summaries=[s.scaled(self._scale) for s in gathered.summaries], frames=frames)
+        frames = self._frames()
+        now = replace(
+            gathered, summaries=[s.scaled(self._scale) for s in gathered.summaries],
+            frames=frames if all(frame.made for frame in frames) else [],
+        )  # fmt: skip
         return record(now, include_data=False) | {
             "extras": [None if extra is None else vars(extra).copy() for extra in self._extras]
         }
