@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
+
+# the networks are tiny: threads would only wait for each other, in NumPy and in processes that tests start as well
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
 import torch
 
-# the networks are tiny: threads would only wait for each other
 torch.set_num_threads(1)
 
 # torch says once per process that such a convolution pads a copy: here, and not in whichever test comes first

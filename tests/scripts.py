@@ -45,7 +45,6 @@ def _main(script: Path, folder: Path, arguments: tuple[str, ...], out: Path, err
         os.dup2(file, number)
         os.close(file)
     os.chdir(folder)
-    os.environ["OMP_NUM_THREADS"] = "1"  # of its own children
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
