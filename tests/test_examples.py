@@ -189,7 +189,8 @@ def test_the_uci_program_has_the_gradients_of_its_evidence(
 
 def test_the_uci_protocol(tmp_path: Path) -> None:
     printed = run("uci/protocol.py", tmp_path, "--structures", "ef", "kfac",
-                  "--changes", "none", "hyper", "fisher", "authors", "single", "held", "--out", "out")  # fmt: skip
+                  "--changes", "none", "hyper", "decay", "layer", "fisher", "authors", "single", "held",
+                  "--out", "out")  # fmt: skip
     results = figures(tmp_path / "out" / "protocol.json")["results"]
     assert set(results) == {"ef", "kfac"} and set(results["ef"]) - set(results["kfac"]) == {
         "Fisher of the squared error / σ²"
@@ -203,6 +204,8 @@ def test_the_uci_protocol(tmp_path: Path) -> None:
         for used, evidence in zip(base["last"]["effective"], base["last"]["evidence"], strict=True):
             assert all(0.0 < gamma < size for gamma, size in zip(used, sizes, strict=True))
             assert math.isfinite(evidence)
+        for one, other, third, fourth in found["a precision for each layer"]["last"]["precision"]:
+            assert one == other != third == fourth
     assert "diabetes, 2 splits, 40 epochs" in printed
 
 

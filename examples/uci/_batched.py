@@ -55,6 +55,10 @@ class Protocol:
         Adam's for hyperparameters; `rate` if None.
     noise_speed : float
         Times the rate, for log σ². Adam on log σ moves log σ² twice as fast.
+    last_rate : float or None
+        The weights' rate in the last step, reached from `rate` by equal factors; `rate` throughout if None.
+    groups : tuple of int
+        The precision that each of the four tensors has; equal numbers share one.
     single : bool
         In float32.
     """
@@ -65,6 +69,8 @@ class Protocol:
     squared_error_fisher: float | None = None
     hyper_rate: float | None = None
     noise_speed: float = 1.0
+    last_rate: float | None = None
+    groups: tuple[int, ...] = (0, 1, 2, 3)
     single: bool = False
 
 
@@ -280,6 +286,9 @@ def train_with_evidence(
         problem = Problem(problem.x.float(), problem.y if problem.classes else problem.y.float(), problem.classes)
     log_precision, log_noise = torch.zeros(count, 4, dtype=dtype), torch.zeros(count, dtype=dtype)
     weights = torch.optim.Adam(networks.parameters(), lr=protocol.rate)
+    steps = protocol.epochs * (1 if protocol.minibatch is None else -(-n // protocol.minibatch))
+    fall = 1.0 if protocol.last_rate is None else (protocol.last_rate / protocol.rate) ** (1 / steps)
+    rates = torch.optim.lr_scheduler.ExponentialLR(weights, fall)
     rate = protocol.rate if protocol.hyper_rate is None else protocol.hyper_rate
     hyper = torch.optim.Adam(
         [{"params": [log_precision]}, {"params": [log_noise], "lr": rate * protocol.noise_speed}], lr=rate
@@ -296,11 +305,14 @@ def train_with_evidence(
             joint = joint - 0.5 * (log_precision.exp() * networks.squares()).sum(1)
             (-joint.sum()).backward()  # the networks know nothing of each other
             weights.step()
+            rates.step()
         value, by_precision, by_noise = evidence(
             problem, networks, parts, log_precision, log_noise, protocol.squared_error_fisher
         )
         best.keep(value, epoch, now)
-        log_precision.grad, log_noise.grad = -by_precision, -by_noise
+        shared = [[other == own for other in protocol.groups] for own in protocol.groups]
+        log_precision.grad = -by_precision @ torch.tensor(shared).to(by_precision)
+        log_noise.grad = -by_noise
         hyper.step()
         if epoch % 1000 == 0:
             tell(epoch)

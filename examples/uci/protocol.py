@@ -9,6 +9,8 @@ empirical Fisher of the likelihood. This script trains the networks of one data 
 * rate, hyper: ten times the rate for all, or for the hyperparameters alone;
 * hyper-256, hyper-0.1, hyper-1: as hyper, with minibatches of 256, or at that rate;
 * hyper-halved: as hyper and halved;
+* decay: the weights' rate falls to 1e-6 by equal factors, for which the authors' published code has an option;
+* layer, one: a precision for each layer, or one for all, instead of one for each tensor; one-hyper: one, and hyper;
 * sigma: Adam on log σ, as in the code that the authors published, which moves log σ² twice as fast;
 * fisher, halved: in regression with the structures "ef" and "diag-ef", the empirical Fisher of the squared error over
   σ², r²JᵀJ/σ²; or 2r²JᵀJ/σ², as in laplace-torch, which halves the products of the gradients of r²;
@@ -57,6 +59,10 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "hyper-256": ("rate 0.01 for hyperparameters, minibatches of 256", {"hyper_rate": 1e-2, "minibatch": 256}),
     "hyper-0.1": ("rate 0.1 for hyperparameters", {"hyper_rate": 0.1}),
     "hyper-1": ("rate 1 for hyperparameters", {"hyper_rate": 1.0}),
+    "decay": ("rate of weights falls to 1e-6", {"last_rate": 1e-6}),
+    "layer": ("a precision for each layer", {"groups": (0, 0, 1, 1)}),
+    "one": ("one precision", {"groups": (0, 0, 0, 0)}),
+    "one-hyper": ("one precision, rate 0.01 for hyperparameters", {"groups": (0, 0, 0, 0), "hyper_rate": 1e-2}),
     "sigma": ("Adam on log σ", {"noise_speed": 2.0}),
     "fisher": ("Fisher of the squared error / σ²", {"squared_error_fisher": 1.0}),
     "halved": ("twice that Fisher", {"squared_error_fisher": 2.0}),
