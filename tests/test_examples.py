@@ -209,14 +209,14 @@ def test_the_uci_protocol(tmp_path: Path) -> None:
     assert "diabetes, 2 splits, 40 epochs" in printed
 
 
-def test_the_readings_of_a_bayesian_score(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("structure", "change"), [("diag-ggn", "hyper"), ("ef", "hyper-halved")])
+def test_the_readings_of_a_bayesian_score(structure: str, change: str, tmp_path: Path) -> None:
     """Dense algebra against the library's posterior, of one trained state; what the others must be beside it."""
-    structure = "diag-ggn"  # its own algebra on top of the dense one's
-    run("uci/protocol.py", tmp_path, "--structures", structure, "--changes", "hyper", "--out", "out")
+    run("uci/protocol.py", tmp_path, "--structures", structure, "--changes", change, "--out", "out")
     (states,) = figures(tmp_path / "out" / "protocol.json")["results"][structure].values()
     (kept,) = (tmp_path / "out").glob("*.pt")
     age = kept.stat().st_mtime_ns
-    run("uci/readings.py", tmp_path, "--structure", structure, "--out", "out")
+    run("uci/readings.py", tmp_path, "--structure", structure, "--change", change, "--out", "out")
     assert kept.stat().st_mtime_ns == age  # not trained again
     found = figures(tmp_path / "out" / f"readings_diabetes_{structure}.json")["results"]
     once = "Var[f] times the responses' deviation, σ² times its square"

@@ -10,7 +10,8 @@ empirical Fisher of the likelihood. This script trains the networks of one data 
 * hyper-256, hyper-0.1, hyper-1: as hyper, with minibatches of 256, or at that rate;
 * hyper-halved: as hyper and halved;
 * decay: the weights' rate falls to 1e-6 by equal factors, for which the authors' published code has an option;
-* layer, one: a precision for each layer, or one for all, instead of one for each tensor; one-hyper: one, and hyper;
+* layer, one: a precision for each layer, or one for all, instead of one for each tensor; one-hyper,
+  one-halved: one, and hyper or halved;
 * sigma: Adam on log σ, as in the code that the authors published, which moves log σ² twice as fast;
 * fisher, halved: in regression with the structures "ef" and "diag-ef", the empirical Fisher of the squared error over
   σ², r²JᵀJ/σ²; or 2r²JᵀJ/σ², as in laplace-torch, which halves the products of the gradients of r²;
@@ -63,6 +64,8 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "layer": ("a precision for each layer", {"groups": (0, 0, 1, 1)}),
     "one": ("one precision", {"groups": (0, 0, 0, 0)}),
     "one-hyper": ("one precision, rate 0.01 for hyperparameters", {"groups": (0, 0, 0, 0), "hyper_rate": 1e-2}),
+    "one-halved": ("one precision, twice the Fisher of the squared error / σ²",
+                   {"groups": (0, 0, 0, 0), "squared_error_fisher": 2.0}),
     "sigma": ("Adam on log σ", {"noise_speed": 2.0}),
     "fisher": ("Fisher of the squared error / σ²", {"squared_error_fisher": 1.0}),
     "halved": ("twice that Fisher", {"squared_error_fisher": 2.0}),
@@ -80,9 +83,9 @@ def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> 
     found = {}
     for change in changes:
         label, what = CHANGES[change]
-        if change in ("fisher", "halved", "hyper-halved", "sigma") and not structure.endswith("ef"):
+        if change in ("fisher", "halved", "hyper-halved", "one-halved", "sigma") and not structure.endswith("ef"):
             continue  # nothing, or the same as "authors"
-        if classes and change in ("sigma", "fisher", "halved", "hyper-halved", "authors", "raw"):
+        if classes and change in ("sigma", "fisher", "halved", "hyper-halved", "one-halved", "authors", "raw"):
             continue  # there is no σ
         found[label] = Protocol(epochs, **what)
     return found

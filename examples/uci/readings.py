@@ -2,7 +2,7 @@
 
     python examples/uci/readings.py --data DIR --dataset yacht --out protocol
 
-It takes the states that `protocol.py` left in --out (it trains them otherwise), GGN's or the diagonal GGN's, and scores
+It takes the states that `protocol.py` left in --out (it trains them otherwise), of any structure but KFAC, and scores
 the test data, negative log likelihood in the original units, under the variance [I21] gives, Var[f] + σ², and under
 what a program may have computed instead: the posterior precision in float32, its curvature or prior other than meant,
 weights sampled, units mixed. Everything by dense algebra on the Jacobians; nothing of the library takes part. It prints
@@ -130,7 +130,7 @@ def main() -> None:
     arguments = parser(__doc__, "protocol")
     arguments.add_argument("--data", type=Path, help="folder of the .npz files; scikit-learn's diabetes otherwise")
     arguments.add_argument("--dataset", default=None, help="boston, concrete, energy or yacht (default)")
-    arguments.add_argument("--structure", choices=("ggn", "diag-ggn"), default="ggn")
+    arguments.add_argument("--structure", choices=("ggn", "ef", "diag-ggn", "diag-ef"), default="ggn")
     arguments.add_argument("--change", choices=CHANGES, default="hyper", help="of protocol.py (default hyper)")
     arguments.add_argument("--splits", type=int, default=3)
     arguments.add_argument("--epochs", type=int, default=10_000)
@@ -151,9 +151,13 @@ def main() -> None:
         for split, test in enumerate(tests):
             network = networks.one(split)
             prior = log_precision[split].exp().repeat_interleave(networks.sizes().long())
-            rows = jacobian(network, problem.x[split])
-            curvature = rows.T @ rows if options.structure == "ggn" else rows.square().sum(0).diag()
-            own = readings(network, prior, log_noise[split].exp().item(), curvature, test)
+            rows, noise = jacobian(network, problem.x[split]), log_noise[split].exp().item()
+            if options.structure.endswith("ef"):
+                with torch.no_grad():
+                    residual = problem.y[split] - network(problem.x[split]).squeeze(-1)
+                rows = rows * residual[:, None] * math.sqrt(protocol.squared_error_fisher or 1 / noise)
+            curvature = rows.square().sum(0).diag() if options.structure.startswith("diag") else rows.T @ rows
+            own = readings(network, prior, noise, curvature, test)
             for reading, value in own.items():
                 found.setdefault(reading, {}).setdefault(state, []).append(value)
     paper = PAPER.get(name, {}).get(options.structure)
