@@ -12,7 +12,7 @@ from torch import nn
 from ntk_laplace.curvature import FORMS, Form, Root
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.factors import FactorPass
+from ntk_laplace.factors import NO_FOLD, FactorPass
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network, ParameterChoice
 from ntk_laplace.posterior import Posterior
@@ -100,9 +100,8 @@ def laplace(
         x, _ = batches.first()
         factors.prepare(x)
         if isinstance(form, Form):
-            folded = door.names if form.adds_up else ()
-            seeds = root.columns(likelihood, door.num_outputs)
-            batches.suit(factors.examples_at_once(x, seeds, folded))
+            fold = NO_FOLD if form.moments else form.fold(door.names)  # moments ask for all rows
+            batches.suit(factors.examples_at_once(x, root.columns(likelihood, door.num_outputs), fold))
         fitted, reason = _fit(form, trained, batches)
         posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ntk_laplace.errors import NetworkError, NonFiniteError, NTKLaplaceWarning
-from ntk_laplace.factors import Folded, Outer, rules
+from ntk_laplace.factors import Fold, Folded, Outer, rules
 from ntk_laplace.factors.gradients import Gradients
 from ntk_laplace.factors.passes import FactorPass
 from ntk_laplace.network import Network
@@ -462,13 +462,13 @@ def test_norm_layers_do_not_count_towards_the_working_set():
         network = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), layer, nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
         factors = FactorPass(Network(network.double().eval()), torch.float64)
         factors.rows(torch.randn(3, 1, 8, 8).double())
-        return sorted(edge.held(5, ()) for edge in factors._edges)
+        return sorted(edge.held(5, Fold()) for edge in factors._edges)
 
     assert held(nn.Identity()) == [5 * 8 * 2, 5 * 8 * 144]
     assert held(nn.BatchNorm2d(4)) == [5 * 8 * 2, 8 * 144, 5 * 8 * 144]
 
 
-# ------------------------------------------------------------- sums of Kronecker factors in place of rows
+# ------------------------------------------------------- sums over examples, or over seeds, in place of rows
 
 
 class Kinds(nn.Module):
@@ -493,34 +493,41 @@ class Kinds(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_output_gradients_are_added_up_where_sums_are_enough(dtype):
+@pytest.mark.parametrize("squared", [False, True])
+def test_output_gradients_are_added_up_where_sums_are_enough(dtype, squared):
     """Layers of one position and one use, a bias with them; sums are in the algebra's type, inputs as they are."""
     torch.manual_seed(3)
     network, x = Kinds().to(dtype), torch.randn(30, 2, 6).to(dtype)
     root = torch.randn(30, 3, 2).double()
     factors = FactorPass(Network(network), torch.float64, keep_factors=True)
-    (found,) = factors.batches(x, root, None, folded=factors.network.names)
+    (found,) = factors.batches(x, root, None, fold=Fold(factors.network.names, squared))
     folded = {block.weight: block for block in found.blocks if isinstance(block, Folded)}
-    assert {weight: block.bias for weight, block in folded.items()} == {
+    wide = {"wide.weight": "wide.bias"} if squared else {}  # a product larger than its rows is not made seed by seed
+    assert {weight: block.bias for weight, block in folded.items()} == wide | {
         "first.weight": "first.bias", "bare.weight": None, "shifted": "shift", "out.weight": "out.bias"
     }  # fmt: skip
     whole = {block.weight: block for block in factors.rows(x, root).blocks if isinstance(block, Outer)}
     double = copy.deepcopy(network).double()
+
+
+    def summed(b: Tensor) -> Tensor:
+        return b.square().sum(0) if squared else torch.einsum("kno,knp->op", b, b).tril()
+
     for weight, block in folded.items():
-        assert block.outer.dtype == block.a.dtype == torch.float64
-        b, a = whole[weight].b[:, :, 0, 0], whole[weight].a[:, 0, 0]
-        assert relative_error(block.outer.tril(), torch.einsum("kno,knp->op", b, b).tril()) < 1e-12
+        assert block.sums.dtype == block.a.dtype == torch.float64 and block.squared == squared
+        b, a = whole[weight].full_b()[:, :, 0, 0], whole[weight].a[:, 0, 0]
+        sums = block.sums if squared else block.sums.tril()
+        assert relative_error(sums, summed(b)) < 1e-12
         assert torch.equal(block.a, a)
         names = list(dict(double.named_parameters()))
         if block.bias is not None:  # rows of a bias are b
             sizes = [p.numel() for p in double.parameters()]
             start = sum(sizes[: names.index(block.bias)])
-            own = jacobian(double, x.double())[..., start : start + len(block.outer)]
-            own = torch.einsum("ncr,nco->nro", root, own)
-            truth = torch.einsum("nro,nrp->op", own, own)
-            assert relative_error(block.outer.tril(), truth.tril()) < (1e-12 if dtype == torch.float64 else 1e-5)
+            own = jacobian(double, x.double())[..., start : start + block.sums.shape[1]]
+            truth = summed(torch.einsum("ncr,nco->rno", root, own))
+            assert relative_error(sums, truth) < (1e-12 if dtype == torch.float64 else 1e-5)
     assert not any(isinstance(block, Folded) for block in factors.rows(x, root).blocks)
-    few = next(factors.batches(x[:4], root[:4], None, folded=factors.network.names))
+    few = next(factors.batches(x[:4], root[:4], None, fold=Fold(factors.network.names, squared)))
     assert not any(isinstance(block, Folded) for block in few.blocks)  # all four are held against autograd anyway
 
 
@@ -528,13 +535,14 @@ def test_only_asked_for_weights_are_added_up():
     torch.manual_seed(3)
     network, x = Kinds().double(), torch.randn(30, 2, 6).double()
     factors = FactorPass(Network(network), torch.float64, keep_factors=True)
-    (found,) = factors.batches(x, None, None, folded={"bare.weight", "twice.weight"})
+    (found,) = factors.batches(x, None, None, fold=Fold({"bare.weight", "twice.weight"}))
     assert [block.weight for block in found.blocks if isinstance(block, Folded)] == ["bare.weight"]
-    sizes = {edge.plain: edge.held(7, {"bare.weight"}) // edge.size for edge in factors._edges if edge.plain}
+    sizes = {edge.plain: edge.held(7, Fold({"bare.weight"})) // edge.size for edge in factors._edges if edge.plain}
     assert sizes["bare.weight"] == 1 and sizes["first.weight"] == 7
 
 
-def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch):
+@pytest.mark.parametrize("squared", [False, True])
+def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch, squared):
     """The proof looks at some examples' gradients; if they disagree, all rows are made and looked into."""
     def doubled(use):
         reader = rules._addmm(use)
@@ -546,7 +554,7 @@ def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch):
     next(factors.batches(x, None, None))  # the plan is made while the rule holds
     monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
     monkeypatch.setattr(Gradients, "_fold", _halved(Gradients._fold))
-    (found,) = factors.batches(x, None, None, folded=factors.network.names)
+    (found,) = factors.batches(x, None, None, fold=Fold(factors.network.names, squared))
     assert relative_error(found.dense(factors.network.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
 
 
@@ -554,7 +562,8 @@ def _halved(fold):
     return lambda self, index, gradient, k: fold(self, index, gradient / 2, k)
 
 
-def test_an_example_without_finite_rows_is_named_when_sums_are_made():
+@pytest.mark.parametrize("squared", [False, True])
+def test_an_example_without_finite_rows_is_named_when_sums_are_made(squared):
     class Kink(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -567,7 +576,7 @@ def test_an_example_without_finite_rows_is_named_when_sums_are_made():
     factors = FactorPass(Network(network), torch.float64, keep_factors=True)
     x[17] = 0.0
     with pytest.raises(NonFiniteError, match="example 117"):
-        list(factors.batches(x, None, None, offset=100, folded=factors.network.names))
+        list(factors.batches(x, None, None, offset=100, fold=Fold(factors.network.names, squared)))
 
 
 # ---------------------------------------------------------------------------------------- networks that are refused

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,6 +16,7 @@ from ntk_laplace.curvature.spectral import BlockPart, KroneckerPart, SpectralPar
 from ntk_laplace.curvature.structured import PartAlgebra
 from ntk_laplace.curvature.summary import SHARING, Basis, Summary
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.factors import Fold
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["EKFAC", "FORMS", "INF", "KFAC", "Diagonal", "Form"]
@@ -42,10 +43,9 @@ class Form:
     moments: ClassVar[bool] = False
     squares: ClassVar[bool] = False
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether Kronecker factors are all that is asked of the data."""
-        return self.kind == "kronecker" and not self.moments
+    def fold(self, weights: Container[str]) -> Fold:
+        """Which sums over the data are all that the first pass asks of those weights' layers."""
+        return Fold(weights, squared=self.kind == "diagonal")
 
     def check(self, prior: GaussianPrior) -> None:
         """Refuse a prior that the form cannot hold.

@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = ["DenseRows", "LookupRows", "OuterRows", "PartRows", "PartSums"]
 
 _PANEL = 64 * 2**20  # bytes of written-out rows at a time
+_WARM = 2 * 2**20  # bytes of inputs that are squared at a time
 
 
 def _steps(n: int, per_example: int) -> Iterator[slice]:
@@ -338,17 +339,32 @@ class DenseRows(_Written):
 
 @dataclass(frozen=True)
 class PartSums:
-    """No rows, but the sums that Kronecker factors are made of, one position and group.
+    """No rows, but the sums that Kronecker factors, or a diagonal, are made of, one position and group.
 
     Attributes
     ----------
-    outer : Tensor, (o, o)
-        Σ_nk b bᵀ, lower triangle.
+    outputs : Tensor
+        Σ_nk b bᵀ, (o, o), lower triangle; or Σ_k b² of each example, (N, o).
+    squared : bool
+        Which of the two.
     inputs : Tensor, (N, i)
     """
 
-    outer: Tensor
+    outputs: Tensor
+    squared: bool
     inputs: Tensor
+
+    def squares(self, ones: bool) -> Tensor:
+        """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); with `ones`, another input of 1 follows."""
+        (n, o), i = self.outputs.shape, self.inputs.shape[1]
+        total = self.outputs.new_zeros(1, o, i + ones)
+        step = max(1, _WARM // (i * self.inputs.element_size()))
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            total[0, :, :i].addmm_(self.outputs[part].T, self.inputs[part].square())
+        if ones:
+            total[0, :, i] = self.outputs.sum(0)
+        return total
 
 
 PartRows = OuterRows | LookupRows | DenseRows

@@ -131,7 +131,7 @@ class Part:
         """Of a layer whose output gradients came added up: those sums; None where its rows are at hand."""
         for block in rows.blocks:
             if isinstance(block, Folded) and set(block.names) & set(self.names):
-                return PartSums(block.outer, block.a)
+                return PartSums(block.sums, block.squared, block.a)
         return None
 
     def _has_form_of(self, block: Block) -> bool:

@@ -125,15 +125,17 @@ class Summary:
 
     def _add_sums(self, sums: PartSums) -> None:
         """One batch of a layer whose output gradients came added up; its bias may stand apart."""
-        if self.part.kind == "kronecker":
-            self._add("left", sums.outer.unsqueeze(0))
+        if sums.squared:
+            self._add("squares", sums.squares(ones=self.part.bias is not None))
+        elif self.part.kind == "kronecker":
+            self._add("left", sums.outputs.unsqueeze(0))
             i = self.part.entries[2]
             _add_inputs_(self._zeros("right", sums.inputs, 1, i, i)[0], sums.inputs)
             self._count(len(sums.inputs), sums.inputs)
         elif self.part.kind == "block":
-            self._add("block", sums.outer)
+            self._add("block", sums.outputs)
         else:
-            self._add("squares", sums.outer.diagonal().reshape(self.part.entries))
+            self._add("squares", sums.outputs.diagonal().reshape(self.part.entries))
 
     def _add_lookup(self, rows: LookupRows) -> None:
         # the table's side is one-hot: Σ onehot onehotᵀ is the diagonal of the tokens' counts

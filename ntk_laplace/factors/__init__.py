@@ -1,8 +1,11 @@
 """Factors: one pass over data turns a network into rows of its Jacobian, in blocks that keep their structure."""
 
 from ntk_laplace.factors.blocks import Dense, Folded, Lookup, Outer
+from ntk_laplace.factors.gradients import NO_FOLD, Fold
 from ntk_laplace.factors.passes import FactorPass, Seeds
 from ntk_laplace.factors.records import rows_from, rows_record
 from ntk_laplace.factors.rows import Rows
 
-__all__ = ["Dense", "FactorPass", "Folded", "Lookup", "Outer", "Rows", "Seeds", "rows_from", "rows_record"]
+__all__ = [
+    "NO_FOLD", "Dense", "FactorPass", "Fold", "Folded", "Lookup", "Outer", "Rows", "Seeds", "rows_from", "rows_record",
+]  # fmt: skip

@@ -7,7 +7,7 @@ Rows are indexed by a seed k (a column of the root, or an output) and an example
 * `Dense`: the rows themselves of one parameter, and `Wide`: those of many side by side.
 
 All speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`. Where only sums
-of Kronecker factors are asked for, a layer of one position comes as `Folded`, which holds no rows.
+over the data are asked for, a layer of one position comes as `Folded`, which holds no rows.
 """
 
 from __future__ import annotations
@@ -244,15 +244,18 @@ class Folded:
 
     Attributes
     ----------
-    outer : Tensor, (o, o)
-        Σ_nk b bᵀ, lower triangle (whole diagonal blocks).
+    sums : Tensor
+        Σ_nk b bᵀ, (o, o), lower triangle (whole diagonal blocks); or Σ_k b² of each example, (N, o).
+    squared : bool
+        Which of the two.
     a : Tensor, (N, i)
         Layer inputs.
     some : Outer
         Rows of a few of the examples as they were, for the proof.
     """
 
-    outer: Tensor
+    sums: Tensor
+    squared: bool
     a: Tensor
     some: Outer
 
@@ -269,7 +272,8 @@ class Folded:
         return self.some.names
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Folded:
-        return Folded(self.outer.to(device, dtype), self.a.to(device, dtype), self.some.to(dtype, device))
+        sums, a = self.sums.to(device, dtype), self.a.to(device, dtype)
+        return replace(self, sums=sums, a=a, some=self.some.to(dtype, device))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 A plain loop over seeds beats one batched pass on CPUs. What a layer's factors need is kept for all seeds, laid out for
 what comes next: seeds inside the examples where rows are written out, so that each example's gradients are one
 matrix, and a seed after the other where factors are summed. Rows that are plain sums are made at once from the one
-gradient at hand, which is then gone; and so are the sums Σ g gᵀ where nothing else of a layer's gradients is wanted,
-which spares a copy of them all.
+gradient at hand, which is then gone; and so are the sums Σ g gᵀ, or Σ g² over the seeds, where nothing else of a
+layer's gradients is wanted, which spares a copy of them all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.rules import OperandDense, OperandRows
 from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["Folding", "Gradients", "Reading", "edges", "kept_whole"]
+__all__ = ["NO_FOLD", "Fold", "Folding", "Gradients", "Reading", "edges", "kept_whole"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Reading:
     at_once : bool
         Read one seed at a time and keep those rows, in place of the gradients of all seeds.
     folded : bool
-        Keep Σ g gᵀ over seeds and examples alone, and the gradients of a few examples.
+        Keep sums alone, and the gradients of a few examples.
     """
 
     consumer: int
@@ -49,20 +49,38 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Of which layers sums of output gradients are all that is wanted.
+
+    Attributes
+    ----------
+    weights : container of str
+        Theirs.
+    squared : bool
+        The sums are Σ_k b² of each example, as exact diagonals want them; else Σ_nk b bᵀ, as Kronecker factors do.
+    """
+
+    weights: Container[str] = ()
+    squared: bool = False
+
+
+NO_FOLD = Fold()
+
+
+@dataclass(frozen=True)
 class Folding:
     """Which layers' output gradients are added up as they come.
 
     Attributes
     ----------
-    weights : container of str
-        Of layers whose sums Σ b bᵀ are all that is wanted.
+    fold : Fold
     some : Tensor, (m,)
         Examples whose gradients are kept all the same.
     dtype : torch.dtype
         Of the sums.
     """
 
-    weights: Container[str]
+    fold: Fold
     some: Tensor
     dtype: torch.dtype
 
@@ -100,7 +118,7 @@ class Gradients:
         self.folding = folding
         self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by reading
-        self._outer: dict[int, Tensor] = {}  # by reading, Σ g gᵀ
+        self._sums: dict[int, Tensor] = {}  # by reading, Σ g gᵀ or Σ g²
         self._some: dict[int, Tensor] = {}  # by reading, g of a few examples
 
     def collect(self, out: Tensor) -> Gradients:
@@ -138,18 +156,24 @@ class Gradients:
         kept[key][k] = values
 
     def _fold(self, index: int, gradient: Tensor | None, k: int) -> None:
-        """Add what seed k gives to Σ g gᵀ, while it is warm."""
-        if index not in self._outer:
-            o, dtype = self.graph.shape(self.readings[index].consumer)[-1], self.folding.dtype
-            self._outer[index] = self.seeds.new_zeros(o, o, dtype=dtype)
+        """Add what seed k gives to the sums, while it is warm."""
+        squared, dtype = self.folding.fold.squared, self.folding.dtype
+        if index not in self._sums:
+            n, o = self.graph.shape(self.readings[index].consumer)
+            self._sums[index] = self.seeds.new_zeros(n if squared else o, o, dtype=dtype)
             self._some[index] = self.seeds.new_zeros(len(self.seeds), len(self.folding.some), o)
-        if gradient is not None:
-            add_outer_lower_(self._outer[index], gradient.to(self.folding.dtype))
-            self._some[index][k] = gradient.index_select(0, self.folding.some)
+        if gradient is None:
+            return
+        self._some[index][k] = gradient.index_select(0, self.folding.some)
+        gradient = gradient.to(dtype)
+        if squared:
+            self._sums[index].addcmul_(gradient, gradient)
+        else:
+            add_outer_lower_(self._sums[index], gradient)
 
     def folds(self, index: int) -> tuple[Tensor, Tensor]:
-        """Σ g gᵀ (o, o) of one folded reading, and g at the few examples, (K, m, o)."""
-        return self._outer.pop(index), self._some.pop(index)
+        """Σ g gᵀ (o, o) or Σ_k g² (N, o) of one folded reading, and g at the few examples, (K, m, o)."""
+        return self._sums.pop(index), self._some.pop(index)
 
     def rows(self, index: int) -> OperandRows | None:
         """Rows of the operand of one reading, for all seeds."""

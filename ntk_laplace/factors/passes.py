@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -17,7 +17,7 @@ from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
 from ntk_laplace.factors.blocks import Block, Dense, Folded, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
-from ntk_laplace.factors.gradients import Folding, Gradients, edges, kept_whole
+from ntk_laplace.factors.gradients import NO_FOLD, Fold, Folding, Gradients, edges, kept_whole
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan, make_plan
 from ntk_laplace.factors.proof import Truth
@@ -93,26 +93,26 @@ class FactorPass:
 
     def batches(
         self, x: Inputs, root: Tensor | Seeds | None, batch_size: int | None, offset: int = 0,
-        folded: Container[str] = (),
+        fold: Fold = NO_FOLD,
     ) -> Iterator[Rows]:
         """The same, a batch at a time; a `root` that depends on the outputs is a `Seeds`.
 
-        A first layer's inputs may be the memory of `x` itself: for use at once. Of weights in `folded`, the sums
-        Σ b bᵀ are enough: their blocks may come as `Folded`.
+        A first layer's inputs may be the memory of `x` itself: for use at once. Blocks of layers of which sums are
+        enough may come as `Folded`.
         """  # fmt: skip
         self.prepare(x)
         n, seeds = num_examples(x), _columns(root, self.network)
-        most = _examples_at_once(self._edges, seeds, folded)
+        most = _examples_at_once(self._edges, seeds, fold)
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
-            yield self._batch(take(x, part), own, offset + start, folded)
+            yield self._batch(take(x, part), own, offset + start, fold)
 
-    def examples_at_once(self, x: Inputs, seeds: int, folded: Container[str] = ()) -> int:
+    def examples_at_once(self, x: Inputs, seeds: int, fold: Fold = NO_FOLD) -> int:
         """As many examples like those of `x` as a pass takes at a time with so many seeds."""
         self.prepare(x)
-        return _examples_at_once(self._edges, seeds, folded)
+        return _examples_at_once(self._edges, seeds, fold)
 
     def prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once.
@@ -157,7 +157,7 @@ class FactorPass:
         )  # fmt: skip
 
     def _batch(
-        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, folded: Container[str]
+        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fold: Fold
     ) -> Rows:
         self.prepare(x)
         network = self.network
@@ -172,12 +172,12 @@ class FactorPass:
                 seeds = root.movedim(-1, 0).to(out).contiguous()  # each seed starts a pass of its own
             if not out.requires_grad:
                 return Rows((), len(seeds), n, out.detach().to(self.dtype))
-            blocks = self._blocks(x, out, seeds, offset, folded)
+            blocks = self._blocks(x, out, seeds, offset, fold)
         finished = (block.to(self.dtype) for block in blocks) if self.keep_factors else _finished(blocks, self.dtype)
         return Rows(tuple(finished), len(seeds), n, out.detach().to(self.dtype, copy=True))
 
     def _blocks(
-        self, x: Inputs, out: Tensor, seeds: Tensor, offset: int, folded: Container[str] = ()
+        self, x: Inputs, out: Tensor, seeds: Tensor, offset: int, fold: Fold = NO_FOLD
     ) -> list[Block | Folded]:
         graph = Graph(out, self.network.parameters)
         signature = graph.signature()
@@ -187,8 +187,8 @@ class FactorPass:
             doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1), offset)
             return [block.part(slice(0, 1)) for block in doubled]
         plan, some = self._plan(graph, out), _some_examples(len(out))
-        if some is not None and any(use.plain and use.name in folded for use in plan.uses):
-            blocks = self._planned_blocks(x, out, graph, plan, seeds, Folding(folded, some, self.dtype))
+        if some is not None and any(use.plain and use.name in fold.weights for use in plan.uses):
+            blocks = self._planned_blocks(x, out, graph, plan, seeds, Folding(fold, some, self.dtype))
             if self._holds_for(some, x, blocks, seeds, offset) and _finite(blocks):
                 return blocks  # else it is looked into with all rows at hand
         blocks = self._planned_blocks(x, out, graph, plan, seeds)
@@ -260,13 +260,13 @@ class _Edge:
     kept: bool
     plain: str | None
 
-    def held(self, seeds: int, folded: Container[str]) -> int:
+    def held(self, seeds: int, fold: Fold) -> int:
         """Bytes held per example."""
-        return self.size * seeds if self.kept and self.plain not in folded else self.size
+        return self.size * seeds if self.kept and self.plain not in fold.weights else self.size
 
 
-def _examples_at_once(edges: list[_Edge], seeds: int, folded: Container[str]) -> int:
-    held = [edge.held(seeds, folded) for edge in edges]
+def _examples_at_once(edges: list[_Edge], seeds: int, fold: Fold) -> int:
+    held = [edge.held(seeds, fold) for edge in edges]
     return max(1, min(_WORKING_SET // max(1, sum(held)), _WARM // max(held, default=1)))
 
 
@@ -320,12 +320,13 @@ def _compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
 
 
 def _finite(blocks: list[Block | Folded]) -> bool:
-    """Whether all entries are; of sums of squares, their diagonal shows it."""
-    values = [block.outer.diagonal() if isinstance(block, Folded) else _values(block) for block in blocks]
-    return all(bool(torch.isfinite(own.sum())) for own in values)
+    """Whether all entries are; of sums of products, their diagonal shows it."""
+    return all(bool(torch.isfinite(_values(block).sum())) for block in blocks)
 
 
-def _values(block: Block) -> Tensor:
+def _values(block: Block | Folded) -> Tensor:
+    if isinstance(block, Folded):
+        return block.sums if block.squared else block.sums.diagonal()
     return block.rows if isinstance(block, Dense) else block.b
 
 

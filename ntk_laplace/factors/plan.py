@@ -88,8 +88,8 @@ class Plan:
             return []
         alone = [family[0] for family in self._families() if len(family) == 1]
         return [
-            index for index in alone if self.uses[index].plain and self.uses[index].name in folding.weights
-            and graph.shape(self.uses[index].step.consumer)[-1] <= n
+            index for index in alone if self.uses[index].plain and self.uses[index].name in folding.fold.weights
+            and (folding.fold.squared or graph.shape(self.uses[index].step.consumer)[-1] <= n)
         ]  # fmt: skip
 
     def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
@@ -120,12 +120,13 @@ class Plan:
     def _folded_block(
         self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter], index: int
     ) -> Folded:
-        use, some = self.uses[index], gradients.folding.some
-        outer, kept = gradients.folds(index)
+        use, folding = self.uses[index], gradients.folding
+        sums, kept = gradients.folds(index)
         unread = kept.new_zeros(()).expand(1, *graph.shape(use.step.consumer))  # the inputs alone are looked for
         whole = _use_block(use, graph, gradients.readings[index].read(unread), parameters[use.name])
-        rows = Outer(use.name, self.partners.get(use.name), kept[:, :, None, None], whole.a[some], None, whole.size)
-        return Folded(outer, whole.a[:, 0, 0], rows)
+        b, a = kept[:, :, None, None], whole.a[folding.some]
+        rows = Outer(use.name, self.partners.get(use.name), b, a, None, whole.size)
+        return Folded(sums, folding.fold.squared, whole.a[:, 0, 0], rows)
 
     def _families(self) -> list[list[int]]:
         """Indices of uses, those with a parameter or a consuming node in common together."""

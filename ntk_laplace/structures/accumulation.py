@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -17,7 +17,7 @@ from ntk_laplace.curvature import Form, Frame, Part, Products, Summary, find_par
 from ntk_laplace.data import Inputs, Source, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.evidence import TrainingPoints
-from ntk_laplace.factors import Rows
+from ntk_laplace.factors import NO_FOLD, Fold, Rows
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
@@ -122,7 +122,7 @@ class Accumulation:
         n, seen = num_examples(x), self.examples_done
         targets = _canonical(trained, y, n, seen)
         kept = []
-        for rows in self._rows(trained, roots, x, targets, seen, () if borrowed else self._folded(trained)):
+        for rows in self._rows(trained, roots, x, targets, seen, NO_FOLD if borrowed else self._fold(trained)):
             if not self.parts:
                 self.parts = find_parts(rows, trained.prior, self.form.kind, self.form.squares)
                 _require_memory(self.parts, self.form, trained)
@@ -148,17 +148,16 @@ class Accumulation:
                     summary.add_moments(rows, frame.basis, self.form.squares)
 
     def _rows(
-        self, trained: Trained, roots: _Roots, x: Inputs, targets: Tensor, seen: int, folded: Container[str] = ()
+        self, trained: Trained, roots: _Roots, x: Inputs, targets: Tensor, seen: int, fold: Fold = NO_FOLD
     ) -> Iterator[Rows]:
-        return trained.factors.batches(x, roots.at(targets, seen), trained.settings.batch_size, seen, folded)
+        return trained.factors.batches(x, roots.at(targets, seen), trained.settings.batch_size, seen, fold)
 
-    def _folded(self, trained: Trained) -> Container[str]:
-        """Weights of which the sums Σ b bᵀ are enough: those of Kronecker parts, on the first batch all."""
-        if self.form.kind != "kronecker":
-            return ()
+    def _fold(self, trained: Trained) -> Fold:
+        """Sums are enough of parts of the form's own kind, on the first batch of all."""
         if not self.parts:
-            return trained.network.names
-        return {part.weight for part in self.parts if part.kind == "kronecker" and part.index is None}
+            return self.form.fold(trained.network.names)
+        mine = {part.weight for part in self.parts if part.kind == self.form.kind and part.index is None}
+        return self.form.fold(mine)
 
     @property
     def points(self) -> TrainingPoints:
