@@ -1,7 +1,7 @@
 """Factors: one pass over data turns a network into rows of its Jacobian, in blocks that keep their structure."""
 
-from ntk_laplace.factors.blocks import Dense, Folded, Lookup, Outer
-from ntk_laplace.factors.gradients import NO_FOLD, Fold
+from ntk_laplace.factors.blocks import Dense, Lookup, Outer
+from ntk_laplace.factors.folding import NO_FOLD, Fold, Folded
 from ntk_laplace.factors.passes import FactorPass, Seeds
 from ntk_laplace.factors.records import rows_from, rows_record
 from ntk_laplace.factors.rows import Rows

@@ -6,8 +6,7 @@ Rows are indexed by a seed k (a column of the root, or an output) and an example
 * `Lookup`: an embedding's rows, where a is a one-hot token;
 * `Dense`: the rows themselves of one parameter, and `Wide`: those of many side by side.
 
-All speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`. Where only sums
-over the data are asked for, a layer of one position comes as `Folded`, which holds no rows.
+All speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Dense", "Folded", "Lookup", "Outer", "Wide", "weigh"]
+__all__ = ["Block", "Dense", "Lookup", "Outer", "Wide", "weigh"]
 
 
 def weigh(values: Tensor, root: Tensor) -> Tensor:
@@ -236,44 +235,6 @@ class Outer:
         if self.bias is not None:
             found[self.bias] = backward.sum((0, 2)).flatten()
         return found
-
-
-@dataclass(frozen=True)
-class Folded:
-    """What is left of an `Outer` of one position and group once its output gradients have been added up.
-
-    Attributes
-    ----------
-    sums : Tensor
-        Σ_nk b bᵀ, (o, o), lower triangle (whole diagonal blocks); or Σ_k b² of each example, (N, o).
-    squared : bool
-        Which of the two.
-    a : Tensor, (N, i)
-        Layer inputs.
-    some : Outer
-        Rows of a few of the examples as they were, for the proof.
-    """
-
-    sums: Tensor
-    squared: bool
-    a: Tensor
-    some: Outer
-
-    @property
-    def weight(self) -> str:
-        return self.some.weight
-
-    @property
-    def bias(self) -> str | None:
-        return self.some.bias
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.some.names
-
-    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Folded:
-        sums, a = self.sums.to(device, dtype), self.a.to(device, dtype)
-        return replace(self, sums=sums, a=a, some=self.some.to(dtype, device))
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,19 @@ layer's gradients is wanted, which spares a copy of them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ntk_laplace.factors.folding import Folding
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.rules import OperandDense, OperandRows
 from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["NO_FOLD", "Fold", "Folding", "Gradients", "Reading", "edges", "kept_whole"]
+__all__ = ["Gradients", "Reading", "edges", "kept_whole"]
 
 
 @dataclass(frozen=True)
@@ -46,43 +47,6 @@ class Reading:
     read: Callable[[Tensor], OperandRows | None]
     at_once: bool = False
     folded: bool = False
-
-
-@dataclass(frozen=True)
-class Fold:
-    """Of which layers sums of output gradients are all that is wanted.
-
-    Attributes
-    ----------
-    weights : container of str
-        Theirs.
-    squared : bool
-        The sums are Σ_k b² of each example, as exact diagonals want them; else Σ_nk b bᵀ, as Kronecker factors do.
-    """
-
-    weights: Container[str] = ()
-    squared: bool = False
-
-
-NO_FOLD = Fold()
-
-
-@dataclass(frozen=True)
-class Folding:
-    """Which layers' output gradients are added up as they come.
-
-    Attributes
-    ----------
-    fold : Fold
-    some : Tensor, (m,)
-        Examples whose gradients are kept all the same.
-    dtype : torch.dtype
-        Of the sums.
-    """
-
-    fold: Fold
-    some: Tensor
-    dtype: torch.dtype
 
 
 def edges(readings: Sequence[Reading]) -> list[int]:

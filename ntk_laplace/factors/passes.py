@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
-from ntk_laplace.factors.blocks import Block, Dense, Folded, Lookup, Outer, Wide
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
-from ntk_laplace.factors.gradients import NO_FOLD, Fold, Folding, Gradients, edges, kept_whole
+from ntk_laplace.factors.folding import NO_FOLD, Fold, Folded, Folding
+from ntk_laplace.factors.gradients import Gradients, edges, kept_whole
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan, make_plan
 from ntk_laplace.factors.proof import Truth

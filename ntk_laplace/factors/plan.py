@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ntk_laplace.factors.blocks import Block, Dense, Folded, Lookup, Outer
-from ntk_laplace.factors.gradients import Folding, Gradients, Reading
+from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.factors.folding import Folded, Folding
+from ntk_laplace.factors.gradients import Gradients, Reading
 from ntk_laplace.factors.graph import Graph, Step, is_view, node_kind, output_shape, pull_back, view_positions
 from ntk_laplace.factors.joins import join_positions
 from ntk_laplace.factors.layout import Layout, find_layout

@@ -1,0 +1,96 @@
+"""Folding: sums of a layer's output gradients in place of its rows, where sums over the data are all that is wanted.
+
+A layer of one position and one use then comes as `Folded`: what is summed is added up as each backward pass goes by,
+and the gradients of a few examples stay, which the batch's proof holds against autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.factors.blocks import Outer
+
+__all__ = ["NO_FOLD", "Fold", "Folded", "Folding"]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Of which layers sums of output gradients are all that is wanted.
+
+    Attributes
+    ----------
+    weights : container of str
+        Theirs.
+    squared : bool
+        The sums are Σ_k b² of each example, as exact diagonals want them; else Σ_nk b bᵀ, as Kronecker factors do.
+    """
+
+    weights: Container[str] = ()
+    squared: bool = False
+
+
+NO_FOLD = Fold()
+
+
+@dataclass(frozen=True)
+class Folding:
+    """Which layers' output gradients are added up as they come.
+
+    Attributes
+    ----------
+    fold : Fold
+    some : Tensor, (m,)
+        Examples whose gradients are kept all the same.
+    dtype : torch.dtype
+        Of the sums.
+    """
+
+    fold: Fold
+    some: Tensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What is left of an `Outer` of one position and group once its output gradients have been added up.
+
+    Attributes
+    ----------
+    sums : Tensor
+        Σ_nk b bᵀ, (o, o), lower triangle (whole diagonal blocks); or Σ_k b² of each example, (N, o).
+    squared : bool
+        Which of the two.
+    a : Tensor, (N, i)
+        Layer inputs.
+    some : Outer
+        Rows of a few of the examples as they were, for the proof.
+    """
+
+    sums: Tensor
+    squared: bool
+    a: Tensor
+    some: Outer
+
+    @property
+    def weight(self) -> str:
+        """The layer's weight."""
+        return self.some.weight
+
+    @property
+    def bias(self) -> str | None:
+        """Its bias, whose rows are the output gradients themselves."""
+        return self.some.bias
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters."""
+        return self.some.names
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Folded:
+        """The same elsewhere."""
+        sums, a = self.sums.to(device, dtype), self.a.to(device, dtype)
+        return replace(self, sums=sums, a=a, some=self.some.to(dtype, device))
