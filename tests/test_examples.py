@@ -220,9 +220,11 @@ def test_the_readings_of_a_bayesian_score(structure: str, change: str, tmp_path:
     assert kept.stat().st_mtime_ns == age  # not trained again
     found = figures(tmp_path / "out" / f"readings_diabetes_{structure}.json")["results"]
     once = "Var[f] times the responses' deviation, σ² times its square"
+    never = "Var[f] in standardized units, σ² in the original"
     for state in ("best", "last"):
         own = {name: values[state] for name, values in found.items()}
-        for name, reading in (("MAP", "MAP"), ("Bayes", "as in [I21]"), ("Bayes, f once", once)):
+        pairs = ("MAP", "MAP"), ("Bayes", "as in [I21]"), ("Bayes, f once", once), ("Bayes, f not", never)
+        for name, reading in pairs:
             assert own[reading] == pytest.approx(states[state][name], rel=1e-9)
         for name in ("float32, Cholesky", "float32, inverse"):
             assert own[name] == pytest.approx(own["as in [I21]"], abs=1e-3) and own[name] != own["as in [I21]"]

@@ -21,10 +21,11 @@ empirical Fisher of the likelihood. This script trains the networks of one data 
 * held: a tenth of the training data left out, as for a validation.
 It prints the negative test log likelihoods, in the original units, of the MAP and the Bayesian predictive at the state
 of highest evidence and at the last, as mean ± standard error over the splits and, in brackets, the distance from the
-paper's in standard errors; and the noise of highest evidence. In regression "Bayes, f once" is a Bayesian predictive as
-a slip in its units would make it: the variance of f brought to the original units by the responses' deviation, that of
-the noise by its square. It writes both states of each training, which it does not train again, and protocol.json, also
-with the groups' precisions, effective parameters γ_g and δ_g‖θ_g‖² of both.
+paper's in standard errors; and the noise of highest evidence. In regression "Bayes, f once" and "Bayes, f not" are
+Bayesian predictives as slips in their units would make them: the variance of f brought to the original units by the
+responses' deviation, or not at all, that of the noise by its square. It writes both states of each training, which it
+does not train again, and protocol.json, also with the groups' precisions, effective parameters γ_g and δ_g‖θ_g‖² of
+both.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "raw": ("as the authors' code, responses as they are", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
     "held": ("as the authors' code, a tenth left out", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
 }  # fmt: skip
-PREDICTIVES = ("Bayes", "MAP", "Bayes, f once")
+PREDICTIVES = ("Bayes", "MAP", "Bayes, f once", "Bayes, f not")
 
 
 def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> dict[str, Protocol]:
@@ -124,8 +125,9 @@ def scores(
         else:
             mean, covariance = posterior.latent_moments(x)
             mean, variance = mean.squeeze(-1), covariance.flatten() / scale
-            # var[f] s + σ²s² instead of (var[f] + σ²)s² is var[f]/s for standardized responses
-            variances = variance + noise, torch.full_like(mean, noise), variance / spread + noise
+            # var[f] s + σ²s², or var[f] + σ²s², instead of (var[f] + σ²)s²: var[f]/s or /s² for standardized responses
+            scaled = [variance / spread**power + noise for power in range(3)]
+            variances = scaled[0], torch.full_like(mean, noise), *scaled[1:]
             densities = [Normal(mean, both.sqrt()) for both in variances]
         for name, density in zip(found, densities, strict=True):
             found[name].append(math.log(spread) - density.log_prob(y).mean().item())
@@ -211,7 +213,7 @@ def lines(name: str, structure: str, found: dict[str, Any]) -> list[list[str]]:
         rows.append([*cells, f"{noise:.2g}", str(epoch)])
     if paper is not None:
         scores_of_paper = [f"{mean:.2f} ± {error:.2f}" for mean, error in paper]
-        rows.append([structure, "[I21]", *scores_of_paper, "", "", "", "", "", ""])
+        rows.append([structure, "[I21]", *scores_of_paper, *[""] * (2 * len(PREDICTIVES))])
     return rows
 
 
