@@ -20,7 +20,7 @@ from ntk_laplace.network import Network
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import RESTORE, Settings, Trained
-from ntk_laplace.structures.reading import digest, read_batches
+from ntk_laplace.structures.reading import digest, read_outputs
 from ntk_laplace.structures.saving import FORMAT, VERSION
 
 __all__ = ["load"]
@@ -138,11 +138,7 @@ def _points(
 ) -> TrainingPoints | ForgottenPoints:
     kept = saved["points"]
     if batches is not None:
-        f, targets = [], []
-        for x, y in read_batches(trained, batches, "outputs"):
-            f.append(trained.network.without_grad(x, sum(map(len, f))).to(saved["dtype"]))
-            targets.append(y)
-        points = TrainingPoints.checked(trained.likelihood, torch.cat(f), targets)
+        points = TrainingPoints.checked(trained.likelihood, *read_outputs(trained, batches))
         if points.num_examples != kept["num_examples"]:
             raise DataError(f"the fit's {kept['num_examples']:,} training examples", f"{points.num_examples:,}",
                             "Pass the data that the posterior was fitted to.")

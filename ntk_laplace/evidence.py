@@ -158,8 +158,8 @@ class TrainingPoints:
         return TrainingPoints(f, torch.cat([self.targets, other.targets]), weights, expanded)
 
     @classmethod
-    def checked(cls, likelihood: Likelihood, f: Tensor, targets: list[Tensor]) -> TrainingPoints:
-        """Targets of all batches, checked against the outputs and the likelihood.
+    def checked(cls, likelihood: Likelihood, f: Tensor, targets: Tensor) -> TrainingPoints:
+        """Targets as they came, checked against the outputs and the likelihood.
 
         Raises
         ------
@@ -167,7 +167,7 @@ class TrainingPoints:
             If they do not fit together.
         """
         likelihood.bind(*f.shape)
-        return cls(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device))
+        return cls(f, likelihood.targets(targets, *f.shape).to(f.device))
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_the_mnist_script(tmp_path: Path) -> None:
     whole = {r["structure"]: r for r in results if r["N"] == 600}
     assert len({round(r["map"]["log_likelihood"], 6) for r in whole.values()}) == 1
     for r in whole.values():
-        for method in ("map", "probit", "glm"):
+        for method in ("map", "probit", "glm", "nn"):
             assert 0.5 < r[method]["accuracy"] <= 1.0 and 0.0 <= r[method]["ece"] < 0.5
             assert -2.3 < r[method]["log_likelihood"] < 0.0
         assert r["probit"]["log_likelihood"] != r["map"]["log_likelihood"]

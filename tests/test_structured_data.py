@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ntk_laplace as ntkl
-from ntk_laplace.data import Batches
+from ntk_laplace.data import Batches, Gathered, gather
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.network import Network
 from reference import jacobian, num_examples, relative_error, take
@@ -244,6 +245,59 @@ def test_a_second_pass_over_such_a_stream_is_refused(structure, curvature):
     stream = DataLoader(Once(case.x, targets(LIKELIHOODS["categorical"], case)), batch_size=2)
     with pytest.raises(ntkl.DataError, match=r"the same 7 examples in every pass .*; got 0"):
         fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=stream)
+
+
+class Watched(IterableDataset):
+    """Eight batches of five, and how many tensors there are when each is asked for."""
+
+    def __init__(self) -> None:
+        self.batches, self.alive = torch.randn(8, 5, 3).double(), []
+
+    def __iter__(self):
+        for x in self.batches:
+            gc.collect()
+            self.alive.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+            yield x, torch.arange(5) % 2
+
+
+@pytest.fixture
+def _only_new_objects():
+    """The garbage collector, which a test asks often, looks at what the test makes alone."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("_only_new_objects")
+@pytest.mark.parametrize("curvature", ["ggn", "mc"])
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag", "full"])
+def test_a_batch_leaves_no_tensor_behind(structure, curvature):
+    """One small tensor kept from each batch is enough to keep a heap from using its room again."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = Watched()
+    posterior = ntkl.laplace(network, DataLoader(data, batch_size=None), ntkl.Categorical(), None, structure, curvature)
+    posterior.log_marginal_likelihood(correction=True)
+    alive = torch.tensor(data.alive).view(-1, len(data.batches))  # pass by pass
+    assert len(alive) >= 3 and alive.min() > 3
+    assert (alive[:, 3:] == alive[:, 3:4]).all(), alive
+
+
+def test_rows_gathered_in_one_tensor():
+    parts = torch.randn(23, 2).split(5)
+    for room in (0, 7, 23, 40):
+        found = gather(parts[:2], room)
+        other = found.copy()
+        for part in parts[2:]:
+            found.append(part)
+        assert len(found) == 23 and torch.equal(found.rows, torch.cat(parts))
+        assert found.rows.untyped_storage().nbytes() == 23 * 2 * 4  # what is handed on holds no spare room
+        other.append(parts[0])
+        assert torch.equal(other.rows, torch.cat([*parts[:2], parts[0]])) and torch.equal(found.rows, torch.cat(parts))
+    assert len(Gathered(5)) == 0 and Gathered(5).rows.numel() == 0
+    mixed = gather([torch.tensor([1, 2]), torch.tensor([0.5])], 9).rows
+    assert mixed.dtype == torch.float32 and mixed.tolist() == [1.0, 2.0, 0.5]
+    with pytest.raises(ntkl.DataError, match=r"rows of shape \(2,\), as in the batches before; got \(1,\)"):
+        gather([torch.zeros(3, 2), torch.zeros(3, 1)])
 
 
 # --------------------------------------------------------------------------------------------------------- interruption

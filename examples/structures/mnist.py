@@ -88,7 +88,7 @@ def job(name: str, structure: str, curvature: str, num_examples: int, options: a
     prior.precision = options.precision * factors[best].item()
     found |= {"precision": prior.precision.item(), "best_evidence": posterior.log_marginal_likelihood().item()}
     found |= {"curve_seconds": time.perf_counter() - start, "log_det": posterior.log_det().item()}
-    if num_examples < options.num_examples:
+    if num_examples < options.num_examples or options.fits_alone:
         return found
     for method, how in {"map": {}, **METHODS}.items():
         start, start_cpu = time.perf_counter(), time.process_time()
@@ -114,6 +114,7 @@ def main() -> None:
     arguments.add_argument("--precision", type=float, default=10.0, help="weight decay in training (default 10)")
     arguments.add_argument("--num-examples", type=int, default=60_000, help="N (default 60,000)")
     arguments.add_argument("--test-examples", type=int, default=10_000, help="images to predict (default 10,000)")
+    arguments.add_argument("--fits-alone", action="store_true", help="time and memory of the fits, no predictives")
     arguments.add_argument("--job", nargs=4, metavar=("NETWORK", "STRUCTURE", "ROOT", "N"), help="one fit, as JSON")
     options = arguments.parse_args()
     # weight decay drives weights that no image needs below 1e-38, where a float32 product takes many times as long
@@ -137,7 +138,7 @@ def run(options: argparse.Namespace) -> None:
     """All fits, each in its process; half the images as well under the first root."""
     names = ("out", "rank", "precision", "num_examples", "test_examples", "threads")
     passed = [text for name in names for text in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-    passed += ["--data", str(options.data)]
+    passed += ["--data", str(options.data), *["--fits-alone"] * options.fits_alone]
     results: list[dict[str, Any]] = []
     for name in options.networks:
         weights(options, name)
@@ -163,7 +164,7 @@ def report(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     """Print the tables and write the JSON."""
     whole = [r for r in results if r["N"] == options.num_examples]
     rows = []
-    for name in options.networks:
+    for name in [] if options.fits_alone else options.networks:
         mine = [r for r in whole if r["network"] == name]
         best = mine[0]["map"]
         rows.append([name, "", "MAP", "", "", "", *(_scores(best)), "", "", "", ""])
@@ -175,7 +176,9 @@ def report(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
             ])  # fmt: skip
     head = ["network", "root", "structure", f"evidence / N at {options.precision:g}", "best precision", "evidence / N",
             "accuracy", "log lik.", "ECE", "glm: log lik.", "ECE", "nn: log lik.", "ECE"]  # fmt: skip
-    print(f"\nN={options.num_examples:,}; INF rank {options.rank}\n\n{table(head, rows)}")
+    print(f"\nN={options.num_examples:,}; INF rank {options.rank}")
+    if rows:
+        print(f"\n{table(head, rows)}")
     costs = [
         [r["network"], r["curvature"], r["structure"], f"{r['N']:,}", f"{r['fit_seconds']:.1f}",
          f"{r['fit_cpu_seconds']:.1f}",

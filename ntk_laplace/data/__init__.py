@@ -1,6 +1,7 @@
 """The door for data: inputs, and batches of them with their targets."""
 
 from ntk_laplace.data.batches import Batches, Joined, Missing, Selected, Source, kept_or_missing
+from ntk_laplace.data.gathering import Gathered, gather
 from ntk_laplace.data.inputs import (
     Inputs,
     as_tensors,
@@ -15,6 +16,7 @@ from ntk_laplace.data.inputs import (
 
 __all__ = [
     "Batches",
+    "Gathered",
     "Inputs",
     "Joined",
     "Missing",
@@ -23,6 +25,7 @@ __all__ = [
     "as_tensors",
     "check_finite",
     "concatenate",
+    "gather",
     "kept_or_missing",
     "leaves",
     "map_tensors",

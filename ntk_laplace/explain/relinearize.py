@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Batches, Inputs, Source, as_tensors, num_examples
+from ntk_laplace.data import Batches, Inputs, Source, as_tensors, gather, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.evidence import TrainingPoints, joint_gradient
 from ntk_laplace.explain.what_if import Exact
@@ -177,4 +177,5 @@ def _source(trained: Trained, structure: Exact, x: Inputs | None) -> Source:
 def _outputs(trained: Trained, source: Source, theta: Tensor) -> Tensor:
     """Outputs of the network at θ, (N, C)."""
     network: Network = trained.network
-    return torch.cat([network.with_parameters(theta, x) for x, _ in source]).to(trained.factors.dtype)
+    found = gather((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
+    return found.rows.to(trained.factors.dtype)

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Form, Frame, Part, Products, Summary, find_parts
-from ntk_laplace.data import Inputs, Source, num_examples
+from ntk_laplace.data import Gathered, Inputs, Source, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.factors import NO_FOLD, Fold, Rows
@@ -45,8 +44,8 @@ class Accumulation:
     summaries : list of Summary
     frames : list of Frame
         The eigenbasis, once it is settled (or from the start, if it is another fit's).
-    f, targets : list of Tensor
-        Outputs and canonical targets, batch by batch.
+    f, targets : Gathered
+        Outputs and canonical targets.
     checkpoint : callable
         Called after each batch, to save what there is if it is time, and with ``now=True`` at an interruption.
     """
@@ -59,8 +58,8 @@ class Accumulation:
     parts: list[Part] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)
     frames: list[Frame] = field(default_factory=list)
-    f: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
+    f: Gathered = field(default_factory=Gathered)
+    targets: Gathered = field(default_factory=Gathered)
     checkpoint: Callable[..., None] = field(default=lambda gathered, now=False: None, repr=False, compare=False)
 
     def advance(self, trained: Trained, batches: Source) -> None:
@@ -72,6 +71,8 @@ class Accumulation:
             On Ctrl-C, between two batches; this object, its `state`, holds all that was gathered.
         """
         borrowed = bool(self.frames)
+        if self.stage == FIRST and not self.batches_done:
+            self.forget(batches.length)
         if self.stage == FIRST:
             self._pass(trained, batches, "curvature", partial(self._first, borrowed=borrowed))
             if self.form.moments and not borrowed:
@@ -86,8 +87,12 @@ class Accumulation:
         """Gather anew at other hyperparameters of the likelihood: in the same eigenbasis, in one pass."""
         self.stage, self.batches_done, self.examples_done = FIRST, 0, 0
         self.summaries = [Summary(part, {}) for part in self.parts]
-        self.f, self.targets = [], []
+        self.forget(batches.length)
         self._pass(trained, batches, "curvature", partial(self._first, borrowed=self.form.moments))
+
+    def forget(self, expected: int | None = None) -> None:
+        """Let go of outputs and targets, and make room for as many as are expected."""
+        self.f, self.targets = Gathered(expected or 0), Gathered(expected or 0)
 
     def _pass(self, trained: Trained, batches: Source, what: str, absorb: Callable[..., None]) -> None:
         try:
@@ -114,14 +119,13 @@ class Accumulation:
     def copy(self) -> Accumulation:
         """The same, to go on with while this one stays."""
         summaries = [Summary(s.part, {name: value.clone() for name, value in s.sums.items()}) for s in self.summaries]
-        return replace(self, summaries=summaries, parts=list(self.parts), frames=list(self.frames), f=list(self.f),
-                       targets=list(self.targets))
+        return replace(self, summaries=summaries, parts=list(self.parts), frames=list(self.frames), f=self.f.copy(),
+                       targets=self.targets.copy())
 
     def _first(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
         """One batch: parts on the first, sums on all; outputs and targets are kept."""
         n, seen = num_examples(x), self.examples_done
         targets = _canonical(trained, y, n, seen)
-        kept = []
         for rows in self._rows(trained, roots, x, targets, seen, NO_FOLD if borrowed else self._fold(trained)):
             if not self.parts:
                 self.parts = find_parts(rows, trained.prior, self.form.kind, self.form.squares)
@@ -134,8 +138,7 @@ class Accumulation:
                     summary.add_moments(rows, self.frames[number].basis, self.form.squares)
                 else:
                     summary.add_factors(rows, getattr(self.form, "sharing", "expand"), products)
-            kept.append(rows.f)
-        self.f += kept
+            self.f.append(rows.f)
         self.targets.append(targets)
 
     def _second(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor) -> None:
@@ -162,7 +165,7 @@ class Accumulation:
     @property
     def points(self) -> TrainingPoints:
         """Outputs and targets of all examples."""
-        return TrainingPoints(torch.cat(self.f), torch.cat(self.targets))
+        return TrainingPoints(self.f.rows, self.targets.rows)
 
 
 @dataclass(frozen=True)
@@ -194,12 +197,12 @@ class _Roots:
         self.whole: Tensor | None = None
         self.columns = trained.root.columns(trained.likelihood, trained.network.num_outputs)
         if trained.root.curvature == "mc":
-            f, targets = [], []
+            f, targets = Gathered(batches.length or 0), Gathered(batches.length or 0)
             for x, y in read_batches(trained, batches, "outputs"):
-                seen = sum(map(len, f))
+                seen = len(f)
                 f.append(trained.network.without_grad(x, seen).to(trained.factors.dtype))
                 targets.append(_canonical(trained, y, num_examples(x), seen))
-            self.whole = trained.root.root(trained.likelihood, torch.cat(f), torch.cat(targets)).detach()
+            self.whole = trained.root.root(trained.likelihood, f.rows, targets.rows).detach()
 
     def at(self, targets: Tensor, seen: int) -> _Seeds:
         """The roots of one batch."""

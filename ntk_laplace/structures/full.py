@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
-from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
+from ntk_laplace.data import Batches, Joined, Source, gather, kept_or_missing
 from ntk_laplace.evidence import Curvature, ForgottenPoints, TrainingPoints, present_values, unmoved
 from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import ExactStructure, Trained, require_unchanged
-from ntk_laplace.structures.reading import backproject, common_factor, push, read_batches, read_rows, selected
+from ntk_laplace.structures.reading import backproject, common_factor, push, read_outputs, read_rows, selected
 
 __all__ = ["FullStructure"]
 
@@ -48,11 +48,7 @@ class FullStructure(ExactStructure):
             f'Use structure="gp" (memory (N C)², {n}), structure="kfac" (approximate) or parameters="last_layer".',
             trained.settings.memory_budget,
         )
-        f, targets = [], []
-        for x, y in read_batches(trained, batches, "outputs"):
-            f.append(trained.network.without_grad(x, sum(map(len, f))).to(trained.factors.dtype))
-            targets.append(y)
-        f = torch.cat(f)
+        f, targets = read_outputs(trained, batches)
         if trained.move is not None:
             f = f + push(trained, batches, trained.move, self._most(trained, trained.network.num_outputs))
         self.points = TrainingPoints.checked(trained.likelihood, f, targets)
@@ -105,7 +101,7 @@ class FullStructure(ExactStructure):
         """∂ log det B/∂Λ_n = V_nn, (N, C, C)."""
         most = self._most(trained, trained.network.num_outputs)
         passes = read_rows(trained, self._batches, None, most, "training covariances")
-        return torch.cat([curvature.moments(rows) for rows in passes])
+        return gather((curvature.moments(rows) for rows in passes), self.points.num_examples).rows
 
     def merged(self, trained: Trained, other: FullStructure) -> FullStructure:
         """JᵀΛJ of both data sets."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
-from ntk_laplace.data import Batches
+from ntk_laplace.data import Batches, Gathered
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, TrainingPoints
 from ntk_laplace.factors import Rows, rows_from, rows_record
@@ -40,7 +40,7 @@ class FunctionSpaceStructure(ExactStructure):
 
     def __init__(self, trained: Trained, batches: Batches) -> None:
         parts: list[Rows] = []
-        targets = []
+        targets = Gathered(batches.length or 0)
         for x, y in read_batches(trained, batches, "Jacobians"):
             parts.append(trained.factors.rows(x, batch_size=trained.settings.batch_size, offset=_count(parts)))
             targets.append(y)
@@ -48,7 +48,7 @@ class FunctionSpaceStructure(ExactStructure):
                 self._require_memory(trained, batches.length or parts[0].num_examples, parts[0])
         self.rows = Rows.concatenate(parts)
         parts.clear()
-        self.points = TrainingPoints.checked(trained.likelihood, trained.outputs(self.rows), targets)
+        self.points = TrainingPoints.checked(trained.likelihood, trained.outputs(self.rows), targets.rows)
         self._require_memory(trained, self.rows.num_examples, None)
 
     @staticmethod

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Inputs, Selected, Source, num_examples
+from ntk_laplace.data import Gathered, Inputs, Selected, Source, gather, num_examples
 from ntk_laplace.evidence import TrainingPoints, present_values, unmoved
 from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
@@ -34,6 +34,15 @@ def read_batches(
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """One pass over the data; `what` is being computed."""
     return track(batches, f"ntk_laplace: {what}", batches.num_batches, trained.settings.progress)
+
+
+def read_outputs(trained: Trained, batches: Source) -> tuple[Tensor, Tensor]:
+    """The network's outputs (N, C), in the algebra's floating type, and the targets as they come."""
+    f, targets = Gathered(batches.length or 0), Gathered(batches.length or 0)
+    for x, y in read_batches(trained, batches, "outputs"):
+        f.append(trained.network.without_grad(x, len(f)).to(trained.factors.dtype))
+        targets.append(y)
+    return f.rows, targets.rows
 
 
 def read_rows(
@@ -66,7 +75,7 @@ def push(trained: Trained, batches: Source, vector: Tensor, most: int | None) ->
     """J v, (N, C), for v (P,)."""
     named = trained.network.unflatten(vector)
     rows = read_rows(trained, batches, None, most, "directional derivatives")
-    return torch.cat([part.jvp(named) for part in rows])
+    return gather((part.jvp(named) for part in rows), batches.length or 0).rows
 
 
 def digest(*tensors: Tensor) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FORMS, Form, Frame, Part, Side, Summary
+from ntk_laplace.data import gather
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.structures.accumulation import Accumulation
 
@@ -32,8 +33,8 @@ def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
             {"basis_left": f.basis.left, "basis_right": f.basis.right, "left": f.left, "right": f.right}
             for f in gathered.frames
         ],
-        "f": list(gathered.f) if include_data else [],
-        "targets": list(gathered.targets) if include_data else [],
+        "f": [gathered.f.rows] if include_data and len(gathered.f) else [],
+        "targets": [gathered.targets.rows] if include_data and len(gathered.targets) else [],
     }
 
 
@@ -45,7 +46,7 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
     return Accumulation(
         form_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
         parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], frames,
-        list(saved["f"]), list(saved["targets"]),
+        gather(saved["f"]), gather(saved["targets"]),
     )  # fmt: skip
 
 

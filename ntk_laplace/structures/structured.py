@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
-from ntk_laplace.data import Batches, Joined, Source, kept_or_missing
+from ntk_laplace.data import Batches, Joined, Source, gather, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
 from ntk_laplace.factors import Rows
@@ -71,7 +71,7 @@ class StructuredStructure:
     def _gathered_points(self) -> TrainingPoints:
         """Outputs and targets of all examples; kept once, here."""
         points = self._accumulated.points
-        self._accumulated.f, self._accumulated.targets = [], []
+        self._accumulated.forget()
         return points
 
     @property
@@ -150,7 +150,7 @@ class StructuredStructure:
 
     def _sensitivity(self, trained: Trained, curvature: StructuredWeightSpace, z: Tensor | None) -> Tensor:
         passes = read_rows(trained, self._batches, None, trained.settings.batch_size, "likelihood gradients")
-        return torch.cat([curvature.sensitivity(rows, z) for rows in passes])
+        return gather((curvature.sensitivity(rows, z) for rows in passes), self.points.num_examples).rows
 
     # --- more data
 
@@ -181,8 +181,8 @@ class StructuredStructure:
         summaries = [a.scaled(self._scale).merged(b.scaled(other._scale)) for a, b in pairs]
         frames = list(ours.frames) if self.form.moments else []
         total._accumulated = replace(
-            ours, summaries=summaries, frames=frames, f=[self.points.f, other.points.f],
-            targets=[self.points.targets, other.points.targets],
+            ours, summaries=summaries, frames=frames, 
+            f=gather([self.points.f, other.points.f]), targets=gather([self.points.targets, other.points.targets]),
             examples_done=ours.examples_done + theirs.examples_done,
         )  # fmt: skip
         total._batches = Joined([self._batches, other._batches])
