@@ -100,7 +100,7 @@ def laplace(
         x, _ = batches.first()
         factors.prepare(x)
         if isinstance(form, Form):
-            fold = NO_FOLD if form.moments else form.fold(door.names)  # moments ask for all rows
+            fold = NO_FOLD if form.moments else form.fold(dict.fromkeys(door.names))  # moments ask for all rows
             batches.suit(factors.examples_at_once(x, root.columns(likelihood, door.num_outputs), fold))
         fitted, reason = _fit(form, trained, batches)
         posterior = Posterior(trained, fitted, reason)

@@ -32,10 +32,10 @@ def run_script(script: Path, folder: Path, *arguments: str) -> str:
     child = _FORKS.Process(target=_main, args=(script, folder, arguments, out, err))
     child.start()
     child.join()
-    printed, said = out.read_text(), err.read_text()
+    printed, said = (path.read_text(errors="replace") for path in (out, err))
     out.unlink()
     err.unlink()
-    assert child.exitcode == 0, said[-4000:]
+    assert child.exitcode == 0, f"{script.name} ended with {child.exitcode}\n{said[-4000:]}"
     return printed
 
 

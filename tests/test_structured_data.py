@@ -247,6 +247,132 @@ def test_a_second_pass_over_such_a_stream_is_refused(structure, curvature):
         fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=stream)
 
 
+class Ways(nn.Module):
+    """The way through the layer depends on the batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a, self.o = how, nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, d: dict[str, Tensor]) -> Tensor:
+        x, weight, bias = d["x"], self.a.weight, self.a.bias
+        if d["plain"].all():
+            h = self.a(x)
+        elif self.how == "bias elsewhere":
+            h = (x @ weight.T) * bias
+        elif self.how == "no bias":
+            h = x @ weight.T
+        elif self.how == "not used":
+            h = x
+        else:
+            h = torch.tanh(self.a(x)) @ weight
+        return self.o(torch.tanh(h))
+
+
+def gradients(network: nn.Module, x) -> Tensor:
+    """J (N C, P) by plain autograd, an output at a time; zero for what an output does not reach."""
+    parameters = list(network.parameters())
+    found = [torch.autograd.grad(f, parameters, retain_graph=True, allow_unused=True) for f in network(x).flatten()]
+    return torch.stack([torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten()
+                                   for p, g in zip(parameters, row, strict=True)]) for row in found])  # fmt: skip
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("order", [(1, 0), (0, 1), (1, 0, 1)])
+@pytest.mark.parametrize("how", ["bias elsewhere", "no bias", "not used", "tied"])
+def test_the_diagonal_follows_any_graph(how, order, batch_size):
+    """Whether the sums of a batch can be used depends on the batch; what no batch has reached has its prior."""
+    torch.manual_seed(0)
+    network = Ways(how).double()
+    plain = [torch.full((8,), bool(flag)) for flag in order]
+    data = [({"x": torch.randn(8, 3).double(), "plain": flags}, torch.randn(8, 2).double()) for flags in plain]
+    loader, settings = DataLoader(data, batch_size=None), ntkl.Settings(batch_size=batch_size)
+    found = ntkl.laplace(network, loader, ntkl.Gaussian(0.3), structure="diag", settings=settings)
+    h = sum(gradients(network, x).square().sum(0) for x, _ in data) / 0.3
+    assert relative_error(found.log_det(), torch.log1p(h).sum()) < 1e-10
+    new = {"x": torch.randn(5, 3).double(), "plain": torch.ones(5, dtype=torch.bool)}
+    want = (gradients(network, new).square() / (1 + h)).sum(1)
+    assert relative_error(found.latent_moments(new)[1].diagonal(dim1=1, dim2=2).flatten(), want) < 1e-10
+
+
+@pytest.mark.parametrize("how", ["bias elsewhere", "no bias", "not used", "tied"])
+def test_factors_that_would_hang_on_the_cut_are_refused(how):
+    network = Ways(how).double()
+    data = [({"x": torch.randn(8, 3).double(), "plain": torch.full((8,), flag)}, torch.randn(8, 2).double())
+            for flag in (how != "not used", how == "not used")]  # fmt: skip
+    with pytest.raises(ntkl.UnsupportedError, match="every batch to reach"):
+        ntkl.laplace(network, DataLoader(data, batch_size=None), ntkl.Gaussian(0.3), structure="kfac")
+
+
+class Experts(nn.Module):
+    """Each example takes one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x.new_zeros(len(x), 2)
+        for number, layer in enumerate(self.layers):
+            index = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            if len(index):
+                out = out.index_add(0, index, layer(x[index]))
+        return out
+
+
+@pytest.mark.parametrize("structure", ["full", "diag", "kfac", "ekfac", "inf"])
+def test_what_no_example_reaches_has_its_prior(structure, tmp_path):
+    network, x = Experts().double(), torch.randn(40, 3).double()
+    x = x[x[:, 0] < 0]
+    posterior = ntkl.laplace(network, (x, torch.randn(len(x), 2).double()), ntkl.Gaussian(0.3), structure=structure)
+    new = torch.tensor([[1.0, 0.5, 0.2]]).double()
+    want = torch.eye(2).double() * (1 + new.square().sum())
+    posterior.save(tmp_path / "posterior.pt", include_data=True)
+    for each in (posterior, ntkl.load(tmp_path / "posterior.pt", network)):
+        assert relative_error(each.latent_moments(new)[1][0], want) < 1e-6  # weights are there, inputs are not: 1e-10
+    posterior.prior.precision = 4.0
+    assert relative_error(posterior.latent_moments(new)[1][0], want / 4) < 1e-6
+
+
+class Failing(Dataset):
+    """Data that cannot be read for a while."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y, self.fails = x, y, False
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        if self.fails and index == 25:
+            raise OSError("disk")
+        return self.x[index], self.y[index]
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag", "ekfac", "inf", "full"])
+def test_a_pass_that_fails_leaves_the_sums_as_they_were(structure):
+    """Another temperature asks for another pass."""
+    network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    data = Failing(torch.randn(40, 3).double(), torch.arange(40) % 3)
+    posterior = ntkl.laplace(network, DataLoader(data, batch_size=10), ntkl.Categorical(), structure=structure)
+    before = posterior.log_marginal_likelihood().item(), posterior.latent_moments(data.x[:4])[1]
+    posterior.likelihood.temperature, data.fails = 2.0, True
+    with pytest.raises(OSError, match="disk"):
+        posterior.log_marginal_likelihood()
+    posterior.likelihood.temperature, data.fails = 1.0, False
+    assert posterior.log_marginal_likelihood().item() == before[0]
+    assert torch.equal(posterior.latent_moments(data.x[:4])[1], before[1])
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag", "ekfac"])
+def test_a_network_in_bfloat16(structure):
+    torch.manual_seed(0)
+    network, x, y = nn.Linear(3, 2).bfloat16(), torch.randn(12, 3).bfloat16(), torch.randn(12, 2)
+    found = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure=structure).log_det()
+    want = ntkl.laplace(copy.deepcopy(network).double(), (x.double(), y), ntkl.Gaussian(1.0), structure=structure)
+    assert relative_error(found, want.log_det()) < 2e-2
+
+
 class Watched(IterableDataset):
     """Eight batches of five, and how many tensors there are when each is asked for."""
 

@@ -6,7 +6,7 @@ from ntk_laplace.curvature.frames import Frame, Side
 from ntk_laplace.curvature.full import FullWeightSpace, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpace, prior_variances
 from ntk_laplace.curvature.inf import LowRank
-from ntk_laplace.curvature.parts import Part, find_parts
+from ntk_laplace.curvature.parts import Part, find_parts, plain_part
 from ntk_laplace.curvature.roots import CURVATURES, Root
 from ntk_laplace.curvature.structured import StructuredWeightSpace, group_numbers
 from ntk_laplace.curvature.summary import Products, Summary
@@ -33,5 +33,6 @@ __all__ = [
     "accumulate_ggn",
     "find_parts",
     "group_numbers",
+    "plain_part",
     "prior_variances",
 ]

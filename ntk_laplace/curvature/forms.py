@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from ntk_laplace.curvature.spectral import BlockPart, KroneckerPart, SpectralPar
 from ntk_laplace.curvature.structured import PartAlgebra
 from ntk_laplace.curvature.summary import SHARING, Basis, Summary
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.factors import Fold
+from ntk_laplace.factors import Fold, Layer
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["EKFAC", "FORMS", "INF", "KFAC", "Diagonal", "Form"]
@@ -43,7 +43,7 @@ class Form:
     moments: ClassVar[bool] = False
     squares: ClassVar[bool] = False
 
-    def fold(self, weights: Container[str]) -> Fold:
+    def fold(self, weights: Mapping[str, Layer | None]) -> Fold:
         """Which sums over the data are all that the first pass asks of those weights' layers."""
         return Fold(weights, squared=self.kind == "diagonal")
 

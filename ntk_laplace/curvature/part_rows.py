@@ -358,7 +358,7 @@ class PartSums:
         """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); with `ones`, another input of 1 follows."""
         (n, o), i = self.outputs.shape, self.inputs.shape[1]
         total = self.outputs.new_zeros(1, o, i + ones)
-        step = max(1, _WARM // (i * self.inputs.element_size()))
+        step = max(1, _WARM // max(1, i * self.inputs.element_size()))
         for start in range(0, n, step):
             part = slice(start, start + step)
             total[0, :, :i].addmm_(self.outputs[part].T, self.inputs[part].square())

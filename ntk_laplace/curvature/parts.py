@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ntk_laplace.contractions import clusters
 from ntk_laplace.curvature.part_rows import DenseRows, LookupRows, OuterRows, PartRows, PartSums
-from ntk_laplace.errors import NTKLaplaceWarning
-from ntk_laplace.factors import Folded, Lookup, Outer, Rows
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.factors import Folded, Layer, Lookup, Outer, Rows
 from ntk_laplace.factors.blocks import Block
 from ntk_laplace.priors import GaussianPrior
 
@@ -128,11 +128,27 @@ class Part:
         return self._written(rows, mine)
 
     def sums(self, rows: Rows) -> PartSums | None:
-        """Of a layer whose output gradients came added up: those sums; None where its rows are at hand."""
-        for block in rows.blocks:
-            if isinstance(block, Folded) and set(block.names) & set(self.names):
-                return PartSums(block.sums, block.squared, block.a)
-        return None
+        """Of a layer whose output gradients came added up: those sums; None where its rows are at hand.
+
+        Raises
+        ------
+        UnsupportedError
+            If the graph reaches these parameters in several ways, and one of them came added up.
+        """
+        mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
+        if not any(isinstance(block, Folded) for block in mine):
+            return None
+        if len(mine) > 1:
+            raise UnsupportedError(
+                f"every batch to reach {self.weight!r} through its layer", "a batch whose graph takes another way",
+                'Use structure="full" or "gp", which follow any graph.',
+            )  # fmt: skip
+        return PartSums(mine[0].sums, mine[0].squared, mine[0].a)
+
+    @property
+    def layer(self) -> Layer | None:
+        """The layer whose added-up output gradients are enough, its bias with it; None if there is none."""
+        return None if self.index is not None else Layer(self.entries[1], (self.bias,))
 
     def _has_form_of(self, block: Block) -> bool:
         if isinstance(block, Lookup):
@@ -141,6 +157,8 @@ class Part:
             return False
         if (block.index is None) != (self.index is None) or block.b.shape[4] != self.entries[1]:
             return False
+        if self.bias is not None and block.bias != self.bias:
+            return False  # this batch's graph takes the bias elsewhere, or not at all
         return self.index is None or block.index is self.index or torch.equal(block.index, self.index)
 
     def _factored(self, block: Outer | Lookup) -> PartRows:
@@ -172,6 +190,11 @@ def _written_names(block: Block, names: set[str]) -> dict[str, Tensor]:
     if isinstance(block, Outer) and block.bias in names and block.weight not in names:
         return {block.bias: block.sums()}
     return {name: rows for name, rows in block.dense().items() if name in names}
+
+
+def plain_part(name: str, size: int) -> Part:
+    """The exact diagonal of one parameter, whatever its form."""
+    return Part("diagonal", name, None, (1, 1, size), size)
 
 
 def find_parts(rows: Rows, prior: GaussianPrior, form: str, split_groups: bool = False) -> list[Part]:

@@ -6,15 +6,31 @@ and the gradients of a few examples stay, which the batch's proof holds against 
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.factors.blocks import Outer
 
-__all__ = ["NO_FOLD", "Fold", "Folded", "Folding"]
+__all__ = ["NO_FOLD", "Fold", "Folded", "Folding", "Layer"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The form of a layer: another batch's graph may reach the same weight in another way.
+
+    Attributes
+    ----------
+    outputs : int
+        o.
+    biases : container of str or None
+        Which bias may go with the weight; None for no bias.
+    """
+
+    outputs: int
+    biases: Container[str | None]
 
 
 @dataclass(frozen=True)
@@ -23,14 +39,24 @@ class Fold:
 
     Attributes
     ----------
-    weights : container of str
-        Theirs.
+    weights : mapping of str to Layer or None
+        Theirs, with the form in which the sums can be used; None where any will do.
     squared : bool
         The sums are Σ_k b² of each example, as exact diagonals want them; else Σ_nk b bᵀ, as Kronecker factors do.
     """
 
-    weights: Container[str] = ()
+    weights: Mapping[str, Layer | None] = field(default_factory=dict)
     squared: bool = False
+
+    @classmethod
+    def all_of(cls, names: Iterable[str], squared: bool = False) -> Fold:
+        """Of any layers of these weights."""
+        return cls(dict.fromkeys(names), squared)
+
+    def suits(self, weight: str, outputs: int, bias: str | None) -> bool:
+        """Whether sums of such a layer can be used."""
+        layer = self.weights.get(weight)
+        return weight in self.weights and (layer is None or (outputs == layer.outputs and bias in layer.biases))
 
 
 NO_FOLD = Fold()

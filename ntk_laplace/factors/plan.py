@@ -88,10 +88,14 @@ class Plan:
         if folding is None:
             return []
         alone = [family[0] for family in self._families() if len(family) == 1]
-        return [
-            index for index in alone if self.uses[index].plain and self.uses[index].name in folding.fold.weights
-            and (folding.fold.squared or graph.shape(self.uses[index].step.consumer)[-1] <= n)
-        ]  # fmt: skip
+        found = []
+        for index in alone:
+            use = self.uses[index]
+            if use.plain:
+                o = graph.shape(use.step.consumer)[-1]
+                if folding.fold.suits(use.name, o, self.partners.get(use.name)) and (folding.fold.squared or o <= n):
+                    found.append(index)
+        return found
 
     def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
         """Rows of every matched parameter, uses of one parameter joined; gradients are freed as they are used up.

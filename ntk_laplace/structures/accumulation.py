@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
+import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Form, Frame, Part, Products, Summary, find_parts
+from ntk_laplace.curvature import Form, Frame, Part, Products, Summary, find_parts, plain_part
 from ntk_laplace.data import Gathered, Inputs, Source, num_examples
-from ntk_laplace.errors import DataError, FitInterrupted, TargetError
+from ntk_laplace.errors import DataError, FitInterrupted, TargetError, UnsupportedError
 from ntk_laplace.evidence import TrainingPoints
-from ntk_laplace.factors import NO_FOLD, Fold, Rows
+from ntk_laplace.factors import NO_FOLD, Fold, Layer, Rows
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches
@@ -75,6 +76,7 @@ class Accumulation:
             self.forget(batches.length)
         if self.stage == FIRST:
             self._pass(trained, batches, "curvature", partial(self._first, borrowed=borrowed))
+            self._complete(trained)
             if self.form.moments and not borrowed:
                 for summary in self.summaries:
                     summary.require_finite()
@@ -84,11 +86,15 @@ class Accumulation:
             self._pass(trained, batches, "second moments", self._second)
 
     def again(self, trained: Trained, batches: Source) -> None:
-        """Gather anew at other hyperparameters of the likelihood: in the same eigenbasis, in one pass."""
+        """Gather anew at other hyperparameters of the likelihood: in the same eigenbasis, in one pass.
+
+        For a `copy`: what there was is gone, should the pass not come to its end.
+        """
         self.stage, self.batches_done, self.examples_done = FIRST, 0, 0
-        self.summaries = [Summary(part, {}) for part in self.parts]
+        self.parts, self.summaries = list(self.parts), [Summary(part, {}) for part in self.parts]
         self.forget(batches.length)
         self._pass(trained, batches, "curvature", partial(self._first, borrowed=self.form.moments))
+        self._complete(trained)
 
     def forget(self, expected: int | None = None) -> None:
         """Let go of outputs and targets, and make room for as many as are expected."""
@@ -130,6 +136,7 @@ class Accumulation:
             if not self.parts:
                 self.parts = find_parts(rows, trained.prior, self.form.kind, self.form.squares)
                 _require_memory(self.parts, self.form, trained)
+            self._meet(rows, trained)
             if not self.summaries:
                 self.summaries = [Summary(part, {}) for part in self.parts]
             products = Products()
@@ -140,6 +147,46 @@ class Accumulation:
                     summary.add_factors(rows, getattr(self.form, "sharing", "expand"), products)
             self.f.append(rows.f)
         self.targets.append(targets)
+
+    def _meet(self, rows: Rows, trained: Trained) -> None:
+        """Parts of parameters that no batch before has reached: so far the curvature is zero there.
+
+        Raises
+        ------
+        UnsupportedError
+            Where Kronecker factors would depend on how the data are cut into batches.
+        """
+        known = {name for part in self.parts for name in part.names}
+        late = [block for block in rows.blocks if not set(block.names) <= known]
+        if not late:
+            return
+        names = sorted({name for block in late for name in block.names} - known)
+        if self.form.kind != "diagonal":
+            raise UnsupportedError(
+                f"every batch to reach {', '.join(names[:3])}", "a batch that is the first to do so",
+                'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.',
+            )  # fmt: skip
+        whole = [block for block in late if not set(block.names) & known]
+        found = find_parts(replace(rows, blocks=tuple(whole)), trained.prior, self.form.kind) if whole else []
+        found += self._plain(set(names) - {name for part in found for name in part.names}, trained)
+        self.parts += found
+        self.summaries += [Summary(part, {}) for part in found] if self.summaries else []
+
+    def _plain(self, names: Container[str], trained: Trained) -> list[Part]:
+        sizes = {name: shape.numel() for name, shape in trained.network.shapes.items()}
+        return [plain_part(name, size) for name, size in sizes.items() if name in names]
+
+    def _complete(self, trained: Trained) -> None:
+        """Parameters that no example reaches have no curvature, and their prior all the same."""
+        known = {name for part in self.parts for name in part.names}
+        more = self._plain(set(trained.network.names) - known, trained)
+        self.parts = [*self.parts, *more]
+        self.frames += [Frame() for _ in more] if self.frames else []
+        self.summaries += [Summary(part, {}) for part in more]
+        for summary in self.summaries:
+            if summary.part.kind == "diagonal" and "squares" not in summary.sums:
+                zeros = torch.zeros(summary.part.entries, dtype=trained.factors.dtype, device=trained.network.device)
+                summary.sums["squares"] = zeros
 
     def _second(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor) -> None:
         """One batch: second moments in the eigenbasis."""
@@ -158,9 +205,15 @@ class Accumulation:
     def _fold(self, trained: Trained) -> Fold:
         """Sums are enough of parts of the form's own kind, on the first batch of all."""
         if not self.parts:
-            return self.form.fold(trained.network.names)
-        mine = {part.weight for part in self.parts if part.kind == self.form.kind and part.index is None}
-        return self.form.fold(mine)
+            return self.form.fold(dict.fromkeys(trained.network.names))
+        plain = {part.weight for part in self.parts if part.kind == "block"}  # biases with parts of their own
+        layers = {part.weight: part.layer for part in self.parts if part.kind == self.form.kind and part.layer}
+        if plain:
+            layers = {
+                name: layer if layer.biases != (None,) else Layer(layer.outputs, {None, *plain})
+                for name, layer in layers.items()
+            }
+        return self.form.fold(layers)
 
     @property
     def points(self) -> TrainingPoints:

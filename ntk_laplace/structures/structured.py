@@ -122,10 +122,11 @@ class StructuredStructure:
         if factor is not None:
             self._scale = factor
             return
-        self._accumulated.again(trained, self._batches)
+        gathered = replace(self._accumulated)  # what there is stays, until the pass has come to its end
+        gathered.frames = list(gathered.frames) if self.form.moments else []
+        gathered.again(trained, self._batches)
+        self._accumulated = gathered
         self.points = self._gathered_points()
-        if not self.form.moments:
-            self._accumulated.frames = []
         self._likelihood, self._scale = copy.deepcopy(trained.likelihood), 1.0
 
     # --- further passes
