@@ -252,7 +252,7 @@ class Ways(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.a, self.o = how, nn.Linear(3, 3), nn.Linear(3, 2)
+        self.how, self.a, self.o = how, nn.Linear(3, 3, bias=how != "tied, bare"), nn.Linear(3, 2)
 
     def forward(self, d: dict[str, Tensor]) -> Tensor:
         x, weight, bias = d["x"], self.a.weight, self.a.bias
@@ -279,7 +279,7 @@ def gradients(network: nn.Module, x) -> Tensor:
 
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("order", [(1, 0), (0, 1), (1, 0, 1)])
-@pytest.mark.parametrize("how", ["bias elsewhere", "no bias", "not used", "tied"])
+@pytest.mark.parametrize("how", ["bias elsewhere", "no bias", "not used", "tied", "tied, bare"])
 def test_the_diagonal_follows_any_graph(how, order, batch_size):
     """Whether the sums of a batch can be used depends on the batch; what no batch has reached has its prior."""
     torch.manual_seed(0)
