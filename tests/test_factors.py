@@ -500,7 +500,7 @@ def test_output_gradients_are_added_up_where_sums_are_enough(dtype, squared):
     network, x = Kinds().to(dtype), torch.randn(30, 2, 6).to(dtype)
     root = torch.randn(30, 3, 2).double()
     factors = FactorPass(Network(network), torch.float64, keep_factors=True)
-    (found,) = factors.batches(x, root, None, fold=Fold.all_of(factors.network.names, squared))
+    (found,) = factors.batches(x, root, None, fold=Fold(dict.fromkeys(factors.network.names), squared))
     folded = {block.weight: block for block in found.blocks if isinstance(block, Folded)}
     wide = {"wide.weight": "wide.bias"} if squared else {}  # a product larger than its rows is not made seed by seed
     assert {weight: block.bias for weight, block in folded.items()} == wide | {
@@ -527,7 +527,7 @@ def test_output_gradients_are_added_up_where_sums_are_enough(dtype, squared):
             truth = summed(torch.einsum("ncr,nco->rno", root, own))
             assert relative_error(sums, truth) < (1e-12 if dtype == torch.float64 else 1e-5)
     assert not any(isinstance(block, Folded) for block in factors.rows(x, root).blocks)
-    few = next(factors.batches(x[:4], root[:4], None, fold=Fold.all_of(factors.network.names, squared)))
+    few = next(factors.batches(x[:4], root[:4], None, fold=Fold(dict.fromkeys(factors.network.names), squared)))
     assert not any(isinstance(block, Folded) for block in few.blocks)  # all four are held against autograd anyway
 
 
@@ -535,9 +535,9 @@ def test_only_asked_for_weights_are_added_up():
     torch.manual_seed(3)
     network, x = Kinds().double(), torch.randn(30, 2, 6).double()
     factors = FactorPass(Network(network), torch.float64, keep_factors=True)
-    (found,) = factors.batches(x, None, None, fold=Fold.all_of({"bare.weight", "twice.weight"}))
+    (found,) = factors.batches(x, None, None, fold=Fold(dict.fromkeys(["bare.weight", "twice.weight"])))
     assert [block.weight for block in found.blocks if isinstance(block, Folded)] == ["bare.weight"]
-    fold = Fold.all_of({"bare.weight"})
+    fold = Fold({"bare.weight": None})
     sizes = {edge.plain: edge.held(7, fold) // edge.size for edge in factors._edges if edge.plain}
     assert sizes["bare.weight"] == 1 and sizes["first.weight"] == 7
 
@@ -555,7 +555,7 @@ def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch, squared):
     next(factors.batches(x, None, None))  # the plan is made while the rule holds
     monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
     monkeypatch.setattr(Gradients, "_fold", _halved(Gradients._fold))
-    (found,) = factors.batches(x, None, None, fold=Fold.all_of(factors.network.names, squared))
+    (found,) = factors.batches(x, None, None, fold=Fold(dict.fromkeys(factors.network.names), squared))
     assert relative_error(found.dense(factors.network.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
 
 
@@ -577,7 +577,7 @@ def test_an_example_without_finite_rows_is_named_when_sums_are_made(squared):
     factors = FactorPass(Network(network), torch.float64, keep_factors=True)
     x[17] = 0.0
     with pytest.raises(NonFiniteError, match="example 117"):
-        list(factors.batches(x, None, None, offset=100, fold=Fold.all_of(factors.network.names, squared)))
+        list(factors.batches(x, None, None, offset=100, fold=Fold(dict.fromkeys(factors.network.names), squared)))
 
 
 # ---------------------------------------------------------------------------------------- networks that are refused

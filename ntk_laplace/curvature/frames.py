@@ -1,6 +1,6 @@
 """Frames: the eigenvalues and eigenvectors of a part's factors, made when they are first asked for.
 
-Eigenvalues alone take half the time of both, and an evidence asks for no more.
+Eigenvalues alone cost less than both, and an evidence asks for no more.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and the gradients of a few examples stay, which the batch's proof holds against 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,11 +47,6 @@ class Fold:
 
     weights: Mapping[str, Layer | None] = field(default_factory=dict)
     squared: bool = False
-
-    @classmethod
-    def all_of(cls, names: Iterable[str], squared: bool = False) -> Fold:
-        """Of any layers of these weights."""
-        return cls(dict.fromkeys(names), squared)
 
     def suits(self, weight: str, outputs: int, bias: str | None) -> bool:
         """Whether sums of such a layer can be used."""
