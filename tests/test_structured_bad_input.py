@@ -151,3 +151,9 @@ def test_sums_that_overflow_are_named(structure):
         ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, dtype=torch.float32)
     posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure=structure)
     assert bool(torch.isfinite(posterior.log_det()))
+
+
+def test_a_list_of_two_batches_is_no_pair():
+    x, y = torch.randn(9, 3), torch.arange(9) % 2
+    with pytest.raises(ntkl.DataError, match=r"targets as one tensor .* a tuple. Pass a DataLoader"):
+        ntkl.laplace(torch.nn.Linear(3, 2), [(x[:5], y[:5]), (x[5:], y[5:])], ntkl.Categorical(), structure="diag")
