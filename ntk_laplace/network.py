@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.data import Inputs, check_finite, num_examples, take
-from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError
+from ntk_laplace.data import Inputs, check_finite, form_of, in_words, num_examples, remedy_for, same_form, take
+from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
+from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Caller", "Network", "ParameterChoice", "preserved_rng"]
 
@@ -118,6 +119,7 @@ class Network:
         self.device, self.dtype = first.device, first.dtype
         self.num_outputs: int | None = None
         self.scalar = False
+        self._form: Inputs | None = None  # of inputs that it took
         self._channels_last = False
 
     @property
@@ -180,13 +182,15 @@ class Network:
 
         Raises
         ------
+        DataError
+            If the network fails on these inputs.
         NetworkError
-            If the outputs are not a floating tensor of shape (N, C) or (N,).
+            If the outputs are not a floating tensor of shape (N, C) or (N,), with one C in all batches.
         NonFiniteError
             If an output is NaN or infinite.
         """
         with torch.enable_grad():
-            return self._shape(self._call(x), x, offset)
+            return self._outputs(self._call, x, offset)
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) without a graph, so many examples at a time that activations stay small."""
@@ -201,7 +205,7 @@ class Network:
         starts = range(0, max(1, num_examples(x)), _AT_A_TIME)
         with torch.no_grad():
             parts = [x] if len(starts) == 1 else [take(x, slice(start, start + _AT_A_TIME)) for start in starts]
-            found = [self._shape(call(p), p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
+            found = [self._outputs(call, p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def probe(self, x: Inputs) -> Tensor:
@@ -226,7 +230,9 @@ class Network:
             raise DataError("at least one example", "an empty batch", "Pass one or more inputs.")
         x = take(x, slice(0, _FIRST) if n >= _FIRST else torch.arange(_FIRST).clamp_max(n - 1))
         with preserved_rng(self.device):
-            return self._probe_few(x)
+            found = self._probe_few(x)
+        self._form = form_of(x)
+        return found
 
     def _to_format(self, memory_format: torch.memory_format) -> None:
         self.module.to(memory_format=memory_format)
@@ -239,7 +245,11 @@ class Network:
             if not self._channels_last:
                 raise
             self._to_format(torch.contiguous_format)
-            return self.caller(x)
+            try:
+                return self.caller(x)
+            except RuntimeError:
+                self._to_format(torch.channels_last)  # that was not it
+                raise
 
     def _probe_few(self, x: Inputs) -> Tensor:
         before = {name: b.clone() for name, b in self.module.named_buffers()}
@@ -275,17 +285,42 @@ class Network:
         spatial = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
         return spatial and self.device.type == "cpu" and self.dtype == torch.float32
 
-    def _shape(self, out: Tensor, x: Inputs, offset: int = 0) -> Tensor:
+    def _outputs(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
+        """What the network gives, (N, C); what it fails on is told as bad inputs, or handed on if memory ran out."""
         n = num_examples(x)
+        try:
+            out = call(x)
+        except Exception as cause:
+            if isinstance(cause, NTKLaplaceError) or is_about_memory(cause):
+                raise
+            like = "" if self._form is None else f", such as {in_words(self._form, 'n')}"
+            where = f" in the batch from example {offset:,} on" if offset else ""
+            raise DataError(f"inputs that the network takes{like}",
+                            f"{in_words(x)}{where}, which raise {type(cause).__name__}: {_first_line(cause)}",
+                            remedy_for(x, self._form)) from cause
         if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
             got = f"{tuple(out.shape)} ({out.dtype})" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise NetworkError(f"network outputs of shape ({n}, C) or ({n},), floating point", got,
-                               "Wrap the network in a module that returns one row of outputs per example.")
-        self.scalar = out.ndim == 1
+            raise self._wrong_outputs(f"({n}, C) or ({n},), floating point", got, x)
+        c = out.shape[1] if out.ndim == 2 else 1
+        if self.num_outputs is None:
+            self.num_outputs, self.scalar = c, out.ndim == 1
+        if c != self.num_outputs:
+            raise self._wrong_outputs(f"({n}, {self.num_outputs}), as before", f"{tuple(out.shape)}", x)
         out = out.unsqueeze(1) if out.ndim == 1 else out
-        self.num_outputs = out.shape[1]
         check_finite(out.detach(), "network outputs", "Look at that input, or at diverged weights.", offset)
         return out
+
+    def _wrong_outputs(self, expected: str, got: str, x: Inputs) -> NTKLaplaceError:
+        """Inputs of another form than those that went well are to blame, else the network."""
+        if self._form is None or same_form(x, self._form):
+            return NetworkError(f"network outputs of shape {expected}", got,
+                                "Wrap the network in a module that returns one row of outputs per example.")
+        return DataError(f"network outputs of shape {expected}, from inputs such as {in_words(self._form, 'n')}",
+                         f"{got} from {in_words(x)}", remedy_for(x, self._form))
+
+
+def _first_line(cause: Exception) -> str:
+    return (str(cause).strip().splitlines() or ["no message"])[0].rstrip(".")
 
 
 def _gap(one: Tensor, other: Tensor) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from ntk_laplace.errors import MemoryBudgetError
 
-__all__ = ["available_memory", "format_bytes", "require_memory"]
+__all__ = ["available_memory", "format_bytes", "is_about_memory", "require_memory"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -83,3 +83,8 @@ def require_memory(needed: int, device: torch.device, what: str, remedy: str, bu
             f"a predicted need of {format_bytes(needed)}",
             remedy,
         )
+
+
+def is_about_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; torch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

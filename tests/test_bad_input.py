@@ -240,6 +240,152 @@ def test_no_new_inputs():
             verb(inputs(0))
 
 
+# ------------------------------------------------------------------------------------ inputs that no network takes
+
+
+def tokens(n: int = N, length: int = 5) -> dict[str, Tensor]:
+    words = torch.randint(0, 7, (n, length), generator=torch.Generator().manual_seed(4))
+    return {"words": words, "mask": torch.ones(n, length).double()}
+
+
+class Words(nn.Module):
+    """A bag of words, with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(7, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+        return self.out(torch.tanh((self.table(words) * mask[..., None]).sum(1)))
+
+
+class Images(nn.Module):
+    """Takes images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Conv2d(2, 4, 3).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.layer(x)).mean((2, 3)))
+
+
+def images(n: int = N, channels: int = 2, size: int = 6) -> Tensor:
+    return torch.randn(n, channels, size, size, generator=torch.Generator().manual_seed(5)).double()
+
+
+KINDS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    "rows": lambda: (network(), inputs()),
+    "square": lambda: (nn.Linear(3, 3).double(), torch.randn(N, 3).double()),
+    "words": lambda: (Words(), tokens()),
+    "images": lambda: (Images(), images()),
+}
+FORM = r"inputs that the network takes, such as float64 \(n, 4\)"
+MISFITS: dict[str, tuple[str, Any, str, str, str]] = {
+    "features": ("rows", torch.zeros(5, 3), FORM, r"float64 \(5, 3\), which raise RuntimeError: mat1", "that form"),
+    "integers": ("rows", torch.ones(5, 4).long(), FORM, r"int64 \(5, 4\).*dtype", r"x\.to\(torch\.float64\)"),
+    "truths": ("rows", torch.ones(5, 4) > 0, FORM, r"bool \(5, 4\)", r"x\.to\(torch\.float64\)"),
+    "whole numbers in a list": ("rows", [[1, 2, 3, 4]], FORM, r"int64 \(1, 4\)", r"x\.to\(torch\.float64\)"),
+    "complex": ("rows", inputs().to(torch.complex128), FORM, "complex128", r"x\.to\(torch\.float64\)"),
+    "not a number": ("rows", changed(inputs(), (4, 0), float("nan")), "finite", "NaN at example 4", "Look"),
+    "a dict": ("rows", {"x": inputs()}, FORM, r"\{'x': float64 \(9, 4\)\}.*TypeError", "that form"),
+    "a pair": ("rows", (inputs(), inputs()), FORM, r"\(float64 \(9, 4\), float64 \(9, 4\)\)", "that form"),
+    "a list of rows": ("rows", list(inputs()), FORM, r"\[float64 \(4,\).*, \.\.\.\]", r"torch\.stack\(x\)"),
+    "a loader": ("rows", DataLoader(TensorDataset(inputs())), "a tensor", "a DataLoader", "one batch at a time"),
+    "a dataset": ("rows", TensorDataset(inputs()), "a tensor", "a TensorDataset", "one batch at a time"),
+    "text": ("rows", "images", "a tensor", "a str", "Convert"),
+    "ragged": ("rows", [[1.0, 2.0], [1.0]], "a tensor", "a list", "rows of one length"),
+    "a number": ("rows", 3.0, "first axis", r"shapes \(\)", "one row per example"),
+    "sparse": ("rows", inputs().to_sparse(), "dense", "sparse_coo", "to_dense"),
+    "no values": ("rows", torch.zeros(5, 4, device="meta"), "values", "meta", "holds no values"),
+    "an axis more": ("rows", torch.zeros(5, 2, 4), r"outputs of shape \(5, C\)", r"\(5, 2, 3\).*from", "that form"),
+    "one row": ("square", torch.ones(3), r"shape \(3, 3\), as before", r"\(3,\) from", r"x\.unsqueeze\(0\)"),
+    "one image": ("images", images()[0], r"float64 \(n, 2, 6, 6\)", r"\(2, 6, 6\)", r"x\.unsqueeze\(0\)"),
+    "channels": ("images", images(3, 1), r"float64 \(n, 2, 6, 6\)", r"\(3, 1, 6, 6\).*2 channels", "that form"),
+    "small images": ("images", images(3, 2, 2), r"\(n, 2, 6, 6\)", r"\(3, 2, 2, 2\).*padded input", "another on which"),
+    "keys": ("words", {"word": tokens()["words"]}, r"\{'words': int64 \(n, 5\)", "'word'", "keys 'words', 'mask'"),
+    "floating words": ("words", {k: v.double() for k, v in tokens().items()}, "int64", "float64", "those types"),
+    "unknown words": ("words", {**tokens(), "words": 9 + tokens()["words"]}, "int64", "IndexError", "their values"),
+}
+
+
+@pytest.fixture(scope="module")
+def posteriors() -> dict[tuple[str, str], Any]:
+    made = {}
+    for kind, make in KINDS.items():
+        net, x = make()
+        for structure in ("gp", "full", "kfac"):
+            made[kind, structure] = fit(net, (x, torch.zeros(N, 3).double()), structure=structure)
+    return made
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+@pytest.mark.parametrize("case", MISFITS)
+def test_new_inputs_that_the_network_does_not_take(case, structure, posteriors):
+    """Told at the door of every verb, with what the fit saw; the posterior is as it was."""
+    kind, x, expected, got, remedy = MISFITS[case]
+    posterior = posteriors[kind, structure]
+    good = KINDS[kind]()[1]
+    before = posterior.latent_moments(good)
+    verbs = [
+        posterior.latent_moments, posterior.latent, posterior.predict, posterior.outputs, posterior.explain,
+        posterior.removal_effects, posterior.prior_latent, lambda x: posterior.sample(2, x),
+        lambda x: posterior.predict(x, "map"), lambda x: posterior.predict(x, "nn", samples=2),
+    ]  # fmt: skip
+    for verb in verbs[:-1] if structure == "gp" else verbs:
+        with refused(errors.DataError, expected, got, remedy):
+            verb(x)
+    assert posterior.network.num_outputs == 3 and not posterior.network.scalar
+    assert all(torch.equal(one, other) for one, other in zip(before, posterior.latent_moments(good), strict=True))
+
+
+def test_torch_says_why_in_the_cause():
+    with pytest.raises(errors.DataError) as caught:
+        fit().predict(torch.zeros(5, 3))
+    assert isinstance(caught.value.__cause__, RuntimeError) and "5x3" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_data_that_the_network_does_not_take(structure):
+    """At the fit nothing is known of inputs that went well; from the second batch on it is."""
+    with refused(errors.DataError, "the network takes$", "int64.*dtype", r"x\.to\(torch\.float32\).*no indices"):
+        fit(data=(torch.ones(N, 4).long(), ZEROS), structure=structure)
+    with refused(errors.DataError, "the network takes$", r"\(4, 3\).*mat1", r"network\(x\) runs"):
+        fit(data=(torch.ones(N, 3), ZEROS), structure=structure)
+    ragged = [(inputs(5), torch.zeros(5, 3)), (torch.ones(4, 2).double(), torch.zeros(4, 3))]
+    with refused(errors.DataError, FORM, r"\(4, 2\) in the batch from example 5 on", "that form"):
+        fit(data=DataLoader(ragged, batch_size=None), structure=structure)
+
+
+def test_outputs_of_another_width_in_a_later_batch():
+    """C is one for all batches: a network that gives another is refused, as far as the inputs are not to blame."""
+    net = Function(lambda h: h if len(h) < 6 else torch.cat([h, h], 1))
+    with refused(errors.NetworkError, r"shape \(9, 3\), as before", r"\(9, 6\)", "Wrap the network"):
+        fit(net)
+
+
+def test_memory_that_runs_out_in_the_network_is_no_bad_input():
+    def allocate(h: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(Function(allocate))
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_other_inputs_that_the_network_takes_are_welcome(structure, posteriors):
+    """Images of another size, texts of another length, arrays, lists, other floating types."""
+    rows, words, images_ = (posteriors[kind, structure] for kind in ("rows", "words", "images"))
+    want = rows.predict(inputs()).mean
+    for x in (inputs().numpy(), inputs().tolist(), inputs().requires_grad_()):
+        for method in ("glm", "map"):
+            assert torch.allclose(rows.predict(x, method).mean, want, rtol=1e-6)
+    assert torch.allclose(rows.predict(inputs().float()).mean, want, rtol=1e-5)
+    assert words.latent_moments(tokens(2, 8))[1].shape == (2, 3, 3)
+    assert words.latent_moments((tokens()["words"], tokens()["mask"]))[1].shape == (N, 3, 3)
+    assert images_.latent_moments(images(2, 2, 9))[1].shape == (2, 3, 3)
+
+
 # ------------------------------------------------------------------------------------------------------- networks
 
 
@@ -260,6 +406,20 @@ def test_networks_that_mix_examples(structure):
 def test_networks_that_mix_examples_without_statistics():
     with refused(errors.MixedExamplesError, "own example", "other examples of the batch", "."):
         fit(Function(lambda h: h - h.mean(0)))
+
+
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+@pytest.mark.parametrize("structure", ["gp", "kfac", "diag"])
+@pytest.mark.parametrize("most", [4, 10])
+@pytest.mark.parametrize("of", ["one example", "the mean", "a constant"])
+def test_networks_that_mix_examples_in_large_batches_alone(of, most, structure):
+    """The probe's few examples do not show it, and rows from a fallback, one example at a time, do not either."""
+    mean = {"one example": lambda h: h[7:8], "the mean": lambda h: h.mean(0), "a constant": lambda h: h.detach().sum()}
+    net = Function(lambda h: h + 0.1 * mean[of](h) if len(h) > most else h)
+    data = inputs(20), torch.zeros(20, 3).double()
+    with refused(errors.MixedExamplesError, "own example", "other examples of the batch|over the batch", r"eval\(\)"):
+        fit(net, data, structure=structure)
+    assert fit(net, DataLoader(TensorDataset(*data), batch_size=4), structure=structure).num_examples == 20
 
 
 class Counter(nn.Module):

@@ -314,7 +314,7 @@ def test_a_pickle_holds_no_inputs() -> None:
     empty = len(pickle.dumps(kernel))
     values = kernel(x[:5]).to_dense()
     kernel(x, diag=True)
-    assert len(pickle.dumps(kernel)) < empty + 100
+    assert len(pickle.dumps(kernel)) < empty + 500  # shape and type of one; 24,000 bytes are in the inputs
     assert torch.equal(pickle.loads(pickle.dumps(kernel))(x[:5]).to_dense(), values)
     file = io.BytesIO()
     torch.save(kernel, file)

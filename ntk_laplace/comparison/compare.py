@@ -33,6 +33,7 @@ from ntk_laplace.meter import PeakMemory, Stopwatch
 from ntk_laplace.network import Network, ParameterChoice, preserved_rng
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.resources import is_about_memory
 from ntk_laplace.structures import Settings
 
 __all__ = ["ComparisonInterrupted", "compare_evidence"]
@@ -117,7 +118,7 @@ def compare_evidence(
             outcomes.append(_attempt(label, fit, correction, device, outcomes))
     except KeyboardInterrupt as stop:
         raise ComparisonInterrupted(_together(found, outcomes)) from stop
-    faults = [outcome.fault for outcome in outcomes if outcome.fault and not _is_about_memory(outcome.fault)]
+    faults = [outcome.fault for outcome in outcomes if outcome.fault and not is_about_memory(outcome.fault)]
     if faults and all(outcome.row.evidence is None for outcome in outcomes):
         raise faults[0]
     return _together(found, outcomes)
@@ -235,7 +236,7 @@ def _attempt(
     except Exception as error:
         # what fails once others have a value costs its own row alone
         late = isinstance(error, NTKLaplaceError) and any(outcome.row.evidence is not None for outcome in before)
-        if not (late or isinstance(error, _OF_STRUCTURES) or _is_about_memory(error)):
+        if not (late or isinstance(error, _OF_STRUCTURES) or is_about_memory(error)):
             raise
         error.__cause__ = error.__context__ = None
         # without its frames, which hold what the fit had allocated
@@ -272,11 +273,6 @@ def _measure(label: str, fit: Callable[[], Posterior], correction: bool, device:
         label, evidence, None, log_det, log_joint, added, fitting.seconds, evaluating.seconds, memory.bytes
     )
     return _Outcome(row, posterior.num_examples, posterior.structure in _EXACT)
-
-
-def _is_about_memory(error: Exception) -> bool:
-    # torch's CPU allocator raises a plain RuntimeError
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _reason(error: Exception) -> str:

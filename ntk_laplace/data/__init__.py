@@ -1,6 +1,7 @@
 """The door for data: inputs, and batches of them with their targets."""
 
 from ntk_laplace.data.batches import Batches, Joined, Missing, Selected, Source, kept_or_missing
+from ntk_laplace.data.forms import form_of, in_words, remedy_for, same_form
 from ntk_laplace.data.gathering import Gathered, gather
 from ntk_laplace.data.inputs import (
     Inputs,
@@ -25,11 +26,15 @@ __all__ = [
     "as_tensors",
     "check_finite",
     "concatenate",
+    "form_of",
     "gather",
+    "in_words",
     "kept_or_missing",
     "leaves",
     "map_tensors",
     "num_examples",
+    "remedy_for",
+    "same_form",
     "take",
     "to_device",
 ]

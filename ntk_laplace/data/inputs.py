@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 from ntk_laplace.errors import DataError, NonFiniteError
 
@@ -47,11 +48,24 @@ def leaves(x: Inputs) -> list[Tensor]:
 
 
 def num_examples(x: Inputs) -> int:
-    """Length of the first axis that all tensors of an input share."""
+    """Length of the first axis that all tensors of an input share.
+
+    Raises
+    ------
+    DataError
+        If there is no tensor, or one without such an axis, or one that cannot be cut along it.
+    """
     tensors = leaves(x)
     if not tensors:
-        raise DataError("inputs that are a tensor, or a tuple or dict of tensors", f"{type(x).__name__}",
-                        "Convert them, for instance with torch.as_tensor(X).")
+        many = isinstance(x, (DataLoader, Dataset))
+        raise DataError("inputs that are a tensor, or a tuple or dict of tensors", f"a {type(x).__name__}",
+                        "Pass the inputs of one batch at a time." if many
+                        else "Convert them, torch.as_tensor(X), which wants numbers in rows of one length.")
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+            kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
+            raise DataError("dense tensors with values as inputs", f"a {kind.removeprefix('torch.')} one",
+                            "Convert it, x.to_dense(), or pad it; a meta tensor holds no values.")
     lengths = {len(tensor) if tensor.ndim else -1 for tensor in tensors}
     if len(lengths) != 1 or -1 in lengths:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

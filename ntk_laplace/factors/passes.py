@@ -21,7 +21,7 @@ from ntk_laplace.factors.folding import NO_FOLD, Fold, Folded, Folding
 from ntk_laplace.factors.gradients import Gradients, edges, kept_whole
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan, make_plan
-from ntk_laplace.factors.proof import Truth
+from ntk_laplace.factors.proof import Truth, agree
 from ntk_laplace.factors.rows import Rows, compact
 from ntk_laplace.network import Network, preserved_rng
 
@@ -190,7 +190,7 @@ class FactorPass:
         plan, some = self._plan(graph, out), _some_examples(len(out))
         if some is not None and any(use.plain and use.name in fold.weights for use in plan.uses):
             blocks = self._planned_blocks(x, out, graph, plan, seeds, Folding(fold, some, self.dtype))
-            if self._holds_for(some, x, blocks, seeds, offset) and _finite(blocks):
+            if self._holds_for(some, x, blocks, out, seeds, offset) and _finite(blocks):
                 return blocks  # else it is looked into with all rows at hand
         blocks = self._planned_blocks(x, out, graph, plan, seeds)
         wrong = self._disagreeing(x, blocks, out, seeds, offset)
@@ -204,11 +204,7 @@ class FactorPass:
             blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
             wrong = self._disagreeing(x, blocks, out, seeds, offset, whole=True)
         if wrong:
-            raise MixedExamplesError(
-                "a network whose outputs depend on their own example alone",
-                f"gradients of {', '.join(wrong[:3])} over the batch that differ from the examples' own",
-                "Call network.eval() before the fit, or remove the operation that looks across examples.",
-            )
+            raise _mixed(f"gradients of {', '.join(wrong[:3])} over the batch that differ from the examples' own")
         return blocks
 
     def _planned_blocks(
@@ -230,7 +226,7 @@ class FactorPass:
         Whatever they show is looked into on the `whole` batch.
         """
         some = None if whole else _some_examples(len(out))
-        if some is not None and self._holds_for(some, x, blocks, seeds, offset):
+        if some is not None and self._holds_for(some, x, blocks, out, seeds, offset):
             _require_finite(blocks, offset)
             return ()
         wrong = self._sums_agree(blocks, out, seeds)
@@ -239,11 +235,20 @@ class FactorPass:
         return tuple(self.network.names) if wrong is None else wrong
 
     def _holds_for(
-        self, some: Tensor, x: Inputs, blocks: list[Block | Folded], seeds: Tensor, offset: int
+        self, some: Tensor, x: Inputs, blocks: list[Block | Folded], out: Tensor, seeds: Tensor, offset: int
     ) -> bool:
-        """Whether rows of some examples agree with autograd's gradient of these examples alone."""
+        """Whether rows of some examples agree with autograd's gradient of these examples alone.
+
+        Their outputs alone must be those of the batch: rows of a fallback, made one example at a time, mix nothing.
+        """
         few = [block.some if isinstance(block, Folded) else block.part(some) for block in blocks]
-        return self._sums_agree(few, self.network.evaluate(take(x, some), offset), seeds[:, some]) == ()
+        alone = self.network.evaluate(take(x, some), offset)
+        own, there = alone.detach(), out.detach()[some]
+        size = float(there.abs().max())
+        if not agree(own, there, size, size):
+            gap = float((own - there).abs().max())
+            raise _mixed(f"outputs that change by {gap:.2g} with the other examples of the batch")
+        return self._sums_agree(few, alone, seeds[:, some]) == ()
 
     def _sums_agree(self, blocks: list[Block], out: Tensor, seeds: Tensor) -> tuple[str, ...] | None:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
@@ -269,6 +274,11 @@ class _Edge:
 def _examples_at_once(edges: list[_Edge], seeds: int, fold: Fold) -> int:
     held = [edge.held(seeds, fold) for edge in edges]
     return max(1, min(_WORKING_SET // max(1, sum(held)), _WARM // max(held, default=1)))
+
+
+def _mixed(got: str) -> MixedExamplesError:
+    return MixedExamplesError("a network whose outputs depend on their own example alone", got,
+                              "Call network.eval() before the fit, or remove the operation that looks across examples.")
 
 
 def _some_examples(n: int) -> Tensor | None:

@@ -249,10 +249,11 @@ class Fitted:
         return self.curvature.newton(self._joint_gradient())
 
     def _on_device(self, x: Inputs) -> Inputs:
+        x = as_tensors(x)
         if num_examples(x) == 0:
             raise DataError("at least one input", "none", "Pass one or more inputs.")
         return to_device(x, self.network.device, self.network.dtype)
 
     def _rows(self, x: Inputs) -> Rows:
-        rows = self._trained.factors.rows(self._on_device(as_tensors(x)))
+        rows = self._trained.factors.rows(self._on_device(x))
         return rows if self._trained.move is None else replace(rows, f=self._trained.outputs(rows))
