@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -368,7 +369,9 @@ def _private_copy(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if type(value) is OrderedDict and not value:
+                memo[id(value)] = OrderedDict()  # as every module has many, for hooks; deepcopy is slow with them
+            elif name not in ("_parameters", "_buffers", "_modules"):
                 memo |= _left_behind(value, f"{prefix}.{name}" if prefix else name)
     try:
         with torch.inference_mode(False), torch.no_grad():

@@ -204,10 +204,10 @@ class Summary:
 def _add_inputs_(total: Tensor, inputs: Tensor) -> None:
     """Σ a aᵀ of inputs (m, i), lower triangle, in place; where `total` is larger, another input of 1 follows."""
     m, i = inputs.shape
-    add_outer_lower_(total[:i, :i], inputs)
-    if len(total) > i:  # the bias's input is 1: its row of A is the sum of the others
+    if len(total) > i:  # the bias's input is 1: its row of A is the sum of the others, which it warms for the product
         total[-1, :-1] += inputs.new_ones(m) @ inputs
         total[-1, -1] += m
+    add_outer_lower_(total[:i, :i], inputs)
 
 
 def _as_matrix(values: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ def weigh(values: Tensor, root: Tensor) -> Tensor:
 
 def _over_seeds(cotangent: Tensor, b: Tensor) -> Tensor:
     """Σ_k c_kn b_kn: (K, N) and (K, N, ...) give (N, ...); a plain loop, an einsum would be N tiny products."""
-    shape = cotangent.shape[1:] + (1,) * (b.ndim - 2)
-    total = b[0] * cotangent[0].reshape(shape)
-    for own, weight in zip(b[1:], cotangent[1:], strict=True):
-        total.addcmul_(own, weight.reshape(shape))
+    weights = cotangent.reshape(*cotangent.shape, *(1,) * (b.ndim - 2))
+    total = b[0] * weights[0]
+    for k in range(1, len(b)):
+        total.addcmul_(b[k], weights[k])
     return total
 
 
@@ -52,6 +52,8 @@ def _position_product(left: Tensor, right: Tensor) -> Tensor:
 
 def _summed_product(left: Tensor, right: Tensor) -> Tensor:
     """Σ_nt left_ngto right_ngti -> (G, o, i)."""
+    if left.shape[1:3] == (1, 1):
+        return (left[:, 0, 0].T @ right[:, 0, 0]).unsqueeze(0)
     if _few_rows(1, left, right):
         return (right.mT @ left).sum(0).mT
     return torch.einsum("ngto,ngti->goi", left, right)

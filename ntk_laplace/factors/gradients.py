@@ -128,7 +128,7 @@ class Gradients:
             self._some[index] = self.seeds.new_zeros(len(self.seeds), len(self.folding.some), o)
         if gradient is None:
             return
-        self._some[index][k] = gradient.index_select(0, self.folding.some)
+        torch.index_select(gradient, 0, self.folding.some, out=self._some[index][k])
         gradient = gradient.to(dtype)
         if squared:
             self._sums[index].addcmul_(gradient, gradient)

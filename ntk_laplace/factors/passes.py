@@ -170,7 +170,9 @@ class FactorPass:
             if root is None:
                 seeds = torch.eye(c).to(out)[:, None].expand(c, n, c)
             else:
-                seeds = root.movedim(-1, 0).to(out).contiguous()  # each seed starts a pass of its own
+                seeds = root.movedim(-1, 0).to(out)
+                # each seed starts a pass of its own: a matrix, either way round
+                seeds = seeds if seeds.mT.is_contiguous() else seeds.contiguous()
             if not out.requires_grad:
                 return Rows((), len(seeds), n, out.detach().to(self.dtype))
             blocks = self._blocks(x, out, seeds, offset, fold)

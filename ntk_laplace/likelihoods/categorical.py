@@ -102,11 +102,11 @@ class Categorical(Likelihood):
         own = torch.where(after, s[1:], s[:-1]) / self._temperature(f)  # s_j of every class but m
         # every entry of column j is a multiple of s_j; in memory a column after the other, as backward passes start
         shared = (s.square() / (1 + s_top)).scatter(0, top, s_top)
-        columns = own.unsqueeze(2) * shared.neg().T.contiguous()
+        columns = own.unsqueeze(1) * shared.neg()
         before = own.masked_fill(after, 0.0)
-        columns.diagonal(0, 0, 2).add_(before.T)
-        columns.diagonal(1, 0, 2).add_((own - before).T)
-        return columns.permute(1, 2, 0)
+        columns.diagonal(0, 0, 1).add_(before.T)
+        columns.diagonal(1, 0, 1).add_((own - before).T)
+        return columns.permute(2, 1, 0)
 
     def mean(self, f: Tensor) -> Tensor:
         """Class probabilities, ``softmax(f / T)``, (N, C)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -34,7 +34,7 @@ class Accumulation:
     Attributes
     ----------
     form : Form
-    model : dict of str to str
+    model : mapping of str to str
         Fingerprints of the network, the likelihood and so on.
     stage : str
         The pass that is under way.
@@ -52,7 +52,7 @@ class Accumulation:
     """
 
     form: Form
-    model: dict[str, str] = field(default_factory=dict)
+    model: Mapping[str, str] = field(default_factory=dict)
     stage: str = FIRST
     batches_done: int = 0
     examples_done: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from ntk_laplace.progress import track
 from ntk_laplace.structures.base import Trained
 
 __all__ = [
+    "ModelSignature",
     "backproject",
     "common_factor",
     "digest",
-    "model_signature",
     "push",
     "read_batches",
     "read_rows",
@@ -86,17 +86,34 @@ def digest(*tensors: Tensor) -> str:
     return found.hexdigest()
 
 
-def model_signature(trained: Trained) -> dict[str, str]:
-    """Fingerprints of all that the sums over the data depend on, by name."""
-    likelihood = trained.likelihood
-    return {
-        "network": digest(trained.network.theta),
-        "parameters": repr({name: tuple(shape) for name, shape in trained.network.shapes.items()}),
-        "likelihood": type(likelihood).__name__ + digest(*likelihood.parameters(), *likelihood.buffers()),
-        "curvature": repr(trained.root),
-        "prior groups": repr(trained.prior.groups),
-        "dtype": repr(trained.factors.dtype),
-    }
+class ModelSignature(Mapping[str, str]):
+    """Fingerprints, by name, of all that the sums over the data depend on.
+
+    That of the weights, which stay as they are, is made when it is asked for: only an interrupted fit is compared.
+    """
+
+    def __init__(self, trained: Trained) -> None:
+        likelihood = trained.likelihood
+        self._network = trained.network
+        self._found = {
+            "parameters": repr({name: tuple(shape) for name, shape in trained.network.shapes.items()}),
+            "likelihood": type(likelihood).__name__ + digest(*likelihood.parameters(), *likelihood.buffers()),
+            "curvature": repr(trained.root),
+            "prior groups": repr(trained.prior.groups),
+            "dtype": repr(trained.factors.dtype),
+        }
+
+    def __getitem__(self, what: str) -> str:
+        if what == "network" and what not in self._found:
+            self._found[what] = digest(self._network.theta)
+        return self._found[what]
+
+    def __iter__(self) -> Iterator[str]:
+        yield "network"
+        yield from (what for what in self._found if what != "network")
+
+    def __len__(self) -> int:
+        return len(self._found.keys() | {"network"})
 
 
 def common_factor(trained: Trained, before: Likelihood, points: TrainingPoints) -> float | None:

@@ -18,7 +18,7 @@ from ntk_laplace.factors import Rows
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.reading import backproject, common_factor, model_signature, push, read_rows, selected
+from ntk_laplace.structures.reading import ModelSignature, backproject, common_factor, push, read_rows, selected
 from ntk_laplace.structures.records import form_record, form_words, from_record, record
 
 __all__ = ["StructuredStructure"]
@@ -48,7 +48,7 @@ class StructuredStructure:
         if batches.length is not None:
             trained.likelihood.bind(batches.length, trained.network.num_outputs)
         if accumulated is None:
-            accumulated = Accumulation(form, model=model_signature(trained))
+            accumulated = Accumulation(form, model=ModelSignature(trained))
             _borrow(accumulated, form, trained)
         else:
             _require_same_model(accumulated, trained)
@@ -157,7 +157,7 @@ class StructuredStructure:
 
     def another(self, trained: Trained, batches: Source) -> StructuredStructure:
         """The same form fitted to other data, in this eigenbasis."""
-        accumulated = Accumulation(self.form, model=model_signature(trained), parts=list(self.parts))
+        accumulated = Accumulation(self.form, model=ModelSignature(trained), parts=list(self.parts))
         if self.form.moments:
             accumulated.frames = list(self.frames)
         return StructuredStructure(trained, batches, self.form, accumulated)
@@ -254,7 +254,7 @@ def _borrow(accumulated: Accumulation, form: Form, trained: Trained) -> None:
 
 def _require_same_model(accumulated: Accumulation, trained: Trained) -> None:
     """What is resumed must go on as it began."""
-    for what, now in model_signature(trained).items():
+    for what, now in ModelSignature(trained).items():
         if accumulated.model.get(what) != now:
             raise UnsupportedError(f"to resume with the {what} of the interrupted fit", "another",
                                    "Pass the same arguments, or start anew without resume=.")
