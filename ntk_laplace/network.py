@@ -303,6 +303,8 @@ class Network:
             got = f"{tuple(out.shape)} ({out.dtype})" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise self._wrong_outputs(f"({n}, C) or ({n},), floating point", got, x)
         c = out.shape[1] if out.ndim == 2 else 1
+        if c == 0:
+            raise self._wrong_outputs(f"({n}, C), C at least 1", f"{tuple(out.shape)}", x)
         if self.num_outputs is None:
             self.num_outputs, self.scalar = c, out.ndim == 1
         if c != self.num_outputs:
@@ -421,6 +423,9 @@ def _choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
         raise NetworkError("at least one parameter that requires a gradient",
                            f"none of {len(named)} parameters chosen and requiring one",
                            "Set requires_grad=True on the parameters to linearize, or widen parameters=.")
+    if not any(named[name].numel() for name in chosen):
+        raise NetworkError("at least one parameter with entries", f"{', '.join(sorted(chosen)[:3])}, which are empty",
+                           "Give the layers inputs and outputs, or widen parameters=.")
     for name in sorted(chosen):
         if named[name].is_complex():
             raise NetworkError("real parameters", f"{name!r} of {named[name].dtype}",

@@ -470,6 +470,14 @@ def test_no_parameter_left(net):
         fit(net, (inputs(), torch.zeros(N, 4).double()))
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_networks_without_outputs_or_entries():
+    with refused(errors.NetworkError, r"shape \(4, C\), C at least 1", r"\(4, 0\)", "Wrap"):
+        fit(Function(lambda h: h[:, :0]))
+    with refused(errors.NetworkError, "parameter with entries", "weight, which are empty", "inputs and outputs"):
+        fit(nn.Linear(0, 3, bias=False).double(), (inputs()[:, :0], ZEROS))
+
+
 class Stale(nn.Linear):
     """Computes its weight in train mode alone, and reads that one ever after."""
 

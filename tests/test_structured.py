@@ -370,3 +370,44 @@ def test_a_long_vocabulary_costs_inf_its_columns_alone():
         short[2].bias.copy_(network[2].bias)
     same = ntkl.laplace(short, (numbers, data[1]), ntkl.Categorical(), structure=ntkl.INF(rank=30))
     assert relative_error(posterior.log_det(), same.log_det()) < 1e-10
+
+
+class Bare(nn.Module):
+    """A perceptron with another shift of its hidden units; `layers` brings it in as layers without entries would."""
+
+    def __init__(self, layers: bool) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.shift = nn.Linear(0, 4) if layers else nn.Parameter(torch.empty(4))
+        if layers:
+            self.nothing, self.table, self.norm = nn.Linear(3, 0), nn.Embedding(5, 0), nn.LayerNorm(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.shift, nn.Parameter):
+            return self.out(torch.tanh(self.hidden(x) + self.shift))
+        none = self.norm(self.nothing(x) + self.table(torch.zeros(len(x), dtype=torch.long, device=x.device)))
+        return self.out(torch.tanh(self.hidden(x) + self.shift(none)))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("groups", ["all", "layer"])
+@pytest.mark.parametrize("structure", ["gp", "full", *STRUCTURES])
+@pytest.mark.parametrize("n", [1, 12])
+def test_layers_without_entries_change_nothing(structure, groups, n):
+    """nn.Linear(3, 0) has no parameters at all, nn.Linear(0, 4) a bias alone."""
+    x, y = torch.randn(12, 3).double(), torch.randn(n, 2).double()
+    found = []
+    for layers in (False, True):
+        network = Bare(layers).double()
+        with torch.no_grad():
+            for name, parameter in network.named_parameters():
+                start = len(name.replace("shift.bias", "shift"))
+                parameter.copy_(torch.sin(start + torch.arange(parameter.numel())).view_as(parameter))
+        form = STRUCTURES[structure][0]() if structure in STRUCTURES else structure
+        prior = ntkl.GaussianPrior(2.0, groups=groups)
+        posterior = ntkl.laplace(network, (x[:n], y), ntkl.Gaussian(0.3), prior, form)
+        mean, blocks = posterior.latent_moments(x, "posterior")
+        evidence, joint = posterior.log_marginal_likelihood(correction=True), posterior.latent(x).covariance_matrix
+        found.append((evidence, joint, mean, blocks))
+    for own, expected in zip(found[1], found[0], strict=True):
+        assert relative_error(own.detach(), expected.detach()) < 1e-10

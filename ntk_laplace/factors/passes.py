@@ -63,6 +63,8 @@ class FactorPass:
 
     def __init__(self, network: Network, dtype: torch.dtype, keep_factors: bool = False) -> None:
         self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
+        # a layer without inputs or outputs has a weight without entries, and that no rows
+        self._parameters = {name: p for name, p in network.parameters.items() if p.numel()}
         self._plans: dict[tuple, Plan] = {}
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
         self._edges: list[_Edge] | None = None
@@ -127,7 +129,7 @@ class FactorPass:
             return
         with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
             out = self.network.probe(x)
-            graph = Graph(out, self.network.parameters)
+            graph = Graph(out, self._parameters)
             plan = self._plan(graph, out)
             readings = plan.readings(graph, len(out))
             kept, plain = kept_whole(readings), {use.step.consumer: use.name for use in plan.uses if use.plain}
@@ -137,7 +139,7 @@ class FactorPass:
     def _plan(self, graph: Graph, out: Tensor, confirm: bool = False) -> Plan:
         signature = graph.signature()
         if signature not in self._plans or confirm:
-            plan = make_plan(graph, out, self.network.parameters, self.keep_factors, confirm)
+            plan = make_plan(graph, out, self._parameters, self.keep_factors, confirm)
             self._plans[signature] = plan
         return self._plans[signature]
 
@@ -182,7 +184,7 @@ class FactorPass:
     def _blocks(
         self, x: Inputs, out: Tensor, seeds: Tensor, offset: int, fold: Fold = NO_FOLD
     ) -> list[Block | Folded]:
-        graph = Graph(out, self.network.parameters)
+        graph = Graph(out, self._parameters)
         signature = graph.signature()
         if len(out) == 1 and signature not in self._plans:
             # a single example says nothing about where examples lie in a tensor
@@ -203,7 +205,7 @@ class FactorPass:
         if wrong:
             redone = _touching(wrong, blocks)
             blocks = [block for block in blocks if not set(block.names) & redone]
-            blocks += self._fallback(tuple(n for n in self.network.names if n in redone)).rows(x, seeds, careful=True)
+            blocks += self._fallback(tuple(n for n in self._parameters if n in redone)).rows(x, seeds, careful=True)
             wrong = self._disagreeing(x, blocks, out, seeds, offset, whole=True)
         if wrong:
             raise _mixed(f"gradients of {', '.join(wrong[:3])} over the batch that differ from the examples' own")
@@ -214,7 +216,7 @@ class FactorPass:
     ) -> list[Block | Folded]:
         readings = plan.readings(graph, len(out), folding)
         gradients = Gradients(graph, readings, seeds, self.keep_factors, folding).collect(out)
-        blocks = plan.blocks(graph, gradients, self.network.parameters)
+        blocks = plan.blocks(graph, gradients, self._parameters)
         own = self._fallback(plan.unmatched).rows(x, seeds) if plan.unmatched else []
         return _compacted(chain(blocks, own), self.keep_factors)
 
@@ -234,7 +236,7 @@ class FactorPass:
         wrong = self._sums_agree(blocks, out, seeds)
         if wrong is None:
             _require_finite(blocks, offset)
-        return tuple(self.network.names) if wrong is None else wrong
+        return tuple(self._parameters) if wrong is None else wrong
 
     def _holds_for(
         self, some: Tensor, x: Inputs, blocks: list[Block | Folded], out: Tensor, seeds: Tensor, offset: int
@@ -256,7 +258,7 @@ class FactorPass:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
         generator = torch.Generator().manual_seed(len(out))
         weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
-        truth = Truth(out, seeds, weights, self.network.parameters)
+        truth = Truth(out, seeds, weights, self._parameters)
         return truth.disagreeing(blocks) if truth.finite else None
 
 

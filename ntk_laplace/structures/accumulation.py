@@ -174,7 +174,7 @@ class Accumulation:
 
     def _plain(self, names: Container[str], trained: Trained) -> list[Part]:
         sizes = {name: shape.numel() for name, shape in trained.network.shapes.items()}
-        return [plain_part(name, size) for name, size in sizes.items() if name in names]
+        return [plain_part(name, size) for name, size in sizes.items() if size and name in names]
 
     def _complete(self, trained: Trained) -> None:
         """Parameters that no example reaches have no curvature, and their prior all the same."""
