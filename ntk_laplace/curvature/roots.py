@@ -75,8 +75,10 @@ class Root:
         share = likelihood.weight**0.5
         if self.curvature == "ef":
             return likelihood.residual(f, targets).unsqueeze(-1) / share
-        with preserved_rng(f.device), torch.no_grad():
+        with preserved_rng(f.device):
             torch.manual_seed(self.seed)
-            drawn = likelihood.distribution(f).sample((self.samples,))
+            response = likelihood.distribution(f)
+            # real labels move with the noise they are drawn with, and S with both
+            drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
         columns = [likelihood.residual(f, y) for y in drawn]
         return torch.stack(columns, -1) / (share * self.samples**0.5)  # E[S Sᵀ] = Λ
