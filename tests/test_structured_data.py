@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 import ntk_laplace as ntkl
 from ntk_laplace.data import Batches, Gathered, gather
@@ -71,6 +72,51 @@ def test_drawn_labels_do_not_depend_on_batches(structure):
     for batch_size in (1, 3):
         data = loader(case.x, y, batch_size=batch_size)
         assert_same(fresh_fit("deep_mlp", "categorical", "layer", "mc", structure, data=data), want, case.x_new)
+
+
+class Shuffled(Sampler):
+    """An order of its own in every pass, from a generator that nobody else knows of."""
+
+    def __init__(self, n: int, numbers: torch.Generator | np.random.Generator) -> None:
+        self.n, self.numbers = n, numbers
+
+    def __iter__(self):
+        torchs = isinstance(self.numbers, torch.Generator)
+        order = torch.randperm(self.n, generator=self.numbers) if torchs else self.numbers.permutation(self.n)
+        return iter(order.tolist())
+
+    def __len__(self) -> int:
+        return self.n
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
+def test_samplers_with_generators_of_their_own_keep_one_order(structure):
+    """Where roots or residuals meet rows of a second pass, another order would pair them with other examples."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    want = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure=structure)
+    pairs = [(case.x[n], y[n]) for n in range(len(y))]
+
+    def generator() -> torch.Generator:
+        return torch.Generator().manual_seed(5)
+
+    for data in (
+        DataLoader(pairs, 2, sampler=RandomSampler(pairs, generator=generator())),
+        DataLoader(pairs, 2, sampler=Shuffled(len(y), generator())),
+        DataLoader(pairs, batch_sampler=BatchSampler(RandomSampler(pairs, generator=generator()), 2, drop_last=False)),
+    ):
+        before = next(iter(data))
+        found = ntkl.laplace(case.network, data, ntkl.Categorical(), structure=structure)
+        for correction in (False, True):
+            value, expected = (p.log_marginal_likelihood(correction) for p in (found, want))
+            assert relative_error(value, expected) < 1e-9
+        after = next(iter(data))
+        assert not torch.equal(before[0], after[0])  # the caller's own passes go on shuffling
+    if structure == "gp":  # reads its data once
+        return
+    hidden = DataLoader(pairs, 2, sampler=Shuffled(len(y), np.random.default_rng(0)))
+    with pytest.raises(ntkl.DataError, match=r"same order in every pass .*; got another order\. Pass a loader"):
+        ntkl.laplace(case.network, hidden, ntkl.Categorical(), structure=structure).log_marginal_likelihood(True)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])

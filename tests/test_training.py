@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.hyperparameters import Variables
+from ntk_laplace.training.objective import Objective
 
 F64 = torch.float64
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=8), "diag": "diag"}
@@ -541,6 +543,70 @@ def test_an_interruption_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch)
         train(mlp(1, 6, 1), settings=ntkl.Settings(resume=caught.value.state))
 
 
+CHANGED: dict[str, dict[str, Any]] = {
+    "prior mean": {"prior": ntkl.GaussianPrior(mean=0.5, groups="layer")},
+    "prior groups": {"prior": ntkl.GaussianPrior()},
+    "likelihood": {"likelihood": ntkl.Tempered(ntkl.Gaussian(0.5), 2.0)},
+    "number of examples": {"data": sine(20)},
+    "batch size": {"batch_size": 8},
+    "optimizer": {"optimizer": lambda p: torch.optim.Adam(p, lr=0.1)},
+    "scheduler": {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1)},
+    "curvature": {"curvature": "ef"},
+    "steps": {"schedule": ntkl.EvidenceSchedule(2, 5)},
+    "dtype": {"dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_changed_is_not_resumed(what: str) -> None:
+    with pytest.raises(ntkl.TrainingInterrupted) as caught:
+        train(mlp(1, 5, 1), callbacks=interrupted)
+    with pytest.raises(ntkl.UnsupportedError, match=f"to resume with the {what} of the interrupted training"):
+        train(mlp(1, 5, 1), settings=ntkl.Settings(resume=caught.value.state), **CHANGED[what])
+    narrow, (x, y) = mlp(1, 5, 1).float(), sine()
+    with pytest.raises(ntkl.UnsupportedError, match=r"parameters of the .*float64 5x1.*got 0.weight: float32 5x1"):
+        train(narrow, (x.float(), y.float()), settings=ntkl.Settings(resume=caught.value.state))
+
+
+def odd(kind: str) -> dict[str, Any]:
+    """A state that torch casts, a sampler with a generator of its own, deep inside, and a scheduler with an end."""
+    def sampled() -> DataLoader:
+        generator = torch.Generator().manual_seed(4)
+        return DataLoader(TensorDataset(*sine()), batch_sampler=BatchSampler(
+            RandomSampler(range(24), generator=generator), 7, drop_last=False))  # fmt: skip
+
+    cycle = torch.optim.lr_scheduler.OneCycleLR
+    return {
+        "data": sampled() if kind == "sampler" else sine(), "batch_size": 8, "evidence_data": sine(), "epochs": 7,
+        "optimizer": (lambda p: torch.optim.NAdam(p, lr=0.01)) if kind == "nadam" else adam,
+        "scheduler": (lambda o: cycle(o, 0.05, total_steps=21)) if kind == "cycle" else None,
+        "scheduler_interval": "batch",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ["batch", "hyperparameters"])
+@pytest.mark.parametrize("kind", ["nadam", "sampler", "cycle"])
+def test_an_interruption_in_the_middle_of_things(kind: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ntk_laplace.training.train._SNAPSHOT", 0.0)
+    whole = mlp(1, 5, 1)
+    expected = train(whole, **odd(kind))
+    where = (Variables, "value_and_gradient", 6) if moment == "hyperparameters" else (Objective, "gradient", 16)
+    own, count = getattr(where[0], where[1]), []
+
+    def stops(*arguments: Any) -> Any:
+        count.append(1)
+        if len(count) == where[2]:
+            raise KeyboardInterrupt
+        return own(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(ntkl.TrainingInterrupted) as caught:
+        patch.setattr(*where[:2], stops)
+        train(mlp(1, 5, 1), **odd(kind))
+    network = mlp(1, 5, 1, seed=8)
+    result = train(network, settings=ntkl.Settings(resume=caught.value.state), **odd(kind))
+    assert result.history == expected.history and torch.equal(flat(network), flat(whole))
+
+
 def test_what_is_no_checkpoint(tmp_path) -> None:
     for content in (b"", b"nothing"):
         (tmp_path / "bad.pt").write_bytes(content)
@@ -621,19 +687,47 @@ def test_the_loss_is_the_log_joint() -> None:
         ({"likelihood": ntkl.Gaussian(torch.ones(24))}, ntkl.UnsupportedError, "the same for every example"),
         ({"likelihood": ntkl.Categorical()}, ntkl.NetworkError, "one output per class"),
         ({"schedule": ntkl.EvidenceSchedule(hyperparameters="temperature")}, ntkl.HyperparameterError, "among prec"),
-        ({"optimizer": lambda p: torch.optim.SGD(p, lr=1e200)}, ntkl.NonFiniteError, "training loss; got (nan|inf)"),
+        ({"batch_size": True}, ntkl.DataError, "a batch size of at least 1"),
+        ({"dtype": torch.float16}, ntkl.UnsupportedError, "torch.float64 or torch.float32"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, ntkl.UnsupportedError, "'StepLR': .*step_size"),
+        ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau, "scheduler_interval": "batch"},
+         ntkl.UnsupportedError, '"batch" for ReduceLROnPlateau'),
+        ({"scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=5)},
+         ntkl.UnsupportedError, "at least 6 steps.*one of 5"),
+        ({"scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=17), "batch_size": 8,
+          "scheduler_interval": "batch"}, ntkl.UnsupportedError, "at least 18 steps.*one of 17"),
+        ({"settings": ntkl.Settings(checkpoint="/no/such/folder/x.pt")}, ntkl.DataError, "a folder that is there"),
+        ({"settings": ntkl.Settings(checkpoint="/")}, ntkl.DataError, "a folder that is there"),
+        ({"settings": ntkl.Settings(checkpoint=5)}, ntkl.DataError, "a path as checkpoint; got 5"),
+        ({"settings": ntkl.Settings(memory_budget=9000), "structure": "gp", "data": sine(40)},
+         ntkl.MemoryBudgetError, r"N = 40, C = 1"),
+        ({"settings": ntkl.Settings(memory_budget=100), "structure": "full"}, ntkl.MemoryBudgetError, "16 x 16"),
+        ({"prior": ntkl.GaussianPrior(groups="parameter")}, ntkl.HyperparameterError, "one prior precision per layer"),
     ],
 )  # fmt: skip
 def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    network = mlp(1, 5, 1)
+    network, epochs = mlp(1, 5, 1), []
     with pytest.raises(error, match=words):
-        train(network, **options)
-    assert all(module.training for module in network.modules())
+        train(network, **({"callbacks": epochs.append} | options))
+    assert all(module.training for module in network.modules()) and not epochs  # before anything was trained
+
+
+def test_a_loss_that_explodes_is_told() -> None:
+    with pytest.raises(ntkl.NonFiniteError, match="training loss; got (nan|inf)"):
+        train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=1e200))
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    schedule = ntkl.EvidenceSchedule(np.int64(2), np.int64(4), learning_rate=np.float32(0.1))
+    result = train(mlp(1, 5, 1), epochs=np.int64(3), batch_size=np.int64(8), schedule=schedule)
+    assert result.history.epochs == [2, 3]
 
 
 def test_bad_schedules_and_weights() -> None:
     for name, value in (("frequency", 0), ("steps", -1), ("burn_in", 1.5), ("patience", 0), ("learning_rate", 0.0),
-                        ("learning_rate", "a"), ("bounds", (1.0, 0.1)), ("bounds", 3), ("bounds", ("a", 1))):
+                        ("learning_rate", "a"), ("bounds", (1.0, 0.1)), ("bounds", 3), ("bounds", ("a", 1)),
+                        ("frequency", True), ("hyperparameters", []), ("hyperparameters", 5),
+                        ("hyperparameters", [3])):
         with pytest.raises(ntkl.HyperparameterError):
             ntkl.EvidenceSchedule(**{name: value})
     for weight in (0, -1.0, float("inf"), "5"):

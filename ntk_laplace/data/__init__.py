@@ -1,6 +1,6 @@
 """The door for data: inputs, and batches of them with their targets."""
 
-from ntk_laplace.data.batches import Batches, Joined, Missing, Selected, Source, kept_or_missing
+from ntk_laplace.data.batches import Batches, Joined, Missing, Selected, Source, generators_of, kept_or_missing
 from ntk_laplace.data.forms import form_of, in_words, remedy_for, same_form
 from ntk_laplace.data.gathering import Gathered, gather
 from ntk_laplace.data.inputs import (
@@ -28,6 +28,7 @@ __all__ = [
     "concatenate",
     "form_of",
     "gather",
+    "generators_of",
     "in_words",
     "kept_or_missing",
     "leaves",

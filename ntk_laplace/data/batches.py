@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_examples, take, to_device
 from ntk_laplace.errors import DataError
 
-__all__ = ["Batches", "Joined", "Missing", "Selected", "Source", "kept_or_missing"]
+__all__ = ["Batches", "Joined", "Missing", "Selected", "Source", "generators_of", "kept_or_missing"]
 
 _BATCH = 512  # examples read at a time where the caller did not say
 _LARGEST_BATCH = 5_000  # and of tensors that are small, if what is done with them bears it
@@ -52,7 +53,8 @@ class Batches:
     Raises
     ------
     DataError
-        If nothing is there, or pairs cannot be read; from a pass, if it does not give as many examples as the first.
+        If nothing is there, or pairs cannot be read; from a pass, if it does not give as many examples as the first, or
+        their targets in another order.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Batches:
     ) -> None:
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
+        self._order = 0  # a checksum of the targets as they come
         self._fitting: int | None = None  # examples of tensors in memory that fit a batch; None where the size is given
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
@@ -138,7 +141,7 @@ class Batches:
         return self._pass() if begun is None else begun
 
     def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
-        seen = 0
+        seen = order = 0
         for x, y in self._pairs():
             n = num_examples(x)
             if y.ndim == 0 or len(y) != n:
@@ -149,12 +152,17 @@ class Batches:
             for tensor in leaves(x):
                 check_finite(tensor, "inputs", "Remove or impute that example.", seen)
             seen += n
+            order = crc32(y.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), order)
             yield to_device(x, self.device, self.dtype), y.to(self.device)
         if self._total not in (None, seen):
             raise _changed(self._total, seen)
         if seen == 0:
             raise _empty()
-        self._total = seen
+        if self._total is not None and order != self._order:
+            raise DataError("the same examples in the same order in every pass over the data", "another order",
+                            "Pass a loader that does not shuffle, or whose sampler draws from a torch.Generator of its "
+                            "own.")
+        self._total, self._order = seen, order
 
     def _pairs(self) -> Iterator[tuple[Inputs, Tensor]]:
         if isinstance(self._source, DataLoader):
@@ -278,8 +286,7 @@ def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
     A shuffling loader then keeps one order over passes, and the caller's random state is not touched.
     """
     ours = torch.Generator().manual_seed(0).get_state()
-    own = loader.generator
-    kept = None if own is None else own.get_state()
+    own = [(generator, generator.get_state()) for generator in generators_of(loader)]
     iterator: Iterator[Any] | None = None
     try:
         while True:
@@ -295,8 +302,19 @@ def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
                 torch.set_rng_state(theirs)
             yield batch
     finally:
-        if own is not None:
-            own.set_state(kept)
+        for generator, state in own:
+            generator.set_state(state)
+
+
+def generators_of(loader: DataLoader) -> list[torch.Generator]:
+    """Random generators that belong to a loader or to one of its samplers."""
+    found: dict[int, torch.Generator] = {}
+    owners: list[Any] = [loader, loader.sampler, loader.batch_sampler]
+    for owner in owners:  # grows: samplers hold samplers
+        held = vars(owner) if hasattr(owner, "__dict__") else {}
+        found |= {id(value): value for value in held.values() if isinstance(value, torch.Generator)}
+        owners += [value for value in held.values() if isinstance(value, Sampler) and all(value is not o for o in owners)]
+    return list(found.values())
 
 
 def _length_of(data: Any) -> int | None:

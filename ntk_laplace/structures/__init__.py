@@ -6,7 +6,7 @@ from ntk_laplace.structures.base import Settings, Structure, Trained
 from ntk_laplace.structures.changed import ChangedStructure, rows_of
 from ntk_laplace.structures.full import FullStructure
 from ntk_laplace.structures.gp import FunctionSpaceStructure
-from ntk_laplace.structures.records import resumed, write
+from ntk_laplace.structures.records import require_place, resumed, write
 from ntk_laplace.structures.saving import posterior_record
 from ntk_laplace.structures.structured import StructuredStructure
 
@@ -26,6 +26,7 @@ __all__ = [
     "StructuredStructure",
     "Trained",
     "posterior_record",
+    "require_place",
     "resumed",
     "rows_of",
     "write",

@@ -6,7 +6,7 @@ import os
 import time
 
 from ntk_laplace.structures.accumulation import Accumulation
-from ntk_laplace.structures.records import record, write
+from ntk_laplace.structures.records import record, require_place, write
 
 __all__ = ["Autosave"]
 
@@ -20,9 +20,16 @@ class Autosave:
     ----------
     path : path or None
         None saves nothing. The file holds the training targets seen so far: a fit that resumes needs them.
+
+    Raises
+    ------
+    DataError
+        If nothing can be written there.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        if path is not None:
+            require_place(path)
         self._path, self._last = path, time.monotonic()
 
     def __call__(self, gathered: Accumulation, now: bool = False) -> None:

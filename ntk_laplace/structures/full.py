@@ -42,10 +42,9 @@ class FullStructure(ExactStructure):
     def __init__(self, trained: Trained, batches: Source) -> None:
         self._batches = batches
         p, element = trained.network.num_parameters, trained.factors.dtype.itemsize
-        n = f"N = {batches.length:,}" if batches.length else "N unknown"
         require_memory(
             2 * p * p * element, trained.network.device, f"the {p:,} x {p:,} matrices of weight space",
-            f'Use structure="gp" (memory (N C)², {n}), structure="kfac" (approximate) or parameters="last_layer".',
+            'Use structure="gp" (memory (N C)²), structure="kfac" (approximate) or parameters="last_layer".',
             trained.settings.memory_budget,
         )
         f, targets = read_outputs(trained, batches)

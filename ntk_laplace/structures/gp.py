@@ -45,15 +45,15 @@ class FunctionSpaceStructure(ExactStructure):
             parts.append(trained.factors.rows(x, batch_size=trained.settings.batch_size, offset=_count(parts)))
             targets.append(y)
             if len(parts) == 1:
-                self._require_memory(trained, batches.length or parts[0].num_examples, parts[0])
+                self.require_memory_for(trained, batches.length or parts[0].num_examples, parts[0])
         self.rows = Rows.concatenate(parts)
         parts.clear()
         self.points = TrainingPoints.checked(trained.likelihood, trained.outputs(self.rows), targets.rows)
-        self._require_memory(trained, self.rows.num_examples, None)
+        self.require_memory_for(trained, self.rows.num_examples, None)
 
     @staticmethod
-    def _require_memory(trained: Trained, n: int, first: Rows | None) -> None:
-        """B is N R x N R; the rows come on top."""
+    def require_memory_for(trained: Trained, n: int, first: Rows | None) -> None:
+        """Refuse N examples if B, which is N R x N R, does not fit, and rows like the first ones on top."""
         c = trained.network.num_outputs
         size = trained.root.columns(trained.likelihood, c) * n
         element = trained.factors.dtype.itemsize
@@ -92,7 +92,7 @@ class FunctionSpaceStructure(ExactStructure):
         total.rows = Rows.concatenate([self.rows, other.rows])
         total.points = self.points.joined(trained.likelihood, other.points)
         total.base = self._merged_base(trained, other)
-        total._require_memory(trained, total.rows.num_examples, None)
+        total.require_memory_for(trained, total.rows.num_examples, None)
         return total
 
     def changed(

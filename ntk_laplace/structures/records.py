@@ -16,7 +16,7 @@ from ntk_laplace.data import gather
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.structures.accumulation import Accumulation
 
-__all__ = ["form_from", "form_record", "form_words", "from_record", "record", "resumed", "write"]
+__all__ = ["form_from", "form_record", "form_words", "from_record", "record", "require_place", "resumed", "write"]
 
 
 def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
@@ -73,6 +73,21 @@ def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     partial = path.with_name(path.name + ".part")
     torch.save(dict(content), partial)
     partial.replace(path)
+
+
+def require_place(path: Any) -> None:
+    """Refuse a checkpoint that could not be written, before the work that it is to keep.
+
+    Raises
+    ------
+    DataError
+    """
+    remedy = "Make its folder first, and pass the path of a file in it."
+    if not isinstance(path, (str, os.PathLike)):
+        raise DataError("a path as checkpoint", repr(path), remedy)
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise DataError("a checkpoint in a folder that is there and can be written to", f"{path}", remedy)
 
 
 def resumed(resume: Any, form: Form, device: torch.device) -> Accumulation | None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ntk_laplace.data import Batches, Inputs, as_tensors, num_examples, take, to_device
-from ntk_laplace.errors import DataError
+from ntk_laplace.data import Batches, Inputs, as_tensors, generators_of, num_examples, take, to_device
+from ntk_laplace.errors import DataError, is_whole
 
 __all__ = ["Minibatches", "count_examples"]
 
@@ -31,9 +31,10 @@ class Minibatches:
     """
 
     def __init__(self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype) -> None:
-        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        if batch_size is not None and not is_whole(batch_size, 1):
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",
                             "Leave it out for 128.")
+        Batches(data, batch_size, device, dtype)  # refuses what is no data
         self._device, self._dtype, self._batch_size = device, dtype, batch_size
         self._tensors: tuple[Inputs, Tensor] | None = None
         self._loader: DataLoader | None = None
@@ -61,13 +62,25 @@ class Minibatches:
             yield take(x, index), y[index]
 
     @property
-    def generators(self) -> list[torch.Generator]:
-        """Random generators of the loader and of its sampler, which a checkpoint must hold."""
+    def count(self) -> int | None:
+        """Minibatches of an epoch, if the loader knows."""
+        if self._tensors is not None:
+            n = len(self._tensors[1])
+            return -(-n // min(n, self._batch_size or n))
+        try:
+            return len(self._loader)
+        except TypeError:
+            return None
+
+    def __str__(self) -> str:
         if self._loader is None:
-            return []
-        owners = self._loader, self._loader.sampler, self._loader.batch_sampler
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+            return "all examples at once" if self._batch_size is None else f"{self._batch_size}"
+        return f"{self._loader.batch_size or 'its own'} by a loader"
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Random generators of the loader and of its samplers, which a checkpoint must hold."""
+        return [] if self._loader is None else generators_of(self._loader)
 
 
 def count_examples(data: Any, batches: Batches) -> int:

@@ -37,7 +37,7 @@ class Objective:
     ) -> None:
         self._caller = Caller(network)
         self._likelihood, self._prior = likelihood, prior
-        self._n, self._c = num_examples, num_outputs
+        self.num_examples, self._c = num_examples, num_outputs
         self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
         mean = prior.flat_mean()
         flat = mean.split([p.numel() for p in self.parameters.values()])
@@ -50,7 +50,7 @@ class Objective:
     @property
     def scale(self) -> float:
         """How many examples the loss is divided by: N, times the weight of a tempered likelihood."""
-        return self._n * self._likelihood.weight
+        return self.num_examples * self._likelihood.weight
 
     def settle(self) -> None:
         """Take the present precisions; to be called when they have moved."""
@@ -66,7 +66,7 @@ class Objective:
         f = self._caller(x)
         f = f.unsqueeze(1) if f.ndim == 1 else f
         targets = self._likelihood.targets(y, n, self._c)
-        loss = -(self._n / n) * self._likelihood.log_prob(f, targets).sum()
+        loss = -(self.num_examples / n) * self._likelihood.log_prob(f, targets).sum()
         own = list(self.parameters.values())
         # not all leaves: the likelihood's hyperparameters are not ours to fill
         (loss / self.scale).backward(inputs=own)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import math
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +19,6 @@ from ntk_laplace.errors import (
     DataError,
     NonFiniteError,
     NTKLaplaceWarning,
-    UnsupportedError,
 )
 from ntk_laplace.evidence import present_values, unmoved
 from ntk_laplace.fit import laplace
@@ -33,7 +34,8 @@ from ntk_laplace.training.objective import Objective, in_mode
 from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
 
-__all__ = ["Model", "Run"]
+__all__ = ["Model", "Run", "required"]
+
 
 @dataclass(frozen=True)
 class Model:
@@ -79,10 +81,13 @@ class Model:
 
     def signature(self) -> dict[str, str]:
         """What a training that resumes must have in common with the one that was interrupted."""
-        shapes = {name: tuple(p.shape) for name, p in self.network.named_parameters() if p.requires_grad}
+        trained = ((name, p) for name, p in self.network.named_parameters() if p.requires_grad)
         return {
-            "parameters": repr(shapes), "prior groups": repr(self.prior.groups), "curvature": repr(self.curvature),
-            "likelihood": f"{type(self.likelihood).__name__} of weight {self.likelihood.weight:g}",
+            "parameters": _listed(trained), "buffers": _listed(self.network.named_buffers()),
+            "prior groups": repr(self.prior.groups), "prior mean": _words(self.prior.flat_mean()),
+            "curvature": repr(self.curvature),
+            "likelihood": f"{' of '.join(type(m).__name__ for m in self.likelihood.modules())}, weight "
+                          f"{self.likelihood.weight:g}, {_listed(self.likelihood.named_parameters())}",
             "structure": repr(self.structure), "dtype": repr(self.dtype),
         }  # fmt: skip
 
@@ -115,8 +120,7 @@ class Run:
         self.posterior: Posterior | None = None
         self.best: dict[str, Tensor] = {}
         self.stopped = ""
-        step = inspect.signature(optimizer.step).parameters.get("closure")
-        self._closed = step is not None and step.default is inspect.Parameter.empty  # L-BFGS evaluates on its own
+        self._closed = "closure" in required(optimizer.step)  # L-BFGS evaluates on its own
 
     @property
     def epoch(self) -> int:
@@ -147,8 +151,7 @@ class Run:
                                  "Lower the optimizer's learning rate, or look at the data.")
         self.history.loss.append(loss)
         if self.scheduler is not None and not self.by_batch:
-            plateau = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            self.scheduler.step(loss) if plateau else self.scheduler.step()
+            self.scheduler.step(*[loss] * len(required(self.scheduler.step)))  # ReduceLROnPlateau watches it
 
     def _step(self, x: Any, y: Tensor) -> Tensor:
         if not self._closed:
@@ -206,13 +209,22 @@ class Run:
     def snapshot(self) -> dict[str, Any]:
         """All that another process needs to go on from the end of this epoch."""
         return copy.deepcopy({
-            "format": state.FORMAT, "version": state.VERSION, "signature": self.model.signature(),
+            "format": state.FORMAT, "version": state.VERSION, "signature": self.signature(),
             "schedule": _schedule_record(self.schedule), "tensors": self.model.tensors(),
-            "optimizer": self.optimizer.state_dict(), "optimizer name": type(self.optimizer).__name__,
+            "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "ascent": self.ascent.state(), "best": self.best, "history": self.history.to_dict(),
             "stopped": self.stopped, "random": state.random_state(self.device, self.minibatches.generators),
         })  # fmt: skip
+
+    def signature(self) -> dict[str, str]:
+        """The model's, and how it is trained."""
+        interval = "batch" if self.by_batch else "epoch"
+        return self.model.signature() | {
+            "number of examples": f"{self.objective.num_examples:,}", "batch size": f"{self.minibatches}",
+            "optimizer": state.optimizer_words(self.optimizer),
+            "scheduler": f"{type(self.scheduler).__name__} by {interval}" if self.scheduler is not None else "none",
+        }  # fmt: skip
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from a snapshot.
@@ -222,22 +234,38 @@ class Run:
         UnsupportedError
             If it belongs to another training.
         """
-        state.require_same(saved["signature"], self.model.signature())
+        state.require_same(saved["signature"], self.signature())
         state.require_same(saved["schedule"], _schedule_record(self.schedule))
-        name, there = type(self.optimizer).__name__, (self.scheduler is not None)
-        state.require_same({"optimizer": saved["optimizer name"]}, {"optimizer": name})
-        if (saved["scheduler"] is not None) != there:
-            raise UnsupportedError("to resume with a scheduler, or without, as before", "the other",
-                                   "Pass the same arguments, or start anew without resume=.")
         saved = copy.deepcopy(saved)
+        state.load_optimizer(saved["optimizer"], self.optimizer)  # before the weights: it may refuse its groups
         self.model.load(saved["tensors"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if there:
+        if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         self.ascent.restore(saved["ascent"])
         self.best, self.history = saved["best"], EvidenceHistory(**saved["history"])
         self.stopped = saved["stopped"]
         state.load_random(saved["random"], self.device, self.minibatches.generators)
+
+
+def required(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that it must be given."""
+    empty, starred = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    own = inspect.signature(function).parameters.values()
+    return [argument.name for argument in own if argument.default is empty and argument.kind not in starred]
+
+
+def _listed(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Names, types and shapes in one line."""
+    words = (f"{name}: {str(t.dtype).removeprefix('torch.')} {'x'.join(map(str, t.shape))}".strip() for name, t in named)
+    return ", ".join(words) or "none"
+
+
+def _words(values: Tensor) -> str:
+    """A number, or what tells many from others."""
+    if len(values.unique()) == 1:
+        return f"{float(values[0]):g}"
+    digest = hashlib.sha256(values.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
+    return f"{len(values):,} numbers ({digest})"
 
 
 def _schedule_record(schedule: EvidenceSchedule) -> dict[str, str]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, is_whole
 from ntk_laplace.likelihoods import Likelihood
 
 __all__ = ["EvidenceSchedule"]
@@ -54,7 +55,7 @@ class EvidenceSchedule:
         least = {"frequency": (self.frequency, 1), "steps": (self.steps, 0), "burn_in": (self.burn_in, 0),
                  "patience": (patience, 1)}  # fmt: skip
         for name, (value, low) in least.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            if not is_whole(value, low):
                 raise HyperparameterError(f"{name} as a whole number, at least {low}", f"{value!r}",
                                           f"Pass for instance EvidenceSchedule({name}={max(low, 1)}).")
         if not _is_number(self.learning_rate) or not 0 < self.learning_rate < math.inf:
@@ -64,6 +65,10 @@ class EvidenceSchedule:
         if not pair or not 0 < self.bounds[0] < self.bounds[1] < math.inf:
             raise HyperparameterError("positive bounds (low, high)", f"{self.bounds}",
                                       "Leave them out for (1e-10, 1e10).")
+        named = self.hyperparameters
+        if not (named is None or isinstance(named, Sequence) and len(named) and all(isinstance(n, str) for n in named)):
+            raise HyperparameterError("names of the hyperparameters that move", repr(named),
+                                      'Pass for instance ["precision", "noise"]; with steps=0 none moves.')
 
     def due(self, epoch: int, last: int) -> bool:
         """Whether the evidence is computed after this epoch, counted from 1 ([I21] Algorithm 1, line 5)."""
@@ -78,4 +83,4 @@ class EvidenceSchedule:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)

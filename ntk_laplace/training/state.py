@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError
 
-__all__ = ["FORMAT", "load_random", "load_tensors", "random_state", "read", "require_same", "tensors"]
+__all__ = [
+    "FORMAT",
+    "load_optimizer",
+    "load_random",
+    "load_tensors",
+    "optimizer_words",
+    "random_state",
+    "read",
+    "require_same",
+    "tensors",
+]
 
 FORMAT, VERSION = "ntk_laplace training", 1
 
@@ -35,6 +45,21 @@ def load_tensors(saved: Mapping[str, Tensor], *modules: nn.Module) -> None:
     for number, module in enumerate(modules):
         for name, value in (*module.named_parameters(), *module.named_buffers()):
             value.copy_(saved[f"{number}.{name}"])
+
+
+def load_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Put its state back in the floating types it had: torch casts it to the parameters', NAdam's products too."""
+    optimizer.load_state_dict(dict(saved))
+    for number, own in optimizer.state_dict()["state"].items():
+        for name, value in saved["state"][number].items():
+            if isinstance(value, Tensor) and own[name].dtype != value.dtype:
+                own[name] = value.to(own[name].device)
+
+
+def optimizer_words(optimizer: torch.optim.Optimizer) -> str:
+    """Its kind and the options it was made with; a learning rate that has moved since is none of them."""
+    plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, str, tuple))}
+    return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
 
 
 def random_state(device: torch.device, generators: Sequence[torch.Generator]) -> dict[str, Any]:

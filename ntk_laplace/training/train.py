@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ntk_laplace.curvature import Form, Root
-from ntk_laplace.data import Batches, take
-from ntk_laplace.errors import (
-    HyperparameterError,
-    TrainingInterrupted,
-    UnsupportedError,
-)
+from ntk_laplace.data import Batches, Inputs, take
+from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInterrupted, UnsupportedError, is_whole
 from ntk_laplace.fit import form_of
+from ntk_laplace.hyperparameters import Variables
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.progress import track
-from ntk_laplace.structures import Settings, write
+from ntk_laplace.structures import FunctionSpaceStructure, Settings, require_place, write
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.objective import Objective, in_mode
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
-from ntk_laplace.training.run import Model, Run
+from ntk_laplace.training.run import Model, Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
 
 __all__ = ["train_with_evidence"]
@@ -114,10 +112,12 @@ def train_with_evidence(
     settings = Settings.of(settings)
     callbacks = [callbacks] if callable(callbacks) else callbacks
     _require_kinds(schedule, callbacks)
-    if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+    if not is_whole(epochs, 1):
         raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
     if scheduler_interval not in ("epoch", "batch"):
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
+    if settings.checkpoint is not None:
+        require_place(settings.checkpoint)
     likelihood = Likelihood.of(likelihood)
     form_of(structure)
     door = Network(network)
@@ -127,21 +127,21 @@ def train_with_evidence(
         module.to(device)
     read = data if evidence_data is None else evidence_data
     batches = Batches(read, settings.batch_size, device, dtype_of_inputs)
-    Batches(data, batch_size, device, dtype_of_inputs)  # refuses what is no data
+    minibatches = Minibatches(data, batch_size, device, dtype_of_inputs)
     n = count_examples(read, batches)
-    _probe(door, batches, likelihood, n)
+    few = _probe(door, batches, likelihood, n)
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
     model = Model(network, likelihood, prior, read, structure, Root.of(curvature), dtype, quiet)
     optimizer = _optimizer(optimizer, network)
-    scheduler = _scheduler(scheduler, optimizer)
-    run = Run(
-        model, Objective(network, likelihood, prior, n, door.num_outputs),
-        Minibatches(data, batch_size, device, dtype_of_inputs), optimizer, scheduler,
-        scheduler is not None and scheduler_interval == "batch", schedule,
-    )  # fmt: skip
+    by_batch = scheduler is not None and scheduler_interval == "batch"
+    scheduler = _scheduler(scheduler, optimizer, by_batch)
+    objective = Objective(network, likelihood, prior, n, door.num_outputs)
+    run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule)
+    del door
+    _rehearse(model, few, n, run.ascent.which)
     if settings.resume is not None:
         run.restore(state.read(settings.resume, device))
-    del door
+    _require_length(run, epochs)
     with torch.inference_mode(False), torch.enable_grad(), in_mode(network, training=True):
         return _go(run, epochs, list(callbacks), settings)
 
@@ -209,17 +209,47 @@ def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool)
         run.stopped = seen.stopped
 
 
-def _probe(door: Network, batches: Batches, likelihood: Likelihood, n: int) -> None:
-    """Hold outputs, targets and the likelihood against each other before the first epoch."""
+def _probe(door: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor]:
+    """Hold outputs, targets and the likelihood against each other before the first epoch; the first two examples."""
     door.module.eval()
     x, y = next(iter(batches))
+    few = take(x, slice(0, 2))
     with torch.no_grad():
-        door.without_grad(take(x, slice(0, 2)))
+        door.without_grad(few)
     likelihood.bind(n, door.num_outputs)
     if likelihood.at(slice(0, 1)) is not likelihood:
         raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
                                "Minibatches do not know which points they hold: give one variance, or one per output.")
     likelihood.targets(y, len(y), door.num_outputs)
+    return few, y[:2]
+
+
+def _rehearse(model: Model, few: tuple[Inputs, Tensor], n: int, moving: Sequence[str]) -> None:
+    """The posterior of two examples: what can have no evidence, or has no room for it, says so before the first epoch.
+
+    Raises
+    ------
+    NTKLaplaceError
+        As the first evaluation would.
+    """
+    try:
+        posterior = replace(model, data=few).posterior(quietly=True)
+    except NumericalError:  # two examples may be too few
+        return
+    Variables(posterior, moving)
+    if isinstance(posterior.fitted, FunctionSpaceStructure):
+        posterior.fitted.require_memory_for(posterior._trained, n, posterior.fitted.rows)
+
+
+def _require_length(run: Run, epochs: int) -> None:
+    """A scheduler with an end must not come to it first."""
+    total, each = getattr(run.scheduler, "total_steps", None), run.minibatches.count if run.by_batch else 1
+    if total is None or each is None:
+        return
+    steps = run.scheduler.last_epoch + (epochs - run.epoch) * each
+    if steps > total:
+        raise UnsupportedError(f"a scheduler of at least {steps:,} steps, as many as it is given", f"one of {total:,}",
+                               f"Pass total_steps={steps}, or fewer epochs.")
 
 
 def _optimizer(given: Any, network: nn.Module) -> torch.optim.Optimizer:
@@ -245,17 +275,27 @@ def _optimizer(given: Any, network: nn.Module) -> torch.optim.Optimizer:
     return given
 
 
-def _scheduler(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(given: Any, optimizer: torch.optim.Optimizer, by_batch: bool) -> Any:
     if given is None:
         return None
-    made = given if hasattr(given, "step") and hasattr(given, "state_dict") else None
-    if made is None and callable(given):
-        made = given(optimizer)
-    if made is None or not hasattr(made, "step") or not hasattr(made, "state_dict"):
-        raise UnsupportedError("a learning rate scheduler, or what makes one of an optimizer",
-                               f"a {type(given).__name__}",
-                               "Pass lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, epochs).")
+    expected = "a learning rate scheduler, or what makes one of an optimizer"
+    remedy = "Pass lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, epochs)."
+    made = given
+    if isinstance(given, type) or (callable(given) and not _schedules(given)):
+        try:
+            made = given(optimizer)
+        except TypeError as error:  # a class that must be told more
+            raise UnsupportedError(expected, f"{getattr(given, '__name__', given)!r}: {error}", remedy) from error
+    if not _schedules(made):
+        raise UnsupportedError(expected, f"a {type(given).__name__}", remedy)
+    if by_batch and required(made.step):
+        raise UnsupportedError('scheduler_interval="epoch" for a scheduler that watches the loss of an epoch',
+                               f'"batch" for {type(made).__name__}', "Leave scheduler_interval out.")
     if getattr(made, "optimizer", optimizer) is not optimizer:
         raise UnsupportedError("a scheduler of this training's optimizer", "one of another optimizer",
                                "Pass what makes the scheduler of the optimizer.")
     return made
+
+
+def _schedules(thing: Any) -> bool:
+    return not isinstance(thing, type) and hasattr(thing, "step") and hasattr(thing, "state_dict")
