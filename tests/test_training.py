@@ -689,7 +689,7 @@ def test_the_loss_is_the_log_joint() -> None:
         ({"schedule": ntkl.EvidenceSchedule(hyperparameters="temperature")}, ntkl.HyperparameterError, "among prec"),
         ({"batch_size": True}, ntkl.DataError, "a batch size of at least 1"),
         ({"dtype": torch.float16}, ntkl.UnsupportedError, "torch.float64 or torch.float32"),
-        ({"scheduler": torch.optim.lr_scheduler.StepLR}, ntkl.UnsupportedError, "'StepLR': .*step_size"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, ntkl.UnsupportedError, r"'StepLR': .*step_size"),
         ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau, "scheduler_interval": "batch"},
          ntkl.UnsupportedError, '"batch" for ReduceLROnPlateau'),
         ({"scheduler": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=5)},
@@ -713,7 +713,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) 
 
 
 def test_a_loss_that_explodes_is_told() -> None:
-    with pytest.raises(ntkl.NonFiniteError, match="training loss; got (nan|inf)"):
+    with pytest.raises(ntkl.NonFiniteError, match=r"training loss; got (nan|inf)"):
         train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=1e200))
 
 

@@ -313,7 +313,8 @@ def generators_of(loader: DataLoader) -> list[torch.Generator]:
     for owner in owners:  # grows: samplers hold samplers
         held = vars(owner) if hasattr(owner, "__dict__") else {}
         found |= {id(value): value for value in held.values() if isinstance(value, torch.Generator)}
-        owners += [value for value in held.values() if isinstance(value, Sampler) and all(value is not o for o in owners)]
+        samplers = (value for value in held.values() if isinstance(value, Sampler))
+        owners += [sampler for sampler in samplers if all(sampler is not owner for owner in owners)]
     return list(found.values())
 
 

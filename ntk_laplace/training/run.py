@@ -256,8 +256,8 @@ def required(function: Callable[..., Any]) -> list[str]:
 
 def _listed(named: Iterable[tuple[str, Tensor]]) -> str:
     """Names, types and shapes in one line."""
-    words = (f"{name}: {str(t.dtype).removeprefix('torch.')} {'x'.join(map(str, t.shape))}".strip() for name, t in named)
-    return ", ".join(words) or "none"
+    words = (f"{name}: {str(t.dtype).removeprefix('torch.')} {'x'.join(map(str, t.shape))}" for name, t in named)
+    return ", ".join(map(str.strip, words)) or "none"
 
 
 def _words(values: Tensor) -> str:

@@ -66,7 +66,8 @@ class EvidenceSchedule:
             raise HyperparameterError("positive bounds (low, high)", f"{self.bounds}",
                                       "Leave them out for (1e-10, 1e10).")
         named = self.hyperparameters
-        if not (named is None or isinstance(named, Sequence) and len(named) and all(isinstance(n, str) for n in named)):
+        listed = isinstance(named, Sequence) and len(named) > 0 and all(isinstance(name, str) for name in named)
+        if named is not None and not listed:
             raise HyperparameterError("names of the hyperparameters that move", repr(named),
                                       'Pass for instance ["precision", "noise"]; with steps=0 none moves.')
 
