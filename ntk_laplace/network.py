@@ -8,14 +8,24 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.data import Inputs, check_finite, form_of, in_words, num_examples, remedy_for, same_form, take
+from ntk_laplace.data import (
+    Inputs,
+    check_finite,
+    concatenate,
+    form_of,
+    in_words,
+    num_examples,
+    remedy_for,
+    same_form,
+    take,
+)
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
 from ntk_laplace.resources import is_about_memory
 
@@ -197,6 +207,20 @@ class Network:
         """Outputs (N, C) without a graph, so many examples at a time that activations stay small."""
         return self._in_parts(self._call, x, offset)
 
+    def independent_of_batches(self, parts: Sequence[Inputs]) -> bool:
+        """Whether examples give the same outputs among those of other batches as among their own.
+
+        Of each batch a pair is looked at: a network that takes its way by what a whole batch has in common shows then.
+        """
+        pairs = [take(x, torch.tensor([0, num_examples(x) - 1])) for x in parts]
+        try:
+            with preserved_rng(self.device):
+                apart = torch.cat([self.without_grad(pair) for pair in pairs])
+                whole = self.without_grad(concatenate(pairs))
+        except NTKLaplaceError:
+            return False
+        return _gap(apart, whole) <= _tolerance(apart)
+
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) at other values (P,) of the chosen parameters, as `without_grad`."""
         values = {f"module.{n}": v.to(self.dtype) for n, v in self.unflatten(theta).items()}
@@ -258,8 +282,7 @@ class Network:
         if self._channels_last_is_faster():
             self._to_format(torch.channels_last)
         alone = self.evaluate(_every_other(x))  # back to contiguous if that raises
-        scale = float(first.abs().max()) or 1.0
-        tolerance = scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(first.dtype, 3e-2)
+        tolerance = _tolerance(first)
         if self._channels_last and _gap(alone, first[::2]) > tolerance:
             self._to_format(torch.contiguous_format)
             alone = self.evaluate(_every_other(x))
@@ -324,6 +347,12 @@ class Network:
 
 def _first_line(cause: Exception) -> str:
     return (str(cause).strip().splitlines() or ["no message"])[0].rstrip(".")
+
+
+def _tolerance(outputs: Tensor) -> float:
+    """How far outputs of one example may be apart in two batches."""
+    scale = float(outputs.abs().max()) or 1.0
+    return scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(outputs.dtype, 3e-2)
 
 
 def _gap(one: Tensor, other: Tensor) -> float:

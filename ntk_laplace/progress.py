@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 
 def track(
-    items: Iterable[T], description: str | Callable[[], str], total: int | None, enabled: bool | None = None
-) -> Iterator[T]:
+    items: Iterable[T], description: str | Callable[[], str], total: int | None, enabled: bool | None = None,
+    size: Callable[[T], int] = lambda item: 1,
+) -> Iterator[T]:  # fmt: skip
     """Iterate over `items` behind a progress bar with the time left.
 
     Parameters
@@ -23,9 +24,11 @@ def track(
     description : str or callable
         What is being done; a callable is asked again after each item.
     total : int, optional
-        Number of items, if known.
+        Sum of their sizes, if known.
     enabled : bool, optional
         Show the bar; by default only if the error stream is a terminal.
+    size : callable
+        Of one item; by default they count alike.
     """
     show = sys.stderr.isatty() if enabled is None else enabled
     if not show:
@@ -39,7 +42,7 @@ def track(
         task = bar.add_task(_words(description), total=total)
         for item in items:
             yield item
-            bar.update(task, advance=1, description=_words(description))
+            bar.update(task, advance=size(item), description=_words(description))
 
 
 def _words(description: str | Callable[[], str]) -> str:

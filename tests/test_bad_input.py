@@ -83,7 +83,7 @@ def test_targets_that_are_not_numbers(value, structure):
 def test_the_first_bad_example_is_counted_over_all_batches(batch_size):
     y = changed(torch.zeros(N, 3).double(), (slice(5, None), 0), float("nan"))
     with refused(errors.NonFiniteError, "finite targets", "example 5", "."):
-        fit(data=DataLoader(TensorDataset(inputs(), y), batch_size=batch_size))
+        fit(data=DataLoader(TensorDataset(inputs(), y), batch_size=batch_size), settings=ntkl.Settings(batch_size))
 
 
 @pytest.mark.parametrize("batch_size", [2, 4, 20])
@@ -91,7 +91,7 @@ def test_inputs_that_are_not_numbers(batch_size):
     x = changed(inputs(), (slice(7, None), 2), float("nan"))
     data = TensorDataset(x, torch.zeros(N, 3).double())
     with refused(errors.NonFiniteError, "finite inputs", "NaN at example 7", "Remove or impute"):
-        fit(data=DataLoader(data, batch_size=batch_size))
+        fit(data=DataLoader(data, batch_size=batch_size), settings=ntkl.Settings(batch_size))
 
 
 @pytest.mark.parametrize("structure", ["gp", "full"])
@@ -102,7 +102,7 @@ def test_outputs_that_are_not_numbers(batch_size, structure):
     net = Function(lambda h: torch.exp(h.abs()))
     data = DataLoader(TensorDataset(x, torch.zeros(N, 3).double()), batch_size=batch_size)
     with refused(errors.NonFiniteError, "finite network outputs", "infinity at example 5", "input"):
-        fit(net, data, structure=structure)
+        fit(net, data, structure=structure, settings=ntkl.Settings(batch_size))
 
 
 class Kink(nn.Module):
@@ -122,7 +122,7 @@ def test_jacobians_that_are_not_numbers(batch_size, structure):
     x = changed(inputs(), 7, 0.0)
     data = DataLoader(TensorDataset(x, torch.zeros(N, 3).double()), batch_size=batch_size)
     with refused(errors.NonFiniteError, "finite Jacobians", "example 7", "input"):
-        fit(Kink(), data, structure=structure)
+        fit(Kink(), data, structure=structure, settings=ntkl.Settings(batch_size))
 
 
 def test_weights_that_are_not_numbers():
@@ -177,7 +177,8 @@ def test_targets(case):
 def test_bad_targets_are_counted_over_all_batches(case, batch_size):
     likelihood, y, expected, got, remedy = TARGETS[case]
     with refused(errors.TargetError, expected, got, remedy):
-        fit(data=DataLoader(TensorDataset(inputs(), y), batch_size=batch_size), likelihood=likelihood())
+        data = DataLoader(TensorDataset(inputs(), y), batch_size=batch_size)
+        fit(data=data, likelihood=likelihood(), settings=ntkl.Settings(batch_size))
 
 
 def test_one_output_for_classes():
@@ -419,7 +420,8 @@ def test_networks_that_mix_examples_in_large_batches_alone(of, most, structure):
     data = inputs(20), torch.zeros(20, 3).double()
     with refused(errors.MixedExamplesError, "own example", "other examples of the batch|over the batch", r"eval\(\)"):
         fit(net, data, structure=structure)
-    assert fit(net, DataLoader(TensorDataset(*data), batch_size=4), structure=structure).num_examples == 20
+    small, settings = DataLoader(TensorDataset(*data), batch_size=4), ntkl.Settings(batch_size=4)
+    assert fit(net, small, structure=structure, settings=settings).num_examples == 20
 
 
 class Counter(nn.Module):

@@ -211,7 +211,8 @@ def test_shuffled_loaders_keep_their_order():
     y = targets(LIKELIHOODS["categorical"], own)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(own.x, y), batch_size=2, shuffle=True)
     for structure in ("gp", "full", "ekfac"):
-        shuffled = ntkl.laplace(own.network, loader, ntkl.Categorical(), structure=structure)
+        settings = ntkl.Settings(batch_size=2)
+        shuffled = ntkl.laplace(own.network, loader, ntkl.Categorical(), structure=structure, settings=settings)
         plain = ntkl.laplace(own.network, (own.x, y), ntkl.Categorical(), structure=structure)
         order = (shuffled.f[:, None] - plain.f).abs().sum(2).argmin(1)
         assert order.sort().values.tolist() == list(range(len(y)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import ntk_laplace as ntkl
 from ntk_laplace.data import Batches, Gathered, gather
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.network import Network
+from ntk_laplace.structures import reading
+from ntk_laplace.structures.together import together
 from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
@@ -50,16 +53,22 @@ def assert_same(posterior, other, x, limit: float = 1e-9) -> None:
     [(n, s, CURVATURES[(i + j) % 2]) for i, n in enumerate(NETWORKS) for j, s in enumerate(CHOSEN) if (i + j) % 5 < 3],
 )
 def test_order_and_batches_change_nothing(network, structure, curvature):
-    """Identity 6: permuted data in batches of three (the last is smaller), and a loader that shuffles each pass."""
+    """Identity 6: permuted data in batches of three (the last is smaller), and a loader that shuffles each pass.
+
+    A loader's batches are read together, or, by a size that was asked for, as they are.
+    """
     case, likelihood = problem(network), offered(network)[-1]
     y = targets(LIKELIHOODS[likelihood], case)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(4))
     want = fresh_fit(network, likelihood, "layer", curvature, structure)
-    for data in (
-        loader(take(case.x, order), y[order], batch_size=3),
-        loader(case.x, y, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    for batch_size, data in (
+        (3, loader(take(case.x, order), y[order], batch_size=3)),
+        (2, loader(case.x, y, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(5))),
+        (None, loader(take(case.x, order), y[order], batch_size=3)),
     ):
-        assert_same(fresh_fit(network, likelihood, "layer", curvature, structure, data=data), want, case.x_new)
+        settings = ntkl.Settings(batch_size=batch_size)
+        found = fresh_fit(network, likelihood, "layer", curvature, structure, data=data, settings=settings)
+        assert_same(found, want, case.x_new)
     small = fresh_fit(network, likelihood, "layer", curvature, structure, settings=ntkl.Settings(batch_size=2))
     assert_same(small, want, case.x_new)
 
@@ -69,9 +78,10 @@ def test_drawn_labels_do_not_depend_on_batches(structure):
     """The Monte-Carlo curvature: the same labels for the same data, in batches of any size and in every pass."""
     case, y = problem("deep_mlp"), targets(LIKELIHOODS["categorical"], problem("deep_mlp"))
     want = fresh_fit("deep_mlp", "categorical", "layer", "mc", structure)
-    for batch_size in (1, 3):
-        data = loader(case.x, y, batch_size=batch_size)
-        assert_same(fresh_fit("deep_mlp", "categorical", "layer", "mc", structure, data=data), want, case.x_new)
+    for batch_size, most in ((1, 1), (3, 3), (2, None)):
+        data, settings = loader(case.x, y, batch_size=batch_size), ntkl.Settings(batch_size=most)
+        found = fresh_fit("deep_mlp", "categorical", "layer", "mc", structure, data=data, settings=settings)
+        assert_same(found, want, case.x_new)
 
 
 class Shuffled(Sampler):
@@ -125,8 +135,9 @@ def test_drawn_labels_stay_with_their_examples_in_a_shuffled_loader(structure):
     case, y = problem("far_from_optimum"), targets(LIKELIHOODS["categorical"], problem("far_from_optimum"))
     data = loader(case.x, y, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(6))
     posterior = ntkl.laplace(
-        case.network, data, ntkl.Categorical(), structure=structure, curvature=ntkl.Root("mc", samples=400)
-    )
+        case.network, data, ntkl.Categorical(), structure=structure, curvature=ntkl.Root("mc", samples=400),
+        settings=ntkl.Settings(batch_size=2),
+    )  # fmt: skip
     exact = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure=structure).curvature.information()
     # SSᵀ has expectation Λ: with so many draws only a mix-up of examples is further off
     assert (posterior.curvature.information() - exact).norm() < 0.2 * exact.norm()
@@ -272,15 +283,17 @@ class Once(IterableDataset):
         return self.pairs
 
 
+@pytest.mark.parametrize("batch_size", [2, None])
 @pytest.mark.parametrize("structure", ["gp", "kfac", "diag", "ekfac", "inf"])
-def test_a_stream_that_can_be_read_once(structure):
+def test_a_stream_that_can_be_read_once(structure, batch_size):
     """One pass sees every example, the first batch, by which the network is probed, included."""
     case, asked = problem("deep_mlp"), structure
     if structure in ("ekfac", "inf"):
         basis = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
         asked = ntkl.EKFAC(basis=basis) if structure == "ekfac" else ntkl.INF(rank=0.4, basis=basis)
     stream = DataLoader(Once(case.x, targets(LIKELIHOODS["categorical"], case)), batch_size=2)
-    found = fresh_fit("deep_mlp", "categorical", "layer", "ggn", asked, data=stream)
+    settings = ntkl.Settings(batch_size=batch_size)
+    found = fresh_fit("deep_mlp", "categorical", "layer", "ggn", asked, data=stream, settings=settings)
     want = fresh_fit("deep_mlp", "categorical", "layer", "ggn", structure)
     assert relative_error(found.log_marginal_likelihood(), want.log_marginal_likelihood()) < 1e-12
 
@@ -400,7 +413,10 @@ def test_a_pass_that_fails_leaves_the_sums_as_they_were(structure):
     """Another temperature asks for another pass."""
     network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     data = Failing(torch.randn(40, 3).double(), torch.arange(40) % 3)
-    posterior = ntkl.laplace(network, DataLoader(data, batch_size=10), ntkl.Categorical(), structure=structure)
+    posterior = ntkl.laplace(
+        network, DataLoader(data, batch_size=10), ntkl.Categorical(), structure=structure,
+        settings=ntkl.Settings(batch_size=10),
+    )  # fmt: skip
     before = posterior.log_marginal_likelihood().item(), posterior.latent_moments(data.x[:4])[1]
     posterior.likelihood.temperature, data.fails = 2.0, True
     with pytest.raises(OSError, match="disk"):
@@ -421,6 +437,8 @@ def test_a_network_in_bfloat16(structure):
 
 class Watched(IterableDataset):
     """Eight batches of five, and how many tensors there are when each is asked for."""
+
+    SIZE = 5
 
     def __init__(self) -> None:
         self.batches, self.alive = torch.randn(8, 5, 3).double(), []
@@ -447,7 +465,10 @@ def test_a_batch_leaves_no_tensor_behind(structure, curvature):
     """One small tensor kept from each batch is enough to keep a heap from using its room again."""
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     data = Watched()
-    posterior = ntkl.laplace(network, DataLoader(data, batch_size=None), ntkl.Categorical(), None, structure, curvature)
+    posterior = ntkl.laplace(
+        network, DataLoader(data, batch_size=None), ntkl.Categorical(), None, structure, curvature,
+        settings=ntkl.Settings(batch_size=Watched.SIZE),
+    )  # fmt: skip
     posterior.log_marginal_likelihood(correction=True)
     alive = torch.tensor(data.alive).view(-1, len(data.batches))  # pass by pass
     assert len(alive) >= 3 and alive.min() > 3
@@ -504,13 +525,13 @@ def test_an_interrupted_fit_goes_on(structure, curvature, by_path, tmp_path):
     stops = [passes + 5, passes + 7 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
     for at, done in zip(stops, (4, 2 if structure in ("ekfac", "inf") else 6), strict=True):
         data = DataLoader(Interrupted(case.x, y, at), batch_size=2)
-        settings = ntkl.Settings(checkpoint=path if by_path else None, resume=resume)
+        settings = ntkl.Settings(batch_size=2, checkpoint=path if by_path else None, resume=resume)
         with pytest.raises(ntkl.FitInterrupted, match=f"after {done} of 7 examples") as stop:
             fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=data, settings=settings)
         assert isinstance(stop.value, KeyboardInterrupt)
         resume = path if by_path else stop.value.state
     data = loader(case.x, y, batch_size=2)
-    settings = ntkl.Settings(resume=resume)
+    settings = ntkl.Settings(batch_size=2, resume=resume)
     found = fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=data, settings=settings)
     assert_same(found, fresh_fit("deep_mlp", "categorical", "layer", curvature, structure), case.x_new, 1e-10)
 
@@ -520,8 +541,10 @@ def interrupted_kfac():
     case = problem("deep_mlp")
     data = DataLoader(Interrupted(case.x, targets(LIKELIHOODS["categorical"], case), 6), batch_size=2)
     with pytest.raises(ntkl.FitInterrupted) as stop:
-        fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", data=data)
-    return ntkl.Settings(resume=stop.value.state)
+        fresh_fit(
+            "deep_mlp", "categorical", "layer", "ggn", "kfac", data=data, settings=ntkl.Settings(batch_size=2)
+        )
+    return ntkl.Settings(batch_size=2, resume=stop.value.state)
 
 
 @pytest.mark.parametrize("change", ["nothing", "batches", "curvature", "likelihood", "prior"])
@@ -608,7 +631,6 @@ def test_the_network_comes_back_untouched(structure):
 def test_tensors_come_in_even_batches_of_bounded_memory(n, width, sizes):
     """At most 2,048 examples and 32 MiB at a time, or what suits their use, and 512 examples at least."""
     def lengths(batches: Batches) -> list[int]:
-        assert batches.num_batches == len(list(batches))
         return [len(y) for _, y in batches]
 
     x, y = torch.zeros(n, width), torch.zeros(n)
@@ -623,6 +645,89 @@ def test_tensors_come_in_even_batches_of_bounded_memory(n, width, sizes):
     chosen = Batches((x[:7], y[:7]), 3, torch.device("cpu"))
     chosen.suit(10**9)
     assert lengths(chosen) == [3, 3, 1]
+
+
+def read_together(data, most: int | None) -> list[int]:
+    """Sizes of the batches that are read."""
+    return [len(y) for _, y in together(Batches(data, most, torch.device("cpu")), Network(Turns().double()))]
+
+
+def test_small_batches_of_a_loader_are_read_together():
+    """Up to a number of examples and of bytes, and never cut."""
+    x, y = torch.rand(23, 3).double(), torch.zeros(23)
+    sizes = {most: read_together(loader(x, y, batch_size=3), most) for most in (None, 2, 3, 5, 6, 9)}
+    assert sizes == {None: [23], 2: [3] * 7 + [2], 3: [3] * 7 + [2], 5: [3] * 7 + [2], 6: [6, 6, 6, 5], 9: [9, 9, 5]}
+    assert read_together((x, y), 10) == [10, 10, 3]
+    wide = torch.zeros(1, 2**20).expand(100, -1)  # 4 MiB an example
+    pairs = [(wide[:2], torch.zeros(2)) for _ in range(9)]
+    flat = Network(nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 1)))
+    found = together(Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu")), flat)
+    assert [len(part) for part, _ in found] == [8, 8, 2]
+
+
+@pytest.mark.parametrize("other", ["shape", "type", "targets", "key"])
+def test_batches_of_another_form_stay_apart(other):
+    """Those before and after are read together."""
+    def pair(changed: bool) -> tuple:
+        x = torch.zeros(2, 4 if changed and other == "shape" else 3, dtype=torch.int if changed and other == "type"
+                        else torch.double)  # fmt: skip
+        return {"y" if changed and other == "key" else "x": x}, torch.zeros((2, 1) if changed and other == "targets"
+                                                                           else 2)  # fmt: skip
+
+    class Keys(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(2).double())
+
+        def forward(self, d: dict[str, Tensor]) -> Tensor:
+            return next(iter(d.values())).sum(1, keepdim=True) + self.bias
+
+    pairs = [pair(number == 3) for number in range(6)]
+    batches = Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu"))
+    assert [len(y) for _, y in together(batches, Network(Keys()))] == [6, 2, 4]
+
+
+def test_batches_that_the_network_treats_otherwise_together_stay_apart():
+    """Those of one kind are read together, whichever it is."""
+    signs = torch.tensor([1.0, 1.0, -1.0, -1.0]).double()
+    x = torch.rand(4, 5, 3).double() * signs[:, None, None]
+    for order, sizes in (([0, 1], [10]), ([2, 3], [10]), ([0, 2], [5, 5]), ([0, 1, 2], [5, 5, 5])):
+        pairs = [(x[number], torch.zeros(5)) for number in order]
+        assert read_together(DataLoader(pairs, batch_size=None), None) == sizes
+
+
+def test_what_is_read_together_is_held_once():
+    """While the whole is in use, the parts are gone, but for the reader's last."""
+    seen: list[weakref.ref] = []
+
+    class Parts(IterableDataset):
+        def __iter__(self):
+            for _ in range(4):
+                x = torch.rand(2, 3).double()
+                seen.append(weakref.ref(x))
+                yield x, torch.zeros(2)
+                del x
+
+    for x, _ in together(Batches(DataLoader(Parts(), batch_size=None), None, torch.device("cpu")),
+                         Network(Turns().double())):  # fmt: skip
+        assert len(x) == 8 and [part() for part in seen[:3]] == [None] * 3
+
+
+def test_progress_counts_examples(monkeypatch):
+    """Batches differ in size: the time left is reckoned from examples."""
+    steps: list[tuple[int, int | None]] = []
+
+    def track(items, what, total, show, size):
+        for item in items:
+            steps.append((size(item), total))
+            yield item
+
+    monkeypatch.setattr(reading, "track", track)
+    case = problem("deep_mlp")
+    data = loader(case.x, targets(LIKELIHOODS["categorical"], case), batch_size=3)
+    settings = ntkl.Settings(batch_size=3)
+    fresh_fit("deep_mlp", "categorical", "layer", "ggn", "diag", data=data, settings=settings)
+    assert steps == [(3, 7), (3, 7), (1, 7)]
 
 
 @pytest.mark.parametrize(("structure", "conv", "batch"), [

@@ -5,6 +5,7 @@ from ntk_laplace.data.forms import form_of, in_words, remedy_for, same_form
 from ntk_laplace.data.gathering import Gathered, gather
 from ntk_laplace.data.inputs import (
     Inputs,
+    alike,
     as_tensors,
     check_finite,
     concatenate,
@@ -23,6 +24,7 @@ __all__ = [
     "Missing",
     "Selected",
     "Source",
+    "alike",
     "as_tensors",
     "check_finite",
     "concatenate",

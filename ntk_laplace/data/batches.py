@@ -17,7 +17,7 @@ from ntk_laplace.errors import DataError
 __all__ = ["Batches", "Joined", "Missing", "Selected", "Source", "generators_of", "kept_or_missing"]
 
 _BATCH = 512  # examples read at a time where the caller did not say
-_LARGEST_BATCH = 5_000  # and of tensors that are small, if what is done with them bears it
+_LARGEST_BATCH = 5_000  # and of examples that are small, if what is done with them bears it
 _UNKNOWN_BATCH = 2048  # as long as nobody said what is done with them
 _BATCH_BYTES = 32 * 2**20
 
@@ -44,7 +44,7 @@ class Batches:
         A loader keeps its own batches, sampler and `collate_fn`. A dataset, or tensors, are cut into batches of
         `batch_size` in their order.
     batch_size : int, optional
-        Examples per batch where no loader chose it; by default 512, and more of tensors that are small.
+        Examples that make a good batch; by default 512, and more of tensors that are small.
     device : torch.device
         Where batches go.
     dtype : torch.dtype, optional
@@ -63,7 +63,8 @@ class Batches:
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
         self._order = 0  # a checksum of the targets as they come
-        self._fitting: int | None = None  # examples of tensors in memory that fit a batch; None where the size is given
+        self._chosen = batch_size is not None
+        self._fitting = _LARGEST_BATCH  # so many examples are as large as a batch should be
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
         if isinstance(data, (tuple, list)) and len(data) == 2:
@@ -76,9 +77,7 @@ class Batches:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
                                 "Give one target (row) per input.")
             self._source, self._length = (x, y), n
-            if batch_size is None:
-                self._fitting = min(_LARGEST_BATCH, _BATCH_BYTES // max(1, _bytes(x) // max(1, n)))
-                self.suit(_UNKNOWN_BATCH)
+            self._fitting = min(_LARGEST_BATCH, _BATCH_BYTES // max(1, _bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
             self._source, self._length = data, _length_of(data)
         elif isinstance(data, Dataset):
@@ -88,6 +87,7 @@ class Batches:
                             "Wrap it in torch.utils.data.DataLoader, or pass (X, y).")
         if self._length == 0:
             raise _empty()
+        self.suit(_UNKNOWN_BATCH)
 
     @classmethod
     def of(cls, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None) -> Batches:
@@ -97,28 +97,20 @@ class Batches:
     def suit(self, most: int) -> None:
         """Cut tensors in memory into even batches of at most so many examples (of 512 at least), as suits their use.
 
-        A batch is what an interruption waits for: many examples where little is done with each. A loader's batches,
-        and a size that the caller chose, stay.
+        A batch is what an interruption waits for: many examples where little is done with each. A size that the
+        caller chose stays. So do a loader's batches; small ones may be read together, up to that size.
         """
-        if self._fitting is not None:
-            largest = max(_BATCH, min(self._fitting, most))
-            self.batch_size = -(-self._length // max(1, -(-self._length // largest)))
+        if self._chosen:
+            return
+        self.batch_size = max(_BATCH, min(self._fitting, most))
+        if not isinstance(self._source, DataLoader):
+            self.batch_size = -(-self._length // max(1, -(-self._length // self.batch_size)))
             self.close()
 
     @property
     def length(self) -> int | None:
         """Number of examples, if it is known without a pass (a loader that drops its last batch delivers fewer)."""
         return self._length
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of batches, if it is known without a pass."""
-        if isinstance(self._source, DataLoader):
-            try:
-                return len(self._source)
-            except TypeError:
-                return None
-        return -(-self._length // self.batch_size)
 
     @property
     def shuffled(self) -> bool:
@@ -202,10 +194,9 @@ class Joined:
         return None if None in lengths else sum(lengths)
 
     @property
-    def num_batches(self) -> int | None:
-        """Number of batches, if all sources know theirs."""
-        counts = [source.num_batches for source in self.sources]
-        return None if None in counts else sum(counts)
+    def batch_size(self) -> int:
+        """Examples that make a good batch."""
+        return self.sources[0].batch_size
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for source in self.sources:
@@ -246,9 +237,9 @@ class Selected:
         return int(self.keep.sum())
 
     @property
-    def num_batches(self) -> int | None:
-        """Not known: batches without an example of these are left out."""
-        return None
+    def batch_size(self) -> int:
+        """Examples that make a good batch."""
+        return self.source.batch_size
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         seen = 0
@@ -268,7 +259,7 @@ class Missing:
     """Data that a checkpoint did not hold: any pass over them is refused."""
 
     device: torch.device | None = None
-    length = num_batches = None
+    length, batch_size = None, 1
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         raise DataError("the training data, for another pass over them", "a checkpoint that holds none",

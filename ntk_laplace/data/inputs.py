@@ -13,6 +13,7 @@ from ntk_laplace.errors import DataError, NonFiniteError
 
 __all__ = [
     "Inputs",
+    "alike",
     "as_tensors",
     "check_finite",
     "concatenate",
@@ -82,6 +83,8 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
     """Join nested inputs along their first axis."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
@@ -90,6 +93,19 @@ def concatenate(parts: Sequence[Inputs]) -> Inputs:
         joined = [concatenate([part[i] for part in parts]) for i in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     return first
+
+
+def alike(x: Inputs, other: Inputs) -> bool:
+    """Whether two nested inputs consist of tensors alone, and differ at most in their number of examples."""
+    if isinstance(x, Tensor) and isinstance(other, Tensor):
+        return x.shape[1:] == other.shape[1:] and x.dtype == other.dtype
+    if type(x) is not type(other):
+        return False
+    if isinstance(x, Mapping):
+        return x.keys() == other.keys() and all(alike(value, other[key]) for key, value in x.items())
+    if isinstance(x, (tuple, list)):
+        return len(x) == len(other) and all(map(alike, x, other))
+    return False
 
 
 def to_device(x: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:

@@ -14,6 +14,7 @@ from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.progress import track
 from ntk_laplace.structures.base import Trained
+from ntk_laplace.structures.together import together
 
 __all__ = [
     "ModelSignature",
@@ -33,7 +34,10 @@ def read_batches(
     trained: Trained, batches: Source, what: str
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """One pass over the data; `what` is being computed."""
-    return track(batches, f"ntk_laplace: {what}", batches.num_batches, trained.settings.progress)
+    return track(
+        together(batches, trained.network), f"ntk_laplace: {what}", batches.length, trained.settings.progress,
+        lambda pair: num_examples(pair[0]),
+    )  # fmt: skip
 
 
 def read_outputs(trained: Trained, batches: Source) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,48 @@
+"""Small batches of a loader read as one: every batch has a price of its own, whatever its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ntk_laplace.data import Inputs, Source, alike, concatenate, leaves, num_examples
+from ntk_laplace.network import Network
+
+__all__ = ["together"]
+
+_BYTES = 32 * 2**20  # of inputs that are read as one
+
+
+def together(batches: Source, network: Network) -> Iterator[tuple[Inputs, Tensor]]:
+    """The same examples in the same order; neighboring batches joined up to the size that suits the source.
+
+    A loader may have put examples into one batch because they belong together: batches of different forms stay apart,
+    and so do those whose examples the network would treat otherwise in one batch.
+    """
+    waiting: list[tuple[Inputs, Tensor]] = []
+    count = size = 0
+
+    def full() -> bool:  # no room for another like the last: it is not waited for
+        return count + n > batches.batch_size or size + nbytes > _BYTES
+
+    for pair in batches:
+        n, nbytes = num_examples(pair[0]), sum(tensor.nbytes for tensor in leaves(pair[0]))
+        if waiting and (full() or not alike(waiting[0], pair)):
+            yield from _joined(waiting, network)
+            count = size = 0
+        waiting.append(pair)
+        count, size = count + n, size + nbytes
+        if full():
+            yield from _joined(waiting, network)
+            count = size = 0
+    if waiting:
+        yield from _joined(waiting, network)
+
+
+def _joined(waiting: list[tuple[Inputs, Tensor]], network: Network) -> list[tuple[Inputs, Tensor]]:
+    """One batch if the network bears it; the list is emptied, so that nothing holds the parts while it is in use."""
+    one = len(waiting) > 1 and network.independent_of_batches([x for x, _ in waiting])
+    found = [concatenate(waiting)] if one else list(waiting)
+    waiting.clear()
+    return found
