@@ -58,6 +58,18 @@ def test_all_roads_lead_to_one_optimum(regression, name: str, groups: str) -> No
     assert max(found) - min(found) < 2e-3
 
 
+@pytest.mark.parametrize("noise", [1e-12, 1e-9, 1e-6, 1e9])
+@pytest.mark.parametrize("name", ["gp", "kfac"])
+def test_an_evidence_of_minus_billions_sets_no_tolerance(regression, name: str, noise: float) -> None:
+    """Converged means flat where the search ends, not beside the size of the evidence where it began."""
+    best = fit(regression, name).fit_hyperparameters()
+    found = fit(regression, name, noise=noise).fit_hyperparameters()
+    assert found.converged and found.evidence[found.best] == pytest.approx(best.evidence[best.best], abs=2e-3)
+    again = fit(regression, name)
+    again.prior.precision, again.likelihood.noise = best.values[best.best][:2], best.values[best.best][2]
+    assert len(again.fit_hyperparameters()) == 1  # there already
+
+
 def test_one_eigendecomposition_is_the_factorization_at_every_step(regression) -> None:
     posterior = fit(regression, "gp", 30.0, "all")
     history = posterior.fit_hyperparameters("adam", steps=30)
@@ -193,6 +205,8 @@ def test_wrong_requests(regression) -> None:
     classifier = ntkl.laplace(nn.Linear(1, 2).double(), (x, labels.long().squeeze(1)), ntkl.Categorical())
     with pytest.raises(ntkl.UnsupportedError, match="temperature"):
         classifier.fit_hyperparameters("mackay")
+    with pytest.raises(ntkl.UnsupportedError, match="an evidence with correction"):
+        posterior.fit_hyperparameters("mackay", correction=True)
 
 
 def test_a_history_for_people(regression) -> None:

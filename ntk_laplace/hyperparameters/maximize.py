@@ -15,7 +15,7 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.hyperparameters.history import HyperparameterHistory
 from ntk_laplace.hyperparameters.variables import Evidence, Variables, spectral_evidence
-from ntk_laplace.likelihoods import Gaussian
+from ntk_laplace.likelihoods import Gaussian, Likelihood
 from ntk_laplace.progress import track
 
 __all__ = ["METHODS", "maximize"]
@@ -59,6 +59,8 @@ def maximize(
     if options:
         raise HyperparameterError("options among correction, learning_rate, progress", ", ".join(options), "Drop them.")
     variables = Variables(posterior, parameters)
+    if method == "mackay":
+        _require_fixed_point(set(variables.parameters), posterior.likelihood, correction)
     evidence = None if correction else spectral_evidence(posterior, theta, list(variables.parameters))
     if evidence is None:
         evidence = partial(posterior.log_marginal_likelihood, correction=correction)
@@ -170,28 +172,31 @@ def _lbfgs(search: _Search) -> None:
         try:
             value, gradient = search.at(point)
         except NumericalError:
-            if not search.history.evidence:
-                raise
             return search.wall(point)
-        last.update(point=point, value=value, gradient=gradient)
-        if not search.history.evidence:
-            search.note(value, point, gradient)
+        last.update(value=value, logs=point, gradient=gradient)
         return -value, -gradient.numpy()
 
     def after(_: np.ndarray) -> None:
-        search.note(last["value"], last["point"], last["gradient"])
+        search.note(**last)
+        if search.flat(**last):
+            raise StopIteration  # SciPy's own tolerance is one number, and the evidence's size changes on the way
 
-    last: dict[str, Any] = {}
-    limits = list(zip(search.low.tolist(), search.high.tolist(), strict=True))
-    scale = 1.0 + abs(search.at(search.inside(search.start))[0])
-    found = minimize(
-        negative, search.inside(search.start).numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
-        options={"maxiter": search.steps, "gtol": search.tolerance * scale, "ftol": 1e-15, "maxls": 40},
-    )  # fmt: skip
-    best = search.best()
-    value, gradient = search.at(best)
-    flat = search.flat(value, best, gradient)
-    search.stop(flat or bool(found.success), "gradient below tolerance" if flat else str(found.message).lower())
+    start = search.inside(search.start)
+    value, gradient = search.at(start)
+    last: dict[str, Any] = {"value": value, "logs": start, "gradient": gradient}
+    search.note(**last)
+    message, success = "", True
+    if not search.flat(**last):
+        limits = list(zip(search.low.tolist(), search.high.tolist(), strict=True))
+        found = minimize(
+            negative, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
+            options={"maxiter": search.steps, "gtol": 0.0, "ftol": 1e-15, "maxls": 40},
+        )  # fmt: skip
+        message, success = str(found.message).lower(), bool(found.success)
+        best = search.best()
+        last.update(zip(("value", "gradient"), search.at(best), strict=True), logs=best)
+    flat = search.flat(**last)
+    search.stop(flat or success, "gradient below tolerance" if flat else message)
 
 
 def _adam(search: _Search, rate: float, progress: bool | None) -> None:
@@ -217,12 +222,6 @@ def _adam(search: _Search, rate: float, progress: bool | None) -> None:
 
 def _mackay(search: _Search, posterior: Evidence, theta: Tensor, progress: bool | None) -> None:
     """δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ), in turns with γ."""
-    moving = set(search.variables.parameters)
-    likelihood = posterior.likelihood
-    noise = isinstance(likelihood, Gaussian) and likelihood.kind == "scalar"
-    if not moving <= ({"precision", "noise"} if noise else {"precision"}):
-        raise UnsupportedError('method "lbfgs" or "adam" for ' + ", ".join(sorted(moving - {"precision"})), '"mackay"',
-                               "The fixed point is known for precisions and for a Gaussian's one noise variance.")
     distances = posterior.prior.group_distances(theta).clamp_min(torch.finfo(torch.float64).tiny).cpu()
     search.variables.set(search.inside(search.start))
     for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
@@ -248,6 +247,15 @@ def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Ten
             left = max(residual.shape[1] * float(counts.sum()) - float(used.sum()), torch.finfo(torch.float64).tiny)
             found.append(torch.tensor([squares / left], dtype=torch.float64).log())
     return torch.cat(found)
+
+
+def _require_fixed_point(moving: set[str], likelihood: Likelihood, correction: bool) -> None:
+    noise = isinstance(likelihood, Gaussian) and likelihood.kind == "scalar"
+    others = moving - ({"precision", "noise"} if noise else {"precision"})
+    if others or correction:
+        what = ", ".join(sorted(others)) or "an evidence with correction"
+        raise UnsupportedError(f'method "lbfgs" or "adam" for {what}', '"mackay"', "The fixed point is known for "
+                               "precisions and for a Gaussian's one noise variance, without correction.")
 
 
 def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
