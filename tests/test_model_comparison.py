@@ -201,6 +201,11 @@ def test_different_data_are_refused():
     pair = [ntkl.laplace(network, (x, counts), model) for model in (ntkl.Gaussian(), ntkl.Poisson())]
     with pytest.raises(ntkl.UnsupportedError, match=r"densities or all probabilities.*Gaussian and Poisson"):
         ntkl.compare_models(pair)
+    weighed = [ntkl.laplace(network, (x, y), ntkl.Tempered(ntkl.Gaussian(0.09), weight)) for weight in (1.0, 5.0)]
+    with pytest.raises(ntkl.UnsupportedError, match=r"equally often; got weights 1 for 'model 1' and 5 for 'model 2'"):
+        ntkl.compare_models(weighed)
+    own = ntkl.CustomLikelihood(lambda f, y: -0.5 * (y - f).square().sum(1) - (y - f).pow(4).sum(1))  # a density too
+    assert len(quietly([posterior(4), ntkl.laplace(network, (x, y), own)]).rows) == 2
     # float32 rounds the targets, which is no other data
     single = ntkl.laplace(network.float(), (x.float(), y.float()), ntkl.Gaussian(0.09))
     network.double()
@@ -215,6 +220,7 @@ def test_different_data_are_refused():
         (lambda one: ntkl.compare_models([("a", one), ("a", one)]), ntkl.DataError, "a name of its own"),
         (lambda one: ntkl.compare_models([one], conditional="all"), ntkl.UnsupportedError, "conditional=.*'all'"),
         (lambda one: ntkl.compare_models([one], m=50), ntkl.DataError, "0 to 49; got 50"),
+        (lambda one: ntkl.compare_models([one], data()[2:], predictive="all"), ntkl.UnsupportedError, "a method among"),
         (lambda one: quietly([one]).spearman("evidence"), ntkl.DataError, "'test_log_likelihood' for every"),
         (lambda one: quietly([one]).plot("clml"), ntkl.DataError, "a column among"),
         (lambda one: quietly([one])["b"], KeyError, "no model 'b' among model 1"),
@@ -223,6 +229,30 @@ def test_different_data_are_refused():
 def test_bad_questions_are_answered(ask, error, words):
     with pytest.raises(error, match=words):
         ask(posterior(2))
+
+
+def test_what_is_wrong_with_test_data_is_told_before_any_score(monkeypatch):
+    monkeypatch.setattr(ntkl.Posterior, "conditional_log_marginal_likelihood", None)
+    for test in (data()[2], (data()[2], data()[3][:3]), (data()[2], data()[3].repeat(1, 2))):
+        with pytest.raises(ntkl.DataError):
+            ntkl.compare_models([posterior(2), posterior(4)], test)
+
+
+def test_names_that_are_numbers_and_numbers_of_numpy():
+    found = quietly({1: posterior(2), 2: posterior(4)}, {1: data()[2:], 2: data()[2:]}, m=np.int64(40), permutations=2)
+    assert [row.name for row in found.rows] == ["1", "2"] and json.loads(found.to_json())["m"] == 40
+    assert quietly([["a", posterior(2)]]).rows[0].name == "a"
+
+
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_one_point_or_two(structure):
+    """A mean of predictions needs three points: one to fit, one to tune, one to predict."""
+    for part, words in ((1, "1 model of 1 point;"), (2, "1 model of 2 points;")):
+        found = quietly([posterior(2, structure=structure, part=part)])
+        assert str(found).startswith(words)
+        assert (found.rows[0].conditional is None) == (found.m is None) == (structure == "kfac")
+    with pytest.raises(ntkl.DataError, match="at least 3 training points, to condition on 2 and predict one; got 2"):
+        posterior(2, structure="kfac", part=2).conditional_log_marginal_likelihood(1)
 
 
 def test_a_prior_is_checked_at_the_weights_that_a_what_if_moved_to():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -398,6 +400,13 @@ def test_the_learning_curve_as_table_and_picture():
     top, bottom = curve.plot().axes
     assert top.lines[0].get_ydata() == pytest.approx(frame["log_density"].to_numpy())
     assert bottom.lines[0].get_ydata()[-1] == pytest.approx(curve.evidence)
+    with warnings.catch_warnings():  # one order has no deviation, which is no reason to warn
+        warnings.simplefilter("error")
+        alone = of_classes("gp").learning_curve(np.int64(0))
+        assert alone.standard_error.isnan().all() and alone.plot().axes
+        assert alone.conditional(np.int64(30)) == float(alone.terms[0, 30:].sum())
+        given = of_classes("gp").conditional_log_marginal_likelihood(np.int64(30), np.int64(0))
+        assert float(given) == pytest.approx(alone.conditional(30))
     # and what was asked leaves no trace in the caller's random numbers
     before = torch.random.get_rng_state()
     of_classes("gp").learning_curve(permutations=2)

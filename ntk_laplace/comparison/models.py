@@ -13,13 +13,15 @@ from ntk_laplace.comparison.priors import check_prior
 from ntk_laplace.comparison.ranking import ModelComparison, ModelScores
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.likelihoods import Gaussian
+from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, Tempered
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.selection import require_beginning
 
 __all__ = ["compare_models"]
 
 _SHARE = 0.8  # of the data, conditioned on where m is not given
 _CONDITIONAL = ("auto", "evidence", "average", "none")
+_COUNTED = (Bernoulli, Categorical, Poisson)  # probabilities of whole numbers, not densities
 
 
 def compare_models(
@@ -46,7 +48,7 @@ def compare_models(
         Orders of the data for it, the same for all models; as in `conditional_log_marginal_likelihood`.
     conditional : str
         Its method, one for all models: "evidence", "average", or "none" to leave it out; "auto" is "evidence" where
-        every structure has it.
+        every structure has it, and "none" where two points or fewer leave nothing to average.
     predictive : str
         Method of `predict` for the test data.
 
@@ -66,18 +68,24 @@ def compare_models(
     first = next(iter(named.values()))
     m = int(_SHARE * first.num_examples) if m is None else m
     method = _method(conditional, named)
+    if method != "none":
+        m = require_beginning(m, first.num_examples, 0 if method == "evidence" else 2)
     by_name = isinstance(test, Mapping)
-    if by_name and not test.keys() >= named.keys():
-        raise DataError(f"test data for {', '.join(named)}", f"a mapping with {', '.join(map(str, test)) or 'none'}",
+    own = {str(name): data for name, data in test.items()} if by_name else dict.fromkeys(named, test)
+    if not own.keys() >= named.keys():
+        raise DataError(f"test data for {', '.join(named)}", f"a mapping with {', '.join(own) or 'none'}",
                         "Give every model its own, or one (X, y) for all.")
     with torch.inference_mode(False), torch.no_grad():
+        tested = {  # first: what is wrong with test data shows at once
+            name: {} if own[name] is None else _test_scores(posterior, own[name], predictive)
+            for name, posterior in named.items()
+        }
         rows = []
         for name, posterior in named.items():
             given = None
             if method != "none":
                 given = float(posterior.conditional_log_marginal_likelihood(m, permutations, seed, method=method))
-            own = test[name] if by_name else test
-            rows.append(_row(name, posterior, given, {} if own is None else _test_scores(posterior, own, predictive)))
+            rows.append(_row(name, posterior, given, tested[name]))
     found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
     if found.warning:
         warnings.warn(found.warning, NTKLaplaceWarning, stacklevel=2)
@@ -87,7 +95,10 @@ def compare_models(
 def _named(models: Iterable[Any] | Mapping[str, Posterior]) -> dict[str, Posterior]:
     models = models.items() if isinstance(models, Mapping) else models
     pairs = list(models) if isinstance(models, Iterable) else [(models,)]
-    pairs = [pair if isinstance(pair, tuple) else (f"model {number}", pair) for number, pair in enumerate(pairs, 1)]
+    pairs = [
+        tuple(pair) if isinstance(pair, (tuple, list)) else (f"model {number}", pair)
+        for number, pair in enumerate(pairs, 1)
+    ]
     bad = [pair for pair in pairs if len(pair) != 2 or not isinstance(pair[1], Posterior)]
     if bad or not pairs:
         raise DataError("posteriors, pairs (name, posterior), or a mapping of names to posteriors",
@@ -113,11 +124,20 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
         if got:
             raise DataError("models fitted to the same data: evidences of different data are not comparable", got,
                             "Fit all models to the same (X, y), without shuffling.")
-        densities = [isinstance(one.likelihood, Gaussian) for one in (first, posterior)]
-        if densities[0] != densities[1]:
-            kinds = " and ".join(type(one.likelihood).__name__ for one in (first, posterior))
-            raise UnsupportedError("likelihoods that are all densities or all probabilities", kinds,
+        kinds = [_plain(one.likelihood) for one in (first, posterior)]
+        words = " and ".join(type(kind).__name__ for kind in kinds)
+        # of one of your own nothing is known but that its targets are the same
+        if any(isinstance(kind, Gaussian) for kind in kinds) and any(isinstance(kind, _COUNTED) for kind in kinds):
+            raise UnsupportedError("likelihoods that are all densities or all probabilities", words,
                                    "Their units differ: compare regressions with regressions.")
+        if first.likelihood.weight != posterior.likelihood.weight:
+            weights = f"{first.likelihood.weight:g} for {name!r} and {posterior.likelihood.weight:g} for {other!r}"
+            raise UnsupportedError("likelihoods that count each example equally often", f"weights {weights}",
+                                   "Fit all models under Tempered(likelihood, weight) of one weight, or under none.")
+
+
+def _plain(likelihood: Likelihood) -> Likelihood:
+    return likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -135,7 +155,8 @@ def _method(conditional: str, named: dict[str, Posterior]) -> str:
         return conditional
     exact = all(one.structure == "gp" or (one.structure == "full" and one.root.curvature != "mc")
                 for one in named.values())  # fmt: skip
-    return "evidence" if exact else "average"
+    few = next(iter(named.values())).num_examples < 3
+    return "evidence" if exact else "none" if few else "average"
 
 
 def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str, float]) -> ModelScores:

@@ -169,10 +169,11 @@ class ModelComparison:
 
     def __str__(self) -> str:
         """A table, the rank correlations with the test log likelihood, and what to mind."""
-        head = f"{len(self.rows)} models of {self.num_examples:,} points; scores in nats, more is better"
+        head = f"{_counted(len(self.rows), 'model')} of {_counted(self.num_examples, 'point')}"
+        head += "; scores in nats, more is better"
         if self.m is not None:
             how = {"evidence": "joint", "average": "one by one"}[self.conditional]
-            head += f"; conditional: given {self.m:,} points, the others {how}"
+            head += f"; conditional: given {_counted(self.m, 'point')}, the others {how}"
         columns = [["model", *(row.name for row in self.rows)], ["structure", *(row.structure for row in self.rows)]]
         for name, (heading, form) in _HEADINGS.items():
             values = [getattr(row, name) for row in self.rows]
@@ -210,3 +211,7 @@ class ModelComparison:
             rho = self.spearman(name) if known else float("nan")
             found[name] = rho if rho == rho else None
         return found
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, is_whole
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +39,8 @@ class LearningCurve:
     @property
     def standard_error(self) -> Tensor:
         """Of `mean`, (N,); NaN for one order."""
+        if len(self.terms) == 1:  # of which torch warns
+            return torch.full_like(self.terms[0], float("nan"))
         return self.terms.std(0) / len(self.terms) ** 0.5
 
     @property
@@ -69,7 +72,8 @@ class LearningCurve:
         top, bottom = figure.subplots(2, 1, sharex=True)
         window = max(1, min(_WINDOW, len(frame) // 10))
         smooth = frame["log_density"].rolling(window, center=True, min_periods=1).mean()
-        top.plot(frame["n"], frame["log_density"], ".", ms=3, color="#9aa3ad", label=f"{len(self.terms)} orders")
+        label = f"mean of {len(self.terms)} orders" if len(self.terms) > 1 else "one order"
+        top.plot(frame["n"], frame["log_density"], ".", ms=3, color="#9aa3ad", label=label)
         top.plot(frame["n"], smooth, color="#1f4e79", label=f"running mean of {window}")
         top.set_ylabel("point n given those before, nats")
         # the first points may lie far below all others
@@ -82,15 +86,17 @@ class LearningCurve:
 
 
 def require_beginning(m: int, num_examples: int, least: int) -> int:
-    """m as it is, if some points come before and some after.
+    """m, if some points come before and some after.
 
     Raises
     ------
     DataError
         Otherwise.
     """
-    whole = isinstance(m, int) and not isinstance(m, bool)
-    if not whole or not least <= m < num_examples:
+    if num_examples <= least:
+        raise DataError(f"at least {least + 1} training points, to condition on {least} and predict one",
+                        f"{num_examples}", 'Fit structure="gp", whose closed form conditions on any number.')
+    if not is_whole(m, least) or m >= num_examples:
         raise DataError(f"a number m of points to condition on, {least} to {num_examples - 1}", repr(m),
                         "Pass a whole number that leaves points to predict, such as 80 % of N.")  # fmt: skip
-    return m
+    return int(m)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, require_whole
+from ntk_laplace.errors import DataError, is_whole, require_whole
 
 __all__ = ["orders"]
 
@@ -20,7 +20,7 @@ def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
     HyperparameterError
         If the seed is not.
     """
-    if isinstance(permutations, bool) or not isinstance(permutations, int) or permutations < 0:
+    if not is_whole(permutations, 0):
         raise DataError("a number of permutations, 0 or more", repr(permutations), "0 keeps the data's own order.")
     require_whole("seed", seed, 0, "Pass for instance seed=0.")
     if permutations == 0:
