@@ -217,3 +217,7 @@ def test_a_history_for_people(regression) -> None:
     assert json.loads(json.dumps(history.to_dict()))["method"] == "lbfgs"
     top, bottom = history.plot().axes
     assert top.get_ylabel() == "evidence, nats" and len(bottom.get_lines()) == 3
+    assert len(bottom.get_legend().get_texts()) == 3
+    history.names = ["a group with a name that would cover the lines", *history.names[1:]]
+    figure = history.plot()
+    assert figure.axes[1].get_legend() is None and len(figure.legends[0].get_texts()) == 3

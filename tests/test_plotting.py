@@ -143,3 +143,10 @@ def test_a_ranking_marks_size_and_vague_priors() -> None:
     assert small.get_markerfacecolor() == "white" != large.get_markerfacecolor()
     assert [text.get_text() for text in axes.texts] == ["small", "large"]
     assert "1.00" in axes.get_title(loc="left")
+
+
+def test_long_names_become_numbers_with_a_key() -> None:
+    names = [f"a network of width {width}" for width in (1, 2)]
+    figure = plotting.model_ranking(("evidence", [-2.0, -1.0]), ("test", [0.1, 0.3]), names, [1, 2], 1.0, [False] * 2)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["1", "2"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"{i}  {n}" for i, n in enumerate(names, 1)]

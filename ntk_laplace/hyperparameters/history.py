@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["HyperparameterHistory", "draw_history"]
 
 _MOST_LINES = 12  # hyperparameters drawn one by one; of more, the first ones
+_MOST_INSIDE, _LONG = 4, 20  # of them, and of letters, in a legend that leaves room for the lines
 
 
 @dataclass
@@ -96,6 +97,7 @@ def draw_history(
         Hyperparameters of each step in the order of `names`.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True)
@@ -104,7 +106,12 @@ def draw_history(
     top.set_ylabel("evidence, nats")
     for number, name in enumerate(names[:_MOST_LINES]):
         bottom.semilogy(steps, [row[number] for row in values], label=name, marker=marker)
-    shown = f" (first {_MOST_LINES} of {len(names)})" if len(names) > _MOST_LINES else ""
+    shown = f"\n(first {_MOST_LINES} of {len(names)})" if len(names) > _MOST_LINES else ""
     bottom.set(xlabel=axis, ylabel="hyperparameter" + shown)
-    bottom.legend(fontsize=8, ncols=2)
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
+    longest = max(map(len, names), default=0)
+    if len(names) > _MOST_INSIDE or longest > _LONG:  # it would cover the lines
+        figure.legend(fontsize=8, ncols=max(1, min(4, 100 // (longest + 8))), loc="outside lower center")
+    else:
+        bottom.legend(fontsize=8, ncols=2)
     return figure

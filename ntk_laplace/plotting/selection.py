@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from numpy.typing import ArrayLike
 
 from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, SERIES, flat, tidy
 
 __all__ = ["evidence_comparison", "model_ranking", "selection_curves"]
+
+_MOST_NAMES, _LONGEST_NAME = 10, 14  # beside points without running into each other
 
 
 def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLike]]]) -> Figure:
@@ -110,6 +113,7 @@ def model_ranking(
     across, up : (label, sequence of float)
         The scores.
     names : sequence of str
+        Beside the points; in a figure of its own many names, or long ones, become numbers with a key.
     parameters : sequence of int
         Numbers of parameters: the larger the model, the larger its point.
     rho : float
@@ -119,17 +123,24 @@ def model_ranking(
     axes : Axes, optional
         Where to draw; a figure of its own otherwise.
     """
-    figure = Figure(figsize=(6.0, 4.6), layout="constrained") if axes is None else axes.figure
+    keyed = axes is None and (len(names) > _MOST_NAMES or max(map(len, names)) > _LONGEST_NAME)
+    figure = Figure(figsize=(7.6 if keyed else 6.0, 4.6), layout="constrained") if axes is None else axes.figure
     axes = tidy(figure.add_subplot() if axes is None else axes, "" if np.isnan(rho) else f"Spearman's ρ = {rho:.2f}")
     scale = np.log(np.maximum(flat(parameters), 2.0))
     size = 5.0 + 7.0 * (scale - scale.min()) / max(float(np.ptp(scale)), 1e-12)
-    for x, y, name, own, open_ in zip(across[1], up[1], names, size, hollow, strict=True):
+    shown = [str(number) for number in range(1, len(names) + 1)] if keyed else names
+    for x, y, name, own, open_ in zip(across[1], up[1], shown, size, hollow, strict=True):
         axes.plot(x, y, "o", ms=own, mfc="white" if open_ else BLUE, mec=BLUE, mew=1.4, alpha=0.85)
         axes.annotate(name, (x, y), xytext=(0, 0.6 * own + 2), textcoords="offset points", fontsize=7, color=GREY,
                       ha="center")  # fmt: skip
     if any(hollow):
         axes.plot([], [], "o", mfc="white", mec=BLUE, mew=1.4, label="vague prior")
         axes.legend(loc="best", fontsize=8, frameon=False)
+    if keyed:
+        none = [Line2D([], [], ls="") for _ in names]
+        words = [f"{number}  {name}" for number, name in zip(shown, names, strict=True)]
+        figure.legend(none, words, loc="outside right upper", handlelength=0, handletextpad=0, frameon=False,
+                      fontsize=7, labelcolor=GREY)  # fmt: skip
     axes.set(xlabel=across[0], ylabel=up[0])
     axes.margins(0.12)
     return figure
