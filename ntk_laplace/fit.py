@@ -82,7 +82,8 @@ def laplace(
         One of its family, which names what was expected, what came and what to do.
     """
     door = Network(network, parameters)
-    prior = GaussianPrior.of(prior).bind(door.shapes)
+    with torch.inference_mode(False):  # hyperparameters that can move later
+        prior = GaussianPrior.of(prior).bind(door.shapes)
     root = Root.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
     if dtype not in (torch.float32, torch.float64):

@@ -287,6 +287,41 @@ def test_a_caller_without_gradients_gets_the_same(structure, path):
     assert torch.allclose(covariance, want.latent(NEW).covariance_matrix, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "inf", "diag"])
+def test_tensors_of_inference_mode_are_inputs_and_data_like_others(structure):
+    """Everything asked inside that mode, of inputs and data made there, is what it is outside; and gradients go on."""
+    network, x = build(2)
+    y, fresh = torch.randn(8, 2, generator=generator()).double(), torch.ones(3, 2).double()
+
+    def answers(x: Tensor, y: Tensor, new: Tensor, fresh: Tensor) -> tuple[object, list[Tensor]]:
+        posterior = ntkl.laplace(network, (x, y), likelihood, structure=structure)
+        found = [
+            *posterior.latent_moments(new, "posterior"), posterior.predict(new).variance, posterior.outputs(new),
+            posterior.removal_effects(new, 0), posterior.leave_one_out().mean, posterior.subset([0, 1, 5]).log_det(),
+            posterior.condition((new, fresh)).log_det(), posterior.add(new, fresh).latent_moments(new)[1],
+            posterior.remove([1, 2]).latent_moments(new)[0],
+        ]
+        posterior.prior.precision = 2.0
+        return posterior, [*found, posterior.log_marginal_likelihood(correction=True)]
+
+    likelihood = ntkl.Gaussian(0.5)
+    _, want = answers(x, y, NEW[:3], fresh)
+    with torch.inference_mode():
+        posterior, found = answers(x.clone(), y.clone(), NEW[:3].clone(), fresh.clone())
+    for own, expected in zip(found, want, strict=True):
+        assert torch.allclose(own, expected, rtol=1e-9, atol=1e-12)
+    posterior.log_marginal_likelihood().backward()
+    assert posterior.prior.log_precision.grad.abs() > 0
+    with torch.inference_mode():
+        before = posterior.log_marginal_likelihood()
+        posterior.fit_hyperparameters(parameters="precision")
+        assert posterior.log_marginal_likelihood() > before
+        rigid = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.5), structure=structure)
+        with pytest.raises(ntkl.HyperparameterError, match="noise made in inference mode"):
+            rigid.fit_hyperparameters()
+
+
 def test_changing_the_network_after_the_fit_changes_no_answer():
     """The posterior is that of the weights it was fitted at."""
     network, x = build(2)

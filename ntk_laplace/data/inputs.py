@@ -17,6 +17,7 @@ __all__ = [
     "as_tensors",
     "check_finite",
     "concatenate",
+    "differentiable",
     "leaves",
     "map_tensors",
     "num_examples",
@@ -112,12 +113,17 @@ def to_device(x: Inputs, device: torch.device, dtype: torch.dtype | None = None)
     """Move to a device; floating tensors also take `dtype`, if given."""
 
     def move(tensor: Tensor) -> Tensor:
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            tensor = tensor.clone()  # tensors of inference mode cannot enter an autograd graph
         cast = dtype is not None and tensor.is_floating_point()
         return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
 
-    return map_tensors(move, x)
+    with torch.inference_mode(False):
+        return map_tensors(move, differentiable(x))
+
+
+def differentiable(x: Inputs) -> Inputs:
+    """The same inputs; tensors of inference mode, which cannot enter an autograd graph, as copies."""
+    with torch.inference_mode(False):
+        return map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, x)
 
 
 def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:

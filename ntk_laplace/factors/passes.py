@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.data import Inputs, check_finite, leaves, num_examples, take
+from ntk_laplace.data import Inputs, check_finite, differentiable, leaves, num_examples, take
 from ntk_laplace.errors import MixedExamplesError, NTKLaplaceWarning
 from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
 from ntk_laplace.factors.fallback import Fallback
@@ -128,7 +128,7 @@ class FactorPass:
         if self._edges is not None:
             return
         with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
-            out = self.network.probe(x)
+            out = self.network.probe(differentiable(x))
             graph = Graph(out, self._parameters)
             plan = self._plan(graph, out)
             readings = plan.readings(graph, len(out))
@@ -165,6 +165,7 @@ class FactorPass:
         self.prepare(x)
         network = self.network
         with torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module):
+            x = differentiable(x)
             out = network.evaluate(x, offset)
             n, c = out.shape
             if root is not None and not isinstance(root, Tensor):

@@ -142,7 +142,8 @@ class EvidenceVerbs(Fitted):
             Evidence and hyperparameters of each step.
         """
         options.setdefault("progress", self._trained.settings.progress)
-        return maximize(self, self._trained.theta, method, parameters, steps, tolerance, bounds, **options)
+        with torch.inference_mode(False):  # it needs gradients
+            return maximize(self, self._trained.theta, method, parameters, steps, tolerance, bounds, **options)
 
     def effective_parameters(self) -> Tensor:
         """γ_g, the number of parameters of each prior group that the data determine, (G,)."""

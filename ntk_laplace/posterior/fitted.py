@@ -134,7 +134,8 @@ class Fitted:
         modules = self.prior, self.likelihood
         if self._curvature is None or not unmoved(self._seen, *modules):
             self._curvature = None  # the old factorization goes before the new one comes
-            self._curvature = self._structure.curvature(self._trained)
+            with torch.inference_mode(False):  # gradients may be asked of it later
+                self._curvature = self._structure.curvature(self._trained)
             self._seen = present_values(*modules)
         return self._curvature
 
