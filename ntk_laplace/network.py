@@ -50,6 +50,8 @@ class Caller(nn.Module):
 
 
 def _signature(module: nn.Module) -> inspect.Signature | None:
+    while isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile's wrapper takes anything
+        module = module._orig_mod
     try:
         return inspect.signature(module.forward)
     except (TypeError, ValueError):
@@ -412,7 +414,38 @@ def _private_copy(module: nn.Module) -> nn.Module:
                            "Keep only parameters, buffers and plain values on the module.") from cause
     for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True):
         ours.requires_grad_(theirs.requires_grad)  # TorchScript's copy forgets it
-    return _without_backward_hooks(twin)
+    return _without_backward_hooks(_uncompiled(twin))
+
+
+class _Eager(nn.Module):
+    """In the place of torch.compile's wrapper: one fused node would hide the layers; names stay as they are."""
+
+    def __init__(self, compiled: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = compiled._orig_mod
+        self.training = compiled.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_orig_mod"), name)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._orig_mod(*arguments, **keywords)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The same network without torch.compile's wrappers, changed in place."""
+    for part in list(module.modules()):
+        for name, child in part._modules.items():
+            if child is not None and _is_compiled(child):
+                part._modules[name] = _Eager(child)
+    return _Eager(module) if _is_compiled(module) else module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
 
 
 def _without_backward_hooks(module: nn.Module) -> nn.Module:

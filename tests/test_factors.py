@@ -693,3 +693,36 @@ def test_a_bias_joins_its_weight_where_its_rows_are_sums():
     pairs = {block.weight: block.bias for block in found.blocks if isinstance(block, Outer)}
     assert pairs == {"weight": "bias", "layer.weight": None, "out.weight": "out.bias"}
     assert relative_error(rows(network, x), jacobian(network, x)) < 1e-12
+
+
+class Weighed(nn.Module):
+    """Takes its inputs apart by name; a layer inside may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.layer(x)) * weight[:, None])
+
+
+@pytest.mark.parametrize("where", ["whole", "layer", "twice"])
+def test_a_compiled_network_is_read_as_it_was_written(where):
+    """One fused node would hide the layers: every parameter would take the fallback, and KFAC have no factors."""
+    torch.manual_seed(12)
+    plain, x = Weighed().double(), {"x": torch.randn(6, 4).double(), "weight": torch.randn(6).double()}
+    compiled = copy.deepcopy(plain)
+    if where != "whole":
+        compiled.layer = torch.compile(compiled.layer, backend="aot_eager")
+    if where != "layer":
+        compiled = torch.compile(compiled, backend="aot_eager")
+    kind, names = type(compiled), [name for name, _ in compiled.named_parameters()]
+    network = Network(compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = FactorPass(network, torch.float64, keep_factors=True).rows(x)
+    assert all(isinstance(block, Outer) for block in found.blocks) and network.names == names
+    assert relative_error(found.dense(network.shapes).transpose(0, 1), jacobian(plain, x)) < 1e-12
+    moved = network.at(2.0 * network.theta)
+    assert not torch.allclose(moved.without_grad(x), network.without_grad(x))
+    assert type(compiled) is kind and "OptimizedModule" in "".join(type(part).__name__ for part in compiled.modules())
