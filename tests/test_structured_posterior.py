@@ -325,3 +325,26 @@ def test_a_posterior_saved_without_eigenvectors_makes_them_when_loaded(tmp_path)
         assert relative_error(loaded.latent_moments(x)[1], want) < 1e-12
         assert relative_error(loaded.log_marginal_likelihood(), made.log_marginal_likelihood()) < 1e-14
     assert late.stat().st_size > early.stat().st_size
+
+
+@pytest.mark.parametrize("rank", [0.4, 1.0])
+@pytest.mark.parametrize("likelihood", [ntkl.Gaussian, ntkl.Categorical])
+def test_gradients_with_a_dead_unit(likelihood, rank):
+    """No example reaches its weights: exact diagonal and kept eigenvalues are zero there, where roots have no slope."""
+    network = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).double()
+    with torch.no_grad():
+        network[0].bias[1] = -50.0
+    x, y = torch.randn(12, 3).double(), torch.randn(12, 3).double()
+    y = y if likelihood is ntkl.Gaussian else y.argmax(1)
+    posterior = ntkl.laplace(network, (x, y), likelihood(0.7), structure=ntkl.INF(rank=rank))
+    (own,) = posterior.likelihood.parameters()
+    for correction in (False, True):
+        own.grad = None
+        posterior.log_marginal_likelihood(correction).backward()
+        values = []
+        for step in (1e-5, -1e-5):
+            with torch.no_grad():
+                own.add_(step)
+                values.append(posterior.log_marginal_likelihood(correction))
+                own.sub_(step)
+        assert own.grad.item() == pytest.approx(float(values[0] - values[1]) / 2e-5, rel=1e-5)

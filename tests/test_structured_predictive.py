@@ -11,7 +11,7 @@ from ntk_laplace.predictive import predictive
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
 from registry_cases import jacobians, tolerance
-from structured_cases import fit, truth
+from structured_cases import fit, fresh_fit, truth
 from test_structured_posterior import CASES, CHOSEN, ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -104,3 +104,30 @@ def test_samples_have_the_covariance(structure):
     scale = joint.diagonal().sqrt()
     deviation = (functions.T.cov() - joint) / scale / scale[:, None]
     assert deviation.abs().max() < 5 * (2 / count) ** 0.5
+
+
+PIECES = {
+    "curvature.part_rows": ("_PANEL", "_WARM"), "curvature.changed": ("_PANEL",), "structures.reading": ("_CHUNK",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("structure", CHOSEN)
+@pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "shared_positions", "decoder_dict"])
+def test_pieces_change_nothing(network, structure, monkeypatch):
+    """Rows, products of rows and sums are made one example, or one output of a layer, at a time where memory asks."""
+
+    def answers() -> list[torch.Tensor]:
+        posterior = fresh_fit(network, "categorical", "layer", "ggn", structure)
+        x = problem(network).x_new
+        evidence = posterior.log_marginal_likelihood(correction=True)
+        evidence.backward()
+        found = [evidence, *posterior.latent_moments(x), posterior.latent(x).covariance_matrix]
+        found += [posterior.reweight([0, 2], 1.5).latent_moments(x)[1], posterior.prior.log_precision.grad]
+        return [*found, *(parameter.grad for parameter in posterior.likelihood.parameters())]
+
+    whole = answers()
+    for module, names in PIECES.items():
+        for name in names:
+            monkeypatch.setattr(f"ntk_laplace.{module}.{name}", 1)
+    for own, expected in zip(answers(), whole, strict=True):
+        assert relative_error(own, expected) < 1e-9

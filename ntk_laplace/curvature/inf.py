@@ -21,8 +21,6 @@ from ntk_laplace.resources import require_memory
 
 __all__ = ["InfPart", "LowRank", "chosen_rank"]
 
-_PANEL = 64 * 2**20
-
 
 def chosen_rank(values: Tensor, rank: int | float | str) -> int:
     """How many of the largest eigenvalues `rank` asks for, none of them zero.
@@ -176,13 +174,19 @@ class InfPart:
     def _low_diagonal(self, kept: Tensor) -> Tensor:
         return self.low.left.square() @ kept @ self.low.right.square().T
 
-    def _scale(self, kept: Tensor, exact: Tensor) -> Tensor:
+    def _scale_squared(self, kept: Tensor, exact: Tensor) -> Tensor:
         low = self._low_diagonal(kept)
         if self.violation == "raise":
             return torch.ones_like(low)
         over = low > exact
         safe = torch.where(over, low, torch.ones_like(low))
-        return torch.where(over, (exact / safe).clamp_min(0.0).sqrt(), torch.ones_like(low))
+        return torch.where(over, (exact / safe).clamp_min(0.0), torch.ones_like(low))
+
+    def _scale(self, kept: Tensor, exact: Tensor) -> Tensor:
+        """R's diagonal; it stays zero, derivative and all, at entries that no example reaches, as of a dead unit."""
+        squared = self._scale_squared(kept, exact)
+        zero = squared == 0
+        return torch.where(zero, torch.zeros_like(squared), torch.where(zero, 1.0, squared).sqrt())
 
     def _diagonal(self, kept: Tensor, exact: Tensor) -> Tensor:
         """D, so that diagonals agree: exactly zero where the low-rank part was scaled down."""
@@ -201,14 +205,17 @@ class InfPart:
         sides = weights.T @ pairs  # (i, p²)
         both = torch.einsum("iq,is->iqs", right, right).flatten(1).T @ sides  # (q², p²)
         matrix = both.view(q, q, p, p).permute(2, 0, 3, 1).reshape(p * q, p * q)
-        root = kept.clamp_min(0.0).sqrt().flatten()
+        # a floor far below rounding: log det is linear in an eigenvalue at zero, where its root has an infinite slope
+        limits = torch.finfo(kept.dtype)
+        floor = max(limits.eps**2 * float(kept.detach().max()), limits.tiny)
+        root = (kept.clamp_min(0.0) + floor).sqrt().flatten()
         return matrix * root * root.unsqueeze(1)
 
     def _log_det(self, kept: Tensor, exact: Tensor, log_precision: Tensor) -> Tensor:
         """log det (I + P0^-½ (JᵀΛJ) P0^-½) on this part."""
         precision = log_precision.exp()
         total = self._diagonal(kept, exact) + precision  # D' = D + P0
-        weights = self._scale(kept, exact).square() / total
+        weights = self._scale_squared(kept, exact) / total
         inner = self._inner(kept, weights)
         inner = inner + torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
         log_det = 2.0 * cholesky_of(inner).diagonal().log().double().sum()
