@@ -113,6 +113,12 @@ def test_bounds_and_early_ends_are_named(regression) -> None:
     with pytest.warns(ntkl.NTKLaplaceWarning, match="beyond the bounds of 1 hyperparameters: noise = 0.5"):
         history = posterior.fit_hyperparameters(parameters="noise", bounds=(0.5, 1e4))
     assert list(history.at_bounds) == ["noise"] and posterior.likelihood.noise.item() == pytest.approx(0.5)
+    below, above = (1e-4, 0.01), (0.5, 1e4)
+    for method, bounds, end in (("adam", below, 0.01), ("mackay", above, 0.5), ("lbfgs", below, 0.01)):
+        posterior = fit(regression, "gp")
+        with pytest.warns(ntkl.NTKLaplaceWarning, match=f"beyond the bounds of 1 hyperparameters: noise = {end}"):
+            history = posterior.fit_hyperparameters(method, "noise", bounds=bounds)
+        assert history.message == "gradient below tolerance" and history.at_bounds == {"noise": pytest.approx(end)}
     posterior = fit(regression, "gp", 1e3)
     with pytest.warns(ntkl.NTKLaplaceWarning, match="not reached: 3 steps were not enough"):
         history = posterior.fit_hyperparameters("mackay", steps=3)

@@ -190,6 +190,26 @@ def test_the_loss_pulls_each_parameter_to_its_own_mean() -> None:
     torch.testing.assert_close(flat(network), torch.cat([p.detach().flatten() for p in stepped]))
 
 
+def test_a_weight_of_the_likelihood_leaves_learning_rates_their_size() -> None:
+    """The loss of N examples that count w times each is divided by N w: the likelihood's share of a step stays."""
+    x, y = sine()
+    network, twin = mlp(1, 3, 1), mlp(1, 3, 1)
+    train(network, (x, y), ntkl.Tempered(ntkl.Gaussian(0.5), 4.0), prior=ntkl.GaussianPrior(6.0), epochs=1,
+          optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=None, schedule=ntkl.EvidenceSchedule(1, 0))
+    loss = (twin(x) - y).square().mean() + 0.5 * 6.0 / (4 * len(x)) * sum(p.square().sum() for p in twin.parameters())
+    loss.backward()
+    stepped = [p - 0.1 * p.grad for p in twin.parameters()]
+    torch.testing.assert_close(flat(network), torch.cat([p.detach().flatten() for p in stepped]))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_hyperparameters_stay_within_their_bounds(steps: int) -> None:
+    schedule = ntkl.EvidenceSchedule(1, steps, learning_rate=1.0, bounds=(0.9, 1.1))
+    values = train(mlp(1, 5, 1), likelihood=ntkl.Gaussian(1.0), epochs=3, schedule=schedule).history.values
+    for value in torch.tensor(values, dtype=F64).flatten().tolist():
+        assert value == pytest.approx(0.9) or value == pytest.approx(1.1) or 0.9 < value < 1.1
+
+
 @quiet
 @pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
 @pytest.mark.parametrize("name", [*STRUCTURES, "damped"])
@@ -325,6 +345,8 @@ def test_a_callback_may_stop() -> None:
 def test_burn_in_and_the_last_epoch() -> None:
     result = train(mlp(1, 5, 1), epochs=7, schedule=ntkl.EvidenceSchedule(2, 1, burn_in=3))
     assert result.history.epochs == [4, 6, 7]
+    result = train(mlp(1, 5, 1), epochs=7, schedule=ntkl.EvidenceSchedule(2, 1, burn_in=4))
+    assert result.history.epochs == [6, 7]  # none in the last epoch of the burn-in either
     result = train(mlp(1, 5, 1), epochs=3, schedule=ntkl.EvidenceSchedule(5, 0))
     assert result.history.epochs == [3] and result.history.evidence == result.history.evidence_before
 
