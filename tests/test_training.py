@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 
 import ntk_laplace as ntkl
 from ntk_laplace.hyperparameters import Variables
+from ntk_laplace.training.minibatches import Minibatches
 from ntk_laplace.training.objective import Objective
 
 F64 = torch.float64
@@ -737,6 +738,11 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) 
 def test_a_loss_that_explodes_is_told() -> None:
     with pytest.raises(ntkl.NonFiniteError, match=r"training loss; got (nan|inf)"):
         train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=1e200))
+
+
+def test_minibatches_are_of_nearly_equal_size() -> None:
+    sizes = [len(y) for _, y in Minibatches(sine(), 10, torch.device("cpu"), F64)]
+    assert sizes == [8, 8, 8]  # not 10, 10, 4: each step's gradient counts alike
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
