@@ -70,6 +70,17 @@ def test_an_evidence_of_minus_billions_sets_no_tolerance(regression, name: str, 
     assert len(again.fit_hyperparameters()) == 1  # there already
 
 
+@pytest.mark.parametrize("method", ["lbfgs", "mackay"])
+def test_converged_is_flat_to_the_tolerance(regression, method: str) -> None:
+    for tolerance in (1e-3, 1e-6):
+        posterior = fit(regression, "kfac", 20.0)
+        assert posterior.fit_hyperparameters(method, tolerance=tolerance).converged
+        value = posterior.log_marginal_likelihood()
+        slopes = torch.autograd.grad(value, [posterior.prior.log_precision, posterior.likelihood.log_noise])
+        steepest = max(slope.abs().max().item() for slope in slopes)
+        assert steepest <= 1.01 * tolerance * (1 + abs(value.item()))
+
+
 def test_one_eigendecomposition_is_the_factorization_at_every_step(regression) -> None:
     posterior = fit(regression, "gp", 30.0, "all")
     history = posterior.fit_hyperparameters("adam", steps=30)
