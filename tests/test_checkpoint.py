@@ -165,3 +165,20 @@ def test_a_chosen_part_and_a_frozen_part_come_back(tmp_path: Path) -> None:
     loaded = ntkl.load(path, network())
     assert loaded.network.names == ["4.weight", "4.bias"]
     torch.testing.assert_close(loaded.log_det(), posterior.log_det())
+
+
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
+def test_a_noise_that_moved_after_the_fit_is_in_the_sums_that_are_saved(structure, tmp_path):
+    """A table's curvature follows it on the inner side, a layer's on the outer one."""
+    network = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Flatten(), torch.nn.Linear(6, 2)).double()
+    x, y = torch.randint(5, (9, 2)), torch.randn(9, 2).double()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(1.0), structure=structure)
+    posterior.likelihood.noise = 0.2
+    fresh = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.2), structure=structure)
+    posterior.latent_moments(x)  # eigenvectors are made, and saved
+    posterior.save(tmp_path / "moved.pt")
+    loaded = ntkl.load(tmp_path / "moved.pt", network)
+    for each in (posterior, loaded):
+        assert each.log_det().item() == pytest.approx(fresh.log_det().item(), rel=1e-10)
+        assert torch.allclose(each.latent_moments(x)[1], fresh.latent_moments(x)[1], rtol=1e-8, atol=1e-12)
