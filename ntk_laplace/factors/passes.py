@@ -192,7 +192,7 @@ class FactorPass:
             twice = take(x, torch.zeros(2, dtype=torch.long))
             doubled = self._blocks(twice, self.network.evaluate(twice), seeds.expand(-1, 2, -1), offset)
             return [block.part(slice(0, 1)) for block in doubled]
-        plan, some = self._plan(graph, out), _some_examples(len(out))
+        plan, some = self._plan(graph, out), _some_examples(out)
         if some is not None and any(use.plain and use.name in fold.weights for use in plan.uses):
             blocks = self._planned_blocks(x, out, graph, plan, seeds, Folding(fold, some, self.dtype))
             if self._holds_for(some, x, blocks, out, seeds, offset) and _finite(blocks):
@@ -230,7 +230,7 @@ class FactorPass:
         but the smallest batches, random examples are taken, and evaluated by themselves: mixing shows then too.
         Whatever they show is looked into on the `whole` batch.
         """
-        some = None if whole else _some_examples(len(out))
+        some = None if whole else _some_examples(out)
         if some is not None and self._holds_for(some, x, blocks, out, seeds, offset):
             _require_finite(blocks, offset)
             return ()
@@ -286,12 +286,13 @@ def _mixed(got: str) -> MixedExamplesError:
                               "Call network.eval() before the fit, or remove the operation that looks across examples.")
 
 
-def _some_examples(n: int) -> Tensor | None:
+def _some_examples(out: Tensor) -> Tensor | None:
     """Random examples of a batch, in order, that its proof looks at; None for all of them."""
+    n = len(out)
     count = max(_FEWEST, min(_PROOF, n // 8))
     if n <= count:
         return None
-    return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values
+    return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values.to(out.device)
 
 
 def _columns(root: Tensor | Seeds | None, network: Network) -> int:

@@ -1,0 +1,200 @@
+"""A device without hardware. Its tensors are CPU tensors in a wrapper, and to mix them with others is refused.
+
+Run as a script it prints, as JSON, how far answers on that device are from those on the CPU. A process of its own:
+torch takes note of devices once.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+import ntk_laplace as ntkl
+from ntk_laplace.data import to_device
+from registry import LIKELIHOODS, fresh, targets
+
+NAME = "elsewhere"
+aten = torch.ops.aten
+CROSSING = {aten._to_copy.default, aten.copy_.default}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+
+
+class Elsewhere(Tensor):
+    """A tensor on that device."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Elsewhere:
+        """Wrap a CPU tensor."""
+        return Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            device=torch.device(NAME, 0),
+        )  # fmt: skip
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.inner.untyped_storage()
+
+    def numpy(self, **options: Any) -> None:
+        raise TypeError("can't convert a tensor of another device to numpy: use Tensor.cpu() first")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            twin = Elsewhere(self.inner.clone())
+            parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = nn.Parameter(twin, self.requires_grad) if parameter else twin
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return run(operation, args, kwargs or {})
+
+
+def run(operation: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Do it on the CPU, wrap what belongs elsewhere, and refuse what CUDA would refuse."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    there = any(isinstance(tensor, Elsewhere) for tensor in tensors)
+    wanted = kwargs.get("device")
+    here = [t for t in tensors if not isinstance(t, Elsewhere) and t.ndim]  # numbers may come from the CPU
+    whole = all(t.dtype in (torch.int64, torch.bool) for t in here)
+    indexed = operation in INDEXING and isinstance(args[0], Elsewhere) and whole
+    if there and here and operation not in CROSSING and not indexed:
+        raise RuntimeError(f"{operation}: tensors on two devices, {[tuple(t.shape) for t in here]} on the CPU")
+    inner, options = tree_map(lambda leaf: leaf.inner if isinstance(leaf, Elsewhere) else leaf, (args, kwargs))
+    if operation is aten.copy_.default:
+        inner[0].copy_(inner[1])
+        return args[0]
+    out = operation(*inner, **(options if wanted is None else options | {"device": torch.device("cpu")}))
+    if not (there if wanted is None else torch.device(wanted).type == NAME):
+        return out
+    out = tree_map(lambda leaf: Elsewhere(leaf) if isinstance(leaf, Tensor) else leaf, out)
+    return out if wanted is not None else handed_in(operation, args, kwargs, out)
+
+
+def handed_in(operation: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> Any:
+    """What an operation writes to is what it returns."""
+    given = dict(zip((a.name for a in operation._schema.arguments), args, strict=False)) | kwargs
+    written = {frozenset(a.alias_info.before_set): given.get(a.name) for a in operation._schema.arguments
+               if a.alias_info is not None and a.alias_info.is_write}  # fmt: skip
+    returns = operation._schema.returns
+    if not returns:
+        return out
+    found = [written[frozenset(r.alias_info.before_set)] if r.alias_info is not None and r.alias_info.is_write else o
+             for r, o in zip(returns, [out] if len(returns) == 1 else out, strict=True)]  # fmt: skip
+    return found[0] if len(returns) == 1 else tuple(found)
+
+
+class Operations(TorchDispatchMode):
+    """Makes tensors there."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        return run(operation, args, kwargs or {})
+
+
+class Making(TorchFunctionMode):
+    """`torch.tensor` fills memory behind the dispatcher's back."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        wanted = kwargs.get("device")
+        if function in (torch.tensor, torch.as_tensor) and wanted is not None and torch.device(wanted).type == NAME:
+            return function(*args, **(kwargs | {"device": "cpu"})).to(wanted)
+        return function(*args, **kwargs)
+
+
+_Generator = torch.Generator
+
+
+class Everywhere:
+    """Random numbers of that device are the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> torch.Generator:
+        """A generator of the CPU."""
+        return _Generator()
+
+
+def slope(posterior: ntkl.Posterior) -> Tensor:
+    """Of the evidence in the prior's log precisions."""
+    return torch.autograd.grad(posterior.log_marginal_likelihood(), next(posterior.prior.parameters()))[0]
+
+
+def tuned(posterior: ntkl.Posterior) -> Tensor:
+    """The evidence after two steps."""
+    posterior.fit_hyperparameters("adam", steps=2)
+    return posterior.log_marginal_likelihood()
+
+
+VERBS: dict[str, Callable[[ntkl.Posterior, Any, Tensor], Tensor]] = {
+    "evidence": lambda p, x, y: p.log_marginal_likelihood(),
+    "correction": lambda p, x, y: p.log_marginal_likelihood(correction=True),
+    "slope": lambda p, x, y: slope(p),
+    "variances": lambda p, x, y: p.latent_moments(x)[1],
+    "glm": lambda p, x, y: p.predict(x).mean,
+    "probit": lambda p, x, y: p.predict(x, method="probit").mean,
+    "removal": lambda p, x, y: p.removal_effects(x),
+    "conditional": lambda p, x, y: p.conditional_log_marginal_likelihood(3, permutations=2, method="average").item(),
+    "subset": lambda p, x, y: p.subset(torch.arange(3)).log_marginal_likelihood(),
+    "condition": lambda p, x, y: p.condition((x, y)).log_marginal_likelihood(),
+    "reweight": lambda p, x, y: p.reweight([0, 1], [0.5, 2.0]).log_marginal_likelihood(),
+    "tuned": lambda p, x, y: tuned(p),
+}
+
+
+def answers(case: Any, y: Tensor, structure: str, device: torch.device) -> dict[str, Tensor | str]:
+    """Of all verbs on that device; errors in words."""
+    network, x, x_new = copy.deepcopy(case.network).to(device), to_device(case.x, device), to_device(case.x_new, device)
+    prior = ntkl.GaussianPrior(1.3, groups="layer")
+    posterior = ntkl.laplace(network, (x, y.to(device)), LIKELIHOODS["categorical"].build(), prior, structure)
+    found: dict[str, Tensor | str] = {}
+    for verb, ask in VERBS.items():
+        try:
+            value = torch.as_tensor(ask(posterior, x_new, y[:4].to(device)))
+            found[verb] = value.detach().cpu().double()
+        except Exception as error:
+            found[verb] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def gap(here: Tensor | str, there: Tensor | str) -> float | str:
+    """Largest difference over the largest entry; or what went wrong there."""
+    if isinstance(there, str):
+        return there
+    return float((here - there).abs().max() / here.abs().max().clamp_min(1e-12))
+
+
+def main() -> None:
+    """Compare each verb of each structure on both devices."""
+    warnings.simplefilter("ignore")
+    _setup_privateuseone_for_python_backend(NAME)
+    torch.Generator = Everywhere
+    devices = torch.device("cpu"), torch.device(NAME, 0)
+    found: dict[str, dict[str, float | str]] = {}
+    with Operations(), Making():
+        for name, structure in json.loads(sys.argv[1]):
+            case = fresh(name)
+            y = targets(LIKELIHOODS["categorical"], case)
+            here, there = (answers(case, y, structure, device) for device in devices)
+            found[f"{name} {structure}"] = {verb: gap(here[verb], there[verb]) for verb in VERBS}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
