@@ -1,16 +1,10 @@
-"""The door for networks: a private copy at its weights and mode, the choice of parameters, probes of good conduct.
-
-The caller's module is read once and never touched: everything behind this door works on the copy.
-"""
+"""The network behind the door: outputs with or without a graph, parameters by name, probes of good conduct."""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,49 +21,12 @@ from ntk_laplace.data import (
     take,
 )
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
+from ntk_laplace.network.caller import Caller
+from ntk_laplace.network.choice import ParameterChoice, choose
+from ntk_laplace.network.copying import private_copy
 from ntk_laplace.resources import is_about_memory
 
-__all__ = ["Caller", "Network", "ParameterChoice", "preserved_rng"]
-
-
-class Caller(nn.Module):
-    """Calls a module on one input, or on the parts of a tuple or dict where its `forward` takes them apart."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self._signature = _signature(module)
-
-    def forward(self, x: Inputs) -> Tensor:
-        """Outputs as the module gives them."""
-        if isinstance(x, dict) and _binds(self._signature, (), x):
-            return self.module(**x)
-        if isinstance(x, (tuple, list)) and _binds(self._signature, tuple(x), {}):
-            return self.module(*x)
-        return self.module(x)
-
-
-def _signature(module: nn.Module) -> inspect.Signature | None:
-    while isinstance(getattr(module, "_orig_mod", None), nn.Module):  # torch.compile's wrapper takes anything
-        module = module._orig_mod
-    try:
-        return inspect.signature(module.forward)
-    except (TypeError, ValueError):
-        return None
-
-
-def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bool:
-    """Whether `forward` names these arguments; a bare ``*args`` or ``**kwargs`` names nothing."""
-    if signature is None or not all(isinstance(key, str) for key in kwargs):
-        return False
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
-    kinds = {signature.parameters[name].kind for name in bound.arguments}
-    return not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-
-ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
+__all__ = ["Network", "preserved_rng"]
 
 _AT_A_TIME = 2048  # examples in one forward pass whose graph is not wanted
 _FIRST = 4  # examples that are evaluated together, then every other one of them alone
@@ -122,9 +79,9 @@ class Network:
         if not isinstance(module, nn.Module):
             raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
                                "Wrap the function in a module whose parameters are registered.")
-        self.module = _private_copy(module)
+        self.module = private_copy(module)
         self.caller = Caller(self.module)
-        chosen = _choose(self.module, parameters)
+        chosen = choose(self.module, parameters)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)
         self._parameters = {n: p for n, p in self.module.named_parameters() if n in chosen}
@@ -363,139 +320,3 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 def _every_other(x: Inputs) -> Inputs:
     return take(x, slice(None, None, 2))
-
-
-class _Stale:
-    """In the place of a tensor that a forward pass has left on the module, with its graph (attention maps, say).
-
-    A network that writes it anew never sees this one; one that reads it would be linearized through an old graph.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        raise _reads(next((a.name for a in arguments if isinstance(a, cls)), "a tensor"))
-
-    def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # what copy and pickle ask for
-            raise AttributeError(attribute)
-        raise _reads(self.name)
-
-
-def _reads(name: str) -> NetworkError:
-    return NetworkError("a network that computes its outputs from inputs, parameters and buffers",
-                        f"one that reads {name} of an earlier forward pass",
-                        "Compute it in forward() each time, or register it as a buffer.")
-
-
-def _left_behind(value: Any, name: str) -> dict[int, _Stale]:
-    """Tensors with a graph among a module's plain attributes, by id; copy.deepcopy refuses them."""
-    if isinstance(value, Tensor):
-        return {} if value.grad_fn is None else {id(value): _Stale(name)}
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return {key: stale for part in parts for key, stale in _left_behind(part, name).items()}
-
-
-def _private_copy(module: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            if type(value) is OrderedDict and not value:
-                memo[id(value)] = OrderedDict()  # as every module has many, for hooks; deepcopy is slow with them
-            elif name not in ("_parameters", "_buffers", "_modules"):
-                memo |= _left_behind(value, f"{prefix}.{name}" if prefix else name)
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            twin = copy.deepcopy(module, memo)
-    except (RuntimeError, TypeError) as cause:
-        raise NetworkError("a module that copy.deepcopy can copy", f"{type(cause).__name__}: {cause}",
-                           "Keep only parameters, buffers and plain values on the module.") from cause
-    for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)  # TorchScript's copy forgets it
-    return _without_backward_hooks(_uncompiled(twin))
-
-
-class _Eager(nn.Module):
-    """In the place of torch.compile's wrapper: one fused node would hide the layers; names stay as they are."""
-
-    def __init__(self, compiled: nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = compiled._orig_mod
-        self.training = compiled.training
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("_orig_mod"), name)
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._orig_mod(*arguments, **keywords)
-
-
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """The same network without torch.compile's wrappers, changed in place."""
-    for part in list(module.modules()):
-        for name, child in part._modules.items():
-            if child is not None and _is_compiled(child):
-                part._modules[name] = _Eager(child)
-    return _Eager(module) if _is_compiled(module) else module
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
-
-
-def _without_backward_hooks(module: nn.Module) -> nn.Module:
-    """Backward hooks belong to the caller's training: here they would run on, and could change, our gradients."""
-    for part in module.modules():
-        part._backward_hooks.clear()
-        part._backward_pre_hooks.clear()
-    return module
-
-
-def _choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
-    named = dict(module.named_parameters())
-    free = [name for name, parameter in named.items() if parameter.requires_grad]
-    if choice is None:
-        chosen = set(free)
-    elif callable(choice):
-        chosen = {name for name in free if choice(name, named[name])}
-    elif isinstance(choice, str) and choice == "last_layer":
-        last = free[-1].rpartition(".")[0] if free else ""
-        chosen = {name for name in free if name.rpartition(".")[0] == last}
-    else:
-        wanted = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
-        if not all(isinstance(want, str) for want in wanted):
-            raise NetworkError('names of parameters or modules, a function of name and parameter, or "last_layer"',
-                               repr(choice), "Leave parameters= out for all that require gradients.")
-        chosen = set()
-        for want in wanted:
-            hits = {name for name in named if name == want or name.startswith(want + ".")}
-            if not hits:
-                raise NetworkError(f"parameter names among {', '.join(list(named)[:6])}, ...", f"{want!r}",
-                                   "Use names or module prefixes of network.named_parameters().")
-            if want in named and want not in free:
-                raise NetworkError("parameters that require a gradient", f"{want!r}, which is frozen",
-                                   "Call requires_grad_(True) on it, or leave it out of parameters=.")
-            chosen |= hits & set(free)
-    if not chosen:
-        raise NetworkError("at least one parameter that requires a gradient",
-                           f"none of {len(named)} parameters chosen and requiring one",
-                           "Set requires_grad=True on the parameters to linearize, or widen parameters=.")
-    if not any(named[name].numel() for name in chosen):
-        raise NetworkError("at least one parameter with entries", f"{', '.join(sorted(chosen)[:3])}, which are empty",
-                           "Give the layers inputs and outputs, or widen parameters=.")
-    for name in sorted(chosen):
-        if named[name].is_complex():
-            raise NetworkError("real parameters", f"{name!r} of {named[name].dtype}",
-                               "Store its real and imaginary parts in one real parameter and use torch.view_as_complex "
-                               "in forward(), or leave it out with parameters=.")
-    dtypes = {named[name].dtype for name in chosen}
-    devices = {named[name].device for name in chosen}
-    if len(dtypes) > 1 or len(devices) > 1:
-        raise NetworkError("parameters of one dtype on one device", f"{dtypes} on {devices}",
-                           "Move the network with network.to(device, dtype).")
-    return chosen

@@ -1,0 +1,10 @@
+"""The door for networks: a private copy at its weights and mode, the choice of parameters, probes of good conduct.
+
+The caller's module is read once and never touched: everything behind this door works on the copy.
+"""
+
+from ntk_laplace.network.caller import Caller
+from ntk_laplace.network.choice import ParameterChoice
+from ntk_laplace.network.door import Network, preserved_rng
+
+__all__ = ["Caller", "Network", "ParameterChoice", "preserved_rng"]

@@ -1,0 +1,65 @@
+"""Which parameters are linearized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from ntk_laplace.errors import NetworkError
+
+__all__ = ["ParameterChoice", "choose"]
+
+ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], bool]
+
+
+def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
+    """Names of the parameters to linearize: all that require gradients, "last_layer", names, prefixes, or a function's.
+
+    Raises
+    ------
+    NetworkError
+        If there are none, or one of them cannot be taken.
+    """
+    named = dict(module.named_parameters())
+    free = [name for name, parameter in named.items() if parameter.requires_grad]
+    if choice is None:
+        chosen = set(free)
+    elif callable(choice):
+        chosen = {name for name in free if choice(name, named[name])}
+    elif isinstance(choice, str) and choice == "last_layer":
+        last = free[-1].rpartition(".")[0] if free else ""
+        chosen = {name for name in free if name.rpartition(".")[0] == last}
+    else:
+        wanted = [choice] if isinstance(choice, str) else list(choice) if isinstance(choice, Iterable) else [choice]
+        if not all(isinstance(want, str) for want in wanted):
+            raise NetworkError('names of parameters or modules, a function of name and parameter, or "last_layer"',
+                               repr(choice), "Leave parameters= out for all that require gradients.")
+        chosen = set()
+        for want in wanted:
+            hits = {name for name in named if name == want or name.startswith(want + ".")}
+            if not hits:
+                raise NetworkError(f"parameter names among {', '.join(list(named)[:6])}, ...", f"{want!r}",
+                                   "Use names or module prefixes of network.named_parameters().")
+            if want in named and want not in free:
+                raise NetworkError("parameters that require a gradient", f"{want!r}, which is frozen",
+                                   "Call requires_grad_(True) on it, or leave it out of parameters=.")
+            chosen |= hits & set(free)
+    if not chosen:
+        raise NetworkError("at least one parameter that requires a gradient",
+                           f"none of {len(named)} parameters chosen and requiring one",
+                           "Set requires_grad=True on the parameters to linearize, or widen parameters=.")
+    if not any(named[name].numel() for name in chosen):
+        raise NetworkError("at least one parameter with entries", f"{', '.join(sorted(chosen)[:3])}, which are empty",
+                           "Give the layers inputs and outputs, or widen parameters=.")
+    for name in sorted(chosen):
+        if named[name].is_complex():
+            raise NetworkError("real parameters", f"{name!r} of {named[name].dtype}",
+                               "Store its real and imaginary parts in one real parameter and use torch.view_as_complex "
+                               "in forward(), or leave it out with parameters=.")
+    dtypes = {named[name].dtype for name in chosen}
+    devices = {named[name].device for name in chosen}
+    if len(dtypes) > 1 or len(devices) > 1:
+        raise NetworkError("parameters of one dtype on one device", f"{dtypes} on {devices}",
+                           "Move the network with network.to(device, dtype).")
+    return chosen

@@ -1,0 +1,112 @@
+"""The private copy: the network as it was written, without the caller's hooks, graphs and compilers."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import NetworkError
+
+__all__ = ["private_copy"]
+
+
+def private_copy(module: nn.Module) -> nn.Module:
+    """A twin of the module at its weights and in its mode, which nothing of the caller's reaches.
+
+    Raises
+    ------
+    NetworkError
+        If it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for prefix, part in module.named_modules():
+        for name, value in vars(part).items():
+            if type(value) is OrderedDict and not value:
+                memo[id(value)] = OrderedDict()  # as every module has many, for hooks; deepcopy is slow with them
+            elif name not in ("_parameters", "_buffers", "_modules"):
+                memo |= _left_behind(value, f"{prefix}.{name}" if prefix else name)
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            twin = copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as cause:
+        raise NetworkError("a module that copy.deepcopy can copy", f"{type(cause).__name__}: {cause}",
+                           "Keep only parameters, buffers and plain values on the module.") from cause
+    for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True):
+        ours.requires_grad_(theirs.requires_grad)  # TorchScript's copy forgets it
+    return _without_backward_hooks(_uncompiled(twin))
+
+
+class _Stale:
+    """In the place of a tensor that a forward pass has left on the module, with its graph (attention maps, say).
+
+    A network that writes it anew never sees this one; one that reads it would be linearized through an old graph.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        raise _reads(next((a.name for a in arguments if isinstance(a, cls)), "a tensor"))
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # what copy and pickle ask for
+            raise AttributeError(attribute)
+        raise _reads(self.name)
+
+
+def _reads(name: str) -> NetworkError:
+    return NetworkError("a network that computes its outputs from inputs, parameters and buffers",
+                        f"one that reads {name} of an earlier forward pass",
+                        "Compute it in forward() each time, or register it as a buffer.")
+
+
+def _left_behind(value: Any, name: str) -> dict[int, _Stale]:
+    """Tensors with a graph among a module's plain attributes, by id; copy.deepcopy refuses them."""
+    if isinstance(value, Tensor):
+        return {} if value.grad_fn is None else {id(value): _Stale(name)}
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return {key: stale for part in parts for key, stale in _left_behind(part, name).items()}
+
+
+class _Eager(nn.Module):
+    """In the place of torch.compile's wrapper: one fused node would hide the layers; names stay as they are."""
+
+    def __init__(self, compiled: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = compiled._orig_mod
+        self.training = compiled.training
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_orig_mod"), name)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._orig_mod(*arguments, **keywords)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """The same network without torch.compile's wrappers, changed in place."""
+    for part in list(module.modules()):
+        for name, child in part._modules.items():
+            if child is not None and _is_compiled(child):
+                part._modules[name] = _Eager(child)
+    return _Eager(module) if _is_compiled(module) else module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" and isinstance(getattr(module, "_orig_mod", None), nn.Module)
+
+
+def _without_backward_hooks(module: nn.Module) -> nn.Module:
+    """Backward hooks belong to the caller's training: here they would run on, and could change, our gradients."""
+    for part in module.modules():
+        part._backward_hooks.clear()
+        part._backward_pre_hooks.clear()
+    return module
