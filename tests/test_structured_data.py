@@ -17,7 +17,7 @@ from ntk_laplace.data import Batches, Gathered, gather
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.network import Network
 from ntk_laplace.structures import reading
-from ntk_laplace.structures.together import together
+from ntk_laplace.structures.coalescing import coalesced
 from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
@@ -649,7 +649,7 @@ def test_tensors_come_in_even_batches_of_bounded_memory(n, width, sizes):
 
 def read_together(data, most: int | None) -> list[int]:
     """Sizes of the batches that are read."""
-    return [len(y) for _, y in together(Batches(data, most, torch.device("cpu")), Network(Turns().double()))]
+    return [len(y) for _, y in coalesced(Batches(data, most, torch.device("cpu")), Network(Turns().double()))]
 
 
 def test_small_batches_of_a_loader_are_read_together():
@@ -661,7 +661,7 @@ def test_small_batches_of_a_loader_are_read_together():
     wide = torch.zeros(1, 2**20).expand(100, -1)  # 4 MiB an example
     pairs = [(wide[:2], torch.zeros(2)) for _ in range(9)]
     flat = Network(nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 1)))
-    found = together(Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu")), flat)
+    found = coalesced(Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu")), flat)
     assert [len(part) for part, _ in found] == [8, 8, 2]
 
 
@@ -684,7 +684,7 @@ def test_batches_of_another_form_stay_apart(other):
 
     pairs = [pair(number == 3) for number in range(6)]
     batches = Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu"))
-    assert [len(y) for _, y in together(batches, Network(Keys()))] == [6, 2, 4]
+    assert [len(y) for _, y in coalesced(batches, Network(Keys()))] == [6, 2, 4]
 
 
 def test_batches_that_the_network_treats_otherwise_together_stay_apart():
@@ -708,7 +708,7 @@ def test_what_is_read_together_is_held_once():
                 yield x, torch.zeros(2)
                 del x
 
-    for x, _ in together(Batches(DataLoader(Parts(), batch_size=None), None, torch.device("cpu")),
+    for x, _ in coalesced(Batches(DataLoader(Parts(), batch_size=None), None, torch.device("cpu")),
                          Network(Turns().double())):  # fmt: skip
         assert len(x) == 8 and [part() for part in seen[:3]] == [None] * 3
 

@@ -14,7 +14,7 @@ from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.progress import track
 from ntk_laplace.structures.base import Trained
-from ntk_laplace.structures.together import together
+from ntk_laplace.structures.coalescing import coalesced
 
 __all__ = [
     "ModelSignature",
@@ -35,7 +35,7 @@ def read_batches(
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """One pass over the data; `what` is being computed."""
     return track(
-        together(batches, trained.network), f"ntk_laplace: {what}", batches.length, trained.settings.progress,
+        coalesced(batches, trained.network), f"ntk_laplace: {what}", batches.length, trained.settings.progress,
         lambda pair: num_examples(pair[0]),
     )  # fmt: skip
 

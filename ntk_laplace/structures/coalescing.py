@@ -9,12 +9,12 @@ from torch import Tensor
 from ntk_laplace.data import Inputs, Source, alike, concatenate, leaves, num_examples
 from ntk_laplace.network import Network
 
-__all__ = ["together"]
+__all__ = ["coalesced"]
 
 _BYTES = 32 * 2**20  # of inputs that are read as one
 
 
-def together(batches: Source, network: Network) -> Iterator[tuple[Inputs, Tensor]]:
+def coalesced(batches: Source, network: Network) -> Iterator[tuple[Inputs, Tensor]]:
     """The same examples in the same order; neighboring batches joined up to the size that suits the source.
 
     A loader may have put examples into one batch because they belong together: batches of different forms stay apart,
