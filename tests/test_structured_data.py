@@ -564,6 +564,25 @@ def test_resuming_something_else_is_refused(change):
         fresh_fit("deep_mlp", *asked, "kfac", data=data, settings=interrupted_kfac())
 
 
+def test_resuming_with_other_weights_is_refused(tmp_path):
+    """From memory and from a file, where the fingerprint of the weights that were is all there is."""
+    case, network = problem("deep_mlp"), copy.deepcopy(problem("deep_mlp").network)
+    y, path = targets(LIKELIHOODS["categorical"], case), tmp_path / "fit.pt"
+    settings = ntkl.Settings(batch_size=2, checkpoint=path)
+    with pytest.raises(ntkl.FitInterrupted) as stop:
+        ntkl.laplace(network, DataLoader(Interrupted(case.x, y, 6), batch_size=2), ntkl.Categorical(),
+                     structure="kfac", settings=settings)  # fmt: skip
+    with torch.no_grad():
+        next(network.parameters())[0, 0] += 1e-6
+    for resume in (stop.value.state, path):
+        again = ntkl.Settings(batch_size=2, resume=resume)
+        with pytest.raises(ntkl.UnsupportedError, match="to resume with the network of the interrupted fit"):
+            ntkl.laplace(network, loader(case.x, y, batch_size=2), ntkl.Categorical(), structure="kfac", settings=again)
+        kept = ntkl.laplace(case.network, loader(case.x, y, batch_size=2), ntkl.Categorical(), structure="kfac",
+                            settings=again)  # fmt: skip
+        assert kept.num_examples == 7
+
+
 def test_a_state_can_be_resumed_twice():
     case = problem("deep_mlp")
     data = loader(case.x, targets(LIKELIHOODS["categorical"], case), batch_size=2)
