@@ -1,6 +1,15 @@
 """The door for data: inputs, and batches of them with their targets."""
 
-from ntk_laplace.data.batches import Batches, Joined, Missing, Selected, Source, generators_of, kept_or_missing
+from ntk_laplace.data.batches import (
+    BATCH_BYTES,
+    Batches,
+    Joined,
+    Missing,
+    Selected,
+    Source,
+    generators_of,
+    kept_or_missing,
+)
 from ntk_laplace.data.forms import form_of, in_words, remedy_for, same_form
 from ntk_laplace.data.gathering import Gathered, gather
 from ntk_laplace.data.inputs import (
@@ -12,12 +21,14 @@ from ntk_laplace.data.inputs import (
     differentiable,
     leaves,
     map_tensors,
+    num_bytes,
     num_examples,
     take,
     to_device,
 )
 
 __all__ = [
+    "BATCH_BYTES",
     "Batches",
     "Gathered",
     "Inputs",
@@ -37,6 +48,7 @@ __all__ = [
     "kept_or_missing",
     "leaves",
     "map_tensors",
+    "num_bytes",
     "num_examples",
     "remedy_for",
     "same_form",

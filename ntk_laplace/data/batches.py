@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_examples, take, to_device
+from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_bytes, num_examples, take, to_device
 from ntk_laplace.errors import DataError
 
-__all__ = ["Batches", "Joined", "Missing", "Selected", "Source", "generators_of", "kept_or_missing"]
+__all__ = ["BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "generators_of", "kept_or_missing"]
 
 _BATCH = 512  # examples read at a time where the caller did not say
 _LARGEST_BATCH = 5_000  # and of examples that are small, if what is done with them bears it
 _UNKNOWN_BATCH = 2048  # as long as nobody said what is done with them
-_BATCH_BYTES = 32 * 2**20
+BATCH_BYTES = 32 * 2**20  # of inputs, in a batch of small examples
 
 
 def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
@@ -29,10 +29,6 @@ def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
     got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
     raise DataError("batches that are pairs (inputs, targets)", got,
                     "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
-
-
-def _bytes(x: Inputs) -> int:
-    return sum(tensor.nbytes for tensor in leaves(x))
 
 
 class Batches:
@@ -77,7 +73,7 @@ class Batches:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
                                 "Give one target (row) per input.")
             self._source, self._length = (x, y), n
-            self._fitting = min(_LARGEST_BATCH, _BATCH_BYTES // max(1, _bytes(x) // max(1, n)))
+            self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
             self._source, self._length = data, _length_of(data)
         elif isinstance(data, Dataset):
@@ -259,7 +255,7 @@ class Missing:
     """Data that a checkpoint did not hold: any pass over them is refused."""
 
     device: torch.device | None = None
-    length, batch_size = None, 1
+    length = None
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         raise DataError("the training data, for another pass over them", "a checkpoint that holds none",

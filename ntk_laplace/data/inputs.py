@@ -20,6 +20,7 @@ __all__ = [
     "differentiable",
     "leaves",
     "map_tensors",
+    "num_bytes",
     "num_examples",
     "take",
     "to_device",
@@ -74,6 +75,11 @@ def num_examples(x: Inputs) -> int:
         raise DataError("input tensors that share their first axis, one row per example", f"shapes {shapes}",
                         "Give every tensor of the input one row per example.")
     return lengths.pop()
+
+
+def num_bytes(x: Inputs) -> int:
+    """Of all tensors of an input."""
+    return sum(tensor.nbytes for tensor in leaves(x))
 
 
 def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:

@@ -30,7 +30,8 @@ class Settings:
     ----------
     batch_size : int, optional
         Examples per pass; by default as many as a working set of 128 MiB allows. Small batches of a loader are read
-        together up to this number, by default 5,000 or 32 MiB, unless the network treats their examples otherwise then.
+        together up to this number, by default at most 5,000 and 32 MiB, unless the network treats their examples
+        otherwise then.
     memory_budget : int, optional
         Bytes the fit may take; the free memory of the device by default.
     progress : bool, optional

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ntk_laplace.data import Inputs, Source, alike, concatenate, leaves, num_examples
+from ntk_laplace.data import BATCH_BYTES, Inputs, Source, alike, concatenate, num_bytes, num_examples
 from ntk_laplace.network import Network
 
 __all__ = ["coalesced"]
-
-_BYTES = 32 * 2**20  # of inputs that are read as one
 
 
 def coalesced(batches: Source, network: Network) -> Iterator[tuple[Inputs, Tensor]]:
@@ -24,10 +22,10 @@ def coalesced(batches: Source, network: Network) -> Iterator[tuple[Inputs, Tenso
     count = size = 0
 
     def full() -> bool:  # no room for another like the last: it is not waited for
-        return count + n > batches.batch_size or size + nbytes > _BYTES
+        return count + n > batches.batch_size or size + nbytes > BATCH_BYTES
 
     for pair in batches:
-        n, nbytes = num_examples(pair[0]), sum(tensor.nbytes for tensor in leaves(pair[0]))
+        n, nbytes = num_examples(pair[0]), num_bytes(pair[0])
         if waiting and (full() or not alike(waiting[0], pair)):
             yield from _joined(waiting, network)
             count = size = 0
