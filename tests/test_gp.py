@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+import re
 import unittest
 from typing import Any
 
@@ -364,6 +365,23 @@ def test_inputs_that_do_not_fit() -> None:
         kernel.forward(torch.randn(3, 16).double(), torch.randn(3, 16).double(), last_dim_is_batch=True)
     with pytest.raises(ntkl.errors.NonFiniteError, match="NaN at example 2"):
         kernel(torch.tensor([[0.0] * 16] * 2 + [[torch.nan] * 16]).double()).to_dense()
+    for other in ({"x": torch.zeros(3, 16)}, (torch.zeros(3, 16),), [[0.0] * 16], torch.zeros(3, 16).numpy()):
+        for arguments in ((other,), (torch.zeros(3, 16).double(), other)):
+            with pytest.raises(ntkl.errors.DataError, match=rf"one tensor.*got a {type(other).__name__}\. Join"):
+                kernel(*arguments)
+    for one, two in ((0, 3), (3, 0), (0, 0)):
+        with pytest.raises(ntkl.errors.DataError, match="at least one input; got none"):
+            kernel(torch.zeros(one, 16).double(), torch.zeros(two, 16).double()).to_dense()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"input_shape": 3}, {"input_shape": "16"}, {"input_shape": (4, 0)}, {"input_dtype": "long"},
+              {"dtype": torch.int64}, {"dtype": "float64"}],
+)  # fmt: skip
+def test_shapes_and_types_that_are_none(wrong: dict[str, Any]) -> None:
+    (name, value), = wrong.items()
+    with pytest.raises(ntkl.errors.UnsupportedError, match=rf"^expected {name} as .*got {re.escape(repr(value))}\."):
+        NTKKernel(nn.Linear(16, 2), **wrong)
 
 
 def test_active_dims_inside_sums() -> None:

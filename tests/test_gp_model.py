@@ -523,6 +523,9 @@ def test_what_the_model_cannot_do_it_says() -> None:
     full = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure="full")
     with refused(match=r"structure=\"gp\".*got structure='full'.*Fit with"):
         LaplaceGP(full)
+    for structure in ("full", "auto", "kfac", ntkl.KFAC()):
+        with refused(match=r"structure=\"gp\".*got structure=.*Leave structure= out"):
+            LaplaceGP(case.network, (case.x, y), ntkl.Categorical(), structure=structure)
     with refused(match="got a Tensor"):
         LaplaceGP(case.x)
     with refused(match="posterior and arguments"):

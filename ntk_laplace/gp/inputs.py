@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.network import Network
 
 __all__ = ["InputForm", "refuse_input_gradients"]
@@ -31,7 +31,18 @@ class InputForm:
 
     @classmethod
     def of(cls, shape: tuple[int, ...] | torch.Size | None, dtype: torch.dtype | None) -> InputForm:
-        """Read the arguments ``input_shape`` and ``input_dtype``."""
+        """Read the arguments ``input_shape`` and ``input_dtype``.
+
+        Raises
+        ------
+        UnsupportedError
+            If they are no shape and no type.
+        """
+        if shape is not None and not (isinstance(shape, (tuple, list)) and all(is_whole(size, 1) for size in shape)):
+            raise UnsupportedError("input_shape as a tuple of whole numbers", repr(shape),
+                                   "Pass the shape of one input without the axis of examples, such as (1, 28, 28).")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise UnsupportedError("input_dtype as a torch.dtype", repr(dtype), "Pass torch.long for token ids.")
         return cls(None if shape is None else tuple(int(size) for size in shape), dtype)
 
     @property
@@ -45,8 +56,10 @@ class InputForm:
         Raises
         ------
         DataError
-            If the rows do not have this shape, or are not the integers that `dtype` asks for.
+            If there are none, or they do not have this shape, or are not the integers that `dtype` asks for.
         """
+        if not len(x):
+            raise DataError("at least one input", "none", "Pass one or more inputs.")
         if self.shape is not None:
             if x.shape[-1] != self.num_features:
                 raise DataError(

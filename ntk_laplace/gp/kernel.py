@@ -9,7 +9,7 @@ import torch
 from gpytorch.kernels import Kernel
 from torch import Size, Tensor, nn
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.gp.cache import CachedRows
 from ntk_laplace.gp.contraction import Diagonal, Joint, weighted_by_prior
 from ntk_laplace.gp.inputs import InputForm
@@ -51,7 +51,8 @@ class NTKKernel(Kernel):
     Raises
     ------
     DataError, UnsupportedError
-        On evaluation, if features do not fit `input_shape`, or a gradient in the inputs is asked for.
+        If types or shapes are none; on evaluation, if inputs are not one tensor, features do not fit `input_shape`, or
+        a gradient in the inputs is asked for.
     """
 
     has_lengthscale = False
@@ -69,9 +70,20 @@ class NTKKernel(Kernel):
         super().__init__(**kwargs)
         door = Network(network, parameters)  # a plain object: nothing of the network is registered
         dtype = door.dtype if dtype is None else dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise UnsupportedError("dtype as a floating torch.dtype", repr(dtype), "Leave it out for the network's own.")
         self._rows = CachedRows(door, InputForm.of(input_shape, input_dtype), dtype)
         self.prior = GaussianPrior.of(prior).bind(door.shapes).to(door.device)
         self.prior.log_precision.data = self.prior.log_precision.data.to(dtype)
+
+    def __call__(self, x1: Tensor, x2: Tensor | None = None, *args: Any, **params: Any) -> Any:
+        """K(x1, x2), evaluated when it is needed."""
+        for x in (x1, x2):
+            if x is not None and not isinstance(x, Tensor):
+                raise DataError("inputs of a GPyTorch kernel as one tensor, (..., N, features)", f"a {type(x).__name__}",
+                                "Join parts along their features, torch.cat(parts, -1), and wrap the network in a "
+                                "module that takes them apart; LaplaceGP takes parts as they are.")
+        return super().__call__(x1, x2, *args, **params)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
         """C; sums of kernels ask with all features, others with the active ones."""

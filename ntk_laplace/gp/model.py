@@ -165,6 +165,9 @@ class LaplaceGP(ExactGP):
 
 def _posterior(source: Any, data: Any, likelihood: Any, prior: Any, fit: dict[str, Any]) -> Posterior:
     if isinstance(source, nn.Module):
+        if fit.get("structure", "gp") != "gp":
+            raise UnsupportedError('structure="gp", the one that is a Gaussian process over examples',
+                                   f"structure={fit['structure']!r}", "Leave structure= out.")
         return laplace(source, data, likelihood, prior, **fit)
     if not isinstance(source, Posterior) or source.structure != "gp":
         got = f"structure={source.structure!r}" if isinstance(source, Posterior) else f"a {type(source).__name__}"
