@@ -129,6 +129,24 @@ def test_samplers_with_generators_of_their_own_keep_one_order(structure):
         ntkl.laplace(case.network, hidden, ntkl.Categorical(), structure=structure).log_marginal_likelihood(True)
 
 
+def test_workers_that_outlive_a_pass_keep_one_order_and_stay_the_callers():
+    """Their second pass draws one number less from the generator, and a pass of ours would end one of the caller's."""
+    case = problem("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case)
+    pairs = [(case.x[n], y[n]) for n in range(len(y))]
+    fresh, data = (DataLoader(pairs, 2, shuffle=True, num_workers=1, persistent_workers=True) for _ in range(2))
+    begun = iter(data)
+    first = next(begun)
+    want, *found = (
+        ntkl.laplace(case.network, source, ntkl.Categorical(), structure="kfac").log_marginal_likelihood(True)
+        for source in ((case.x, y), fresh, data)
+    )
+    assert all(relative_error(value, want) < 1e-9 for value in found)
+    seen = torch.cat([first[1], *(labels for _, labels in begun)])
+    assert torch.equal(seen.sort().values, y.sort().values)
+    assert data.persistent_workers and iter(data) is begun
+
+
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])
 def test_drawn_labels_stay_with_their_examples_in_a_shuffled_loader(structure):
     """Outputs are read in one pass and rows in another: the matrix must be of labels drawn at their own outputs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -270,8 +271,12 @@ def kept_or_missing(batches: Batches | None) -> Batches | Missing:
 def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
     """Batches drawn from a random stream of their own, the same in every pass.
 
-    A shuffling loader then keeps one order over passes, and the caller's random state is not touched.
+    A shuffling loader then keeps one order over passes, and the caller's random state is not touched. Workers that
+    outlive a pass would neither start it from the same numbers nor serve the caller's own pass meanwhile: there are others.
     """
+    if loader.persistent_workers:
+        loader = copy.copy(loader)
+        vars(loader)["persistent_workers"] = False  # a loader refuses to be told so
     ours = torch.Generator().manual_seed(0).get_state()
     own = [(generator, generator.get_state()) for generator in generators_of(loader)]
     iterator: Iterator[Any] | None = None
