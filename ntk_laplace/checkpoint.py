@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
 from ntk_laplace.evidence import ForgottenPoints, TrainingPoints, present_values
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
-from ntk_laplace.network import Network
+from ntk_laplace.network import Network, require_module
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import RESTORE, Settings, Trained
+from ntk_laplace.structures import RESTORE, Settings, Trained, opened
 from ntk_laplace.structures.reading import digest, read_outputs
 from ntk_laplace.structures.saving import FORMAT, VERSION
 
@@ -60,9 +59,9 @@ def load(
     NetworkError
         If the network's parameters have other names, shapes or values than those of the fit.
     """
-    place = next((p.device for p in network.parameters()), torch.device("cpu"))
-    saved = _read(Path(path), place)
-    settings = Settings() if settings is None else settings
+    place = next((p.device for p in require_module(network).parameters()), torch.device("cpu"))
+    saved = _in_names_of(network, _read(path, place))
+    settings = Settings.of(settings)
     door = _matching(network, saved)
     own = _likelihood(saved["likelihood"], likelihood)
     prior = _prior(saved["prior"], door)
@@ -78,20 +77,39 @@ def load(
         return Posterior(trained, structure, saved["reason"])
 
 
-def _read(path: Path, device: torch.device) -> dict[str, Any]:
-    remedy = "Pass the path of a file written by posterior.save(path)."
-    try:
-        saved = torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError as error:
-        raise DataError(f"a checkpoint at {path}", "no such file", remedy) from error
-    except Exception as error:  # whatever unpickling foreign bytes may raise
-        raise DataError(f"a checkpoint at {path}", f"{type(error).__name__}: {str(error)[:200]}", remedy) from error
+def _read(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any]:
+    what, remedy = "a checkpoint of a posterior", "Pass the path of a file written by posterior.save(path)."
+    saved = opened(path, what, remedy, device)
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise DataError(f"a checkpoint of a posterior at {path}", "another file", remedy)
+        raise DataError(f"{what} at {path}", "another file", remedy)
     if saved["version"] > VERSION:
         raise DataError(f"a checkpoint of version {VERSION} or older", f"version {saved['version']}",
                         "Update ntk_laplace.")
     return saved
+
+
+def _in_names_of(network: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint in this network's names: torch.compile's wrappers put a word into them."""
+    own = {_plain(name): name for name, _ in (*network.named_modules(), *network.named_parameters())}
+    new = {name: own.get(_plain(name), name) for name in saved["shapes"]}
+    if list(new) == list(new.values()):
+        return saved
+    prior = dict(saved["prior"])
+    if isinstance(prior["groups"], dict):
+        prior["groups"] = {g: [own.get(_plain(name), name) for name in names] for g, names in prior["groups"].items()}
+    return saved | {key: _renamed(saved[key], new) for key in ("shapes", "state")} | {"prior": prior}
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _renamed(content: Any, new: Mapping[str, str]) -> Any:
+    if isinstance(content, dict):
+        return {_renamed(key, new): _renamed(value, new) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(_renamed(value, new) for value in content)
+    return new.get(content, content) if isinstance(content, str) else content
 
 
 def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:

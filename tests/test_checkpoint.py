@@ -132,7 +132,7 @@ def test_your_own_likelihood_must_be_passed(tmp_path: Path) -> None:
 
 
 def test_other_networks_and_files_are_refused(tmp_path: Path) -> None:
-    path, other = tmp_path / "posterior.pt", tmp_path / "other.pt"
+    path = tmp_path / "posterior.pt"
     fit("kfac").save(path)
     wider = copy.deepcopy(network())
     wider[4] = nn.Linear(16, 5).double()
@@ -145,17 +145,62 @@ def test_other_networks_and_files_are_refused(tmp_path: Path) -> None:
         moved[4].weight += 1e-6
     with pytest.raises(ntkl.NetworkError, match="other weights"):
         ntkl.load(path, moved)
-    with pytest.raises(ntkl.DataError, match="no such file"):
-        ntkl.load(tmp_path / "nowhere.pt", network())
-    torch.save(network().state_dict(), other)
-    with pytest.raises(ntkl.DataError, match="another file"):
-        ntkl.load(other, network())
-    other.write_bytes(b"not a checkpoint")
-    with pytest.raises(ntkl.DataError, match=r"written by posterior\.save"):
-        ntkl.load(other, network())
+    for none in (None, network().state_dict()):
+        with pytest.raises(ntkl.NetworkError, match=r"a torch\.nn\.Module; got a"):
+            ntkl.load(path, none)
+    with pytest.raises(ntkl.UnsupportedError, match="a Settings object"):
+        ntkl.load(path, network(), settings={"batch_size": 3})
     x, y = data()
     with pytest.raises(ntkl.DataError, match="13 training examples; got 12"):
         ntkl.load(path, network(), data=(x[1:], y[1:]))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04", nn.Linear(1, 1), {"weights": 1}, [1]])
+def test_files_that_are_no_checkpoint(content: object, tmp_path: Path) -> None:
+    """A file that asks for code to be run is refused without torch's advice to run it."""
+    path = tmp_path / "other.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    readers = {
+        r"of a posterior at .*written by posterior\.save": lambda place: ntkl.load(place, network()),
+        r"of an interrupted fit at .*Settings\(checkpoint": lambda place: fit(
+            "kfac", settings=ntkl.Settings(resume=place)
+        ),
+    }
+    for words, read in readers.items():
+        for place, got in ((path, "an"), (tmp_path, "what cannot be read"), (tmp_path / "none.pt", "no such file")):
+            with pytest.raises(ntkl.DataError, match=words.replace(" at ", rf" at .*; got (what|{got})")) as caught:
+                read(place)
+            assert "weights_only" not in str(caught.value)
+    with pytest.raises(ntkl.DataError, match="a path of a checkpoint of a posterior; got None"):
+        ntkl.load(None, network())
+
+
+@pytest.mark.parametrize("place", ["nowhere/posterior.pt", "", None])
+def test_places_where_nothing_can_be_written(place: str | None, tmp_path: Path) -> None:
+    with pytest.raises(ntkl.DataError, match=r"as checkpoint; got None|a checkpoint in a folder that is there"):
+        fit("diag").save(place if place is None else tmp_path / place)
+
+
+@pytest.mark.filterwarnings("ignore:INF's low-rank part")
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_torch_compile_between_saving_and_loading(name: str, tmp_path: Path) -> None:
+    """Its wrappers have a word of their own in all names, in those of the prior's groups too."""
+    x, path = data(5)[0], tmp_path / "posterior.pt"
+    plain, whole, layer = network(), network(), network()
+    whole = torch.compile(whole, backend="aot_eager")
+    layer[4] = torch.compile(layer[4], backend="aot_eager")
+    for one in (plain, whole, layer):
+        names = [name for name, _ in one.named_parameters()]
+        layers = {name.rpartition(".")[0] for name in names[:-2]}
+        prior = ntkl.GaussianPrior({"last": 3.0, "rest": 0.5}, groups={"last": names[-2:], "rest": sorted(layers)})
+        posterior = ntkl.laplace(one, data(), ntkl.Categorical(), prior, STRUCTURES[name])
+        posterior.save(path, include_data=True)
+        for other in (plain, whole, layer):
+            loaded = ntkl.load(path, other)
+            assert loaded.network.names == [name for name, _ in other.named_parameters()]
+            torch.testing.assert_close(loaded.latent_moments(x), posterior.latent_moments(x), rtol=1e-12, atol=1e-12)
+            loaded.prior.precision = {"last": 1.0, "rest": 2.0}
+            loaded.log_marginal_likelihood()
 
 
 def test_a_chosen_part_and_a_frozen_part_come_back(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
     """Batches drawn from a random stream of their own, the same in every pass.
 
     A shuffling loader then keeps one order over passes, and the caller's random state is not touched. Workers that
-    outlive a pass would neither start it from the same numbers nor serve the caller's own pass meanwhile: there are others.
+    outlive a pass would not start it from the same numbers, nor go on with a pass of the caller's: ours are others.
     """
     if loader.persistent_workers:
         loader = copy.copy(loader)

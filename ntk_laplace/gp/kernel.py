@@ -71,7 +71,8 @@ class NTKKernel(Kernel):
         door = Network(network, parameters)  # a plain object: nothing of the network is registered
         dtype = door.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise UnsupportedError("dtype as a floating torch.dtype", repr(dtype), "Leave it out for the network's own.")
+            raise UnsupportedError("dtype as a floating torch.dtype", repr(dtype),
+                                   "Leave it out for the network's own.")
         self._rows = CachedRows(door, InputForm.of(input_shape, input_dtype), dtype)
         self.prior = GaussianPrior.of(prior).bind(door.shapes).to(door.device)
         self.prior.log_precision.data = self.prior.log_precision.data.to(dtype)
@@ -80,7 +81,7 @@ class NTKKernel(Kernel):
         """K(x1, x2), evaluated when it is needed."""
         for x in (x1, x2):
             if x is not None and not isinstance(x, Tensor):
-                raise DataError("inputs of a GPyTorch kernel as one tensor, (..., N, features)", f"a {type(x).__name__}",
+                raise DataError("inputs of a kernel as one tensor, (..., N, features)", f"a {type(x).__name__}",
                                 "Join parts along their features, torch.cat(parts, -1), and wrap the network in a "
                                 "module that takes them apart; LaplaceGP takes parts as they are.")
         return super().__call__(x1, x2, *args, **params)

@@ -5,6 +5,7 @@ The caller's module is read once and never touched: everything behind this door 
 
 from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice
+from ntk_laplace.network.copying import require_module
 from ntk_laplace.network.door import Network, preserved_rng
 
-__all__ = ["Caller", "Network", "ParameterChoice", "preserved_rng"]
+__all__ = ["Caller", "Network", "ParameterChoice", "preserved_rng", "require_module"]

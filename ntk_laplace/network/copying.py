@@ -11,7 +11,21 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import NetworkError
 
-__all__ = ["private_copy"]
+__all__ = ["private_copy", "require_module"]
+
+
+def require_module(module: Any) -> nn.Module:
+    """The module, as it is.
+
+    Raises
+    ------
+    NetworkError
+        If it is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
+                           "Wrap the function in a module whose parameters are registered.")
+    return module
 
 
 def private_copy(module: nn.Module) -> nn.Module:

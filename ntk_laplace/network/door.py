@@ -23,7 +23,7 @@ from ntk_laplace.data import (
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
 from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice, choose
-from ntk_laplace.network.copying import private_copy
+from ntk_laplace.network.copying import private_copy, require_module
 from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
@@ -76,10 +76,7 @@ class Network:
     """
 
     def __init__(self, module: nn.Module, parameters: ParameterChoice = None) -> None:
-        if not isinstance(module, nn.Module):
-            raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
-                               "Wrap the function in a module whose parameters are registered.")
-        self.module = private_copy(module)
+        self.module = private_copy(require_module(module))
         self.caller = Caller(self.module)
         chosen = choose(self.module, parameters)
         for name, parameter in self.module.named_parameters():

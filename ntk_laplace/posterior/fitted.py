@@ -18,7 +18,7 @@ from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import Structure, Trained, posterior_record, write
+from ntk_laplace.structures import Structure, Trained, posterior_record, require_place, write
 
 __all__ = ["Fitted"]
 
@@ -172,7 +172,13 @@ class Fitted:
             Keep outputs and targets of the training points, so that the loaded posterior can do everything that needs
             no further pass over the data. ``structure="gp"`` is made of its training points' rows, inputs of the
             first layer among them, and can be saved in no other way.
+
+        Raises
+        ------
+        DataError
+            If no file can be written there.
         """
+        require_place(path)
         write(posterior_record(self._trained, self._structure, self.reason, include_data), path)
 
     # --- more data

@@ -6,7 +6,7 @@ from ntk_laplace.structures.base import Settings, Structure, Trained
 from ntk_laplace.structures.changed import ChangedStructure, rows_of
 from ntk_laplace.structures.full import FullStructure
 from ntk_laplace.structures.gp import FunctionSpaceStructure
-from ntk_laplace.structures.records import require_place, resumed, write
+from ntk_laplace.structures.records import opened, require_place, resumed, write
 from ntk_laplace.structures.saving import posterior_record
 from ntk_laplace.structures.structured import StructuredStructure
 
@@ -25,6 +25,7 @@ __all__ = [
     "Structure",
     "StructuredStructure",
     "Trained",
+    "opened",
     "posterior_record",
     "require_place",
     "resumed",

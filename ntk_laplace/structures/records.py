@@ -16,7 +16,9 @@ from ntk_laplace.data import gather
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.structures.accumulation import Accumulation
 
-__all__ = ["form_from", "form_record", "form_words", "from_record", "record", "require_place", "resumed", "write"]
+__all__ = [
+    "form_from", "form_record", "form_words", "from_record", "opened", "record", "require_place", "resumed", "write",
+]  # fmt: skip
 
 
 def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
@@ -75,6 +77,24 @@ def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     partial.replace(path)
 
 
+def opened(path: str | os.PathLike[str], what: str, remedy: str, device: torch.device) -> Any:
+    """What a file holds that `write` made; nothing in it is run.
+
+    Raises
+    ------
+    DataError
+        If it is no such file.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise DataError(f"a path of {what}", repr(path), remedy)
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError as error:
+        raise DataError(f"{what} at {path}", "no such file", remedy) from error
+    except Exception as error:  # whatever unpickling foreign bytes may raise
+        raise DataError(f"{what} at {path}", f"what cannot be read as one ({type(error).__name__})", remedy) from error
+
+
 def require_place(path: Any) -> None:
     """Refuse a checkpoint that could not be written, before the work that it is to keep.
 
@@ -118,13 +138,9 @@ def form_words(form: Form) -> str:
 
 
 def _loaded(path: Path, device: torch.device) -> Accumulation:
-    remedy = "Pass the path that was given as Settings(checkpoint=...)."
-    try:
-        saved = torch.load(path, map_location=device, weights_only=True)
-        return from_record(saved["accumulation"])
-    except FileNotFoundError as error:
-        raise DataError(f"a checkpoint at {path}", "no such file", remedy) from error
-    except (KeyError, TypeError, RuntimeError, ValueError, EOFError, OSError) as error:
-        raise DataError(f"a checkpoint of an interrupted fit at {path}", f"{type(error).__name__}: {error}",
-                        remedy) from error
+    what, remedy = "a checkpoint of an interrupted fit", "Pass the path that was given as Settings(checkpoint=...)."
+    saved = opened(path, what, remedy, device)
+    if not isinstance(saved, dict) or "accumulation" not in saved:
+        raise DataError(f"{what} at {path}", "another file", remedy)
+    return from_record(saved["accumulation"])
 

@@ -6,7 +6,6 @@ import copy
 import os
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.structures import opened
 
 __all__ = [
     "FORMAT",
@@ -106,14 +106,7 @@ def read(resume: Any, device: torch.device) -> dict[str, Any]:
     """
     remedy = "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path)."
     if isinstance(resume, (str, os.PathLike)):
-        path = Path(resume)
-        try:
-            resume = torch.load(path, map_location=device, weights_only=True)
-        except FileNotFoundError as error:
-            raise DataError(f"a checkpoint at {path}", "no such file", remedy) from error
-        except Exception as error:  # whatever unpickling foreign bytes may raise
-            got = f"{type(error).__name__}: {str(error)[:200]}"
-            raise DataError(f"a checkpoint of a training at {path}", got, remedy) from error
+        resume = opened(resume, "a checkpoint of a training", remedy, device)
     if not isinstance(resume, dict) or resume.get("format") != FORMAT:
         raise DataError("the state of an interrupted training, or the file it was saved to",
                         f"a {type(resume).__name__}", remedy)
