@@ -39,7 +39,7 @@ def case(kind: str) -> tuple[ntkl.Posterior, Tensor, Tensor, Tensor, Tensor]:
     likelihood, draw = make[kind]
     y, y_new = draw(30), draw(12)
     posterior = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(0.5))
-    return posterior, x, y, x_new, y_new[:, 0].long() if kind == "binary" else y_new
+    return posterior, x, y, x_new, y_new
 
 
 def close(found: list | float, expected: Tensor) -> bool:
@@ -69,11 +69,12 @@ def test_the_numbers_are_the_posteriors(kind: str) -> None:
         parts = torch.tensor([point["offset"], point["plus"], point["minus"], point["gap"]])
         assert abs(float(parts.sum()) - sign * float(explained.f[i, output])) < 2e-3 * float(parts.abs().sum())
         if kind == "values":
+            assert point["target"] == pytest.approx(float(targets[i]), rel=1e-3)
             assert close(point["prediction"]["mean"], prediction.mean[i])
             assert close(point["prediction"]["deviation"], prediction.variance[i].sqrt())
         else:
             assert close(point["prediction"]["probabilities"][-1], prediction.probs[i].reshape(-1)[-1])
-            assert point["target"] == int(targets[i])
+            assert point["target"] == int(targets[i]) and isinstance(point["target"], int)
             assert point["output"] == int(np.argmax(point["network"]["probabilities"]))
     left_out = posterior.leave_one_out()
     assert close(content["training"]["leverage"], left_out.leverage)
@@ -139,18 +140,31 @@ def test_a_sheet_holds_every_image_where_it_says() -> None:
     assert images_of(torch.rand(3, 10), None) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tempered_likelihoods_responses_are_its_own(kind: str) -> None:
+    posterior, x, y, x_new, targets = case(kind)
+    once = ntkl.Tempered(posterior.likelihood, 1.0)
+    tempered = ntkl.laplace(posterior.network.module, (x, y), once, ntkl.GaussianPrior(0.5))
+    found, wanted = (explore(one, x_new, x, targets, k=4).content for one in (tempered, posterior))
+    for key in ("kind", "names", "points", "training"):
+        assert found[key] == wanted[key]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     posterior, x, _, x_new, targets = case("classes")
     for arguments, words in (
         ({"training": x[:5]}, "expected the 30 training inputs of the fit; got 5"),
-        ({"targets": targets[:3]}, "expected 12 targets, one for each input; got shape (3,)"),
+        ({"targets": targets[:3]}, "expected targets for 12 examples; got shape (3,)"),
+        ({"targets": targets + 1}, "expected class labels in 0..2; got 3 at example"),
+        ({"targets": targets + 0.5}, "expected class labels that are whole numbers; got"),
+        ({"targets": ["ant"] * 12}, "expected targets as a tensor or an array of numbers; got list"),
         ({"naming": Naming(classes=["a"])}, "expected 3 names of classes or outputs; got 1"),
         ({"naming": Naming(features=["a"])}, "expected 16 names of features; got 1"),
         ({"naming": Naming(shape=(3, 3))}, "expected inputs of 9 numbers, for images of"),
         ({"naming": Naming(shape=3)}, "expected a shape (height, width) of images"),
         ({"naming": Naming(shape=(-4, -4))}, "expected a shape (height, width) of images"),
         ({"naming": "ants"}, "expected words as ntk_laplace.Naming(...); got 'ants'"),
-        ({"targets": 5}, "expected 12 targets, one for each input; got shape ()"),
+        ({"targets": 5}, "expected targets for 12 examples; got shape ()"),
     ):
         with pytest.raises(ntkl.DataError, match=re.escape(words)):
             explore(posterior, x_new, **arguments)

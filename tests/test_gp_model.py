@@ -357,8 +357,10 @@ def test_noise_of_the_training_points_is_not_that_of_others() -> None:
         with pytest.raises(ntkl.errors.UnsupportedError, match="per point"):
             gp.likelihood(gp(x))
     latent = gp(case.x_new)
-    response = gp.likelihood(latent, likelihood=ntkl.Gaussian(0.1))
-    assert relative_error(response.variance, latent.variance + 0.1) < 1e-12
+    there = 0.1 + torch.rand(len(case.x_new), 3).double()
+    for noise in (torch.tensor(0.1), there):
+        response = gp.likelihood(latent, likelihood=ntkl.Gaussian(noise))
+        assert relative_error(response.variance, latent.variance + noise) < 1e-12
 
 
 def test_flat_inputs_and_batches_of_them() -> None:
@@ -386,7 +388,10 @@ def test_batches_of_regressions_take_noise() -> None:
     y = _reals(outputs(case.network, case.x))
     gp = LaplaceGP(case.network, (case.x, y), ntkl.Gaussian(FULL_NOISE), input_shape=case.x.shape[1:]).eval()
     x = torch.stack([case.x[:3], case.x_new[:3]])
-    assert relative_error(gp.likelihood(gp(x)).covariance_matrix[1], gp.likelihood(gp(x[1])).covariance_matrix) < 1e-12
+    for observation in (gp.posterior.likelihood, ntkl.Tempered(ntkl.Gaussian(FULL_NOISE), 2.0)):
+        gp = LaplaceGP(case.network, (case.x, y), observation, input_shape=case.x.shape[1:]).eval()
+        joint = gp.likelihood(gp(x[1])).covariance_matrix
+        assert relative_error(gp.likelihood(gp(x)).covariance_matrix[1], joint) < 1e-12
 
 
 def test_token_ids_may_come_as_floats() -> None:

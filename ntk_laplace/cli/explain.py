@@ -31,8 +31,6 @@ def run(options: argparse.Namespace) -> None:
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
         options.curvature, dtype=model.dtype, settings=model.settings,
     )  # fmt: skip
-    if y is not None and options.likelihood in ("bernoulli", "categorical"):
-        y = y.reshape(len(y), -1).squeeze(-1).long()
     naming = Naming(options.classes, options.features, options.shape, options.target)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title)
     page.write(options.out)

@@ -72,18 +72,19 @@ def gather(
     Raises
     ------
     DataError
-        If sizes or names do not fit together.
+        If sizes or names do not fit together, or targets not the likelihood.
         Or if the training data cannot be read again, where the structure keeps no rows.
     """
     n, c = num_examples(x), posterior.num_outputs
-    _check(posterior, n, training, targets, naming)
+    _check(posterior, training, naming)
+    truths = None if targets is None else _truths(posterior, targets, n)
     shown = set()
     find = _from_rows if posterior.structure == "gp" else _from_data
     points, guarantees = find(posterior, x, k, progress)
     left_out = posterior.leave_one_out()
-    if targets is not None:
-        for point, target in zip(points, torch.as_tensor(targets).tolist(), strict=True):
-            point["target"] = _rounded(target)
+    if truths is not None:
+        for point, truth in zip(points, truths, strict=True):
+            point["target"] = _rounded(truth)
     for point in points:
         shown |= {j for side in ("for", "against") for j, *_ in point[side]}
     return {
@@ -102,13 +103,17 @@ def gather(
     }
 
 
-def _check(posterior: Posterior, n: int, training: Tensor | None, targets: Tensor | None, naming: Naming) -> None:
+def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
+    """Targets as the page compares them: a class, a number, or a number for each output."""
+    y = posterior.likelihood.for_new_points().targets(targets, n, posterior.num_outputs)
+    y = y.flatten() if y.numel() == n else y
+    return (y if _kind(posterior) == "values" else y.long()).tolist()
+
+
+def _check(posterior: Posterior, training: Tensor | None, naming: Naming) -> None:
     if training is not None and len(training) != posterior.num_examples:
         raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{len(training):,}",
                         "Pass the inputs that the posterior was fitted to, in their order.")
-    if targets is not None and (torch.as_tensor(targets).ndim == 0 or len(targets) != n):
-        raise DataError(f"{n:,} targets, one for each input", f"shape {tuple(torch.as_tensor(targets).shape)}",
-                        "Pass one target per input.")
     if naming.shape is not None and not all(isinstance(side, int) and side > 0 for side in _sides(naming.shape)):
         raise DataError("a shape (height, width) of images, or (height, width, 3)", f"{naming.shape!r}",
                         "Pass for example shape=(28, 28).")  # fmt: skip
@@ -123,9 +128,10 @@ def _sides(shape: Any) -> tuple[Any, ...]:
 
 
 def _kind(posterior: Posterior) -> str:
-    if isinstance(posterior.likelihood, Categorical):
+    likelihood = posterior.likelihood.for_new_points()
+    if isinstance(likelihood, Categorical):
         return "classes"
-    return "binary" if isinstance(posterior.likelihood, Bernoulli) and posterior.num_outputs == 1 else "values"
+    return "binary" if isinstance(likelihood, Bernoulli) and posterior.num_outputs == 1 else "values"
 
 
 def _names(posterior: Posterior, naming: Naming) -> list[str]:

@@ -70,9 +70,9 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
         if not isinstance(function_dist, MultitaskMultivariateNormal):
             raise UnsupportedError("what the LaplaceGP returned", type(function_dist).__name__,
                                    "Pass gp(*gp.train_inputs) in training mode or gp(x) in eval mode.")
-        likelihood = self.observation if likelihood is None else likelihood
+        likelihood = self.observation.for_new_points() if likelihood is None else likelihood
         if isinstance(likelihood, Gaussian) and method == "glm":
-            return _with_noise(function_dist, likelihood.for_new_points())
+            return _with_noise(function_dist, likelihood)
         if function_dist.batch_shape:
             raise UnsupportedError("one batch of inputs", f"batch shape {tuple(function_dist.batch_shape)}",
                                    "Call the model and this likelihood for one batch at a time.")
