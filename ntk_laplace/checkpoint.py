@@ -12,10 +12,10 @@ from torch import nn
 from ntk_laplace.curvature import Root
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
-from ntk_laplace.evidence import ForgottenPoints, TrainingPoints, present_values
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from ntk_laplace.network import Network, require_module
+from ntk_laplace.points import ForgottenPoints, TrainingPoints, present_values
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import RESTORE, Settings, Trained, opened

@@ -27,6 +27,7 @@ HOUSE = [
     ["contractions"],
     ["gram"],
     ["curvature"],
+    ["points"],
     ["evidence"],
     ["structures"],
     ["explain", "hyperparameters", "selection"],

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
-from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
 from ntk_laplace.factors import Rows
 from ntk_laplace.gram import cross_gram, diagonal_blocks
 from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import Structure, Trained
 
 __all__ = [

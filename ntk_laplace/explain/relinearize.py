@@ -17,9 +17,10 @@ from torch import Tensor
 
 from ntk_laplace.data import Batches, Inputs, Source, as_tensors, gather, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
-from ntk_laplace.evidence import TrainingPoints, joint_gradient
+from ntk_laplace.evidence import joint_gradient
 from ntk_laplace.explain.what_if import Exact
 from ntk_laplace.network import Network
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.progress import track
 from ntk_laplace.structures import FunctionSpaceStructure, Trained
 

@@ -25,8 +25,8 @@ from ntk_laplace.errors import (
     TargetError,
     is_whole,
 )
-from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import (
     ChangedStructure,
     FullStructure,

@@ -12,11 +12,12 @@ from torch import Tensor
 from ntk_laplace.curvature import Part, Root
 from ntk_laplace.data import Batches, Inputs, as_tensors, num_examples, to_device
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.evidence import Curvature, joint_gradient, present_values, unmoved
+from ntk_laplace.evidence import Curvature, joint_gradient
 from ntk_laplace.explain import Indices, positions
 from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
+from ntk_laplace.points import present_values, unmoved
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import Structure, Trained, posterior_record, require_place, write
 

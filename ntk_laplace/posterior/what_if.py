@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ntk_laplace.data import Batches, Inputs
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.explain import (
     Indices,
     positions,
@@ -21,6 +20,7 @@ from ntk_laplace.explain import (
     stepped,
     stepped_once,
 )
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures import ChangedStructure, FullStructure, FunctionSpaceStructure
 

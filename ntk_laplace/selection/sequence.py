@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
-from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.gram import cross_gram, gram
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.linalg import cholesky_, cholesky_logdet, solve_lower
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import require_memory
 
 __all__ = ["Sequence"]

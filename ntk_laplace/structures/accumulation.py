@@ -16,8 +16,8 @@ from torch import Tensor
 from ntk_laplace.curvature import Form, Frame, Part, Products, Summary, find_parts, plain_part
 from ntk_laplace.data import Gathered, Inputs, Source, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError, UnsupportedError
-from ntk_laplace.evidence import TrainingPoints
 from ntk_laplace.factors import NO_FOLD, Fold, Layer, Rows
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.reading import read_batches

@@ -13,10 +13,11 @@ from torch import Tensor
 from ntk_laplace.curvature import Root
 from ntk_laplace.data import Source
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
-from ntk_laplace.evidence import Curvature, ForgottenPoints, NewtonStep, TrainingPoints
+from ntk_laplace.evidence import Curvature, NewtonStep
 from ntk_laplace.factors import FactorPass, Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
+from ntk_laplace.points import ForgottenPoints, TrainingPoints
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["ExactStructure", "Settings", "Structure", "Trained", "require_unchanged"]

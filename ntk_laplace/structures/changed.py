@@ -14,8 +14,9 @@ from torch import Tensor
 from ntk_laplace.curvature import ChangedWeightSpace, Part, StructuredWeightSpace, group_numbers
 from ntk_laplace.data import Source
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.evidence import NewtonStep, TrainingPoints, present_values, unmoved
+from ntk_laplace.evidence import NewtonStep
 from ntk_laplace.factors import Rows
+from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import Trained, require_unchanged
 from ntk_laplace.structures.gp import FunctionSpaceStructure

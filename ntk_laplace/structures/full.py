@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
 from ntk_laplace.data import Batches, Joined, Source, gather, kept_or_missing
-from ntk_laplace.evidence import Curvature, ForgottenPoints, TrainingPoints, present_values, unmoved
+from ntk_laplace.evidence import Curvature
 from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.points import ForgottenPoints, TrainingPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import ExactStructure, Trained, require_unchanged
 from ntk_laplace.structures.reading import backproject, common_factor, push, read_outputs, read_rows, selected

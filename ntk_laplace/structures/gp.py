@@ -12,8 +12,8 @@ from torch import Tensor
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.data import Batches, Gathered
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import ForgottenPoints, TrainingPoints
 from ntk_laplace.factors import Rows, rows_from, rows_record
+from ntk_laplace.points import ForgottenPoints, TrainingPoints
 from ntk_laplace.resources import format_bytes, require_memory
 from ntk_laplace.structures.base import ExactStructure, Trained, require_unchanged
 from ntk_laplace.structures.reading import read_batches

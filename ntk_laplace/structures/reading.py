@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.data import Gathered, Inputs, Selected, Source, gather, num_examples
-from ntk_laplace.evidence import TrainingPoints, present_values, unmoved
 from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.progress import track
 from ntk_laplace.structures.base import Trained
 from ntk_laplace.structures.coalescing import coalesced

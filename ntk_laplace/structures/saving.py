@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.evidence import ForgottenPoints
 from ntk_laplace.likelihoods import Gaussian, Likelihood
+from ntk_laplace.points import ForgottenPoints
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.base import Structure, Trained
 from ntk_laplace.structures.reading import digest

@@ -13,8 +13,9 @@ from torch import Tensor
 from ntk_laplace.curvature import Form, Frame, LowRank, Part, StructuredWeightSpace
 from ntk_laplace.data import Batches, Joined, Source, gather, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import ForgottenPoints, NewtonStep, TrainingPoints
+from ntk_laplace.evidence import NewtonStep
 from ntk_laplace.factors import Rows
+from ntk_laplace.points import ForgottenPoints, TrainingPoints
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import Trained

@@ -20,10 +20,10 @@ from ntk_laplace.errors import (
     NonFiniteError,
     NTKLaplaceWarning,
 )
-from ntk_laplace.evidence import present_values, unmoved
 from ntk_laplace.fit import laplace
 from ntk_laplace.hyperparameters import Ascent, Variables
 from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.points import present_values, unmoved
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import Settings

@@ -1,0 +1,182 @@
+"""Training points: what is kept of the data once the rows are read, or what a checkpoint without data still knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.curvature import Root
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.likelihoods import Likelihood
+
+__all__ = ["ForgottenPoints", "TrainingPoints", "present_values", "unmoved"]
+
+
+def present_values(*modules: nn.Module) -> tuple[Tensor, ...]:
+    """Copies of all hyperparameters of likelihoods and priors, to see later whether one has moved."""
+    return tuple(t.detach().clone() for module in modules for t in (*module.parameters(), *module.buffers()))
+
+
+def unmoved(before: Sequence[Tensor], *modules: nn.Module) -> bool:
+    """Whether the hyperparameters are those of `before`."""
+    now = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return len(now) == len(before) and all(torch.equal(a, b.to(a)) for a, b in zip(now, before, strict=True))
+
+
+@dataclass(frozen=True)
+class TrainingPoints:
+    """What is kept of the training data: outputs and targets, never the inputs.
+
+    Attributes
+    ----------
+    f : Tensor, (N, C)
+        Outputs at the trained weights.
+    targets : Tensor
+        In the likelihood's canonical form.
+    weights : Tensor, (N,), optional
+        How often each point counts in the log likelihood, its gradient and its curvature; once by default.
+    expanded : Tensor, (N, C), optional
+        Outputs at which the curvature is taken, if they are not `f`: those at the start of the last Newton step.
+    """
+
+    f: Tensor
+    targets: Tensor
+    weights: Tensor | None = None
+    expanded: Tensor | None = None
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.f.shape[0]
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.f.shape[1]
+
+    def log_likelihood(self, likelihood: Likelihood) -> Tensor:
+        """Σ log p(y_n | f_n), nats."""
+        return self.log_prob(likelihood).sum()
+
+    def log_prob(self, likelihood: Likelihood) -> Tensor:
+        """log p(y_n | f_n), (N,), times the point's weight."""
+        return self._times(likelihood.log_prob(self.f, self.targets))
+
+    def residual(self, likelihood: Likelihood) -> Tensor:
+        """r_n, (N, C), times the point's weight."""
+        return self._times(likelihood.residual(self.f, self.targets))
+
+    def root(self, root: Root, likelihood: Likelihood) -> Tensor:
+        """S_n, (N, C, R), times the root of the point's weight."""
+        return self._times(root.root(likelihood, self._at, self.targets), 0.5)
+
+    def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
+        """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
+        return self._times(root.hessian(likelihood, self._at, self.targets))
+
+    @property
+    def counts(self) -> Tensor:
+        """The weights, (N,), ones if there are none."""
+        return self.f.new_ones(len(self.f)) if self.weights is None else self.weights
+
+    @property
+    def _at(self) -> Tensor:
+        return self.f if self.expanded is None else self.expanded
+
+    def _times(self, values: Tensor, power: float = 1.0) -> Tensor:
+        if self.weights is None:
+            return values
+        return values * self.weights.to(values).pow(power).view(-1, *[1] * (values.ndim - 1))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TrainingPoints:
+        """The same points elsewhere; labels stay whole numbers."""
+        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
+        weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
+        return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded)
+
+    def part(self, index: Tensor) -> TrainingPoints:
+        """Some of the points."""
+        weights, expanded = (None if v is None else v[index] for v in (self.weights, self.expanded))
+        return TrainingPoints(self.f[index], self.targets[index], weights, expanded)
+
+    def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
+        """Points of both data sets."""
+        f = torch.cat([self.f, other.f])
+        likelihood.bind(*f.shape)
+        both = (self, other)
+        weights = None if all(p.weights is None for p in both) else torch.cat([p.counts for p in both])
+        expanded = None if all(p.expanded is None for p in both) else torch.cat([p._at for p in both])
+        return TrainingPoints(f, torch.cat([self.targets, other.targets]), weights, expanded)
+
+    @classmethod
+    def checked(cls, likelihood: Likelihood, f: Tensor, targets: Tensor) -> TrainingPoints:
+        """Targets as they came, checked against the outputs and the likelihood.
+
+        Raises
+        ------
+        TargetError, NonFiniteError, HyperparameterError
+            If they do not fit together.
+        """
+        likelihood.bind(*f.shape)
+        return cls(f, likelihood.targets(targets, *f.shape).to(f.device))
+
+
+@dataclass(frozen=True)
+class ForgottenPoints:
+    """What a checkpoint without training data knows of them: how many, and how likely they were.
+
+    Attributes
+    ----------
+    num_examples, num_outputs : int
+    value : Tensor, ()
+        Σ log p(y_n | f_n) at the likelihood's hyperparameters of the checkpoint.
+    hyperparameters : tuple of Tensor
+        Those.
+    """
+
+    num_examples: int
+    num_outputs: int
+    value: Tensor
+    hyperparameters: tuple[Tensor, ...]
+
+    @property
+    def f(self) -> Tensor:
+        """Not there."""
+        raise _forgotten("the outputs at the training points")
+
+    @property
+    def targets(self) -> Tensor:
+        """Not there."""
+        raise _forgotten("the training targets")
+
+    def log_likelihood(self, likelihood: Likelihood) -> Tensor:
+        """Σ log p(y_n | f_n), if the likelihood is the checkpoint's."""
+        if not unmoved(self.hyperparameters, likelihood):
+            raise _forgotten("the evidence at other hyperparameters of the likelihood")
+        return self.value
+
+    @property
+    def counts(self) -> Tensor:
+        """How often each point counts, (N,): once."""
+        return self.value.new_ones(self.num_examples)
+
+    def residual(self, likelihood: Likelihood) -> Tensor:
+        """Not there."""
+        raise _forgotten("the residuals at the training points")
+
+    def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
+        """None of it: the evidence is a constant of the likelihood."""
+        return self.value.new_zeros(0)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> ForgottenPoints:
+        """The same elsewhere."""
+        moved = tuple(value.to(device) for value in self.hyperparameters)
+        return ForgottenPoints(self.num_examples, self.num_outputs, self.value.to(device), moved)
+
+
+def _forgotten(what: str) -> UnsupportedError:
+    return UnsupportedError(f"training data, for {what}", "a checkpoint that holds none",
+                            "Load it with ntk_laplace.load(path, network, data=...), or save with include_data=True.")
