@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.hyperparameters import Ascent, variables
 from ntk_laplace.hyperparameters.maximize import _Search
 
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=10), "diag": "diag"}
@@ -93,9 +95,64 @@ def test_only_what_is_named_moves(regression) -> None:
     posterior = fit(regression, "gp", 5.0)
     history = posterior.fit_hyperparameters(parameters=["noise"])
     assert history.names == ["noise"] and posterior.prior.precision.tolist() == pytest.approx([5.0, 5.0])
+    assert posterior.prior.log_precision.requires_grad  # held for the search alone
     posterior = fit(regression, "gp", 5.0)
     posterior.fit_hyperparameters(parameters="precision")
     assert posterior.likelihood.noise.item() == pytest.approx(0.04)
+    both = variables.Variables(posterior, ["likelihood", "precision"])
+    assert sorted(both.names) == ["noise", "precision[0]", "precision[2]"]
+
+
+def test_a_posterior_of_many_eigenvalues_adds_them_up_in_pieces(regression, monkeypatch) -> None:
+    """One shift for all of them, one for each of them, and its own optimum from the pieces' slopes."""
+    for structure, groups in (("kfac", "layer"), ("diag", "parameter")):
+        whole = fit(regression, structure, groups=groups).fit_hyperparameters(steps=5)
+        with monkeypatch.context() as small:
+            small.setattr(variables, "_PIECE", 5)
+            pieces = fit(regression, structure, groups=groups).fit_hyperparameters(steps=5)
+        assert pieces.evidence == pytest.approx(whole.evidence, rel=1e-9) and len(whole) > 3
+
+
+@pytest.mark.parametrize("slope", [-3.0, 3.0])
+def test_a_coupling_has_no_logarithm_and_no_bounds(slope: float) -> None:
+    """Noise of two outputs, the second a multiple of the first: U is [[1, 0], [slope, 1]] at the optimum."""
+    noise, network = torch.randn(200, 2).double(), nn.Linear(1, 2, bias=False).double()
+    y = torch.stack([noise[:, 0], slope * noise[:, 0] + noise[:, 1]], 1)
+    likelihood = ntkl.Gaussian(torch.eye(2))
+    posterior = ntkl.laplace(network, (torch.zeros(200, 1).double(), y), likelihood)
+    history = posterior.fit_hyperparameters(parameters="coupling", bounds=(0.9, 1.1))
+    assert history.converged and history.values[history.best] == [likelihood.coupling.item()]
+    assert likelihood.coupling.item() == pytest.approx(slope, abs=0.3) and history.at_bounds == {}
+
+
+def test_the_fixed_point_counts_outputs_and_weights(regression) -> None:
+    """MacKay's noise is that of the maximum, with several outputs and points that count otherwise."""
+    x = regression[1][0]
+    y, network = torch.cat([x, x.square()], 1) + 0.3 * torch.randn(40, 2).double(), nn.Linear(1, 2).double()
+    found = []
+    for method in ("lbfgs", "mackay"):
+        posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.1)).reweight(range(9), 4.0)
+        assert posterior.fit_hyperparameters(method, "likelihood", tolerance=1e-9).converged
+        found.append(posterior.likelihood.noise.item())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("evidence", [lambda logs: (logs - logs).sqrt().sum(), lambda logs: logs.sum() + float("inf")])
+def test_an_ascent_on_what_is_no_number_leaves_numbers(regression, monkeypatch, evidence) -> None:
+    """A gradient that is none, 0/0 at a finite value; and a value that is none, with a finite gradient."""
+    posterior = fit(regression, "kfac")
+    logs = posterior.prior.log_precision
+    monkeypatch.setattr(posterior, "log_marginal_likelihood", lambda: evidence(logs))
+    with pytest.raises(ntkl.NumericalError, match="a finite evidence and gradient"):
+        Ascent("precision", 0.1, (1e-3, 1e3)).climb(posterior, posterior.network.theta, steps=1)
+    assert logs.isfinite().all()
+
+
+def test_still_is_a_whole_run_of_steps_without_a_change() -> None:
+    flat = [5.0] * 19
+    for evidence, still in ((flat, False), ([5.0, *flat], True), ([6.0, *flat], False), ([6.0, 5.0, *flat], True)):
+        search = SimpleNamespace(history=SimpleNamespace(evidence=evidence), tolerance=1e-6)
+        assert _Search.still(search) == still
 
 
 @pytest.mark.filterwarnings("ignore:the evidence still grows")
@@ -124,8 +181,10 @@ def test_bounds_and_early_ends_are_named(regression) -> None:
     with pytest.warns(ntkl.NTKLaplaceWarning, match="beyond the bounds of 1 hyperparameters: noise = 0.5"):
         history = posterior.fit_hyperparameters(parameters="noise", bounds=(0.5, 1e4))
     assert list(history.at_bounds) == ["noise"] and posterior.likelihood.noise.item() == pytest.approx(0.5)
-    below, above = (1e-4, 0.01), (0.5, 1e4)
-    for method, bounds, end in (("adam", below, 0.01), ("mackay", above, 0.5), ("lbfgs", below, 0.01)):
+    below, near, above = (1e-4, 0.01), (1e-4, 0.045), (0.5, 1e4)  # of a start at 0.04 and an optimum at 0.06
+    ends = {("adam", below): 0.01, ("mackay", above): 0.5, ("lbfgs", below): 0.01}
+    ends |= {(method, near): 0.045 for method in ("adam", "mackay", "lbfgs")}
+    for (method, bounds), end in ends.items():
         posterior = fit(regression, "gp")
         with pytest.warns(ntkl.NTKLaplaceWarning, match=f"beyond the bounds of 1 hyperparameters: noise = {end}"):
             history = posterior.fit_hyperparameters(method, "noise", bounds=bounds)

@@ -442,6 +442,24 @@ def test_noise_per_point_belongs_to_its_points() -> None:
     assert (likelihood.log_noise.grad != 0).tolist() == [2 <= n < 4 for n in range(N)]
 
 
+@pytest.mark.parametrize("case", NORMALIZED, ids=lambda case: case.name)
+def test_a_tempered_response_comes_once(case: Case) -> None:
+    """The weight is of the training examples: the response is the likelihood's, and a part keeps the weight."""
+    own, tempered = case.bound(), Tempered(case.bound(), 2.5)
+    f, spread, part = OUTPUTS["moderate"], 0.3 * EYE, slice(2, 5)
+
+    def answers(model: Likelihood) -> list[Tensor]:
+        found = [model.distribution(f), model.average(torch.stack([f, -f])), model.linearize(f, spread)]
+        found += [model.integrate(f, spread), *([model.probit(f, spread)] if own.classifies else [])]
+        found = [value for one in found if one is not None for value in (one.mean, one.epistemic, one.aleatoric)]
+        return [model.mean(f), model.mean_jacobian(f), model.response_covariance(f), model.response_variance(f), *found]
+
+    assert all(torch.equal(a, b) for a, b in zip(answers(own), answers(tempered), strict=True))
+    assert tempered.classifies == own.classifies
+    y = case.targets
+    torch.testing.assert_close(tempered.at(part).log_prob(f[part], y[part]), 2.5 * own.log_prob(f, y)[part])
+
+
 def test_a_likelihood_travels_by_state_dict() -> None:
     source, target = Gaussian(COVARIANCE), Gaussian(torch.eye(C))
     target.load_state_dict(source.state_dict())
@@ -632,6 +650,12 @@ def test_derivatives_need_no_grad_mode() -> None:
         root = Logistic().root(OUTPUTS["moderate"], REAL)
     assert not residual.requires_grad and not root.requires_grad
     torch.testing.assert_close(residual, Logistic().residual(OUTPUTS["moderate"], REAL))
+
+
+def test_a_log_density_that_is_no_number_mixes_no_examples() -> None:
+    """What is wrong with it is said where outputs and targets are checked, not as a broadcast that it is not."""
+    f = torch.tensor([[1.0], [-2.0], [4.0], [8.0]])
+    assert torch.equal(likelihood_from_log_prob(lambda f, y: f.log().sum(1)).residual(f, f), 1 / f)
 
 
 def test_a_flat_log_density_has_no_curvature() -> None:

@@ -46,6 +46,7 @@ def test_sure_and_right_is_calibrated_and_sure_and_wrong_is_not() -> None:
     assert metrics.accuracy(sure, labels) == 1.0
     assert metrics.expected_calibration_error(sure, labels.roll(1)) == 1.0
     assert metrics.accuracy(sure, labels.roll(1)) == 0.0
+    assert metrics.accuracy(1.000001 * sure, labels) == 1.0  # sums of float32 are no nearer to one
 
 
 def test_binary_probabilities_are_two_classes() -> None:
@@ -57,6 +58,11 @@ def test_binary_probabilities_are_two_classes() -> None:
         np.testing.assert_allclose(metrics.class_probabilities(form), pair.numpy(), atol=1e-7)
     # confidences .9 and .8 are right, .6 and .6 are wrong; all in bins of their own but the last two
     assert metrics.expected_calibration_error(p, y, bins=10) == pytest.approx((0.1 + 0.2 + 2 * 0.6) / 4, abs=1e-6)
+
+
+def test_a_confidence_on_an_edge_is_in_the_bin_below() -> None:
+    bins = metrics.reliability([[0.75, 0.25], [0.375, 0.625], [0.875, 0.125]], [0, 0, 0], bins=4)
+    assert bins.count.tolist() == [2, 1] and bins.accuracy.tolist() == [0.5, 1.0]
 
 
 def test_reliability_counts_every_example_once(table: tuple[np.ndarray, np.ndarray]) -> None:
@@ -101,6 +107,7 @@ def test_held_out_scores_are_those_that_fit(table: tuple[np.ndarray, np.ndarray]
     assert metrics.held_out_scores(real, torch.ones(5, 2)).keys() == {"log_likelihood", "rmse"}
     several = ntkl.Bernoulli().distribution(torch.zeros(5, 2))
     assert metrics.held_out_scores(several, torch.ones(5, 2)) == {"log_likelihood": pytest.approx(-2 * np.log(2))}
+    assert "accuracy" in metrics.held_out_scores(ntkl.Bernoulli().distribution(torch.zeros(5, 1)), torch.ones(5, 1))
 
 
 def test_mean_log_likelihood_wants_one_number_per_example() -> None:
@@ -131,6 +138,8 @@ def test_coverage_of_gaussian_intervals() -> None:
     [
         (lambda: metrics.accuracy([[2.0, -1.0]], [0]), DataError, "sum to one.*at example 0.*not logits"),
         (lambda: metrics.accuracy([[0.5, 0.5], [np.nan, 0.5]], [0, 1]), DataError, "at example 1"),
+        (lambda: metrics.accuracy([[0.5, 0.5], [0.5, 0.499]], [0, 1]), DataError, "at example 1"),
+        (lambda: metrics.accuracy([[0.6, 0.6, -0.2]], [0]), DataError, "at example 0"),
         (lambda: metrics.accuracy([[0.5, 0.5]], [2]), TargetError, r"labels in 0..1; got 2 at example 0"),
         (lambda: metrics.accuracy([[0.5, 0.5]], [0.5]), TargetError, r"labels in 0..1; got 0.5 at example 0"),
         (lambda: metrics.accuracy([[0.5, 0.5]], [0, 1]), TargetError, "1 labels, one per prediction; got 2"),

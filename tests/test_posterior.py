@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 
@@ -76,6 +77,8 @@ def test_the_monte_carlo_fisher(likelihood):
     f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
     found = root.hessian(model, f, model.targets(y, *f.shape))
     assert relative_error(found, derivatives(CASE, likelihood)[2]) < 0.2
+    seeds = [ntkl.Root("mc", 2, seed).hessian(model, f, model.targets(y, *f.shape)) for seed in (3, 5)]
+    assert relative_error(*seeds) > 0.01
     evidences = [
         ntkl.laplace(
             problem(CASE).network, data(likelihood), LIKELIHOODS[likelihood].build(), structure=structure,
@@ -84,6 +87,17 @@ def test_the_monte_carlo_fisher(likelihood):
         for structure in STRUCTURES
     ]  # fmt: skip
     assert relative_error(evidences[0], evidences[1]) < 1e-9
+
+
+@pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_an_example_that_counts_three_times_has_three_times_the_curvature(likelihood, curvature):
+    model, root = LIKELIHOODS[likelihood].build(), ntkl.Root(curvature, samples=2)
+    f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
+    arguments = f, model.targets(y, *f.shape)
+    own = root.root(ntkl.Tempered(model, 3.0), *arguments)
+    for found in (own @ own.mT, root.hessian(ntkl.Tempered(model, 3.0), *arguments)):
+        assert relative_error(found, 3.0 * root.hessian(model, *arguments)) < 1e-12
 
 
 # ----------------------------------------------------------------------------------------- choices, auto, dtype
@@ -193,6 +207,20 @@ def test_weight_samples_have_the_covariance_of_the_weights(monkeypatch):
     monkeypatch.setattr(torch, "randn", units)
     root = posterior.sample(p) - problem(CASE).theta
     assert relative_error(root.T @ root, reference.covariance) < 1e-9
+
+
+def test_outputs_of_weight_samples_are_made_in_pieces(monkeypatch):
+    """Seven draws, three at a time: each is the network itself with those weights."""
+    posterior, x = fit(CASE, "poisson", "layer", "full"), problem(CASE).x_new
+    draws = posterior.sample(7)
+    given = iter(draws)
+    monkeypatch.setattr(posterior, "_sample_weights", lambda count, _: torch.stack([next(given) for _ in range(count)]))
+    monkeypatch.setattr("ntk_laplace.posterior.prediction._DRAWS", 3 * 8 * posterior.num_parameters)
+    found = posterior.predict(x, "nn", samples=7).f
+    network = copy.deepcopy(problem(CASE).network)
+    for own, theta in zip(found, draws, strict=True):
+        torch.nn.utils.vector_to_parameters(theta, network.parameters())
+        assert relative_error(own, outputs(network, x)) < 1e-12
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -221,6 +221,12 @@ def test_an_added_point_is_another_of_its_kind():
                           posterior.condition((own.x[2:3], y[2:3])).latent_moments(own.x_new)[1]) < 1e-9
     kept = posterior.remove([0]).condition((own.x[2:3], y[2:3]))
     assert relative_error(kept.latent_moments(own.x_new)[0], posterior.remove([0]).latent_moments(own.x_new)[0]) < 1e-12
+    # its own curvature is that where the weights have moved, the others' stays where their one step began
+    removed, cut = posterior.remove([0]), len(own.x_new) * posterior.num_outputs
+    joint = removed.latent(torch.cat([own.x_new, own.x[2:3]])).covariance_matrix
+    across, hessian = joint[:cut, cut:], posterior.likelihood.hessian(removed.outputs(own.x[2:3]))[0].detach()
+    taken = across @ torch.linalg.solve(torch.eye(len(hessian)) + hessian @ joint[cut:, cut:], hessian @ across.T)
+    assert relative_error(kept.latent(own.x_new).covariance_matrix, joint[:cut, :cut] - taken) < 1e-9
 
 
 def test_all_verbs_of_a_changed_posterior_speak_of_the_moved_model():
@@ -314,21 +320,32 @@ def test_one_label_for_all_and_targets_of_regression():
     assert torch.isfinite(noisy.remove([0, 1]).latent_moments(inputs())[0]).all()
 
 
-def test_scores_of_a_changed_posterior_are_those_of_the_data_that_are_left():
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_scores_of_a_changed_posterior_are_those_of_the_data_that_are_left(structure):
     """Subsets, the learning curve and the conditional evidence count a removed point for nothing."""
     generator = torch.Generator().manual_seed(5)
     x, y = torch.randn(8, 3, generator=generator).double(), torch.randn(8, 1, generator=generator).double()
     network = torch.nn.Linear(3, 1).double()
-    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(noise=0.4)).remove([2, 6])
+    one_by_one = ntkl.Settings(batch_size=1, progress=False)
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(noise=0.4), structure=structure, settings=one_by_one)
+    posterior = posterior.remove([2, 6])
     kept = torch.tensor([0, 1, 3, 4, 5, 7])
     truth = ntkl.laplace(network, (x[kept], y[kept]), ntkl.Gaussian(noise=0.4))
     evidence = truth.log_marginal_likelihood(correction=True)
     assert relative_error(posterior.log_marginal_likelihood(correction=True), evidence) < 1e-9
-    assert relative_error(posterior.learning_curve(0).terms.sum(), evidence) < 1e-9
+    if structure == "gp":
+        assert relative_error(posterior.learning_curve(0).terms.sum(), evidence) < 1e-9
     for found in (posterior.subset(kept), posterior.add(x[:1], y[:1]).subset(kept)):
         assert relative_error(found.log_marginal_likelihood(correction=True), evidence) < 1e-9
         again = found.reweight([0], 1.0)
         assert relative_error(again.log_marginal_likelihood(correction=True), evidence) < 1e-9
+        # what training had left undone is held for the points of the subset alone
+        assert relative_error(found.remove([1]).outputs(x), truth.remove([1]).outputs(x)) < 1e-9
+    weights = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0, 1.0]).double()
+    weighted = ntkl.laplace(network, (x[kept], y[kept]), ntkl.Gaussian(noise=0.4 / weights))
+    assert relative_error(posterior.reweight([1, 3], weights[1:3]).log_det(), weighted.log_det()) < 1e-9
+    added = posterior.add(x[:1], y[:1]).subset([*kept, 8]).remove([1])
+    assert relative_error(added.outputs(x), truth.add(x[:1], y[:1]).remove([1]).outputs(x)) < 1e-9
 
 
 def test_conditioning_after_a_what_if_leaves_the_weights_where_they_are():
