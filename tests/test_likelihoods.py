@@ -652,6 +652,13 @@ def test_derivatives_need_no_grad_mode() -> None:
     torch.testing.assert_close(residual, Logistic().residual(OUTPUTS["moderate"], REAL))
 
 
+def test_rounding_of_a_large_singular_curvature_is_no_lack_of_concavity() -> None:
+    """Of rank one and of size 1e8: eigh leaves zeros at -1e-8."""
+    a, f = draw(5, C), draw(6, 50, C)
+    root = likelihood_from_log_prob(lambda f, y: -0.5e8 * (f @ a).square()).root(f, f)
+    torch.testing.assert_close(root @ root.mT, 1e8 * torch.outer(a, a).expand(50, C, C), rtol=1e-9, atol=1e-6)
+
+
 def test_a_log_density_that_is_no_number_mixes_no_examples() -> None:
     """What is wrong with it is said where outputs and targets are checked, not as a broadcast that it is not."""
     f = torch.tensor([[1.0], [-2.0], [4.0], [8.0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
-from ntk_laplace.comparison import ModelComparison
+from ntk_laplace.comparison import ModelComparison, ModelScores
+from ntk_laplace.comparison.priors import check_prior
 from test_bad_input import inputs, labels, network, refused
 
 WIDTHS = (1, 2, 4, 8)
@@ -104,6 +106,15 @@ def test_rank_correlations_are_those_of_the_ranks():
     assert np.isnan(quietly([posterior(2), posterior(4)], data()[2:]).spearman())
 
 
+def test_equal_scores_have_no_ranks_and_one_model_is_called_by_its_name():
+    shared = {"structure": "gp", "parameters": 1, "effective_parameters": 1.0, "conditional": None, "loo": None}
+    shared |= {"bic": 1.0, "aic": 0.0, "prior_gap": 0.0, "vague": True, "narrow": False, "prior": ""}
+    rows = tuple(ModelScores(name=name, evidence=float(ord(name)), **shared) for name in "abc")
+    three, one = (ModelComparison(some, 5, None, "none") for some in (rows, rows[:1]))
+    assert np.isnan(three.spearman("evidence", "bic")) and np.isnan(three.spearman("bic", "evidence"))
+    assert "concerns all 3 models: fit" in three.warning and "concerns a: fit" in one.warning
+
+
 def test_table_json_and_picture_hold_the_numbers():
     found, text = four(), str(four())
     read = json.loads(found.to_json())
@@ -135,6 +146,32 @@ def test_vague_priors_are_named_and_tuned_ones_are_not():
         assert quietly([posterior(8, 1e-3, groups=groups)], conditional="none").vague == ("model 1",)
 
 
+@pytest.mark.parametrize(("share", "evidence", "kinds"), [
+    (1.0, -60.0, ("vague", "narrow")), (1.0, -80.0, ("narrow",)), (1.0, -300.0, ()), (0.1, 0.0, ()),
+])  # fmt: skip
+def test_two_groups_one_vague_and_one_narrow(share, evidence, kinds):
+    """γ of 10 and 20 with energies of 1 and 100: ρ of 10 and 1/5, and gaps of 7.01 and 23.9 nats, or a tenth of all."""
+    distances, used = share * torch.tensor([2.0, 25.0]), share * torch.tensor([10.0, 20.0])
+    prior = SimpleNamespace(precision=torch.tensor([0.5, 4.0]), group_names=["a", "b"])
+    prior.group_distances = lambda _: distances
+    posterior = SimpleNamespace(prior=prior, _trained=SimpleNamespace(theta=None))
+    found = check_prior(posterior, used, evidence)
+    assert found.gap == pytest.approx(share * (5 * (np.log(10) - 0.9) + 10 * (4 - np.log(5))))
+    assert (found.vague, found.narrow) == ("vague" in kinds, "narrow" in kinds)
+    words = {
+        "vague": "vague in 1 of 2 groups, most in 'a': precision 0.5, a variance 10 times wider than the weights'; "
+                 "better precisions would add about 7.01 nats",
+        "narrow": "narrow in 1 of 2 groups, most in 'b': precision 4, a variance 5 times tighter than the weights'; "
+                  "better precisions would add about 23.9 nats",
+    }  # fmt: skip
+    assert found.words == "; ".join(words[kind] for kind in kinds)
+    distances = torch.tensor([2000.0, 250.0])  # ρ of 1.5 and 0.7: gaps of 54 and 25 nats, but near the weights
+    near = check_prior(posterior, torch.tensor([1500.0, 700.0]), 0.0)
+    assert not near.vague and not near.narrow and near.gap > 70
+    distances = torch.zeros(2)  # weights that are the prior's mean
+    assert np.isfinite(check_prior(posterior, used, 0.0).gap)
+
+
 def test_one_method_for_all_structures():
     models = [("exact", posterior(4)), ("kfac", posterior(4, structure="kfac"))]
     mixed = quietly(models)
@@ -144,6 +181,13 @@ def test_one_method_for_all_structures():
     assert np.isnan(mixed.spearman("evidence", "conditional"))  # of two models
     with pytest.raises(ntkl.DataError, match="'loo' for every model"):
         mixed.plot("loo", "evidence")
+
+
+def test_a_model_whose_inputs_are_gone_has_no_leave_one_out(tmp_path):
+    posterior(2, structure="full").save(tmp_path / "full.pt", include_data=True)
+    loaded = ntkl.load(tmp_path / "full.pt", regression(2, 1.0))
+    row = quietly([loaded], conditional="none").rows[0]
+    assert row.loo is None and row.evidence == pytest.approx(posterior(2).log_marginal_likelihood().item())
 
 
 def test_models_of_different_inputs_bring_their_own_test_data():
@@ -193,14 +237,18 @@ def test_different_data_are_refused():
         "50 examples.*45": posterior(4, part=45),
         "other targets": ntkl.laplace(network, (x, moved), ntkl.Gaussian(0.09)),
         "another order": ntkl.laplace(network, (x.flip(0), y.flip(0)), ntkl.Gaussian(0.09)),
+        "points that a what-if removed": posterior(4).remove([3]),
     }
+    twice = nn.Linear(2, 2).double(), (x, y.repeat(1, 2))
+    others["other targets, or another"] = ntkl.laplace(*twice, ntkl.Gaussian(0.09))
     for words, other in others.items():
         with pytest.raises(ntkl.DataError, match=f"(?s)same data.*{words}.*without shuffling"):
             ntkl.compare_models([posterior(4), other])
     counts = torch.randint(0, 4, (50, 1)).double()
-    pair = [ntkl.laplace(network, (x, counts), model) for model in (ntkl.Gaussian(), ntkl.Poisson())]
-    with pytest.raises(ntkl.UnsupportedError, match=r"densities or all probabilities.*Gaussian and Poisson"):
-        ntkl.compare_models(pair)
+    for wrap in (lambda likelihood: likelihood, lambda likelihood: ntkl.Tempered(likelihood, 2.0)):
+        pair = [ntkl.laplace(network, (x, counts), wrap(model)) for model in (ntkl.Gaussian(), ntkl.Poisson())]
+        with pytest.raises(ntkl.UnsupportedError, match=r"densities or all probabilities.*Gaussian and Poisson"):
+            ntkl.compare_models(pair)
     weighed = [ntkl.laplace(network, (x, y), ntkl.Tempered(ntkl.Gaussian(0.09), weight)) for weight in (1.0, 5.0)]
     with pytest.raises(ntkl.UnsupportedError, match=r"equally often; got weights 1 for 'model 1' and 5 for 'model 2'"):
         ntkl.compare_models(weighed)
@@ -251,6 +299,8 @@ def test_one_point_or_two(structure):
         found = quietly([posterior(2, structure=structure, part=part)])
         assert str(found).startswith(words)
         assert (found.rows[0].conditional is None) == (found.m is None) == (structure == "kfac")
+    three = quietly([posterior(2, structure=structure, part=3)])
+    assert three.m == 2 and three.conditional == ("evidence" if structure == "gp" else "average")
     with pytest.raises(ntkl.DataError, match="at least 3 training points, to condition on 2 and predict one; got 2"):
         posterior(2, structure="kfac", part=2).conditional_log_marginal_likelihood(1)
 

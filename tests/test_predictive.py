@@ -585,3 +585,13 @@ def test_targets_of_one_output_may_be_flat(method: str) -> None:
         response = BY_NAME[name].predict(method, samples=8)
         flat, column = binary(1).squeeze(1), binary(1)
         assert torch.equal(response.log_prob(flat), response.log_prob(column))
+
+
+@pytest.mark.parametrize("samples", [1, 4, 7])
+def test_a_mixture_averages_its_samples_in_pieces(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three samples of f at a time: the mean of all densities is that of the pieces together."""
+    f, y = draw(3, samples, N, 2), draw(4, N, 2)
+    density = torch.distributions.Normal(f, 0.3**0.5).log_prob(y).sum(-1).exp().mean(0)
+    monkeypatch.setattr("ntk_laplace.likelihoods.mixture._HELD", 3 * N * 2)
+    found = predictive_from_samples(Gaussian(0.3), f).log_prob(y)
+    torch.testing.assert_close(found, density.log(), **CLOSE)

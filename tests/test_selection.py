@@ -196,13 +196,13 @@ def test_averaged_predictions_of_the_rest(structure):
         assert float(found) == pytest.approx(by_hand(alone, order[:34], order[34:], scale), abs=0.02)
 
 
-@pytest.mark.parametrize("structure", ["gp", "kfac"])
-def test_the_scale_is_tuned_on_points_that_the_fit_does_not_see(structure):
+@pytest.mark.parametrize(("structure", "m", "held"), [("gp", 34, 2), ("kfac", 34, 2), ("gp", 6, 1)])
+def test_the_scale_is_tuned_on_points_that_the_fit_does_not_see(structure, m, held):
     """Of 17 scales the one that predicts 2 of 34 points best, by the verbs of a posterior of the other 32."""
     posterior, (_, x, y) = of_classes(structure), classes()
     grid, wanted, chosen = torch.logspace(-3, 1, 17, dtype=torch.float64).tolist(), [], []
     for order in orders(40, 4, 0):
-        fitted, tuned, rest = order.split([32, 2, 6])
+        fitted, tuned, rest = order.split([m - held, held, 40 - m])
         alone, found = posterior.subset(fitted), []
         for asked in (tuned, rest):
             f, covariance = alone.latent_moments(x[asked], mean="posterior")
@@ -210,9 +210,16 @@ def test_the_scale_is_tuned_on_points_that_the_fit_does_not_see(structure):
             found.append([part.log_prob(y[asked]).sum().item() for part in parts])
         chosen.append(max(range(17), key=found[0].__getitem__))
         wanted.append(found[1][chosen[-1]])
-    given = posterior.conditional_log_marginal_likelihood(34, 4, method="average", samples=500)
+    given = posterior.conditional_log_marginal_likelihood(m, 4, method="average", samples=500)
     assert float(given) == pytest.approx(sum(wanted) / 4, rel=1e-9)
     assert len(set(chosen)) > 1
+
+
+def test_ten_orders_of_a_closed_form_and_one_of_a_fit_for_each():
+    posterior = of_classes("gp")
+    for count, options in ((10, {"method": "evidence"}), (1, {"method": "average", "scale": 1.0, "samples": 4})):
+        given = posterior.conditional_log_marginal_likelihood(30, **options)
+        assert given.item() == posterior.conditional_log_marginal_likelihood(30, count, **options).item()
 
 
 def test_streamed_batches_and_shuffled_loaders_keep_their_points():

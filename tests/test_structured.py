@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import ntk_laplace as ntkl
 from networks.case import Lambda
+from ntk_laplace.curvature.inf import chosen_rank
 from ntk_laplace.meter import PeakMemory
 from reference import jacobian, relative_error
 from reference_structures import Block, Kronecker, Structured, parts_of
@@ -334,6 +337,22 @@ def count(rank):
         share = float(rank.removeprefix("trace:"))
         return lambda values: int((values.cumsum(0) < share * values.sum()).sum()) + 1
     return fraction(rank) if isinstance(rank, float) else lambda values: min(rank, len(values))
+
+
+@pytest.mark.parametrize(("rank", "kept"), [
+    (1, 1), (9, 3), (0.1, 1), (0.4, 2), (1.0, 3), ("trace:0.5", 1), ("trace:0.6", 2), ("trace:0.95", 3),
+])  # fmt: skip
+def test_a_rank_is_a_number_of_eigenvalues_none_of_them_zero(rank, kept):
+    assert chosen_rank(torch.tensor([[3.0, 0.0], [5.0, 0.0], [2.0, 1e-20]]).double()[:, :, None], rank) == kept
+
+
+def test_a_diagonal_that_agrees_but_for_rounding_is_not_exceeded():
+    """All eigenvalues of a linear model's factors: INF is exact, and [S20] lemma 3 has nothing to warn of."""
+    torch.manual_seed(0)
+    x, y = torch.randn(30, 5).double(), torch.randn(30, 3).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ntkl.laplace(nn.Linear(5, 3).double(), (x, y), ntkl.Gaussian(0.1), structure=ntkl.INF(rank=1.0))
 
 
 def test_all_non_zero_eigenvalues_are_as_good_as_all():

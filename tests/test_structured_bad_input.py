@@ -83,6 +83,9 @@ def test_what_cannot_be_merged():
     for other in others.values():
         with refused(UnsupportedError, "two.*posteriors", ".", "Fit both"):
             posterior.merge(other)
+    gp, full = (ntkl.laplace(case.network, half, ntkl.Categorical(), structure=name) for name in ("gp", "full"))
+    with refused(UnsupportedError, "two.*posteriors", "structure='gp'.*structure='full'", "Fit both"):
+        gp.merge(full)
     with refused(UnsupportedError, "one eigenbasis", "two", r"EKFAC\(basis="):
         kfac(structure="ekfac").merge(kfac(structure="ekfac", data=half))
     with refused(UnsupportedError, "one eigenbasis", "two", r"INF\(basis="):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
@@ -44,6 +45,7 @@ def asked(case: tuple[str, str, str], posterior, verb: str, **steps):
         "remove": lambda: posterior.remove(GROUP, **steps),
         "reweight": lambda: posterior.reweight(GROUP, [0.3, 2.0], **steps),
         "relabel": lambda: posterior.relabel(GROUP, relabeled(y)[GROUP], **steps),
+        "relabel and reweight": lambda: asked(case, posterior, "relabel", **steps).reweight(GROUP, [0.3, 2.0], **steps),
         "add": lambda: posterior.add(take(own.x_new, slice(0, 2)), y[:2], **steps),
         "one after the other": lambda: posterior.relabel(GROUP[:1], relabeled(y)[GROUP[:1]], **steps).add(
             take(own.x_new, slice(0, 1)), y[:1], **steps).remove(GROUP[1:], **steps),
@@ -128,11 +130,11 @@ class Changed:
         y = targets(LIKELIHOODS[case[1]], own)
         before = torch.ones(len(y), dtype=torch.float64)
         after, labels_ = before.clone(), y
-        if verb in ("relabel", "one after the other"):
+        if verb in ("relabel", "relabel and reweight", "one after the other"):
             labels_ = relabeled(y)
         if verb == "remove":
             after[GROUP] = 0
-        if verb == "reweight":
+        if "reweight" in verb:
             after[GROUP] = torch.tensor([0.3, 2.0], dtype=torch.float64)
         extra = {"add": 2, "one after the other": 1}.get(verb, 0)
         if verb == "one after the other":
@@ -235,7 +237,7 @@ def test_what_a_changed_structure_says_of_its_points(structure):
     assert relative_error(changed.theta, own.theta + expected.move) < 1e-9
 
 
-@pytest.mark.parametrize("verb", ["remove", "relabel", "add"])
+@pytest.mark.parametrize("verb", ["remove", "relabel", "relabel and reweight", "add"])
 def test_the_empirical_fisher_of_a_structure_changes_with_the_labels(verb):
     case = CASES[0]
     expected, own = Changed(case, "diag", verb, "ef"), problem(case[0])
@@ -286,6 +288,10 @@ def test_hyperparameters_of_a_changed_structure_may_move():
     single = found.to(dtype=torch.float32)
     assert single.latent_moments(own.x_new)[0].dtype == torch.float32
     assert posterior.latent_moments(own.x_new)[0].dtype == torch.float64
+    with torch.no_grad():
+        posterior.prior.log_precision += 0.1  # asks for the algebra anew, of sums that are double still
+    fresh = ntkl.laplace(own.network, (own.x, y), posterior.likelihood, copy.deepcopy(posterior.prior), "kfac")
+    assert relative_error(posterior.log_det(), fresh.log_det()) < 1e-12
 
 
 def test_what_a_changed_structure_refuses():
@@ -327,6 +333,10 @@ def test_a_group_that_the_structure_does_not_hold_stays_in_its_curvature():
     with pytest.warns(ntkl.NTKLaplaceWarning, match="leverage of 0.9.* to first order"):
         found = held.remove(range(8))
     assert relative_error(found.latent_moments(x)[1], held.latent_moments(x)[1]) < 1e-12
+    more = ntkl.laplace(network(), data, ntkl.Categorical(), ntkl.GaussianPrior(0.3), "kfac").add(x[:1], data[1][:1])
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="to first order"):
+        found = more.remove(range(8))
+    assert relative_error(found.latent_moments(x)[1], more.latent_moments(x)[1]) < 1e-12  # what is added is added
     with pytest.warns(ntkl.NTKLaplaceWarning, match="to first order"):
         one = ntkl.laplace(network(), data, ntkl.Categorical(), ntkl.GaussianPrior(0.01), "kfac")
         first = one.explain(x, output=0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.data import Batches
 from ntk_laplace.hyperparameters import Variables
-from ntk_laplace.training.minibatches import Minibatches
+from ntk_laplace.training import state
+from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.objective import Objective
+from ntk_laplace.training.train import _require_length
 
 F64 = torch.float64
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=8), "diag": "diag"}
@@ -292,6 +297,7 @@ def test_a_temperature_moves_if_it_is_asked_for() -> None:
     assert result.history.names[-1] == "temperature" and likelihood.temperature.item() != 1.0
     assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
     assert train(mlp(3, 4, 3), classes(), ntkl.Categorical()).history.names[-1] == "precision[2]"
+    assert ntkl.EvidenceSchedule(hyperparameters="temperature").moving(likelihood) == ["temperature"]
 
 
 # --- the best evidence, and when to stop
@@ -640,6 +646,11 @@ def test_what_is_no_checkpoint(tmp_path) -> None:
     torch.save({"weights": torch.ones(1)}, tmp_path / "other.pt")
     with pytest.raises(ntkl.DataError, match="the state of an interrupted training"):
         train(mlp(1, 5, 1), settings=ntkl.Settings(resume=tmp_path / "other.pt"))
+    with pytest.raises(ntkl.DataError, match="version 1 or older; got version 2"):
+        state.read({"format": state.FORMAT, "version": 2}, torch.device("cpu"))
+    random_sources = state.random_state(torch.device("cpu"), [torch.Generator()])
+    with pytest.raises(ntkl.UnsupportedError, match="data with 1 random generators, as before; got 0"):
+        state.load_random(random_sources, torch.device("cpu"), [])
 
 
 def test_training_goes_on_where_it_ended(tmp_path) -> None:
@@ -682,6 +693,15 @@ def test_the_loss_is_the_log_joint() -> None:
     result = train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.0), epochs=1, batch_size=6,
                    schedule=ntkl.EvidenceSchedule(1, 0))
     assert result.history.loss[0] == pytest.approx(-result.posterior.log_joint().item(), rel=1e-12)
+
+
+def test_the_loss_of_a_closure_is_what_the_minibatch_saw_first() -> None:
+    """Before L-BFGS moved; the prior's part is that at the epoch's end."""
+    seen = []
+    for make in (lambda p: torch.optim.SGD(p, lr=0.0), torch.optim.LBFGS):
+        result = train(mlp(1, 5, 1), optimizer=make, epochs=1, batch_size=None, schedule=ntkl.EvidenceSchedule(1, 0))
+        seen.append(result.history.loss[0] - result.posterior.prior.energy(result.posterior.network.theta).item())
+    assert seen[0] == pytest.approx(seen[1], rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -743,6 +763,37 @@ def test_a_loss_that_explodes_is_told() -> None:
 def test_minibatches_are_of_nearly_equal_size() -> None:
     sizes = [len(y) for _, y in Minibatches(sine(), 10, torch.device("cpu"), F64)]
     assert sizes == [8, 8, 8]  # not 10, 10, 4: each step's gradient counts alike
+    for batch_size, count in ((10, 3), (24, 1), (100, 1), (None, 1), (7, 4)):
+        batches = Minibatches(sine(), batch_size, torch.device("cpu"), F64)
+        assert batches.count == len(list(batches)) == count
+
+
+def test_a_dataset_is_shuffled_and_a_loader_that_drops_nothing_is_whole() -> None:
+    dataset = TensorDataset(torch.arange(24.0).unsqueeze(1), torch.zeros(24, 1))
+    batches = Minibatches(dataset, 24, torch.device("cpu"), F64)
+    first, second = (next(iter(batches))[0].flatten() for _ in range(2))
+    assert not torch.equal(first, second) and torch.equal(first.sort().values, second.sort().values)
+    loader = DataLoader(dataset, 8, drop_last=True)
+    assert count_examples(loader, Batches(loader, None, torch.device("cpu"), F64)) == 24
+
+
+def test_a_schedulers_end_counts_the_steps_it_has_taken() -> None:
+    scheduler = SimpleNamespace(total_steps=30, last_epoch=12)
+    for by_batch, epochs, enough in ((True, 10, True), (True, 11, False), (False, 22, True), (False, 23, False)):
+        run = SimpleNamespace(scheduler=scheduler, minibatches=SimpleNamespace(count=3), by_batch=by_batch, epoch=4)
+        with nullcontext() if enough else pytest.raises(ntkl.UnsupportedError, match="a scheduler of at least 3"):
+            _require_length(run, epochs)
+
+
+def test_a_weight_that_the_outputs_do_not_use_is_pulled_to_its_mean_too() -> None:
+    network = mlp(1, 3, 1)
+    network.spare = nn.Parameter(torch.ones(2).double())
+    prior = ntkl.GaussianPrior(3.0, mean=0.5).bind({name: p.shape for name, p in network.named_parameters()})
+    network.forward = lambda x: nn.Sequential.forward(network[:3], x)
+    objective = Objective(network, ntkl.Gaussian(), prior, 24, 1)
+    objective.settle()
+    objective.gradient(*sine())
+    torch.testing.assert_close(network.spare.grad, torch.full((2,), 3.0 * 0.5 / 24).double())
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MixtureResponse"]
 
+_HELD = 2**22  # numbers of f at a time
+
 
 class MixtureResponse(Response):
     """Equal mixture over S samples of f: ``p(y) = 1/S Σ_s p(y given f_s)``, jointly over the outputs ([T20] 3.15).
@@ -81,7 +83,7 @@ class MixtureResponse(Response):
             sample_shape, y = self._split(value)
         repeats = math.prod(sample_shape)
         y = self.likelihood.targets(y, repeats * n, self.num_outputs)
-        chunk = max(1, 2**22 // (repeats * n * self.num_outputs))
+        chunk = max(1, _HELD // (repeats * n * self.num_outputs))
         scores = [self._joint(f, y, repeats).logsumexp(0) for f in self.f.split(chunk)]
         total = torch.stack(scores).logsumexp(0) - math.log(samples)
         return total.reshape(sample_shape + self.batch_shape)

@@ -178,7 +178,7 @@ class ChangedStructure:
             signs = torch.ones_like(root[:, 0])
             signs[:, after.shape[2] :] = -1.0
         where = (root != 0).flatten(1).any(1).nonzero().squeeze(1)
-        return where, root[where], torch.where(signs[where] == 0, 1.0, signs[where])
+        return where, root[where], signs[where]
 
     def _roots(self, trained: Trained, points: TrainingPoints) -> Tensor:
         """S at the points that changed, each counted once, (m, C, R)."""
