@@ -89,6 +89,15 @@ def test_without_data_it_holds_none_and_says_what_it_cannot_do(name: str, tmp_pa
                                atol=1e-10)
 
 
+def test_without_data_the_evidence_is_a_constant_of_the_likelihood(tmp_path: Path) -> None:
+    """A slope in the noise of log det B alone would be half of the truth."""
+    network, points = nn.Linear(2, 1).double(), (torch.randn(9, 2).double(), torch.randn(9, 1).double())
+    ntkl.laplace(network, points, ntkl.Gaussian(0.5), structure="kfac").save(tmp_path / "posterior.pt")
+    loaded = ntkl.load(tmp_path / "posterior.pt", network)
+    loaded.log_marginal_likelihood().backward()
+    assert not loaded.likelihood.log_noise.grad and loaded.prior.log_precision.grad.abs().sum() > 0
+
+
 def test_function_space_is_made_of_its_data(tmp_path: Path) -> None:
     with pytest.raises(ntkl.UnsupportedError, match="include_data=True"):
         fit("gp").save(tmp_path / "posterior.pt")

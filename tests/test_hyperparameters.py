@@ -137,6 +137,26 @@ def test_the_fixed_point_counts_outputs_and_weights(regression) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:the evidence still grows")
+def test_eigenvectors_that_mix_weights_of_several_precisions_belong_to_none_of_them() -> None:
+    """An exact block, one precision for each of its entries: the evidence on the way is that of the matrix there."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale.exp()).sum(1, keepdim=True)
+
+    x = torch.randn(20, 3).double()
+    prior = ntkl.GaussianPrior(groups="parameter")
+    posterior = ntkl.laplace(Product(), (x, x.sum(1, keepdim=True)), ntkl.Gaussian(0.1), prior, "inf")
+    assert [part.kind for part in posterior.parts] == ["block"]
+    history = posterior.fit_hyperparameters(parameters="precision", steps=5)
+    assert posterior.log_marginal_likelihood().item() == pytest.approx(history.evidence[history.best], rel=1e-12)
+
+
 @pytest.mark.parametrize("evidence", [lambda logs: (logs - logs).sqrt().sum(), lambda logs: logs.sum() + float("inf")])
 def test_an_ascent_on_what_is_no_number_leaves_numbers(regression, monkeypatch, evidence) -> None:
     """A gradient that is none, 0/0 at a finite value; and a value that is none, with a finite gradient."""
@@ -160,7 +180,8 @@ def test_temperature_and_one_precision_per_parameter() -> None:
     torch.manual_seed(0)
     x, network = torch.randn(30, 4).double(), nn.Linear(4, 3).double()
     y = torch.distributions.Categorical(logits=2 * network(x)).sample()
-    cases = (("all", "gp", "temperature"), ("parameter", "diag", "precision"), ("tensor", "kfac", None))
+    cases = (("all", "gp", "temperature"), ("parameter", "diag", "precision"), ("tensor", "kfac", None),
+             ("tensor", "diag", "precision"))  # a layer's weight and bias are one part of the diagonal
     for groups, structure, moving in cases:
         posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(1.0), ntkl.GaussianPrior(groups=groups), structure)
         before = posterior.log_marginal_likelihood().item()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.curvature import Summary
 from ntk_laplace.errors import DataError, HyperparameterError, NonFiniteError, NumericalError, UnsupportedError
 from registry import LIKELIHOODS, fresh, problem, targets
 from structured_cases import fresh_fit
@@ -154,6 +155,8 @@ def test_sums_that_overflow_are_named(structure):
         ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, dtype=torch.float32)
     posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure=structure)
     assert bool(torch.isfinite(posterior.log_det()))
+    near = torch.tensor([1.5e308, 1.5e308], dtype=torch.float64)
+    Summary(posterior.parts[0], {"left": near}).require_finite()  # their own sum alone overflows
 
 
 def test_a_list_of_two_batches_is_no_pair():
