@@ -22,13 +22,13 @@ from ntk_laplace.contractions import (
 )
 from ntk_laplace.factors.blocks import Block, Lookup, Outer
 from ntk_laplace.factors.rows import Rows
+from ntk_laplace.linalg import mirror_lower_
 from ntk_laplace.resources import require_memory
 
 __all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
 
 _TILE_ROWS = 1024  # rows of a tile: its buffers stay in cache
 _TILE_BYTES = 96 * 2**20  # and the contraction buffers of shared positions within this
-_MIRROR = 512  # rows of a block that is transposed at once
 _FEWEST_ROWS = 160  # below this a product of long rows is slow
 _POSITIONS = ("positions", "tokens")
 _PASSES = (("wide",), _POSITIONS, ("dense", "hadamard"))
@@ -64,7 +64,7 @@ def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | Non
                    "Ask for tiles (gram_tiles), or for fewer examples at a time.", budget)
     if right is not None:
         return cross_gram(left, right, variances)
-    return _mirror_lower_(gram_lower(left, variances))
+    return mirror_lower_(gram_lower(left, variances))
 
 
 def gram_lower(rows: Rows, variances: Variances) -> Tensor:
@@ -101,19 +101,6 @@ def _passes(jobs: list[_Job], variances: Variances) -> Iterator[tuple[list[_Job]
         if how == "panels":
             for panel, weights in panels(pair, variances):
                 yield [("wide", panel)], weights
-
-
-def _mirror_lower_(matrix: Tensor) -> Tensor:
-    """Copy the lower triangle onto the upper one, in place, block by block."""
-    n = len(matrix)
-    for start in range(0, n, _MIRROR):
-        stop = min(start + _MIRROR, n)
-        diagonal = matrix[start:stop, start:stop]
-        diagonal.copy_(diagonal.tril() + diagonal.tril(-1).T)
-        for first in range(stop, n, _MIRROR):
-            last = min(first + _MIRROR, n)
-            matrix[start:stop, first:last] = matrix[first:last, start:stop].T
-    return matrix
 
 
 def gram_tiles(left: Rows, right: Rows | None, variances: Variances) -> Iterator[tuple[slice, slice, Tensor]]:

@@ -6,6 +6,8 @@ peak is one matrix plus blocks on every device; `torch.linalg.cholesky` holds a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,10 @@ __all__ = [
     "cholesky_logdet",
     "cholesky_of",
     "cross_approximation",
+    "inverse_blocks",
     "inverse_from_cholesky",
     "log_det_curve",
+    "mirror_lower_",
     "solve_lower",
     "solve_spd",
     "symmetric_root",
@@ -127,22 +131,51 @@ def solve_spd(factor: Tensor, right: Tensor) -> Tensor:
     return solve_lower(factor, solve_lower(factor, right), transpose=True)
 
 
-def inverse_from_cholesky(factor: Tensor, block: int = 1024) -> Tensor:
-    """``(L Lᵀ)⁻¹`` as one new dense symmetric matrix, built in column panels."""
+def inverse_from_cholesky(factor: Tensor, block: int = 768) -> Tensor:
+    """``(L Lᵀ)⁻¹`` as one new dense symmetric matrix, in panels of width `block` where LAPACK is not at hand."""
+    if factor.device.type == "cpu":
+        return torch.cholesky_inverse(factor).mT.contiguous()  # LAPACK writes columns, and it is symmetric: no copy
+    return _inverse_in_panels(factor, block)
+
+
+def _inverse_in_panels(factor: Tensor, block: int) -> Tensor:
+    inverse = factor.new_empty(factor.shape)
+    for start, half in _inverse_factor(factor, block):
+        # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹, whose rows from `start` on need those of L alone; the others mirror them
+        inverse[start:, start : start + half.shape[1]] = solve_lower(factor[start:, start:], half, transpose=True)
+    return mirror_lower_(inverse)
+
+
+def inverse_blocks(factor: Tensor, size: int, block: int = 768) -> Tensor:
+    """The blocks (n / size, size, size) on the diagonal of ``(L Lᵀ)⁻¹``, at half the work of all of it, in panels."""
+    width = max(1, block // size) * size
+    found = []
+    for _, half in _inverse_factor(factor, width):
+        columns = half.unflatten(1, (-1, size)).permute(1, 2, 0)
+        found.append(columns @ columns.mT)
+    return torch.cat(found)
+
+
+def _inverse_factor(factor: Tensor, block: int) -> Iterator[tuple[int, Tensor]]:
+    """L⁻¹ in panels of columns, without the zeros above their diagonal: where each starts, and its rows from there."""
     n = factor.shape[0]
-    inverse = factor.new_empty(n, n)
+    for start in range(0, n, block):
+        panel = factor.new_zeros(n - start, min(block, n - start))
+        panel.diagonal().fill_(1.0)
+        yield start, solve_lower(factor[start:, start:], panel)
+
+
+def mirror_lower_(matrix: Tensor, block: int = 512) -> Tensor:
+    """Copy the lower triangle onto the upper one, in place, block by block."""
+    n = len(matrix)
     for start in range(0, n, block):
         stop = min(start + block, n)
-        # rows above `start` of L⁻¹'s panel are zero, so the panel solve starts there
-        panel = factor.new_zeros(n - start, stop - start)
-        panel.diagonal().fill_(1.0)
-        half = torch.linalg.solve_triangular(factor[start:, start:], panel, upper=False)
-        inverse[:, start:stop] = solve_lower(factor, _pad_top(half, start), transpose=True)
-    return inverse
-
-
-def _pad_top(matrix: Tensor, rows: int) -> Tensor:
-    return torch.cat([matrix.new_zeros(rows, matrix.shape[1]), matrix]) if rows else matrix
+        diagonal = matrix[start:stop, start:stop]
+        diagonal.copy_(diagonal.tril() + diagonal.tril(-1).T)
+        for first in range(stop, n, block):
+            last = min(first + block, n)
+            matrix[start:stop, first:last] = matrix[first:last, start:stop].T
+    return matrix
 
 
 def symmetric_root(matrix: Tensor) -> Tensor:

@@ -73,6 +73,14 @@ class TrainingPoints:
         """S_n, (N, C, R), times the root of the point's weight."""
         return self._times(root.root(likelihood, self._at, self.targets), 0.5)
 
+    def left_inverse(self, root: Root, likelihood: Likelihood) -> Tensor | None:
+        """L_n (N, R, C) with L_n S_n = I, if hyperparameters leave the range of Λ_n alone; zero where a weight is."""
+        found = root.left_inverse(likelihood, self._at)
+        if found is None or self.weights is None:
+            return found
+        scale = torch.where(self.weights > 0, self.weights, torch.inf).to(found).rsqrt()
+        return found * scale.view(-1, 1, 1)
+
     def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
         """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
         return self._times(root.hessian(likelihood, self._at, self.targets))

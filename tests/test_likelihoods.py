@@ -354,6 +354,24 @@ def test_drawn_responses_have_the_moments(case: Case) -> None:
 # --- the root of the categorical ------------------------------------------------------------------
 
 
+@each_case
+@each_output
+def test_the_left_inverse_undoes_the_root(case: Case, outputs: str) -> None:
+    """Up to rounding of each column's own size; where a column is zero, so is the row."""
+    f, likelihood = case.reached(outputs), case.bound()
+    inverse = likelihood.left_inverse(f)
+    if inverse is None:
+        assert not list(likelihood.parameters()), "its gradients take the long way"
+        return
+    root = likelihood.root(f, case.targets)
+    assert inverse.shape == root.mT.shape and inverse.isfinite().all()
+    product = (inverse @ root).detach()
+    there = product.diagonal(dim1=1, dim2=2) > 0.5
+    torch.testing.assert_close(product, torch.diag_embed(there.to(product)), rtol=0, atol=1e-12)
+    assert (inverse[~there] == 0).all()
+    assert (root.mT[~there].abs() < 1e-130).all()
+
+
 @pytest.mark.parametrize("classes", [2, 3, 10, 50])
 def test_categorical_root_at_any_number_of_classes(classes: int) -> None:
     f = 5 * draw(classes, 4, classes)

@@ -33,7 +33,15 @@ def test_cholesky_reads_and_writes_the_lower_triangle(block):
 def test_inverse_and_solves(block):
     matrix, right = positive(), torch.randn(11, 3, dtype=torch.float64)
     factor = torch.linalg.cholesky(matrix)
-    assert relative_error(linalg.inverse_from_cholesky(factor, block=block), torch.linalg.inv(matrix)) < 1e-11
+    spoiled = factor + torch.full_like(factor, float("nan")).triu(1)
+    inverse = torch.linalg.inv(matrix)
+    for own in (linalg.inverse_from_cholesky(spoiled), linalg._inverse_in_panels(spoiled, block)):
+        assert own.is_contiguous()
+        assert relative_error(own, inverse) < 1e-11
+    for size in (1, 11):
+        places = torch.arange(11).view(-1, size)
+        want = inverse[places[:, :, None], places[:, None]]
+        assert relative_error(linalg.inverse_blocks(spoiled, size, block=block), want) < 1e-11
     assert relative_error(linalg.solve_spd(factor, right), torch.linalg.solve(matrix, right)) < 1e-11
     assert relative_error(linalg.solve_lower(factor, right), torch.linalg.solve(factor, right)) < 1e-11
     transposed = linalg.solve_lower(factor, right, transpose=True)

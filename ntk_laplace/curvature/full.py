@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from ntk_laplace.linalg import (
     add_outer_lower_,
     cholesky_,
     cholesky_logdet,
-    inverse_from_cholesky,
+    inverse_blocks,
     log_det_curve,
     solve_lower,
     solve_spd,
@@ -66,13 +64,8 @@ class FullWeightSpace:
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group."""
-        used = self.precision * self.inverse.diagonal()
+        used = self.precision * inverse_blocks(self.factor, 1).flatten()
         return self._group_counts - torch.zeros_like(self._group_counts).index_add_(0, self._groups, used)
-
-    @cached_property
-    def inverse(self) -> Tensor:
-        """H⁻¹, (P, P)."""
-        return inverse_from_cholesky(self.factor)
 
     def spectrum(self) -> Tensor:
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, (P,), ascending: those of SᵀKS, and zeros."""

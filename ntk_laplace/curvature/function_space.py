@@ -12,7 +12,15 @@ from torch import Tensor
 
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
-from ntk_laplace.linalg import cholesky_, cholesky_logdet, inverse_from_cholesky, log_det_curve, solve_lower, solve_spd
+from ntk_laplace.linalg import (
+    cholesky_,
+    cholesky_logdet,
+    inverse_blocks,
+    inverse_from_cholesky,
+    log_det_curve,
+    solve_lower,
+    solve_spd,
+)
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import require_memory
 
@@ -62,7 +70,7 @@ class FunctionSpace:
             return self._effective_by_columns()
         if self._num_groups == 1:
             # SᵀKS = B - I
-            return (len(self.factor) - self.inverse.diagonal().sum()).reshape(1)
+            return (len(self.factor) - self.inverse_blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
         k, n = self.weighted.num_seeds, self.weighted.num_examples
         inverse = self.inverse.view(n, k, n, k)
         total = self.factor.new_zeros(self._num_groups)
@@ -89,6 +97,22 @@ class FunctionSpace:
         require_memory(self.factor.nbytes, self.factor.device, "the inverse of B",
                        "Use fewer training points, or a structured posterior.")
         return inverse_from_cholesky(self.factor)
+
+    @cached_property
+    def inverse_blocks(self) -> Tensor:
+        """[B⁻¹]_nn, (N, R, R), without the rest of B⁻¹ unless that is there; SᵀV_nnS = I - [B⁻¹]_nn."""
+        n, r = self.weighted.num_examples, self.weighted.num_seeds
+        if "inverse" in vars(self):
+            return self.inverse.view(n, r, n, r).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+        return inverse_blocks(self.factor, r)
+
+    def sensitivity(self, left_inverse: Tensor) -> Tensor:
+        """∂ log det B/∂Λ_n for Λ_n that keep their range: Lᵀ(I - [B⁻¹]_nn)L with L S = I, for V_nn itself, (N, C, C).
+
+        Any dΛ_n = S E Sᵀ has E = L dΛ_n Lᵀ, and tr(V_nn dΛ_n) = tr(SᵀV_nnS E).
+        """
+        seen = torch.eye(self.weighted.num_seeds).to(self.factor) - self.inverse_blocks
+        return left_inverse.mT @ seen @ left_inverse
 
     def spectrum(self) -> Tensor:
         """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; B itself is formed anew, its factor has taken its place."""

@@ -57,6 +57,11 @@ class Root:
             return likelihood.root(f, targets)
         return self._gradients(likelihood, f, targets)
 
+    def left_inverse(self, likelihood: Likelihood, f: Tensor) -> Tensor | None:
+        """L (N, R, C) with L S = I, if the range of S Sᵀ is the same at all hyperparameters; else None."""
+        with torch.no_grad():
+            return likelihood.left_inverse(f) if self.curvature == "ggn" else None
+
     def hessian(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
         """S Sᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
         if self.curvature == "ggn":

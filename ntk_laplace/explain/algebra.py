@@ -16,7 +16,7 @@ from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import Structure, Trained
 
 __all__ = [
-    "Decomposition", "TakenOut", "contributions", "is_exact", "leverage_blocks", "leverages", "removal_effects",
+    "Decomposition", "TakenOut", "contributions", "is_exact", "leverages", "removal_effects",
     "similarities", "taken_out", "widening", "without_each",
 ]  # fmt: skip
 
@@ -64,12 +64,6 @@ def contributions(space: FunctionSpace, test: Rows, residual: Tensor, centered: 
     return Decomposition(test.f - pushed, shares, pushed - shares.sum(1))
 
 
-def leverage_blocks(space: FunctionSpace) -> Tensor:
-    """The blocks [B⁻¹]_ii, (N, R, R); SᵀV_iiS = I - [B⁻¹]_ii."""
-    r, n = space.weighted.num_seeds, space.weighted.num_examples
-    return space.inverse.view(n, r, n, r).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
-
 def leverages(blocks: Tensor) -> Tensor:
     """Eigenvalues of SᵀVS, in [0, 1), (N, R), largest last; from the blocks of B⁻¹."""
     return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
@@ -90,7 +84,7 @@ def removal_effects(
     to_train = space.cross(test).T  # K_xS, (n*K, N*R)
     seen = shares - (to_train @ solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
     diagonal = solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
-    blocks = leverage_blocks(space)
+    blocks = space.inverse_blocks
     amplified = torch.linalg.solve(blocks, diagonal.unsqueeze(-1)).squeeze(-1)  # [B⁻¹]_ii⁻¹ D_ii
     through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
     moved = -(seen + torch.einsum("xcnr,nr->xnc", through, amplified))
@@ -104,7 +98,7 @@ def widening(space: FunctionSpace, test: Rows) -> Tensor:
     """
     r, n = space.weighted.num_seeds, space.weighted.num_examples
     through = (space.cross(test).T @ space.inverse).view(test.num_examples, -1, n, r)
-    return _widened(leverage_blocks(space), through)
+    return _widened(space.inverse_blocks, through)
 
 
 def _widened(blocks: Tensor, through: Tensor) -> Tensor:
@@ -141,7 +135,7 @@ def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likel
         residual = points.residual(likelihood)
     moments = space.training_moments()
     half = moments @ space.root  # V_iiS_i
-    covariance = moments + half @ torch.linalg.solve(leverage_blocks(space), half.mT)
+    covariance = moments + half @ torch.linalg.solve(space.inverse_blocks, half.mT)
     return points.f - (covariance @ residual.unsqueeze(-1)).squeeze(-1), covariance
 
 

@@ -12,7 +12,6 @@ from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import DataError
 from ntk_laplace.explain.algebra import (
     contributions,
-    leverage_blocks,
     leverages,
     removal_effects,
     similarities,
@@ -211,6 +210,6 @@ def explain(trained: Trained, structure: Structure, space: FunctionSpace, test: 
     return Explanation(
         f=test.f, question=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
         removal=moved, widening=widened, effect=effect, importance=residual, kernel=kernel, similarity=similarity,
-        correlation=correlation, variance=variance, leverage=leverages(leverage_blocks(space))[:, -1],
+        correlation=correlation, variance=variance, leverage=leverages(space.inverse_blocks)[:, -1],
         targets=points.targets, k=k, guarantees=_EXACT if trained.root.curvature == "ggn" else _OTHER_ROOT,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import Curvature
-from ntk_laplace.explain.algebra import is_exact, leverage_blocks, leverages, taken_out, without_each
+from ntk_laplace.explain.algebra import is_exact, leverages, taken_out, without_each
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, counted
 from ntk_laplace.predictive import predictive
 from ntk_laplace.structures import Structure, Trained
@@ -173,7 +173,7 @@ def leave_one_out(
 def _kept(trained: Trained, structure: Structure, space: FunctionSpace) -> _Without:
     """In function space."""
     mean, covariance = without_each(space, structure.points, trained.likelihood)
-    blocks = leverage_blocks(space)
+    blocks = space.inverse_blocks
     # SᵀV_iiS = I - [B⁻¹]_ii
     used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
     information = -0.5 * torch.linalg.slogdet(blocks).logabsdet

@@ -116,6 +116,13 @@ class Likelihood(nn.Module):
         """S (N, C, R) with ``S Sᵀ`` equal to `hessian`, exact where it is singular."""
         return differentiation.root_of_hessian(self.hessian(f, y))
 
+    def left_inverse(self, f: Tensor) -> Tensor | None:
+        """L (N, R, C) with ``L S = I``, if the range of `hessian` is the same at all hyperparameters; else None.
+
+        Gradients of evidences are cheaper where there is one. Where a column of S is zero, so is the row of L.
+        """
+        return None
+
     def rank(self, num_outputs: int) -> int:
         """R, the number of columns of `root`."""
         return num_outputs

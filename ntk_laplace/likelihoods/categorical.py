@@ -108,6 +108,25 @@ class Categorical(Likelihood):
         columns.diagonal(1, 0, 1).add_((own - before).T)
         return columns.permute(2, 1, 0)
 
+    def left_inverse(self, f: Tensor) -> Tensor:
+        """L (N, C-1, C) with ``L S = I``: T (I + u uᵀ/(s_m (1 + s_m))) diag(1/u) on the classes but m, zero on m.
+
+        u holds s_j = √p_j of these classes; in `root` their rows are diag(u) (I - u uᵀ/(1 + s_m)) / T. A class whose
+        probability underflows carries no information: its row and column are zero.
+        """
+        s = (0.5 * self._log_probabilities(f)).exp()
+        top = f.argmax(-1, keepdim=True)
+        others = torch.arange(f.shape[-1] - 1, device=f.device)
+        others = others + (others >= top)
+        s_top, u = s.gather(-1, top), s.gather(-1, others)
+        # squares of what follows must stay finite
+        over = torch.where(u > torch.finfo(u.dtype).tiny ** 0.45, u.reciprocal(), 0.0)
+        inner = u.unsqueeze(-1) * u.unsqueeze(-2) / (s_top * (1 + s_top)).unsqueeze(-1)
+        inner.diagonal(dim1=-2, dim2=-1).add_(1.0)
+        values = self._temperature(f) * inner * over.unsqueeze(-2) * (over > 0).unsqueeze(-1)
+        columns = others.unsqueeze(-2).expand_as(values)
+        return f.new_zeros(*values.shape[:-1], f.shape[-1]).scatter(-1, columns, values)
+
     def mean(self, f: Tensor) -> Tensor:
         """Class probabilities, ``softmax(f / T)``, (N, C)."""
         return torch.softmax(f / self._temperature(f), -1)

@@ -160,6 +160,13 @@ class Gaussian(Likelihood):
         eye = torch.eye(len(factor), dtype=f.dtype, device=f.device)
         return torch.linalg.solve_triangular(factor.mT, eye, upper=True).expand(len(f), -1, -1)
 
+    def left_inverse(self, f: Tensor) -> Tensor:
+        """``Lᵀ`` with ``L Lᵀ = Σ``, (N, C, C)."""
+        if self.coupling is None:
+            return torch.diag_embed((0.5 * self._log_variance(f)).exp())
+        self._require_fit("covariance", *f.shape)
+        return self._factor(f).mT.expand(len(f), -1, -1)
+
     # --- the response -----------------------------------------------------------------------------------------
 
     def mean(self, f: Tensor) -> Tensor:

@@ -98,6 +98,11 @@ class Tempered(Likelihood):
         """S (N, C, R) with ``S Sᵀ`` equal to `hessian`."""
         return math.sqrt(self.weight) * self.likelihood.root(f, y)
 
+    def left_inverse(self, f: Tensor) -> Tensor | None:
+        """That of the likelihood, over √w."""
+        found = self.likelihood.left_inverse(f)
+        return None if found is None else found / math.sqrt(self.weight)
+
     def rank(self, num_outputs: int) -> int:
         """The likelihood's."""
         return self.likelihood.rank(num_outputs)

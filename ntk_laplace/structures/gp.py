@@ -83,8 +83,9 @@ class FunctionSpaceStructure(ExactStructure):
         return self.rows.jvp(trained.network.unflatten(vector))
 
     def sensitivity(self, trained: Trained, curvature: FunctionSpace) -> Tensor:
-        """∂ log det B/∂Λ_n = V_nn, (N, C, C)."""
-        return curvature.moments(self.rows)
+        """∂ log det B/∂Λ_n = V_nn, (N, C, C), or what stands for it where Λ_n keeps its range."""
+        left_inverse = self.points.left_inverse(trained.root, trained.likelihood)
+        return curvature.moments(self.rows) if left_inverse is None else curvature.sensitivity(left_inverse)
 
     def merged(self, trained: Trained, other: FunctionSpaceStructure) -> FunctionSpaceStructure:
         """Rows of both data sets."""
