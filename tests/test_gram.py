@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ntk_laplace import contractions
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
-from ntk_laplace.factors import FactorPass, Rows, passes
+from ntk_laplace.factors import FactorPass, Rows, finishing
 from ntk_laplace.factors.blocks import Lookup, Outer, Wide
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
@@ -126,7 +126,7 @@ def test_large_parameters_have_a_matrix_of_their_own(monkeypatch):
         case = problem(name)
         whole = engine.gram(rows(name)[0], None, variances(case, "layer"))
         for entries in (1, 10**9):
-            monkeypatch.setattr(passes, "_MATRIX", entries)
+            monkeypatch.setattr(finishing, "_MATRIX", entries)
             one = FactorPass(Network(case.network), torch.float64).rows(case.x)
             wide = [block for block in one.blocks if isinstance(block, Wide)]
             assert all(len(block.spans) == 1 for block in wide) if entries == 1 else len(wide) == 1
