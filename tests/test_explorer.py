@@ -150,6 +150,30 @@ def test_a_tempered_likelihoods_responses_are_its_own(kind: str) -> None:
         assert found[key] == wanted[key]
 
 
+class Halves(nn.Module):
+    """A network on inputs in two parts."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.whole(torch.cat([left, right], 1))
+
+
+def test_inputs_of_several_parts() -> None:
+    posterior, x, y, x_new, targets = case("classes")
+    parts, parts_new = ({"left": each[:, :7], "right": each[:, 7:]} for each in (x, x_new))
+    network = Halves(posterior.network.module)
+    halves = ntkl.laplace(network, (parts, y), ntkl.Categorical(), ntkl.GaussianPrior(0.5))
+    found, wanted = explore(halves, parts_new, parts, targets).content, explore(posterior, x_new, x, targets).content
+    assert found["rows"] is found["pictures"] is None
+    for ours, theirs in zip(found["points"], wanted["points"], strict=True):
+        same(ours, theirs)
+    with pytest.raises(ntkl.DataError, match="the 30 training inputs of the fit; got 12"):
+        explore(halves, parts_new, parts_new)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     posterior, x, _, x_new, targets = case("classes")
     for arguments, words in (

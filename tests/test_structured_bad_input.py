@@ -144,6 +144,15 @@ def test_resuming_wants_the_same_fit():
         ntkl.laplace(case.network, data, ntkl.Categorical(), structure="kfac", settings=ntkl.Settings(resume=3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
+def test_sums_that_do_not_fit_name_what_takes_less(structure, dtype):
+    with refused(ntkl.MemoryBudgetError, f"structure='{structure}'", "a predicted need", "last_layer") as caught:
+        kfac(structure=structure, dtype=dtype, settings=ntkl.Settings(memory_budget=100))
+    assert ('structure="diag"' in caught.value.remedy) == (structure != "diag")
+    assert ("float32" in caught.value.remedy) == (dtype != torch.float32)
+
+
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])
 def test_sums_that_overflow_are_named(structure):
     """Finite inputs and outputs whose squares are not: said at the fit, with the type that bears them."""

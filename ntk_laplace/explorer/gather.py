@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Inputs, num_examples, take
+from ntk_laplace.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.errors import DataError
 from ntk_laplace.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking
 from ntk_laplace.explorer.sprites import images_of, sheet
@@ -49,7 +49,7 @@ class Naming:
 
 
 def gather(
-    posterior: Posterior, x: Inputs, training: Tensor | None, targets: Tensor | None, k: int, naming: Naming,
+    posterior: Posterior, x: Inputs, training: Inputs | None, targets: Tensor | None, k: int, naming: Naming,
     progress: bool | None = None,
 ) -> dict[str, Any]:
     """Everything the page shows.
@@ -59,7 +59,7 @@ def gather(
     posterior : Posterior
     x : tensor, tuple or dict of tensors
         n inputs to explain.
-    training : Tensor, optional
+    training : like x, optional
         Training inputs, for their pictures or rows.
     targets : Tensor, optional
         True targets at `x`.
@@ -76,6 +76,7 @@ def gather(
         Or if the training data cannot be read again, where the structure keeps no rows.
     """
     n, c = num_examples(x), posterior.num_outputs
+    training = None if training is None else as_tensors(training)
     _check(posterior, training, naming)
     truths = None if targets is None else _truths(posterior, targets, n)
     shown = set()
@@ -110,9 +111,9 @@ def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
     return (y if _kind(posterior) == "values" else y.long()).tolist()
 
 
-def _check(posterior: Posterior, training: Tensor | None, naming: Naming) -> None:
-    if training is not None and len(training) != posterior.num_examples:
-        raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{len(training):,}",
+def _check(posterior: Posterior, training: Inputs | None, naming: Naming) -> None:
+    if training is not None and num_examples(training) != posterior.num_examples:
+        raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{num_examples(training):,}",
                         "Pass the inputs that the posterior was fitted to, in their order.")
     if naming.shape is not None and not all(isinstance(side, int) and side > 0 for side in _sides(naming.shape)):
         raise DataError("a shape (height, width) of images, or (height, width, 3)", f"{naming.shape!r}",

@@ -107,7 +107,7 @@ class ExplorerPage:
 
 
 def explore(
-    posterior: Posterior, x: Inputs, training: Tensor | None = None, targets: Tensor | None = None, k: int = 6,
+    posterior: Posterior, x: Inputs, training: Inputs | None = None, targets: Tensor | None = None, k: int = 6,
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
     progress: bool | None = None,
 ) -> ExplorerPage:  # fmt: skip
@@ -119,8 +119,8 @@ def explore(
         Of any structure; the page says what holds of its numbers.
     x : tensor, tuple or dict of tensors
         Inputs to explain; all of them lie on the page, so hundreds are better than thousands.
-    training : Tensor, optional
-        The training inputs in the order of the fit, shown as images or rows.
+    training : like x, optional
+        The training inputs in the order of the fit, shown as images or rows where they are one tensor.
     targets : Tensor, optional
         True targets at `x`, to see which predictions are wrong.
     k : int

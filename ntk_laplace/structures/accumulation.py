@@ -265,10 +265,12 @@ class _Roots:
 def _require_memory(parts: list[Part], form: Form, trained: Trained) -> None:
     """Refuse sums that do not fit, before the first of them is allocated."""
     largest = max(parts, key=lambda part: part.numbers, default=None)
+    ways = ['structure="diag", which keeps one number per parameter'] * (form.name != "diag")
+    ways += ['parameters="last_layer"', *["dtype=torch.float32"] * (trained.factors.dtype != torch.float32)]
     require_memory(
         sum(part.numbers for part in parts) * trained.factors.dtype.itemsize, trained.network.device,
         f"the sums of structure={form.name!r}, most of them for {largest}",
-        'Use structure="diag", which keeps one number per parameter, parameters="last_layer" or dtype=torch.float32.',
+        f"Use {', or '.join(ways)}.",
         trained.settings.memory_budget,
     )  # fmt: skip
 
