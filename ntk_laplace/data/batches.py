@@ -76,7 +76,7 @@ class Batches:
             self._source, self._length = (x, y), n
             self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
         elif isinstance(data, DataLoader):
-            self._source, self._length = data, _length_of(data)
+            self._source, self._length = _with_own_workers(data), _length_of(data)
         elif isinstance(data, Dataset):
             self._source, self._length = DataLoader(data, batch_size=self.batch_size), _length_of(data)
         else:
@@ -268,15 +268,22 @@ def kept_or_missing(batches: Batches | None) -> Batches | Missing:
     return Missing() if batches is None else batches
 
 
-def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
-    """Batches drawn from a random stream of their own, the same in every pass.
+def _with_own_workers(loader: DataLoader) -> DataLoader:
+    """The loader, without workers that outlive a pass.
 
-    A shuffling loader then keeps one order over passes, and the caller's random state is not touched. Workers that
-    outlive a pass would not start it from the same numbers, nor go on with a pass of the caller's: ours are others.
+    They would start no second pass from the same numbers, nor go on with a pass of the caller's, and are in no copy.
     """
     if loader.persistent_workers:
         loader = copy.copy(loader)
-        vars(loader)["persistent_workers"] = False  # a loader refuses to be told so
+        vars(loader).update(persistent_workers=False, _iterator=None)  # a loader refuses to be told so
+    return loader
+
+
+def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
+    """Batches drawn from a random stream of their own, the same in every pass.
+
+    A shuffling loader then keeps one order over passes, and the caller's random state is not touched.
+    """
     ours = torch.Generator().manual_seed(0).get_state()
     own = [(generator, generator.get_state()) for generator in generators_of(loader)]
     iterator: Iterator[Any] | None = None
