@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,6 +164,52 @@ TARGETS: dict[str, tuple[Any, Any, str, str, str]] = {
     "too few": (REAL, ZEROS[:7], "9|as many targets", "7", "one target|one row"),
     "a number": (REAL, torch.tensor(0.0), "as many targets|targets for", r"shape \(\)", "one target|one row"),
 }
+
+
+ARRAYS: dict[str, Callable[[Any], Any]] = {
+    "backwards": lambda x: x[::-1],
+    "another byte order": lambda x: x.astype(">f8"),
+    "objects": lambda x: x.astype(object),
+    "a table of objects": lambda x: pandas.DataFrame(x, dtype=object),
+}
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_arrays_that_torch_does_not_read(case):
+    """The remedy that the error names is one."""
+    x = ARRAYS[case](inputs().numpy())
+    for verb in (lambda x: fit(data=(x, labels()), likelihood=CLASS()), fit().predict):
+        with refused(errors.DataError, "a tensor", type(x).__name__, r"tensor\(numpy\.array\(X, dtype=float\)\)"):
+            verb(x)
+        verb(torch.tensor(np.array(x, dtype=float)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_tables_and_columns_are_read_by_place_whatever_their_rows_are_called():
+    """As a split into training and test data leaves them."""
+    x, y, rows = inputs(), labels(), [11, 3, 5, 8, 1, 0, 2, 9, 4]
+    want, table = fit(data=(x, y), likelihood=CLASS()), pandas.DataFrame(x.numpy(), index=rows)
+    for names in (range(4), list("abcd")):
+        table.columns = names
+        for start in (0, 1):
+            column = pandas.Series(y.numpy()[start:], index=rows[start:])
+            found = fit(data=(table[start:], column), likelihood=CLASS())
+            exact = fit(data=(x[start:], y[start:]), likelihood=CLASS())
+            assert torch.equal(found.log_marginal_likelihood(), exact.log_marginal_likelihood())
+            assert torch.equal(found.predict(table).probs, exact.predict(x).probs)
+    index = pandas.Series([2, 5], index=[7, 8])
+    assert torch.equal(want.remove(index).predict(table).probs, want.remove([2, 5]).predict(x).probs)
+    changed = want.reweight(index, pandas.Series([0.5, 2.0], index=[7, 8]))
+    assert torch.equal(changed.log_det(), want.reweight([2, 5], [0.5, 2.0]).log_det())
+    changed = want.relabel(index, pandas.Series([0, 1], index=[7, 8]))
+    assert torch.equal(changed.log_marginal_likelihood(), want.relabel([2, 5], [0, 1]).log_marginal_likelihood())
+
+
+@pytest.mark.parametrize("kind", [list, np.array, pandas.Series])
+def test_names_of_classes_as_targets(kind):
+    names = kind(["ant", "bee", "cat"] * 3)
+    with refused(errors.DataError, "of numbers", type(names).__name__, "Number classes from 0"):
+        fit(data=(inputs(), names), likelihood=CLASS())
 
 
 @pytest.mark.parametrize("case", TARGETS)

@@ -605,7 +605,7 @@ def test_targets_of_one_output_may_be_flat(likelihood: Likelihood, dtype: torch.
     assert flat.dtype == (dtype if dtype.is_floating_point else torch.float64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64])
 def test_labels_of_any_type(dtype: torch.dtype) -> None:
     assert torch.equal(Categorical().targets(LABELS.to(dtype), N, C), LABELS)
     assert torch.equal(Categorical().targets(LABELS.numpy().tolist(), N, C), LABELS)

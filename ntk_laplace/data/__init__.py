@@ -15,6 +15,7 @@ from ntk_laplace.data.gathering import Gathered, gather
 from ntk_laplace.data.inputs import (
     Inputs,
     alike,
+    as_tensor,
     as_tensors,
     check_finite,
     concatenate,
@@ -37,6 +38,7 @@ __all__ = [
     "Selected",
     "Source",
     "alike",
+    "as_tensor",
     "as_tensors",
     "check_finite",
     "concatenate",

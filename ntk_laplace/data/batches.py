@@ -67,8 +67,9 @@ class Batches:
         if isinstance(data, (tuple, list)) and len(data) == 2:
             x, y = as_tensors(data[0]), as_tensors(data[1])
             if not isinstance(y, Tensor):
-                raise DataError("targets as one tensor or array in (X, y)", f"a {type(y).__name__}",
-                                "Pass a DataLoader if these are batches, one (X, y) after the other.")
+                raise DataError("targets as one tensor or array of numbers in (X, y)", f"a {type(y).__name__}",
+                                "Number classes from 0 if these are their names; pass a DataLoader if these are "
+                                "batches, one (X, y) after the other.")
             n, m = num_examples(x), len(y) if y.ndim else -1
             if n != m:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -14,6 +15,7 @@ from ntk_laplace.errors import DataError, NonFiniteError
 __all__ = [
     "Inputs",
     "alike",
+    "as_tensor",
     "as_tensors",
     "check_finite",
     "concatenate",
@@ -63,7 +65,8 @@ def num_examples(x: Inputs) -> int:
         many = isinstance(x, (DataLoader, Dataset))
         raise DataError("inputs that are a tensor, or a tuple or dict of tensors", f"a {type(x).__name__}",
                         "Pass the inputs of one batch at a time." if many
-                        else "Convert them, torch.as_tensor(X), which wants numbers in rows of one length.")
+                        else "Convert them, torch.tensor(numpy.array(X, dtype=float)), which wants numbers in rows of "
+                        "one length.")
     for tensor in tensors:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
             kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else str(tensor.layout)
@@ -153,11 +156,24 @@ def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> Non
         raise NonFiniteError(f"finite {what}", f"{kind} at example {first + offset}", remedy)
 
 
+def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """One tensor of what is an array, a table or a column of numbers, or nested lists of them.
+
+    Raises
+    ------
+    TypeError, ValueError, RuntimeError
+        If `x` is none.
+    """
+    # torch takes a column of pandas for a sequence, and asks it for its row named 0
+    foreign = hasattr(x, "__array__") and not isinstance(x, (Tensor, np.ndarray))
+    return torch.as_tensor(np.array(x) if foreign else x, dtype=dtype)
+
+
 def as_tensors(x: Any) -> Inputs:
-    """NumPy arrays and nested lists of numbers become tensors; tuples and dicts keep their shape."""
+    """Arrays, tables and nested lists of numbers become tensors; tuples and dicts keep their shape."""
     if isinstance(x, (Tensor, Mapping)) or (isinstance(x, (tuple, list)) and leaves(x)):
         return x
     try:
-        return torch.as_tensor(x)
+        return as_tensor(x)
     except (TypeError, ValueError, RuntimeError):
         return x

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ntk_laplace.data import as_tensor
 from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
@@ -56,7 +57,7 @@ def positions(indices: Indices, count: int) -> Tensor:
     """
     remedy = f"Pass numbers from 0 to {count - 1}, each once, or a mask of {count} booleans."
     try:
-        chosen = torch.as_tensor(indices).detach().cpu().reshape(-1)
+        chosen = as_tensor(indices).detach().cpu().reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError("numbers of training points", f"{indices!r}"[:80], remedy) from error
     if chosen.numel() == 0:
@@ -90,7 +91,7 @@ def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float)
     wrong = HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
                                 "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")  # fmt: skip
     try:
-        new = torch.as_tensor(weights, dtype=points.f.dtype, device=points.f.device).detach().reshape(-1)
+        new = as_tensor(weights, points.f.dtype).detach().to(points.f.device).reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise wrong from error
     if new.numel() not in (1, len(indices)) or not bool((torch.isfinite(new) & (new >= 0)).all()):
@@ -111,7 +112,7 @@ def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: obje
         If the targets do not fit the likelihood.
     """
     try:
-        new = torch.as_tensor(y)
+        new = as_tensor(y)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TargetError("targets as a number or an array of numbers", f"{y!r}"[:80],
                           "Pass one target per point, or one for all.") from error

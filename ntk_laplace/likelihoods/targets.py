@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace.data import as_tensor
 from ntk_laplace.errors import NonFiniteError, TargetError
 
 __all__ = ["first_bad", "read", "read_columns", "read_labels", "require"]
+
+_NOT_COMPARED = (torch.uint16, torch.uint32, torch.uint64)  # torch has next to no operations for them
 
 
 def read(y: Any, num_examples: int) -> Tensor:
@@ -23,11 +26,12 @@ def read(y: Any, num_examples: int) -> Tensor:
         If an entry is NaN or infinite.
     """
     try:
-        y = torch.as_tensor(y)
+        y = as_tensor(y)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TargetError(
             "targets as a tensor or an array of numbers", type(y).__name__, "Convert the targets to a tensor."
         ) from error
+    y = y.double() if y.dtype in _NOT_COMPARED else y
     if y.is_complex():
         raise TargetError("real targets", f"dtype {y.dtype}", "Pass real and imaginary part as two outputs.")
     if y.dim() == 0 or y.shape[0] != num_examples or y.numel() == 0:

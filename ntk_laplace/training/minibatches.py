@@ -45,7 +45,7 @@ class Minibatches:
             self._loader = DataLoader(data, batch_size or len(data), shuffle=shuffle)
         else:
             x, y = data
-            self._tensors = to_device(as_tensors(x), device, dtype), torch.as_tensor(y).to(device)
+            self._tensors = to_device(as_tensors(x), device, dtype), as_tensors(y).to(device)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         if self._tensors is None:
