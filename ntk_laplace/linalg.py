@@ -131,14 +131,14 @@ def solve_spd(factor: Tensor, right: Tensor) -> Tensor:
     return solve_lower(factor, solve_lower(factor, right), transpose=True)
 
 
-def inverse_from_cholesky(factor: Tensor, block: int = 768) -> Tensor:
+def inverse_from_cholesky(factor: Tensor, block: int | None = None) -> Tensor:
     """``(L Lᵀ)⁻¹`` as one new dense symmetric matrix, in panels of width `block` where LAPACK is not at hand."""
     if factor.device.type == "cpu":
         return torch.cholesky_inverse(factor).mT.contiguous()  # LAPACK writes columns, and it is symmetric: no copy
     return _inverse_in_panels(factor, block)
 
 
-def _inverse_in_panels(factor: Tensor, block: int) -> Tensor:
+def _inverse_in_panels(factor: Tensor, block: int | None) -> Tensor:
     inverse = factor.new_empty(factor.shape)
     for start, half in _inverse_factor(factor, block):
         # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹, whose rows from `start` on need those of L alone; the others mirror them
@@ -146,19 +146,24 @@ def _inverse_in_panels(factor: Tensor, block: int) -> Tensor:
     return mirror_lower_(inverse)
 
 
-def inverse_blocks(factor: Tensor, size: int, block: int = 768) -> Tensor:
+def inverse_blocks(factor: Tensor, size: int, block: int | None = None) -> Tensor:
     """The blocks (n / size, size, size) on the diagonal of ``(L Lᵀ)⁻¹``, at half the work of all of it, in panels."""
-    width = max(1, block // size) * size
+    width = _panel_width(factor) if block is None else block
     found = []
-    for _, half in _inverse_factor(factor, width):
+    for _, half in _inverse_factor(factor, max(1, width // size) * size):
         columns = half.unflatten(1, (-1, size)).permute(1, 2, 0)
         found.append(columns @ columns.mT)
     return torch.cat(found)
 
 
-def _inverse_factor(factor: Tensor, block: int) -> Iterator[tuple[int, Tensor]]:
+def _panel_width(factor: Tensor) -> int:
+    """Columns of L⁻¹ at a time: solves for few are slow, and wide panels are half zeros."""
+    return max(768, min(2048, len(factor) // 6))
+
+
+def _inverse_factor(factor: Tensor, block: int | None) -> Iterator[tuple[int, Tensor]]:
     """L⁻¹ in panels of columns, without the zeros above their diagonal: where each starts, and its rows from there."""
-    n = factor.shape[0]
+    n, block = len(factor), _panel_width(factor) if block is None else block
     for start in range(0, n, block):
         panel = factor.new_zeros(n - start, min(block, n - start))
         panel.diagonal().fill_(1.0)
