@@ -61,6 +61,9 @@ class Protocol:
         The precision that each of the four tensors has; equal numbers share one.
     single : bool
         In float32.
+    mean_loss : bool
+        In regression the loss of the weights is 2σ²/N times the negative log joint: the mean squared error and what
+        that makes of the prior. Adam remembers gradients of some hundred steps, and σ² moves meanwhile.
     """
 
     epochs: int
@@ -72,6 +75,7 @@ class Protocol:
     last_rate: float | None = None
     groups: tuple[int, ...] = (0, 1, 2, 3)
     single: bool = False
+    mean_loss: bool = False
 
 
 class Networks(nn.Module):
@@ -303,6 +307,8 @@ def train_with_evidence(
             part = Problem(x, y, problem.classes)
             joint = n / y.shape[1] * log_likelihood(part, networks(x)[0], log_noise)
             joint = joint - 0.5 * (log_precision.exp() * networks.squares()).sum(1)
+            if protocol.mean_loss and not problem.classes:
+                joint = 2.0 / n * log_noise.exp() * joint
             (-joint.sum()).backward()  # the networks know nothing of each other
             weights.step()
             rates.step()

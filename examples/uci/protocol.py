@@ -15,6 +15,7 @@ empirical Fisher of the likelihood. This script trains the networks of one data 
 * sigma: Adam on log σ, as in the code that the authors published, which moves log σ² twice as fast;
 * fisher, halved: in regression with the structures "ef" and "diag-ef", the empirical Fisher of the squared error over
   σ², r²JᵀJ/σ²; or 2r²JᵀJ/σ², as in laplace-torch, which halves the products of the gradients of r²;
+* mean, mean-hyper: the weights' loss in units of the mean squared error, as the authors published it; that and hyper;
 * authors: sigma and, for an empirical Fisher, halved;
 * single: the same in float32;
 * raw: as authors, with responses in their own units instead of standardized ones;
@@ -70,12 +71,16 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
     "sigma": ("Adam on log σ", {"noise_speed": 2.0}),
     "fisher": ("Fisher of the squared error / σ²", {"squared_error_fisher": 1.0}),
     "halved": ("twice that Fisher", {"squared_error_fisher": 2.0}),
+    "mean": ("loss in units of the mean squared error", {"mean_loss": True}),
+    "mean-hyper": ("loss in units of the mean squared error, rate 0.01 for hyperparameters",
+                   {"mean_loss": True, "hyper_rate": 1e-2}),
     "authors": ("as the authors' code", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
     "single": ("as the authors' code, float32",
                {"noise_speed": 2.0, "squared_error_fisher": 2.0, "single": True}),
     "raw": ("as the authors' code, responses as they are", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
     "held": ("as the authors' code, a tenth left out", {"noise_speed": 2.0, "squared_error_fisher": 2.0}),
 }  # fmt: skip
+NOISE = ("sigma", "fisher", "halved", "hyper-halved", "one-halved", "mean", "mean-hyper", "authors", "raw")
 PREDICTIVES = ("Bayes", "MAP", "Bayes, f once", "Bayes, f not")
 
 
@@ -86,7 +91,7 @@ def variants(changes: list[str], structure: str, classes: bool, epochs: int) -> 
         label, what = CHANGES[change]
         if change in ("fisher", "halved", "hyper-halved", "one-halved", "sigma") and not structure.endswith("ef"):
             continue  # nothing, or the same as "authors"
-        if classes and change in ("sigma", "fisher", "halved", "hyper-halved", "one-halved", "authors", "raw"):
+        if classes and change in NOISE:
             continue  # there is no σ
         found[label] = Protocol(epochs, **what)
     return found
