@@ -427,6 +427,14 @@ def test_short_rows_are_made_at_once(short, monkeypatch):
     assert ({"one.weight", "two.weight"} <= made) == (short == 0) and "view" not in made
 
 
+def test_the_last_layer_holds_its_gradients_once():
+    """They are the seeds, the same for all examples; those of other layers are not."""
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    blocks = FactorPass(Network(network), torch.float64).rows(torch.randn(7, 3).double()).blocks
+    held = {block.weight: (block.b.shape[1], block.constant) for block in blocks if isinstance(block, Outer)}
+    assert held == {"0.weight": (7, False), "2.weight": (1, True)}
+
+
 @pytest.mark.parametrize("sizes", [(6, 5), (1, 6), (40,)])
 def test_a_rule_that_does_not_hold_is_left_out_of_the_next_plan(sizes, monkeypatch):
     """A plan is believed until a batch disagrees; the one made then leaves that parameter, and no other, out."""

@@ -46,34 +46,36 @@ def test_the_eigendecomposition_is_the_cholesky_factorization(likelihood, prior,
 # --------------------------------------------------------------- gradients in what a likelihood learns, both spaces
 
 
-def moving(name: str) -> ntkl.Likelihood:
+def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
     c = problem(CASE).case.outputs
     mixing = torch.eye(c).double() + 0.3 * torch.ones(c, c)
+    decades = 6 if curvature == "ggn" else 2  # gradients go with 1/σ², and their squares with its square
     return {
         "nearly certain": lambda: ntkl.Categorical(temperature=0.02),
         "tempered": lambda: ntkl.Tempered(ntkl.Categorical(temperature=1.3), 2.5),
-        "noise per output": lambda: ntkl.Gaussian(torch.logspace(-6, 6, c).double(), "output"),
+        "noise per output": lambda: ntkl.Gaussian(torch.logspace(-decades, decades, c).double(), "output"),
         "covariance": lambda: ntkl.Gaussian(mixing, "covariance"),
         "noise per point": lambda: ntkl.Gaussian(torch.linspace(0.1, 3.0, len(problem(CASE).x)).double(), "point"),
     }[name]()
 
 
-@pytest.mark.parametrize("removed", [False, True], ids=["whole", "without two"])
+@pytest.mark.parametrize("weights", [None, [0.0, 2.5]], ids=["once", "weighted"])
+@pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
 @pytest.mark.parametrize("precisions", [True, False], ids=["with precisions", "alone"])
 @pytest.mark.parametrize(
     "name", ["nearly certain", "tempered", "noise per output", "covariance", "noise per point"]
 )  # fmt: skip
-def test_gradients_of_function_space_are_those_of_weight_space(name, precisions, removed):
+def test_gradients_of_function_space_are_those_of_weight_space(name, precisions, curvature, weights):
     """V_nn through a left inverse of S and the blocks of B⁻¹, against V_nn from H⁻¹; entries of their own size."""
     kind = "categorical" if isinstance(moving(name), (ntkl.Categorical, ntkl.Tempered)) else "gaussian"
     found = []
     for structure in STRUCTURES:
-        likelihood = moving(name)
+        likelihood = moving(name, curvature)
         posterior = ntkl.laplace(
-            problem(CASE).network, data(kind), likelihood, PRIORS["tensor"].build(problem(CASE)), structure
+            problem(CASE).network, data(kind), likelihood, PRIORS["tensor"].build(problem(CASE)), structure, curvature
         )
-        if removed:
-            posterior = posterior.remove([0, 3])
+        if weights is not None:
+            posterior = posterior.reweight([0, 3], weights)
         variables = [*likelihood.parameters(), *(posterior.prior.parameters() if precisions else ())]
         found.append(torch.autograd.grad(posterior.log_det(), variables, allow_unused=True))
     for own, want in zip(*found, strict=True):

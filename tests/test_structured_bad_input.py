@@ -170,5 +170,6 @@ def test_sums_that_overflow_are_named(structure):
 
 def test_a_list_of_two_batches_is_no_pair():
     x, y = torch.randn(9, 3), torch.arange(9) % 2
-    with pytest.raises(ntkl.DataError, match=r"targets as one tensor .* a tuple\. .* pass a DataLoader if these are batches"):
+    words = r"targets as one tensor .* a tuple\. .* pass a DataLoader if these are batches"
+    with pytest.raises(ntkl.DataError, match=words):
         ntkl.laplace(torch.nn.Linear(3, 2), [(x[:5], y[:5]), (x[5:], y[5:])], ntkl.Categorical(), structure="diag")
