@@ -24,6 +24,7 @@ from ntk_laplace.structures.saving import FORMAT, VERSION
 
 __all__ = ["load"]
 
+_NAMES = ("weight", "bias", "spans")  # fields of blocks and parts
 _LIKELIHOODS = {kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, Poisson)}
 
 
@@ -97,19 +98,21 @@ def _in_names_of(network: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     prior = dict(saved["prior"])
     if isinstance(prior["groups"], dict):
         prior["groups"] = {g: [own.get(_plain(name), name) for name in names] for g, names in prior["groups"].items()}
-    return saved | {key: _renamed(saved[key], new) for key in ("shapes", "state")} | {"prior": prior}
+    shapes = {new[name]: shape for name, shape in saved["shapes"].items()}
+    return saved | {"shapes": shapes, "state": _renamed(saved["state"], new), "prior": prior}
 
 
 def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
-def _renamed(content: Any, new: Mapping[str, str]) -> Any:
+def _renamed(content: Any, new: Mapping[str, str], is_name: bool = False) -> Any:
+    """The same with new names where names stand, in fields of blocks and parts; other words may look like them."""
     if isinstance(content, dict):
-        return {_renamed(key, new): _renamed(value, new) for key, value in content.items()}
+        return {key: _renamed(value, new, key in _NAMES) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return type(content)(_renamed(value, new) for value in content)
-    return new.get(content, content) if isinstance(content, str) else content
+        return type(content)(_renamed(value, new, is_name) for value in content)
+    return new.get(content, content) if is_name and isinstance(content, str) else content
 
 
 def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:

@@ -19,7 +19,7 @@ __all__ = [
     "cholesky_logdet",
     "cholesky_of",
     "cross_approximation",
-    "inverse_blocks",
+    "inverse_diagonal",
     "inverse_from_cholesky",
     "log_det_curve",
     "mirror_lower_",
@@ -146,7 +146,7 @@ def _inverse_in_panels(factor: Tensor, block: int | None) -> Tensor:
     return mirror_lower_(inverse)
 
 
-def inverse_blocks(factor: Tensor, size: int, block: int | None = None) -> Tensor:
+def inverse_diagonal(factor: Tensor, size: int, block: int | None = None) -> Tensor:
     """The blocks (n / size, size, size) on the diagonal of ``(L Lᵀ)⁻¹``, at half the work of all of it, in panels."""
     width = _panel_width(factor) if block is None else block
     found = []

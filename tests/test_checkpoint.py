@@ -212,6 +212,33 @@ def test_torch_compile_between_saving_and_loading(name: str, tmp_path: Path) -> 
             loaded.log_marginal_likelihood()
 
 
+class NamedLikeWords(torch.nn.Module):
+    """Its parameters have the names of fields and kinds that checkpoints use themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in {"weight": (2, 3), "diag": (2,), "kronecker": (2,), "Outer": (2,), "kfac": (2,)}.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.randn(shape).double()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.T * self.diag + self.kronecker).tanh() * self.Outer + self.kfac
+
+
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+@pytest.mark.parametrize("build", [lambda: torch.nn.Linear(3, 2).double(), NamedLikeWords], ids=["layer", "words"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_torch_compile_where_parameters_are_called_like_fields(name, build, tmp_path):
+    plain, path = build(), tmp_path / "posterior.pt"
+    compiled = torch.compile(plain, backend="aot_eager")
+    x, y = torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    for one, other in ((plain, compiled), (compiled, plain)):
+        posterior = ntkl.laplace(one, (x, y), ntkl.Gaussian(0.1), structure=STRUCTURES[name])
+        posterior.save(path, include_data=True)
+        loaded = ntkl.load(path, other)
+        assert loaded.network.names == [name for name, _ in other.named_parameters()]
+        torch.testing.assert_close(loaded.latent_moments(x), posterior.latent_moments(x), rtol=1e-12, atol=1e-12)
+
+
 def test_a_chosen_part_and_a_frozen_part_come_back(tmp_path: Path) -> None:
     path = tmp_path / "posterior.pt"
     posterior = fit("ekfac", parameters="last_layer")

@@ -41,7 +41,7 @@ def test_inverse_and_solves(block):
     for size in (1, 11):
         places = torch.arange(11).view(-1, size)
         want = inverse[places[:, :, None], places[:, None]]
-        assert relative_error(linalg.inverse_blocks(spoiled, size, block=block), want) < 1e-11
+        assert relative_error(linalg.inverse_diagonal(spoiled, size, block=block), want) < 1e-11
     assert relative_error(linalg.solve_spd(factor, right), torch.linalg.solve(matrix, right)) < 1e-11
     assert relative_error(linalg.solve_lower(factor, right), torch.linalg.solve(factor, right)) < 1e-11
     transposed = linalg.solve_lower(factor, right, transpose=True)

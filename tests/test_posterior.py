@@ -46,12 +46,23 @@ def test_the_eigendecomposition_is_the_cholesky_factorization(likelihood, prior,
 # --------------------------------------------------------------- gradients in what a likelihood learns, both spaces
 
 
+class Sharper(ntkl.Categorical):
+    """A curvature of its own."""
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().root(f, y) * (1 + self.log_temperature.exp()).sqrt()
+
+    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().hessian(f, y) * (1 + self.log_temperature.exp())
+
+
 def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
     c = problem(CASE).case.outputs
     mixing = torch.eye(c).double() + 0.3 * torch.ones(c, c)
     decades = 6 if curvature == "ggn" else 2  # gradients go with 1/σ², and their squares with its square
     return {
         "nearly certain": lambda: ntkl.Categorical(temperature=0.02),
+        "subclass": lambda: Sharper(temperature=1.3),
         "tempered": lambda: ntkl.Tempered(ntkl.Categorical(temperature=1.3), 2.5),
         "noise per output": lambda: ntkl.Gaussian(torch.logspace(-decades, decades, c).double(), "output"),
         "covariance": lambda: ntkl.Gaussian(mixing, "covariance"),
@@ -63,7 +74,7 @@ def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
 @pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
 @pytest.mark.parametrize("precisions", [True, False], ids=["with precisions", "alone"])
 @pytest.mark.parametrize(
-    "name", ["nearly certain", "tempered", "noise per output", "covariance", "noise per point"]
+    "name", ["nearly certain", "subclass", "tempered", "noise per output", "covariance", "noise per point"]
 )  # fmt: skip
 def test_gradients_of_function_space_are_those_of_weight_space(name, precisions, curvature, weights):
     """V_nn through a left inverse of S and the blocks of B⁻¹, against V_nn from H⁻¹; entries of their own size."""

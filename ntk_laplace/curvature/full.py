@@ -11,7 +11,7 @@ from ntk_laplace.linalg import (
     add_outer_lower_,
     cholesky_,
     cholesky_logdet,
-    inverse_blocks,
+    inverse_diagonal,
     log_det_curve,
     solve_lower,
     solve_spd,
@@ -64,7 +64,7 @@ class FullWeightSpace:
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group."""
-        used = self.precision * inverse_blocks(self.factor, 1).flatten()
+        used = self.precision * inverse_diagonal(self.factor, 1).flatten()
         return self._group_counts - torch.zeros_like(self._group_counts).index_add_(0, self._groups, used)
 
     def spectrum(self) -> Tensor:

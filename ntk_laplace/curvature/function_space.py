@@ -15,7 +15,7 @@ from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_
 from ntk_laplace.linalg import (
     cholesky_,
     cholesky_logdet,
-    inverse_blocks,
+    inverse_diagonal,
     inverse_from_cholesky,
     log_det_curve,
     solve_lower,
@@ -104,7 +104,7 @@ class FunctionSpace:
         n, r = self.weighted.num_examples, self.weighted.num_seeds
         if "inverse" in vars(self):
             return self.inverse.view(n, r, n, r).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return inverse_blocks(self.factor, r)
+        return inverse_diagonal(self.factor, r)
 
     def sensitivity(self, left_inverse: Tensor) -> Tensor:
         """∂ log det B/∂Λ_n for Λ_n that keep their range: Lᵀ(I - [B⁻¹]_nn)L with L S = I, for V_nn itself, (N, C, C).

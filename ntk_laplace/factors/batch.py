@@ -106,6 +106,7 @@ class Batch:
             check_finite(_values(block).transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.",
                          self.offset)
 
+
 def all_finite(blocks: Sequence[Block | Folded]) -> bool:
     """Whether all entries are; of sums of products, their diagonal shows it."""
     return all(bool(torch.isfinite(_values(block).sum())) for block in blocks)

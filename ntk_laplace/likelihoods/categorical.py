@@ -108,12 +108,14 @@ class Categorical(Likelihood):
         columns.diagonal(1, 0, 1).add_((own - before).T)
         return columns.permute(2, 1, 0)
 
-    def left_inverse(self, f: Tensor) -> Tensor:
+    def left_inverse(self, f: Tensor) -> Tensor | None:
         """L (N, C-1, C) with ``L S = I``: T (I + u uᵀ/(s_m (1 + s_m))) diag(1/u) on the classes but m, zero on m.
 
         u holds s_j = √p_j of these classes; in `root` their rows are diag(u) (I - u uᵀ/(1 + s_m)) / T. A class whose
         probability underflows carries no information: its row and column are zero.
         """
+        if type(self) is not Categorical:
+            return None  # a subclass may have another curvature
         s = (0.5 * self._log_probabilities(f)).exp()
         top = f.argmax(-1, keepdim=True)
         others = torch.arange(f.shape[-1] - 1, device=f.device)

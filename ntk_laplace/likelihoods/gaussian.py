@@ -160,8 +160,10 @@ class Gaussian(Likelihood):
         eye = torch.eye(len(factor), dtype=f.dtype, device=f.device)
         return torch.linalg.solve_triangular(factor.mT, eye, upper=True).expand(len(f), -1, -1)
 
-    def left_inverse(self, f: Tensor) -> Tensor:
+    def left_inverse(self, f: Tensor) -> Tensor | None:
         """``Lᵀ`` with ``L Lᵀ = Σ``, (N, C, C)."""
+        if type(self) is not Gaussian:
+            return None  # a subclass may have another curvature
         if self.coupling is None:
             return torch.diag_embed((0.5 * self._log_variance(f)).exp())
         self._require_fit("covariance", *f.shape)
