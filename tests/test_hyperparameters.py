@@ -318,3 +318,21 @@ def test_a_history_for_people(regression) -> None:
     history.names = ["a group with a name that would cover the lines", *history.names[1:]]
     figure = history.plot()
     assert figure.axes[1].get_legend() is None and len(figure.legends[0].get_texts()) == 3
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "ekfac"])
+def test_labels_that_become_certain_are_told(structure, recwarn):
+    """A separated data set has no best temperature: zero, with vague weights, says all of its labels at no cost."""
+    torch.manual_seed(2)
+    x = torch.randn(30, 2).double()
+    y = (x[:, 0] > 0).long()
+    network = nn.Linear(2, 2).double()
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[-2.0, 0.0], [2.0, 0.0]]))
+        network.bias.zero_()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure=structure)
+    posterior.fit_hyperparameters(parameters=["precision"])
+    assert not [str(one.message) for one in recwarn]
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"no maximum over temperatures: .* parameters=\["):
+        posterior.fit_hyperparameters()
+    assert posterior.log_marginal_likelihood() > -0.01 and posterior.likelihood.temperature < 0.5

@@ -21,6 +21,7 @@ from ntk_laplace.progress import track
 __all__ = ["METHODS", "maximize"]
 
 METHODS = ("lbfgs", "adam", "mackay")
+_CERTAIN = -1e-2  # nats; no prior knows all labels of a data set
 
 
 def maximize(
@@ -72,6 +73,7 @@ def maximize(
     finally:
         variables.set(search.best())  # an interruption too leaves the best that was seen
     search.report_bounds()
+    search.report_certainty()
     if not history.converged:
         warnings.warn(f"the evidence's maximum was not reached: {history.message}", NTKLaplaceWarning, stacklevel=3)
     return history
@@ -128,6 +130,16 @@ class _Search:
         held = ((logs <= self.low) & (gradient < 0)) | ((logs >= self.high) & (gradient > 0))
         steepest = torch.where(held, torch.zeros_like(gradient), gradient).abs().max()
         return float(steepest) <= self.tolerance * (1.0 + abs(value))
+
+    def report_certainty(self) -> None:
+        """Warn where a temperature has made all labels certain: the evidence grows to zero then, with no maximum."""
+        if "temperature" in self.variables.parameters and self.history.evidence[self.history.best] > _CERTAIN:
+            present = float(self.variables.parameters["temperature"].detach().exp())
+            warnings.warn(
+                "the evidence has no maximum over temperatures: no training label is predicted wrongly, and it grows "
+                f"to zero as they fall, now to {present:.2g}, where labels tell nothing of the weights; pass "
+                'parameters=["precision"], which leaves the temperature alone', NTKLaplaceWarning, stacklevel=4,
+            )  # fmt: skip
 
     def still(self, steps: int = 20) -> bool:
         """Whether the evidence has stayed within the tolerance for some steps."""

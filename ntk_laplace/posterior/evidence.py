@@ -126,7 +126,8 @@ class EvidenceVerbs(Fitted):
             "lbfgs" (bounded, on the logarithms), "adam", or "mackay", the fixed point δ_g = γ_g/‖θ_g - μ0‖² and, for
             a Gaussian with one noise variance, σ² = Σ‖y - f‖²/(NC - γ).
         parameters : sequence of str, optional
-            Of "precision", "noise", "temperature", those that move; all there are by default.
+            Of "precision", "noise", "temperature", those that move; all there are by default. Where the network tells
+            all training labels apart, the evidence has no maximum over temperatures, and a warning says so.
         steps : int
             At most.
         tolerance : float
