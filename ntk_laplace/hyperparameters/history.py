@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["HyperparameterHistory", "draw_history"]
 
 _MOST_LINES = 12  # hyperparameters drawn one by one; of more, the first ones
+_ROUNDING = 2.0**-50  # of an evidence in float64
 _MOST_INSIDE, _LONG = 4, 20  # of them, and of letters, in a legend that leaves room for the lines
 
 
@@ -30,6 +31,7 @@ class HyperparameterHistory:
     values : list of list of float
         Hyperparameters of each step, in the order of `names`; variances and precisions, not their logarithms.
     converged : bool
+        Whether step `best` meets the tolerance, or with "adam" the evidence stayed within it for 20 steps.
     message : str
         Why it stopped, in words.
     at_bounds : dict of str to float
@@ -46,8 +48,13 @@ class HyperparameterHistory:
 
     @property
     def best(self) -> int:
-        """Step of the largest evidence, whose hyperparameters the posterior was left with."""
-        return max(range(len(self.evidence)), key=self.evidence.__getitem__)
+        """Step of the largest evidence, whose hyperparameters the posterior was left with.
+
+        Of steps whose evidence differs by rounding only, the last: gradients fall on where the evidence stands.
+        """
+        largest = max(self.evidence)
+        least = largest - _ROUNDING * (1.0 + abs(largest))
+        return max(step for step, evidence in enumerate(self.evidence) if evidence >= least)
 
     def __len__(self) -> int:
         return len(self.evidence)

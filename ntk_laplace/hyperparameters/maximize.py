@@ -43,8 +43,8 @@ def maximize(
     steps : int
         At most.
     tolerance : float
-        Converged once no logarithm's gradient exceeds this share of 1 + abs(evidence) ("lbfgs", "adam"), or no
-        logarithm moves by more in a step ("mackay").
+        Converged once no logarithm's gradient exceeds this share of 1 + abs(evidence), or with "lbfgs" the root of
+        the floating type's precision, where the evidence no longer changes beyond rounding.
     bounds : tuple of float
         Of every hyperparameter.
     options
@@ -125,11 +125,33 @@ class _Search:
         """Logarithms of the largest evidence seen."""
         return self._logs[self.history.best] if self._logs else self.start
 
-    def flat(self, value: float, logs: Tensor, gradient: Tensor) -> bool:
-        """Whether no direction within the box climbs worth speaking of."""
+    def slope(self, value: float, logs: Tensor, gradient: Tensor) -> float:
+        """The largest derivative that does not lead out of the box, as a share of 1 + abs(evidence)."""
         held = ((logs <= self.low) & (gradient < 0)) | ((logs >= self.high) & (gradient > 0))
         steepest = torch.where(held, torch.zeros_like(gradient), gradient).abs().max()
-        return float(steepest) <= self.tolerance * (1.0 + abs(value))
+        return float(steepest) / (1.0 + abs(value))
+
+    def flat(self, value: float, logs: Tensor, gradient: Tensor) -> bool:
+        """Whether the gradient is within the tolerance."""
+        return self.slope(value, logs, gradient) <= self.tolerance
+
+    def judge(self, exhausted: bool) -> None:
+        """Converged or not, by the gradient at the best step and not by how the optimizer stopped.
+
+        A gradient g raises the evidence by g²/2h at most, at a curvature h. Where both are counted in units of
+        1 + abs(evidence) and g is below the root of the precision, the evidence cannot show it.
+        """
+        best, dtype = self.history.best, self.variables.posterior.dtype
+        slope = self.slope(self.history.evidence[best], self._logs[best], self._gradients[best])
+        if slope <= self.tolerance:
+            self.stop(True, "gradient below tolerance")
+        elif slope <= torch.finfo(dtype).eps ** 0.5:
+            self.stop(True, "the evidence no longer changes beyond rounding")
+        elif exhausted:
+            self.stop(False, f"{self.steps} steps were not enough for gradients within tolerance")
+        else:
+            self.stop(False, f"the search ended at a gradient of {slope:.2g} (1 + |evidence|), above the tolerance; "
+                             'fit with dtype=torch.float64, or maximize with method="adam"')
 
     def report_certainty(self) -> None:
         """Warn where a temperature has made all labels certain: the evidence grows to zero then, with no maximum."""
@@ -197,18 +219,15 @@ def _lbfgs(search: _Search) -> None:
     value, gradient = search.at(start)
     last: dict[str, Any] = {"value": value, "logs": start, "gradient": gradient}
     search.note(**last)
-    message, success = "", True
+    exhausted = False
     if not search.flat(**last):
         limits = list(zip(search.low.tolist(), search.high.tolist(), strict=True))
         found = minimize(
             negative, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
             options={"maxiter": search.steps, "gtol": 0.0, "ftol": 1e-15, "maxls": 40},
         )  # fmt: skip
-        message, success = str(found.message).lower(), bool(found.success)
-        best = search.best()
-        last.update(zip(("value", "gradient"), search.at(best), strict=True), logs=best)
-    flat = search.flat(**last)
-    search.stop(flat or success, "gradient below tolerance" if flat else message)
+        exhausted = found.status == 1
+    search.judge(exhausted)
 
 
 def _adam(search: _Search, rate: float, progress: bool | None) -> None:

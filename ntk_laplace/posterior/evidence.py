@@ -131,7 +131,8 @@ class EvidenceVerbs(Fitted):
         steps : int
             At most.
         tolerance : float
-            Converged once no gradient in a logarithm exceeds this share of 1 + abs(evidence).
+            Converged where no gradient in a logarithm exceeds this share of 1 + abs(evidence), however the optimizer
+            stopped; with "lbfgs" also where none exceeds the root of the floating type's precision.
         bounds : tuple of float
             Of every precision, variance and temperature; what ends on one is named in a warning.
         options
