@@ -458,9 +458,15 @@ def test_probit_is_close_to_the_average(case: Case) -> None:
     torch.testing.assert_close(probit.probs, expected.reshape(probit.probs.shape), **CLOSE)
 
 
+@pytest.mark.parametrize(("temperature", "added"), [(4.0, 0.0), (1.7, 0.1)], ids=["singular", "regular"])
 @pytest.mark.parametrize("method", [*METHODS, "glm"])
-def test_temperature_is_a_unit_of_the_logits(method: str) -> None:
-    (mean, covariance), temperature, y = moments(3), 1.7, torch.arange(N) % 3
+def test_temperature_is_a_unit_of_the_logits(method: str, temperature: float, added: float) -> None:
+    """A change E of a covariance moves its root by E / (2 sqrt of its least eigenvalue), or by sqrt(E) if that is 0.
+
+    Draws from a singular covariance show rounding at its square root, so that only a power of two is a unit there.
+    """
+    (mean, covariance), y = moments(3), torch.arange(N) % 3
+    covariance = covariance + added * torch.eye(3).double()
     warm = predictive(Categorical(temperature), mean, covariance, method)
     scaled = predictive(Categorical(), mean / temperature, covariance / temperature**2, method)
     for name in ("mean", "epistemic", "aleatoric"):

@@ -17,7 +17,8 @@ def covariance_root(covariance: Tensor) -> Tensor:
     """Symmetric W with ``W W`` equal to positive semidefinite `covariance` (n, C, C); singular is welcome.
 
     Unlike other roots it is unique and continuous, so covariances that agree up to rounding give samples that
-    agree too. Eigenvalues that rounding made negative count as zero; beyond that a warning names the size.
+    agree too: up to rounding where they are regular, up to its square root where they are singular. Eigenvalues
+    that rounding made negative count as zero; beyond that a warning names the size.
 
     Raises
     ------
