@@ -169,6 +169,7 @@ class Structured:
             a, b = a.mean(1, keepdim=True), b.sum(2, keepdim=True)
         inner = torch.einsum("nti,ntj->ij", a, a)
         outer = torch.einsum("ncto,ncd,ndtp->op", b, self.curvature, b)
+        inner, outer = inner.contiguous(), outer.contiguous()  # torch.kron views them, and einsum keeps no order
         return inner, outer, int(a.sum()) if part.one_hot else a.shape[0] * a.shape[1]
 
     def basis(self, part: Kronecker, sharing: str = "expand") -> tuple[Tensor, Tensor]:
