@@ -21,12 +21,17 @@ __all__ = [
     "cross_approximation",
     "inverse_diagonal",
     "inverse_from_cholesky",
+    "inverse_panels",
     "log_det_curve",
     "mirror_lower_",
     "solve_lower",
+    "solve_lower_",
     "solve_spd",
     "symmetric_root",
 ]
+
+_ROWS = 256  # of a panel at a time, where a solve or a product copies them
+_PANEL = 1024  # columns of an inverse at a time, at most: wide panels are half zeros, and take memory
 
 
 def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
@@ -131,43 +136,90 @@ def solve_spd(factor: Tensor, right: Tensor) -> Tensor:
     return solve_lower(factor, solve_lower(factor, right), transpose=True)
 
 
+def solve_lower_(factor: Tensor, right: Tensor, transpose: bool = False, block: int = _ROWS) -> Tensor:
+    """`solve_lower` in place of `right`, without a copy of a factor that is a view into a larger matrix.
+
+    Parameters
+    ----------
+    factor : Tensor, (n, n)
+        Only the lower triangle is read. `torch.linalg.solve_triangular` copies the whole of a strided view; here it
+        is given blocks on the diagonal alone, and products with the other blocks read the view itself.
+    right : Tensor, (n, k)
+    transpose : bool
+        Solve with Lᵀ.
+    block : int
+        Rows at a time.
+
+    Returns
+    -------
+    Tensor, (n, k)
+        `right`, overwritten.
+    """
+    n = len(factor)
+    starts = range(0, n, block)
+    for start in reversed(starts) if transpose else starts:
+        stop = min(start + block, n)
+        rows, diagonal = right[start:stop], factor[start:stop, start:stop]
+        if transpose:
+            rows.addmm_(factor[stop:, start:stop].mT, right[stop:], alpha=-1.0)
+        else:
+            rows.addmm_(factor[start:stop, :start], right[:start], alpha=-1.0)
+        rows.copy_(solve_lower(diagonal, rows, transpose))
+    return right
+
+
 def inverse_from_cholesky(factor: Tensor, block: int | None = None) -> Tensor:
-    """``(L Lᵀ)⁻¹`` as one new dense symmetric matrix, in panels of width `block` where LAPACK is not at hand."""
-    if factor.device.type == "cpu":
-        return torch.cholesky_inverse(factor).mT.contiguous()  # LAPACK writes columns, and it is symmetric: no copy
-    return _inverse_in_panels(factor, block)
-
-
-def _inverse_in_panels(factor: Tensor, block: int | None) -> Tensor:
+    """``(L Lᵀ)⁻¹`` as one new dense symmetric matrix, computed in panels of `block` columns."""
     inverse = factor.new_empty(factor.shape)
-    for start, half in _inverse_factor(factor, block):
-        # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹, whose rows from `start` on need those of L alone; the others mirror them
-        inverse[start:, start : start + half.shape[1]] = solve_lower(factor[start:, start:], half, transpose=True)
+    for start, panel in inverse_panels(factor, 1, block):
+        inverse[start:, start : start + panel.shape[1]] = panel
     return mirror_lower_(inverse)
+
+
+def inverse_panels(factor: Tensor, size: int, block: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    """``(L Lᵀ)⁻¹`` in panels of columns, one after the other, without a second matrix of its size.
+
+    Parameters
+    ----------
+    factor : Tensor, (n, n)
+        L; only the lower triangle is read.
+    size : int
+        A panel's number of columns is a multiple of it; n is one.
+    block : int, optional
+        Columns of a panel, about; by default an eighth of n within bounds.
+
+    Yields
+    ------
+    (int, Tensor)
+        The first column of a panel, and the rows of its columns from there on, (n - start, width). The rows above are
+        those of earlier panels, transposed. The panels share one buffer: copy what you keep.
+    """
+    for start, half in _inverse_factor(factor, size, block):
+        # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹, whose rows from `start` on need those of L alone
+        yield start, solve_lower_(factor[start:, start:], half, transpose=True)
 
 
 def inverse_diagonal(factor: Tensor, size: int, block: int | None = None) -> Tensor:
     """The blocks (n / size, size, size) on the diagonal of ``(L Lᵀ)⁻¹``, at half the work of all of it, in panels."""
-    width = _panel_width(factor) if block is None else block
-    found = []
-    for _, half in _inverse_factor(factor, max(1, width // size) * size):
-        columns = half.unflatten(1, (-1, size)).permute(1, 2, 0)
-        found.append(columns @ columns.mT)
-    return torch.cat(found)
+    blocks = factor.new_zeros(len(factor) // size, size, size)
+    for start, half in _inverse_factor(factor, size, block):
+        own = blocks[start // size : (start + half.shape[1]) // size]
+        for rows in half.unflatten(1, (-1, size)).split(_ROWS):  # a batched product copies what it reads
+            own.baddbmm_(rows.permute(1, 2, 0), rows.transpose(0, 1))
+    return blocks
 
 
-def _panel_width(factor: Tensor) -> int:
-    """Columns of L⁻¹ at a time: solves for few are slow, and wide panels are half zeros."""
-    return max(768, min(2048, len(factor) // 6))
-
-
-def _inverse_factor(factor: Tensor, block: int | None) -> Iterator[tuple[int, Tensor]]:
+def _inverse_factor(factor: Tensor, size: int, block: int | None) -> Iterator[tuple[int, Tensor]]:
     """L⁻¹ in panels of columns, without the zeros above their diagonal: where each starts, and its rows from there."""
-    n, block = len(factor), _panel_width(factor) if block is None else block
-    for start in range(0, n, block):
-        panel = factor.new_zeros(n - start, min(block, n - start))
+    n = len(factor)
+    block = min(_PANEL, max(384, n // 8)) if block is None else block  # solves for few columns are slow
+    width = min(max(1, block // size) * size, n)
+    buffer = factor.new_empty(n * width)
+    for start in range(0, n, width):
+        width = min(width, n - start)
+        panel = buffer[: (n - start) * width].view(n - start, width).zero_()
         panel.diagonal().fill_(1.0)
-        yield start, solve_lower(factor[start:, start:], panel)
+        yield start, solve_lower_(factor[start:, start:], panel)
 
 
 def mirror_lower_(matrix: Tensor, block: int = 512) -> Tensor:

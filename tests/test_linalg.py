@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from ntk_laplace import linalg
 from ntk_laplace.errors import MemoryBudgetError, NumericalError
+from ntk_laplace.meter import PeakMemory
 from ntk_laplace.progress import track
 from ntk_laplace.resources import available_memory, format_bytes, require_memory
 from reference import relative_error
 
 BLOCKS = [1, 2, 5, 11, 12, 64]
+on_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 
 
 def positive(n: int = 11) -> torch.Tensor:
@@ -35,7 +39,7 @@ def test_inverse_and_solves(block):
     factor = torch.linalg.cholesky(matrix)
     spoiled = factor + torch.full_like(factor, float("nan")).triu(1)
     inverse = torch.linalg.inv(matrix)
-    for own in (linalg.inverse_from_cholesky(spoiled), linalg._inverse_in_panels(spoiled, block)):
+    for own in (linalg.inverse_from_cholesky(spoiled), linalg.inverse_from_cholesky(spoiled, block)):
         assert own.is_contiguous()
         assert relative_error(own, inverse) < 1e-11
     for size in (1, 11):
@@ -46,6 +50,44 @@ def test_inverse_and_solves(block):
     assert relative_error(linalg.solve_lower(factor, right), torch.linalg.solve(factor, right)) < 1e-11
     transposed = linalg.solve_lower(factor, right, transpose=True)
     assert relative_error(transposed, torch.linalg.solve(factor.T, right)) < 1e-11
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, 5, 12, 64])
+@pytest.mark.parametrize("size", [1, 3])
+def test_inverse_in_panels(block, size):
+    """Panels of blocks of rows, of widths that divide 12 and that do not; a factor that is a view keeps its values."""
+    matrix = positive(12)
+    inverse, large = torch.linalg.inv(matrix), torch.full((15, 15), float("nan"), dtype=torch.float64)
+    factor = large[3:, 3:]
+    factor.copy_(torch.linalg.cholesky(matrix) + torch.full_like(matrix, float("nan")).triu(1))
+    before = factor.clone()
+    for start, panel in linalg.inverse_panels(factor, size, block):
+        assert start % size == panel.shape[1] % size == 0 and panel.shape[1] <= max(block, size)
+        assert relative_error(panel, inverse[start:, start : start + panel.shape[1]]) < 1e-11
+    assert start + panel.shape[1] == 12
+    want = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, 12, size)])
+    assert relative_error(linalg.inverse_diagonal(factor, size, block), want) < 1e-11
+    assert torch.equal(factor.nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_triangular_solves_in_place(block, transpose):
+    factor, right = torch.linalg.cholesky(positive()), torch.randn(11, 3, dtype=torch.float64)
+    want = torch.linalg.solve(factor.T if transpose else factor, right)
+    spoiled = factor + torch.full_like(factor, float("nan")).triu(1)
+    assert linalg.solve_lower_(spoiled, right, transpose, block) is right
+    assert relative_error(right, want) < 1e-11
+
+
+@on_linux
+def test_no_second_matrix_for_the_diagonal_of_an_inverse():
+    factor = torch.randn(3000, 3000, dtype=torch.float64).tril_().div_(3000)
+    factor.diagonal().add_(2.0)
+    linalg.inverse_diagonal(factor[:600, :600], 10)
+    with PeakMemory(factor.device) as memory:
+        linalg.inverse_diagonal(factor, 10)
+    assert memory.bytes < 0.24 * factor.nbytes
 
 
 @pytest.mark.parametrize("block", BLOCKS)

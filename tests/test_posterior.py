@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from ntk_laplace.meter import PeakMemory
 from reference import Dense, outputs, relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from test_identities import derivatives, fit, jacobians, truth
@@ -213,6 +215,7 @@ BUFFERS = {
     "curvature.full": "_PANEL",
     "curvature.function_space": "_PANEL",
     "gram": "_TILE_BYTES",
+    "linalg": "_PANEL",
 }
 
 
@@ -301,3 +304,16 @@ def test_effective_parameters_are_those_of_weight_space():
             assert relative_error(gamma.sum(), each.sum()) < 1e-9
         assert relative_error(found[0], found[1]) < 1e-9
     assert relative_error(found[0], each) < 1e-9
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+@pytest.mark.parametrize("groups", ["all", "layer"])
+def test_gradients_make_no_second_matrix(groups):
+    """Precisions' and temperature's gradients take panels of B⁻¹ beside B, 2,700 x 2,700 here."""
+    x, y = torch.randn(300, 8, dtype=torch.float64), torch.arange(300) % 10
+    network = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10)).double()
+    prior = ntkl.GaussianPrior(1.0, groups=groups)
+    value = ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, "gp").log_marginal_likelihood()
+    with PeakMemory(x.device) as memory:
+        value.backward()
+    assert memory.bytes < 0.5 * 2700**2 * 8

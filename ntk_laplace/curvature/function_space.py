@@ -17,6 +17,7 @@ from ntk_laplace.linalg import (
     cholesky_logdet,
     inverse_diagonal,
     inverse_from_cholesky,
+    inverse_panels,
     log_det_curve,
     solve_lower,
     solve_spd,
@@ -71,14 +72,25 @@ class FunctionSpace:
         if self._num_groups == 1:
             # SᵀKS = B - I
             return (len(self.factor) - self.inverse_blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
+        return self._effective_by_group.clone()
+
+    @cached_property
+    def _effective_by_group(self) -> Tensor:
+        """The same for several groups; B⁻¹ is made in panels of columns, and each meets the group's SᵀK_gS in tiles."""
         k, n = self.weighted.num_seeds, self.weighted.num_examples
-        inverse = self.inverse.view(n, k, n, k)
         total = self.factor.new_zeros(self._num_groups)
-        for group in range(self._num_groups):
-            own = {name: v for name, v in self.variances.items() if self._groups[name] == group}
-            for part, columns, tile in gram_tiles(self.weighted, None, own):
-                twice = 1.0 if part == columns else 2.0
-                total[group] += twice * (tile * inverse[part, :, columns]).sum()
+        diagonal = []
+        for start, panel in inverse_panels(self.factor, k):
+            first, width = start // k, panel.shape[1] // k
+            panel = panel.view(n - first, k, width, k)
+            diagonal.append(panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone())
+            panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: the columns to the right are these rows
+            below, own = self.weighted.part(slice(first, n)), self.weighted.part(slice(first, first + width))
+            for group in range(self._num_groups):
+                variances = {name: v for name, v in self.variances.items() if self._groups[name] == group}
+                for rows, columns, tile in gram_tiles(below, own, variances):
+                    total[group] += tile.mul_(panel[rows, :, columns]).sum()
+        self.inverse_blocks = torch.cat(diagonal)
         return total
 
     def _effective_by_columns(self) -> Tensor:
@@ -93,7 +105,7 @@ class FunctionSpace:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, made only for a gradient or an explanation."""
+        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, made only for an explanation."""
         require_memory(self.factor.nbytes, self.factor.device, "the inverse of B",
                        "Use fewer training points, or a structured posterior.")
         return inverse_from_cholesky(self.factor)
