@@ -72,7 +72,9 @@ def load(
     factors = FactorPass(door, saved["dtype"], keep_factors=not exact)
     trained = Trained(door, own, prior, Root(**saved["root"]), factors, settings)
     with torch.inference_mode(False):
-        batches = None if data is None else Batches(data, settings.batch_size, door.device, door.dtype)
+        batches = None
+        if data is not None:
+            batches = Batches(data, settings.batch_size, door.device, door.dtype, door.targets)
         points = _points(saved, trained, batches)
         structure = RESTORE[saved["structure"]](trained, saved["state"], points, batches)
         return Posterior(trained, structure, saved["reason"])
@@ -126,7 +128,7 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NetworkError("a network with the parameters of the fit", ", ".join(wrong[:3]) + more,
                            "Build the network with the architecture that was fitted.")
-    door = Network(network, list(saved["shapes"]))
+    door = Network(network, list(saved["shapes"]), saved.get("output"), saved.get("targets"))
     if digest(door.theta) != saved["digest"]:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")

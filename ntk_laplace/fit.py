@@ -45,6 +45,8 @@ def laplace(
     parameters: ParameterChoice = None,
     dtype: torch.dtype | None = None,
     settings: Settings | None = None,
+    output: str | int | None = None,
+    targets: str | None = None,
 ) -> Posterior:
     """Laplace-GGN posterior of a trained network: a Gaussian process with the network's own Jacobians as kernel.
 
@@ -53,8 +55,8 @@ def laplace(
     network : nn.Module
         Trained, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
         is copied and comes back untouched.
-    data : DataLoader, Dataset, or (X, y)
-        The training data.
+    data : DataLoader, Dataset, (X, y), or a mapping
+        The training data. Batches are pairs (inputs, targets), or mappings with the targets under the key `targets`.
     likelihood : Likelihood
         `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or your own.
     prior : GaussianPrior, optional
@@ -71,6 +73,12 @@ def laplace(
         Of the algebra; float64 by default. The network itself runs in its own.
     settings : Settings, optional
         Batch size, memory budget, progress bar.
+    output : str or int, optional
+        Which tensor of what the network returns, if it returns several: ``output="logits"`` for a `ModelOutput` of
+        transformers, a dict, a dataclass or a named tuple, ``output=0`` for a tuple. The posterior keeps it.
+    targets : str, optional
+        The key of the targets where a batch, or all of the data, are one mapping: ``targets="labels"``. The network
+        is called without it, here and in every verb of the posterior.
 
     Returns
     -------
@@ -81,7 +89,7 @@ def laplace(
     NTKLaplaceError
         One of its family, which names what was expected, what came and what to do.
     """
-    door = Network(network, parameters)
+    door = Network(network, parameters, output, targets)
     with torch.inference_mode(False):  # hyperparameters that can move later
         prior = GaussianPrior.of(prior).bind(door.shapes)
     root = Root.of(curvature)
@@ -93,7 +101,7 @@ def laplace(
     likelihood = Likelihood.of(likelihood)
     for module in (prior, likelihood):
         module.to(door.device)  # hyperparameters live where the network does
-    batches = Batches.of(data, settings.batch_size, door.device, door.dtype)
+    batches = Batches.of(data, settings.batch_size, door.device, door.dtype, targets)
     form = form_of(structure)
     factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
     trained = Trained(door, likelihood, prior, root, factors, settings)

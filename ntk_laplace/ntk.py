@@ -22,6 +22,7 @@ def empirical_ntk(
     prior: GaussianPrior | None = None,
     parameters: ParameterChoice = None,
     dtype: torch.dtype | None = None,
+    output: str | int | None = None,
 ) -> Tensor:
     """Finite-width NTK, K = J(x1) P0⁻¹ J(x2)ᵀ.
 
@@ -33,7 +34,7 @@ def empirical_ntk(
         N1 and N2 inputs; without `x2`, K(x1, x1), of which half is computed.
     prior : GaussianPrior, optional
         By default precision 1: the plain NTK, J Jᵀ.
-    parameters : optional
+    parameters, output : optional
         As in `laplace`.
     dtype : torch.dtype, optional
         Of the factors and the result; the network's own by default.
@@ -43,7 +44,7 @@ def empirical_ntk(
     Tensor, (N1*C, N2*C)
         Interleaved: row n*C + c.
     """
-    door = Network(network, parameters)
+    door = Network(network, parameters, output)
     prior = GaussianPrior.of(prior).bind(door.shapes)
     factors = FactorPass(door, door.dtype if dtype is None else dtype)
     left = factors.rows(to_device(as_tensors(x1), door.device, door.dtype))

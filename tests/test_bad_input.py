@@ -495,8 +495,6 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "one row too few": (lambda h: h[1:], r"\(\d, 3\)"),
     "whole numbers": (lambda h: h.round().long(), "int64"),
     "complex": (lambda h: torch.complex(h, h), "complex128"),
-    "a tuple": (lambda h: (h, h), "tuple"),
-    "a dict": (lambda h: {"logits": h}, "dict"),
 }
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 import ntk_laplace as ntkl
 from ntk_laplace.data import Batches
 from ntk_laplace.hyperparameters import Variables
+from ntk_laplace.network import Caller
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.objective import Objective
@@ -790,7 +791,7 @@ def test_a_weight_that_the_outputs_do_not_use_is_pulled_to_its_mean_too() -> Non
     network.spare = nn.Parameter(torch.ones(2).double())
     prior = ntkl.GaussianPrior(3.0, mean=0.5).bind({name: p.shape for name, p in network.named_parameters()})
     network.forward = lambda x: nn.Sequential.forward(network[:3], x)
-    objective = Objective(network, ntkl.Gaussian(), prior, 24, 1)
+    objective = Objective(Caller(network), ntkl.Gaussian(), prior, 24, 1)
     objective.settle()
     objective.gradient(*sine())
     torch.testing.assert_close(network.spare.grad, torch.full((2,), 3.0 * 0.5 / 24).double())

@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
         found = ntkl.compare_evidence(
             model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.correction,
             curvature=options.curvature, dtype=model.dtype,
-            settings=model.settings,
+            settings=model.settings, output=model.output,
         )  # fmt: skip
     except ntkl.ComparisonInterrupted as stop:
         if stop.comparison.rows:

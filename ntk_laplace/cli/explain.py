@@ -7,6 +7,7 @@ import argparse
 import ntk_laplace as ntkl
 from ntk_laplace.cli.inputs import check_forward, load_inputs
 from ntk_laplace.cli.model import bring, require_writable
+from ntk_laplace.data import take, to_device
 from ntk_laplace.explorer import Naming, explore
 
 __all__ = ["run"]
@@ -24,12 +25,12 @@ def run(options: argparse.Namespace) -> None:
     """
     require_writable(options.out)
     model = bring(options)
-    x, y = load_inputs(options.inputs, model.dtype)
-    check_forward(model.network, x.to(next(model.network.parameters()).device))
-    x, y = x[: options.most], None if y is None else y[: options.most]
+    x, y = load_inputs(options.inputs, model.dtype, options.targets)
+    check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)
+    x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
     posterior = ntkl.laplace(
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
-        options.curvature, dtype=model.dtype, settings=model.settings,
+        options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
     )  # fmt: skip
     naming = Naming(options.classes, options.features, options.shape, options.target)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title)

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError, NetworkError
+from ntk_laplace.data import Inputs, in_words, take
+from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError
+from ntk_laplace.network import Caller
 
 __all__ = ["check_forward", "load_data", "load_inputs", "load_network", "load_weights"]
 
@@ -91,23 +93,29 @@ def _called(function: Callable[[], Any], what: str, path: Path) -> Any:
         ) from cause  # fmt: skip
 
 
-def check_forward(network: nn.Module, x: Tensor) -> None:
+def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None) -> None:
     """Run the network on two examples, so that an error in it is told as one.
 
     Raises
     ------
     NetworkError
-        If it cannot take them.
+        If it cannot take them, or returns no tensor of outputs.
     """
+    caller, few = Caller(network, output), take(x, slice(2))
     try:
         with torch.no_grad():
-            network(x[:2])
+            caller(few)
+    except NTKLaplaceError:
+        raise
     except Exception as cause:
-        remedy = "Give X the network's shape. One that makes float32 tensors of its own needs --float32."
-        if not x.is_floating_point():
+        remedy, words = "Give X the network's shape.", f"arrays {in_words(few)}"
+        remedy += " One that makes float32 tensors of its own needs --float32."
+        if isinstance(x, Tensor):
+            words = f"X of shape {(2, *x.shape[1:])} and type {x.dtype}"
+        if isinstance(x, Tensor) and not x.is_floating_point():
             remedy = "Whole numbers are passed as they are (token numbers, say): save X as floats if they are values."
-        raise NetworkError(f"a network that takes X of shape {(2, *x.shape[1:])} and type {x.dtype}",
-                           f"{type(cause).__name__}: {_first_line(cause)}", remedy) from cause
+        raise NetworkError(f"a network that takes {words}",
+                           f"{type(cause).__name__}: {_first_line(cause)}", caller.remedy(few) or remedy) from cause
 
 
 # --- its weights
@@ -184,19 +192,26 @@ def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Pat
 # --- the data
 
 
-def load_data(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def load_data(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor]:
     """X and y of an ``.npz`` file, as tensors; floating ones take `dtype`, whole numbers stay what they are.
+
+    Parameters
+    ----------
+    path : Path
+    dtype : torch.dtype
+    targets : str, optional
+        Name of the targets' array, if all others are the network's inputs by name, in place of X and y.
 
     Raises
     ------
     DataError
         If the file is missing, is no such file, or its arrays are no numbers.
     """
-    arrays = _read(path, "an .npz file of the training data", ("X", "y"))
-    return _tensor("X", arrays["X"], dtype), _tensor("y", arrays["y"], dtype)
+    arrays = _read(path, "an .npz file of the training data", ("X", "y") if targets is None else (targets,), targets)
+    return _inputs(arrays, dtype, targets), _tensor(targets or "y", arrays[targets or "y"], dtype)
 
 
-def load_inputs(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def load_inputs(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor | None]:
     """X of an ``.npz`` file, and y where it is there, as `load_data` reads them.
 
     Raises
@@ -204,17 +219,29 @@ def load_inputs(path: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     DataError
         As in `load_data`.
     """
-    arrays = _read(path, "an .npz file of inputs to explain", ("X",))
-    return _tensor("X", arrays["X"], dtype), _tensor("y", arrays["y"], dtype) if "y" in arrays else None
+    arrays = _read(path, "an .npz file of inputs to explain", ("X",) if targets is None else (), targets)
+    y = arrays.get(targets or "y")
+    return _inputs(arrays, dtype, targets), None if y is None else _tensor(targets or "y", y, dtype)
 
 
-def _read(path: Path, what: str, needed: Sequence[str]) -> dict[str, np.ndarray | None]:
-    """Arrays of a file that holds those needed."""
+def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str | None) -> Inputs:
+    """X, or a dict of all that are not the targets."""
+    if targets is None:
+        return _tensor("X", arrays["X"], dtype)
+    found = {name: _tensor(name, array, dtype) for name, array in arrays.items() if name != targets}
+    if not found:
+        raise DataError(f"arrays of inputs beside {targets!r}", "none", "Save each input under its name in forward().")
+    return found
+
+
+def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> dict[str, np.ndarray | None]:
+    """Arrays of a file that holds those needed; X and y, or all of them where the targets have another name."""
     _require_file(path, what)
-    words = " and ".join(needed)
-    remedy = f"Save it with numpy.savez({str(path)!r}, {', '.join(f'{name}={name}' for name in needed)})."
+    words = " and ".join(needed) or "by name"
+    saved = [f"{name}={name}" for name in needed] + ["**inputs"] * (targets is not None)
+    remedy = f"Save it with numpy.savez({str(path)!r}, {', '.join(saved)})."
     try:
-        arrays = _arrays(path)
+        arrays = _arrays(path, None if targets else ("X", "y"))
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as cause:
         raise DataError(f"an .npz file with arrays {words} of numbers", f"{path}, which NumPy cannot read as such "
                         f"({_first_line(cause)})", remedy) from cause
@@ -225,13 +252,13 @@ def _read(path: Path, what: str, needed: Sequence[str]) -> dict[str, np.ndarray 
     return arrays
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray | None]:
-    """Every name in the file, and the arrays behind X and y."""
+def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray | None]:
+    """Every name in the file, and the arrays behind those wanted, or behind all."""
     loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         raise ValueError("it holds one array without a name")
     with loaded as archive:
-        return {name: archive[name] if name in ("X", "y") else None for name in archive.files}
+        return {name: archive[name] if wanted is None or name in wanted else None for name in archive.files}
 
 
 def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.cli.inputs import check_forward, load_data, load_network, load_weights
+from ntk_laplace.data import Inputs
 
 __all__ = ["Model", "bring", "require_writable"]
 
@@ -26,21 +27,24 @@ class Model:
     network : nn.Module
         On its device, in evaluation mode.
     x, y : Tensor
-        The training data.
+        The training data; inputs of several arrays are a dict.
     likelihood : Likelihood
     prior : GaussianPrior
     dtype : torch.dtype
         Of network and algebra.
     settings : Settings
+    output : str, int or None
+        Which of the network's outputs.
     """
 
     network: nn.Module
-    x: Tensor
+    x: Inputs
     y: Tensor
     likelihood: ntkl.Likelihood
     prior: ntkl.GaussianPrior
     dtype: torch.dtype
     settings: ntkl.Settings
+    output: str | int | None
 
 
 def bring(options: argparse.Namespace) -> Model:
@@ -54,12 +58,13 @@ def bring(options: argparse.Namespace) -> Model:
     dtype = torch.float32 if options.float32 else torch.float64
     network = load_network(*options.network)
     load_weights(network.to(dtype=dtype), options.checkpoint)
-    x, y = load_data(options.data, dtype)
-    check_forward(network, x)
+    x, y = load_data(options.data, dtype, options.targets)
+    check_forward(network, x, options.output)
     network.to(_device(options.device, dtype))
     budget = None if options.memory is None else int(options.memory * 2**30)
     prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
-    return Model(network, x, y, _likelihood(options), prior, dtype, ntkl.Settings(memory_budget=budget))
+    settings = ntkl.Settings(memory_budget=budget)
+    return Model(network, x, y, _likelihood(options), prior, dtype, settings, options.output)
 
 
 def _likelihood(options: argparse.Namespace) -> ntkl.Likelihood:

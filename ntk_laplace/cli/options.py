@@ -16,6 +16,7 @@ __all__ = [
     "html_file",
     "image_shape",
     "names",
+    "output",
     "png_file",
     "positive",
     "seed",
@@ -37,6 +38,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
                        help="the trained weights, saved with torch.save(network.state_dict(), PT)")  # fmt: skip
     model.add_argument("--data", type=Path, required=True, metavar="NPZ",
                        help="the training data, saved with numpy.savez(NPZ, X=..., y=...)")  # fmt: skip
+    model.add_argument("--output", type=output, metavar="NAME",
+                       help="which of the outputs, by name or position, if the network returns several")  # fmt: skip
+    model.add_argument("--targets", metavar="NAME",
+                       help="the array of the targets, if the others are the network's inputs by name, saved with "
+                       "numpy.savez(NPZ, input_ids=..., labels=...)")  # fmt: skip
     model.add_argument("--likelihood", choices=_LIKELIHOODS, required=True, help="of the targets y")
     model.add_argument("--noise", type=positive, metavar="VARIANCE",
                        help="of gaussian targets, in squared units of y (default: 1)")  # fmt: skip
@@ -63,6 +69,11 @@ def source(text: str) -> tuple[Path, str]:
     if not name.isidentifier():
         raise argparse.ArgumentTypeError(f"expected FILE.py:FACTORY with the name of a function; got {text!r}.")
     return Path(file).expanduser(), name
+
+
+def output(text: str) -> str | int:
+    """A name, or a position."""
+    return int(text) if text.isdecimal() else text
 
 
 def structures(text: str) -> list[str]:

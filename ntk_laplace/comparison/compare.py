@@ -30,7 +30,7 @@ from ntk_laplace.errors import (
 from ntk_laplace.fit import STRUCTURES, laplace
 from ntk_laplace.likelihoods import Gaussian, Likelihood
 from ntk_laplace.meter import PeakMemory, Stopwatch
-from ntk_laplace.network import Network, ParameterChoice, preserved_rng
+from ntk_laplace.network import Network, preserved_rng
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import is_about_memory
@@ -84,7 +84,7 @@ def compare_evidence(
     correction : bool
         Add ½ gᵀH⁻¹g to each evidence.
     options
-        `curvature`, `parameters`, `dtype`, `settings`, as for `laplace`.
+        `curvature`, `parameters`, `dtype`, `settings`, `output`, `targets`, as for `laplace`.
 
     Returns
     -------
@@ -106,7 +106,8 @@ def compare_evidence(
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
                                "Fit the structure that takes long with laplace, and the others here.")
     labels = _labels(structures)
-    found, batches = _examine(network, data, likelihood, prior, root, options.get("parameters"), settings)
+    door = Network(network, *(options.get(name) for name in ("parameters", "output", "targets")))
+    found, batches = _examine(door, data, likelihood, prior, root, settings)
     device = batches.device
     outcomes: list[_Outcome] = []
     try:
@@ -158,16 +159,14 @@ def _label(structure: str | Form) -> str:
 
 
 def _examine(
-    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, root: Root,
-    parameters: ParameterChoice, settings: Settings,
+    door: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, root: Root, settings: Settings
 ) -> tuple[EvidenceComparison, Batches]:  # fmt: skip
     """What is wrong with network, prior or data shows here, before any structure; a comparison without rows.
 
     A stream of unknown length is counted, so that no structure sees less of it than another.
     """
-    door = Network(network, parameters)
     bound = copy.deepcopy(prior).bind(door.shapes)
-    batches = Batches(data, settings.batch_size, door.device, door.dtype)
+    batches = Batches(data, settings.batch_size, door.device, door.dtype, door.targets)
     with torch.inference_mode(False):
         door.probe(batches.first()[0])
         count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)

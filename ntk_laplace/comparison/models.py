@@ -41,7 +41,7 @@ def compare_models(
     models : sequence or mapping
         Posteriors, pairs (name, posterior), or a mapping of names to posteriors.
     test : data, or mapping of name to data, optional
-        DataLoader, Dataset or (X, y); a mapping where models take different inputs.
+        As for `laplace`; a mapping of names to data where models take different inputs.
     m : int, optional
         Points the conditional evidence conditions on; 80 % by default.
     permutations, seed : optional
@@ -70,7 +70,7 @@ def compare_models(
     method = _method(conditional, named)
     if method != "none":
         m = require_beginning(m, first.num_examples, 0 if method == "evidence" else 2)
-    by_name = isinstance(test, Mapping)
+    by_name = isinstance(test, Mapping) and not any(one.network.targets in test for one in named.values())
     own = {str(name): data for name, data in test.items()} if by_name else dict.fromkeys(named, test)
     if not own.keys() >= named.keys():
         raise DataError(f"test data for {', '.join(named)}", f"a mapping with {', '.join(own) or 'none'}",
@@ -183,7 +183,7 @@ def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, floa
 
     network = posterior.network
     parts, targets = [], []
-    for x, y in Batches(test, None, network.device, network.dtype):
+    for x, y in Batches(test, None, network.device, network.dtype, network.targets):
         parts.append(posterior.predict(x, method=method))
         targets.append(y)
     scores = held_out_scores(type(parts[0]).join(parts), torch.cat(targets))

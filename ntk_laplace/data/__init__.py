@@ -7,6 +7,7 @@ from ntk_laplace.data.batches import (
     Missing,
     Selected,
     Source,
+    as_pair,
     generators_of,
     kept_or_missing,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Selected",
     "Source",
     "alike",
+    "as_pair",
     "as_tensor",
     "as_tensors",
     "check_finite",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 from zlib import crc32
@@ -15,15 +15,27 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_bytes, num_examples, take, to_device
 from ntk_laplace.errors import DataError
 
-__all__ = ["BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "generators_of", "kept_or_missing"]
+__all__ = [
+    "BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "as_pair", "generators_of", "kept_or_missing",
+]  # fmt: skip
 
 _BATCH = 512  # examples read at a time where the caller did not say
 _LARGEST_BATCH = 5_000  # and of examples that are small, if what is done with them bears it
 _UNKNOWN_BATCH = 2048  # as long as nobody said what is done with them
 BATCH_BYTES = 32 * 2**20  # of inputs, in a batch of small examples
+_USUAL = ("labels", "label", "targets", "target", "y")  # keys of targets, for messages
 
 
-def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
+def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
+    """Inputs and targets of a batch: a pair of them, or one mapping with the targets under a key.
+
+    Raises
+    ------
+    DataError
+        If it is neither, or a mapping without that key.
+    """
+    if isinstance(batch, Mapping):
+        return _apart(batch, targets)
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         x, y = batch
         return x, torch.as_tensor(y)
@@ -32,20 +44,39 @@ def _as_pair(batch: Any) -> tuple[Inputs, Tensor]:
                     "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
 
 
+def _apart(batch: Mapping[str, Any], targets: str | None) -> tuple[Inputs, Tensor]:
+    """A mapping without its targets, and these."""
+    got = f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch))}"
+    if targets is None:
+        likely = next((key for key in _USUAL if key in batch), _USUAL[0])
+        raise DataError("batches that are pairs (inputs, targets)", got,
+                        f"Name the key of the targets, targets={likely!r} for instance.")
+    if targets not in batch:
+        raise DataError(f"targets under the key {targets!r} of each batch", got,
+                        "Name the key of the targets with targets=, and let every batch have it.")
+    y = as_tensors(batch[targets])
+    if not isinstance(y, Tensor):
+        raise DataError(f"targets under the key {targets!r} as one tensor or array of numbers",
+                        f"a {type(y).__name__}", "Number classes from 0 if these are their names.")
+    return {key: as_tensors(value) for key, value in batch.items() if key != targets}, y
+
+
 class Batches:
     """Pairs of inputs and targets in batches, as often as wanted, on one device.
 
     Parameters
     ----------
-    data : DataLoader, Dataset, or (X, y)
+    data : DataLoader, Dataset, (X, y), or a mapping
         A loader keeps its own batches, sampler and `collate_fn`. A dataset, or tensors, are cut into batches of
-        `batch_size` in their order.
+        `batch_size` in their order. A mapping, of all data or of one batch, holds its targets under the key `targets`.
     batch_size : int, optional
         Examples that make a good batch; by default 512, and more of tensors that are small.
     device : torch.device
         Where batches go.
     dtype : torch.dtype, optional
         Taken by floating inputs: the network's own.
+    targets : str, optional
+        The key of the targets in batches that are one mapping; pairs need none.
 
     Raises
     ------
@@ -55,8 +86,9 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None
-    ) -> None:
+        self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None,
+        targets: str | None = None,
+    ) -> None:  # fmt: skip
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
         self._order = 0  # a checksum of the targets as they come
@@ -64,6 +96,9 @@ class Batches:
         self._fitting = _LARGEST_BATCH  # so many examples are as large as a batch should be
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
+        self._targets = targets
+        if isinstance(data, Mapping):
+            data = as_pair(data, targets)
         if isinstance(data, (tuple, list)) and len(data) == 2:
             x, y = as_tensors(data[0]), as_tensors(data[1])
             if not isinstance(y, Tensor):
@@ -88,9 +123,12 @@ class Batches:
         self.suit(_UNKNOWN_BATCH)
 
     @classmethod
-    def of(cls, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None) -> Batches:
+    def of(
+        cls, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None,
+        targets: str | None = None,
+    ) -> Batches:  # fmt: skip
         """Batches as they are, so that several readers notice a source that changes; of anything else, new ones."""
-        return data if isinstance(data, cls) else cls(data, batch_size, device, dtype)
+        return data if isinstance(data, cls) else cls(data, batch_size, device, dtype, targets)
 
     def suit(self, most: int) -> None:
         """Cut tensors in memory into even batches of at most so many examples (of 512 at least), as suits their use.
@@ -156,7 +194,8 @@ class Batches:
 
     def _pairs(self) -> Iterator[tuple[Inputs, Tensor]]:
         if isinstance(self._source, DataLoader):
-            yield from map(_as_pair, _with_own_randomness(self._source))
+            for batch in _with_own_randomness(self._source):
+                yield as_pair(batch, self._targets)
             return
         x, y = self._source
         for start in range(0, self._length, self.batch_size):

@@ -42,6 +42,8 @@ class NTKKernel(Kernel):
         Which parameters are linearized, as in `ntk_laplace.laplace`.
     dtype : torch.dtype, optional
         Of the kernel's values; the network's own by default. ``kernel.to(dtype)`` changes it.
+    output : str or int, optional
+        Which tensor of what the network returns, as in `ntk_laplace.laplace`.
     batch_shape : torch.Size, optional
         Batch dimensions of the values. All batches share the precisions; a `ScaleKernel` with this batch shape gives
         each its own scale.
@@ -65,10 +67,11 @@ class NTKKernel(Kernel):
         input_dtype: torch.dtype | None = None,
         parameters: ParameterChoice = None,
         dtype: torch.dtype | None = None,
+        output: str | int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        door = Network(network, parameters)  # a plain object: nothing of the network is registered
+        door = Network(network, parameters, output)  # a plain object: nothing of the network is registered
         dtype = door.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise UnsupportedError("dtype as a floating torch.dtype", repr(dtype),

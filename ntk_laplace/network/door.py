@@ -53,11 +53,15 @@ class Network:
         Which parameters are linearized: None (all that require gradients), "last_layer" (those of the last module
         that has some), names or module prefixes, or a predicate ``(name, parameter) -> bool``. Parameters with
         ``requires_grad=False`` are left out in any case.
+    output, targets : optional
+        Which tensor of what the module returns, and which key of dict inputs it is not given: see `Caller`.
 
     Attributes
     ----------
     module : nn.Module
         The private copy; only the chosen parameters require gradients.
+    caller : Caller
+        How it is called; holds `output` and `targets`.
     names : list of str
         Names of the chosen parameters, in the module's order.
     shapes : dict of str to torch.Size
@@ -75,9 +79,12 @@ class Network:
         If the module cannot be copied, or no parameter is left, or a name is unknown.
     """
 
-    def __init__(self, module: nn.Module, parameters: ParameterChoice = None) -> None:
+    def __init__(
+        self, module: nn.Module, parameters: ParameterChoice = None, output: str | int | None = None,
+        targets: str | None = None,
+    ) -> None:  # fmt: skip
         self.module = private_copy(require_module(module))
-        self.caller = Caller(self.module)
+        self.caller = Caller(self.module, output, targets)
         chosen = choose(self.module, parameters)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)
@@ -88,6 +95,16 @@ class Network:
         self.scalar = False
         self._form: Inputs | None = None  # of inputs that it took
         self._channels_last = False
+
+    @property
+    def output(self) -> str | int | None:
+        """Which tensor of what the module returns; None if it returns one."""
+        return self.caller.output
+
+    @property
+    def targets(self) -> str | None:
+        """The key of the targets in batches that are one mapping, if they are."""
+        return self.caller.targets
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -152,7 +169,8 @@ class Network:
         DataError
             If the network fails on these inputs.
         NetworkError
-            If the outputs are not a floating tensor of shape (N, C) or (N,), with one C in all batches.
+            If the outputs are not a floating tensor of shape (N, C) or (N,), with one C in all batches, or none are
+            found under `output`.
         NonFiniteError
             If an output is NaN or infinite.
         """
@@ -277,10 +295,9 @@ class Network:
             where = f" in the batch from example {offset:,} on" if offset else ""
             raise DataError(f"inputs that the network takes{like}",
                             f"{in_words(x)}{where}, which raise {type(cause).__name__}: {_first_line(cause)}",
-                            remedy_for(x, self._form)) from cause
-        if not isinstance(out, Tensor) or not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
-            got = f"{tuple(out.shape)} ({out.dtype})" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise self._wrong_outputs(f"({n}, C) or ({n},), floating point", got, x)
+                            (self._form is None and self.caller.remedy(x)) or remedy_for(x, self._form)) from cause
+        if not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
+            raise self._wrong_outputs(f"({n}, C) or ({n},), floating point", f"{tuple(out.shape)} ({out.dtype})", x)
         c = out.shape[1] if out.ndim == 2 else 1
         if c == 0:
             raise self._wrong_outputs(f"({n}, C), C at least 1", f"{tuple(out.shape)}", x)

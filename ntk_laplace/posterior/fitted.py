@@ -203,6 +203,7 @@ class Fitted:
             raise UnsupportedError("two posteriors of training data as they are", f"{moved[0]!r}",
                                    "Merge first, and ask what if afterwards.")
         same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
+        same = same and self.network.output == other.network.output
         if not same or self.structure != other.structure or self._trained.root != other._trained.root:
             raise UnsupportedError("two posteriors of one trained network, structure and curvature",
                                    f"{self!r} and {other!r}", "Fit both with the same arguments but the data.")
@@ -213,10 +214,11 @@ class Fitted:
 
         Parameters
         ----------
-        data : DataLoader, Dataset, or (X, y)
+        data : DataLoader, Dataset, (X, y), or a mapping
+            As for `laplace`.
         """
         network, settings = self.network, self._trained.settings
-        batches = Batches(data, settings.batch_size, network.device, network.dtype)
+        batches = Batches(data, settings.batch_size, network.device, network.dtype, network.targets)
         with torch.inference_mode(False):
             new = self._structure.another(self._trained, batches)
             return type(self)(self._trained, self._structure.merged(self._trained, new), self.reason)

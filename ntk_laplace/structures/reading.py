@@ -109,7 +109,8 @@ class ModelSignature(Mapping[str, str]):
 
     def __getitem__(self, what: str) -> str:
         if what == "network" and what not in self._found:
-            self._found[what] = digest(self._network.theta)
+            output = self._network.output
+            self._found[what] = digest(self._network.theta) + ("" if output is None else f" {output!r}")
         return self._found[what]
 
     def __iter__(self) -> Iterator[str]:

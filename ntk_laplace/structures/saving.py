@@ -36,6 +36,8 @@ def posterior_record(trained: Trained, structure: Structure, reason: str, includ
         "root": asdict(trained.root),
         "shapes": {name: list(shape) for name, shape in network.shapes.items()},
         "digest": digest(network.theta),
+        "output": network.output,
+        "targets": network.targets,
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
         "likelihood": _likelihood_record(trained.likelihood),

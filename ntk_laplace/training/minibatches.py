@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ntk_laplace.data import Batches, Inputs, as_tensors, generators_of, num_examples, take, to_device
+from ntk_laplace.data import Batches, Inputs, as_pair, as_tensors, generators_of, num_examples, take, to_device
 from ntk_laplace.errors import DataError, is_whole
 
 __all__ = ["Minibatches", "count_examples"]
@@ -23,19 +23,23 @@ class Minibatches:
 
     Parameters
     ----------
-    data : DataLoader, Dataset, or (X, y)
+    data : DataLoader, Dataset, (X, y), or a mapping
     batch_size : int, optional
         The largest minibatch of a dataset or of tensors; None is all of them at once, in their order.
     device, dtype
         Where minibatches go, and the floating type of inputs.
+    targets : str, optional
+        The key of the targets in batches that are one mapping.
     """
 
-    def __init__(self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype, targets: str | None = None
+    ) -> None:
         if batch_size is not None and not is_whole(batch_size, 1):
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",
                             "Leave it out for 128.")
-        Batches(data, batch_size, device, dtype)  # refuses what is no data
-        self._device, self._dtype, self._batch_size = device, dtype, batch_size
+        Batches(data, batch_size, device, dtype, targets)  # refuses what is no data
+        self._device, self._dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
         self._tensors: tuple[Inputs, Tensor] | None = None
         self._loader: DataLoader | None = None
         if isinstance(data, DataLoader):
@@ -44,13 +48,14 @@ class Minibatches:
             shuffle = not isinstance(data, IterableDataset)
             self._loader = DataLoader(data, batch_size or len(data), shuffle=shuffle)
         else:
-            x, y = data
+            x, y = as_pair(data, targets) if isinstance(data, Mapping) else data
             self._tensors = to_device(as_tensors(x), device, dtype), as_tensors(y).to(device)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         if self._tensors is None:
-            for x, y in self._loader:
-                yield to_device(x, self._device, self._dtype), torch.as_tensor(y).to(self._device)
+            for batch in self._loader:
+                x, y = as_pair(batch, self._targets)
+                yield to_device(x, self._device, self._dtype), y.to(self._device)
             return
         x, y = self._tensors
         if self._batch_size is None or self._batch_size >= len(y):

@@ -23,8 +23,8 @@ class Objective:
 
     Parameters
     ----------
-    network : nn.Module
-        The caller's own; its gradients are set.
+    caller : Caller
+        Of the caller's own network, whose gradients are set.
     likelihood : Likelihood
     prior : GaussianPrior
         Bound to the network.
@@ -33,12 +33,12 @@ class Objective:
     """
 
     def __init__(
-        self, network: nn.Module, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int
+        self, caller: Caller, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int
     ) -> None:
-        self._caller = Caller(network)
+        self._caller = caller
         self._likelihood, self._prior = likelihood, prior
         self.num_examples, self._c = num_examples, num_outputs
-        self.parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self.parameters = {name: p for name, p in caller.module.named_parameters() if p.requires_grad}
         mean = prior.flat_mean()
         flat = mean.split([p.numel() for p in self.parameters.values()])
         self._means = [

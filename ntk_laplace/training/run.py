@@ -48,7 +48,7 @@ class Model:
     likelihood, prior
     data : object
         For the evidence.
-    structure, curvature, dtype, settings
+    structure, curvature, dtype, settings, output, targets
         As `laplace` takes them.
     """
 
@@ -60,6 +60,8 @@ class Model:
     curvature: Root
     dtype: torch.dtype | None
     settings: Settings
+    output: str | int | None = None
+    targets: str | None = None
 
     def posterior(self, quietly: bool = False) -> Posterior:
         """At the present weights and hyperparameters, the network in eval mode; what was said once is not repeated."""
@@ -68,7 +70,7 @@ class Model:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)
             return laplace(
                 self.network, self.data, self.likelihood, self.prior, self.structure, self.curvature,
-                dtype=self.dtype, settings=self.settings,
+                dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets,
             )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
@@ -82,7 +84,8 @@ class Model:
     def signature(self) -> dict[str, str]:
         """What a training that resumes must have in common with the one that was interrupted."""
         trained = ((name, p) for name, p in self.network.named_parameters() if p.requires_grad)
-        return {
+        output = {} if self.output is None else {"output": repr(self.output)}
+        return output | {
             "parameters": _listed(trained), "buffers": _listed(self.network.named_buffers()),
             "prior groups": repr(self.prior.groups), "prior mean": _words(self.prior.flat_mean()),
             "curvature": repr(self.curvature),

@@ -16,7 +16,7 @@ from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInte
 from ntk_laplace.fit import form_of
 from ntk_laplace.hyperparameters import Variables
 from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import Network
+from ntk_laplace.network import Caller, Network
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.progress import track
 from ntk_laplace.structures import FunctionSpaceStructure, Settings, require_place, write
@@ -50,6 +50,8 @@ def train_with_evidence(
     callbacks: Callback | Sequence[Callback] = (),
     dtype: torch.dtype | None = None,
     settings: Settings | None = None,
+    output: str | int | None = None,
+    targets: str | None = None,
 ) -> EvidenceTraining:
     """Train a network, its prior precisions and its noise at once: [I21] Algorithm 1.
 
@@ -62,7 +64,7 @@ def train_with_evidence(
     network : nn.Module
         Trained in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
         Parameters with ``requires_grad=False`` stay, and have no prior.
-    data : DataLoader, Dataset, or (X, y)
+    data : DataLoader, Dataset, (X, y), or a mapping
         A loader keeps its batches and its order. The loss divides by the number of examples, so that learning rates
         are those of a mean loss with ``weight_decay`` δ/N, and must not be given a ``weight_decay`` of their own.
     likelihood : Likelihood
@@ -95,6 +97,9 @@ def train_with_evidence(
         Progress bar, memory, batch size of the evidence's passes; `checkpoint` is written every minute, `resume`
         goes on from one, or from the `state` of a `TrainingInterrupted`, to the same result bit for bit, given the
         same data and arguments (`epochs` may grow, if the last evaluation was on schedule).
+    output, targets : optional
+        As in `laplace`: which tensor of what the network returns, and the key of the targets in batches that are one
+        mapping.
 
     Returns
     -------
@@ -120,22 +125,22 @@ def train_with_evidence(
         require_place(settings.checkpoint)
     likelihood = Likelihood.of(likelihood)
     form_of(structure)
-    door = Network(network)
+    door = Network(network, None, output, targets)
     device, dtype_of_inputs = door.device, door.dtype
     prior = GaussianPrior.of(prior, groups="layer").bind(door.shapes)
     for module in (prior, likelihood):
         module.to(device)
     read = data if evidence_data is None else evidence_data
-    batches = Batches(read, settings.batch_size, device, dtype_of_inputs)
-    minibatches = Minibatches(data, batch_size, device, dtype_of_inputs)
+    batches = Batches(read, settings.batch_size, device, dtype_of_inputs, targets)
+    minibatches = Minibatches(data, batch_size, device, dtype_of_inputs, targets)
     n = count_examples(read, batches)
     few = _probe(door, batches, likelihood, n)
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
-    model = Model(network, likelihood, prior, read, structure, Root.of(curvature), dtype, quiet)
+    model = Model(network, likelihood, prior, read, structure, Root.of(curvature), dtype, quiet, output, targets)
     optimizer = _optimizer(optimizer, network)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     scheduler = _scheduler(scheduler, optimizer, by_batch)
-    objective = Objective(network, likelihood, prior, n, door.num_outputs)
+    objective = Objective(Caller(network, output, targets), likelihood, prior, n, door.num_outputs)
     run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule)
     del door
     _rehearse(model, few, n, run.ascent.which)
