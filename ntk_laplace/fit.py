@@ -53,8 +53,9 @@ def laplace(
     network : nn.Module
         Trained, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
         is copied and comes back untouched.
-    data : DataLoader, Dataset, or (X, y)
-        The training data.
+    data : DataLoader, Dataset, (X, y) or (X, y, w)
+        The training data. With example weights w (N,), in batches (x, y, w) too, example n counts w_n times in the log
+        likelihood, its gradient and its curvature, as if it were there as often; 0 leaves it out.
     likelihood : Likelihood
         `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or your own.
     prior : GaussianPrior, optional
@@ -104,6 +105,7 @@ def laplace(
             fold = NO_FOLD if form.moments else form.fold(dict.fromkeys(door.names))  # moments ask for all rows
             batches.suit(factors.examples_at_once(x, root.columns(likelihood, door.num_outputs), fold))
         fitted, reason = _fit(form, trained, batches)
+        fitted.points.require_information(likelihood)
         posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
     return posterior
