@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -161,14 +162,18 @@ def _points(
 ) -> TrainingPoints | ForgottenPoints:
     kept = saved["points"]
     if batches is not None:
-        points = TrainingPoints.checked(trained.likelihood, *read_outputs(trained, batches))
+        points = TrainingPoints.checked(trained.likelihood, *read_outputs(trained, batches), batches.weights)
         if points.num_examples != kept["num_examples"]:
             raise DataError(f"the fit's {kept['num_examples']:,} training examples", f"{points.num_examples:,}",
                             "Pass the data that the posterior was fitted to.")
+        total, before = points.total(trained.likelihood), kept.get("total")
+        if before is not None and not math.isclose(total, before, rel_tol=1e-6):
+            raise DataError(f"example weights of the fit, with a sum of {before:g} over examples that have a target",
+                            f"a sum of {total:g}", "Pass the data that the posterior was fitted to, (X, y, w).")
         return points
     if "f" in kept:
         trained.likelihood.bind(*kept["f"].shape)
-        return TrainingPoints(kept["f"], kept["targets"])
+        return TrainingPoints(kept["f"], kept["targets"], kept.get("weights"))
     trained.likelihood.bind(kept["num_examples"], saved["num_outputs"])
-    values = present_values(trained.likelihood)
-    return ForgottenPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values)
+    values, total = present_values(trained.likelihood), kept.get("total")
+    return ForgottenPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values, total)

@@ -55,8 +55,10 @@ def laplace(
     network : nn.Module
         Trained, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
         is copied and comes back untouched.
-    data : DataLoader, Dataset, (X, y), or a mapping
-        The training data. Batches are pairs (inputs, targets), or mappings with the targets under the key `targets`.
+    data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
+        The training data. Batches are pairs (inputs, targets), triples with example weights, or mappings with the
+        targets under the key `targets`. With weights w (N,), example n counts w_n times in the log likelihood, its
+        gradient and its curvature, as if it were there as often; 0 leaves it out.
     likelihood : Likelihood
         `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or your own.
     prior : GaussianPrior, optional
@@ -112,6 +114,7 @@ def laplace(
             fold = NO_FOLD if form.moments else form.fold(dict.fromkeys(door.names))  # moments ask for all rows
             batches.suit(factors.examples_at_once(x, root.columns(likelihood, door.num_outputs), fold))
         fitted, reason = _fit(form, trained, batches)
+        fitted.points.require_information(likelihood)
         posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
     return posterior

@@ -103,7 +103,7 @@ def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:
 
 
 def mean_log_likelihood(predictive: Distribution, targets: torch.Tensor) -> float:
-    """Mean log predictive density (or probability) of the targets, in nats per example.
+    """Mean log predictive density (or probability) of the targets, in nats per example that has a target.
 
     Parameters
     ----------
@@ -119,7 +119,8 @@ def mean_log_likelihood(predictive: Distribution, targets: torch.Tensor) -> floa
             f"log probabilities of shape {tuple(scores.shape)}",
             "Give the targets the shape of the predictive's samples.",
         )
-    return float(scores.mean())
+    present = _present(predictive, targets)
+    return float((scores if present is None else scores[present]).mean())
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ def detection_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
 def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int = 15) -> dict[str, float]:
     """All that fits a prediction: log likelihood; accuracy, Brier score and ECE of classes; RMSE of numbers.
 
+    Targets that the likelihood takes for missing ones count in none. Soft labels have a log likelihood alone.
+
     Parameters
     ----------
     predictive : Distribution, batch shape (N,)
@@ -227,12 +230,18 @@ def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int =
         "log_likelihood", then "accuracy", "brier" and "ece", or "rmse".
     """
     scores = {"log_likelihood": mean_log_likelihood(predictive, targets)}
+    present = _present(predictive, targets)
+    everything = slice(None) if present is None else present
+    targets = targets[everything]
     try:
-        probabilities = predictive.probs
+        probabilities = predictive.probs[everything]
     except AttributeError:
-        return scores | {"rmse": rmse(predictive.mean, targets)}
-    if probabilities.ndim == 2 and probabilities.shape[1] > 1 and targets.ndim == 2:
-        return scores  # several yes-or-no outputs: no one class is the true one
+        there = ~targets.isnan()
+        mean = predictive.mean[everything].reshape(targets.shape)
+        return scores | {"rmse": rmse(mean[there.to(mean.device)], targets[there])}
+    several = probabilities.ndim == 2 and probabilities.shape[1] > 1 and targets.ndim == 2
+    if several or (targets.is_floating_point() and bool((targets != targets.floor()).any())):
+        return scores  # several yes-or-no outputs, or soft labels: no one class is the true one
     return scores | {
         "accuracy": accuracy(probabilities, targets),
         "brier": brier_score(probabilities, targets),
@@ -271,6 +280,13 @@ def interval_coverage(
     half_width = (2.0**0.5 * torch.erfinv(wanted)).numpy()
     score = np.abs(truth - middle) / np.sqrt(spread)
     return (score[None, :] <= half_width[:, None]).mean(1)
+
+
+def _present(predictive: Distribution, targets: torch.Tensor) -> torch.Tensor | None:
+    """Which examples have a target, of a prediction of this library; None if all have."""
+    find = getattr(predictive, "present", None)
+    present = None if find is None else find(targets)
+    return None if present is None else present.to(targets.device)
 
 
 def _array(values: ArrayLike) -> NDArray[np.float64]:

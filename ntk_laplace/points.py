@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import Root
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.likelihoods import Likelihood
 
 __all__ = ["ForgottenPoints", "TrainingPoints", "present_values", "unmoved"]
@@ -37,7 +37,8 @@ class TrainingPoints:
     targets : Tensor
         In the likelihood's canonical form.
     weights : Tensor, (N,), optional
-        How often each point counts in the log likelihood, its gradient and its curvature; once by default.
+        How often each point counts in the log likelihood, its gradient and its curvature; once by default. Those of
+        the fit, or those that a what-if put in their place.
     expanded : Tensor, (N, C), optional
         Outputs at which the curvature is taken, if they are not `f`: those at the start of the last Newton step.
     """
@@ -75,10 +76,13 @@ class TrainingPoints:
 
     def left_inverse(self, root: Root, likelihood: Likelihood) -> Tensor | None:
         """L_n (N, R, C) with L_n S_n = I, if hyperparameters leave the range of Λ_n alone; zero where a weight is."""
-        found = root.left_inverse(likelihood, self._at)
-        if found is None or self.weights is None:
+        found, present = root.left_inverse(likelihood, self._at), self.present(likelihood)
+        if found is None or (self.weights is None and present is None):
             return found
-        scale = torch.where(self.weights > 0, self.weights, torch.inf).to(found).rsqrt()
+        if present is not None and bool((likelihood.observed(self.targets) != present.unsqueeze(-1)).any()):
+            return None  # examples with some of their targets have roots of their own
+        counts = self.counts if present is None else self.counts * present
+        scale = torch.where(counts > 0, counts, torch.inf).to(found).rsqrt()
         return found * scale.view(-1, 1, 1)
 
     def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
@@ -89,6 +93,29 @@ class TrainingPoints:
     def counts(self) -> Tensor:
         """The weights, (N,), ones if there are none."""
         return self.f.new_ones(len(self.f)) if self.weights is None else self.weights
+
+    def present(self, likelihood: Likelihood) -> Tensor | None:
+        """Which points have a target at all, (N,); None if all have theirs, every output's."""
+        observed = likelihood.observed(self.targets)
+        return None if observed is None else observed.reshape(len(self.f), -1).any(1)
+
+    def total(self, likelihood: Likelihood) -> float:
+        """How many examples the log likelihood sums over: Σ w_n of those that have a target."""
+        present = self.present(likelihood)
+        return float((self.counts if present is None else self.counts * present).sum())
+
+    def require_information(self, likelihood: Likelihood) -> None:
+        """Refuse points none of which counts.
+
+        Raises
+        ------
+        DataError
+            If all targets are missing, or all weights zero.
+        """
+        if self.total(likelihood) == 0:
+            got = "weights that are all zero" if self.present(likelihood) is None else "none"
+            raise DataError("at least one example with a target and a positive weight", got,
+                            "Look at how missing targets are marked, and at the example weights.")
 
     @property
     def _at(self) -> Tensor:
@@ -117,11 +144,15 @@ class TrainingPoints:
         both = (self, other)
         weights = None if all(p.weights is None for p in both) else torch.cat([p.counts for p in both])
         expanded = None if all(p.expanded is None for p in both) else torch.cat([p._at for p in both])
-        return TrainingPoints(f, torch.cat([self.targets, other.targets]), weights, expanded)
+        pairs = ((self.targets, other.targets), (other.targets, self.targets))
+        targets = torch.cat([likelihood.in_form_of(*pair) for pair in pairs])
+        return TrainingPoints(f, targets, weights, expanded)
 
     @classmethod
-    def checked(cls, likelihood: Likelihood, f: Tensor, targets: Tensor) -> TrainingPoints:
-        """Targets as they came, checked against the outputs and the likelihood.
+    def checked(
+        cls, likelihood: Likelihood, f: Tensor, targets: Tensor, weights: Tensor | None = None
+    ) -> TrainingPoints:
+        """Targets and example weights as they came, checked against the outputs and the likelihood.
 
         Raises
         ------
@@ -129,7 +160,7 @@ class TrainingPoints:
             If they do not fit together.
         """
         likelihood.bind(*f.shape)
-        return cls(f, likelihood.targets(targets, *f.shape).to(f.device))
+        return cls(f, likelihood.targets(targets, *f.shape).to(f.device), None if weights is None else weights.to(f))
 
 
 @dataclass(frozen=True)
@@ -143,12 +174,15 @@ class ForgottenPoints:
         Σ log p(y_n | f_n) at the likelihood's hyperparameters of the checkpoint.
     hyperparameters : tuple of Tensor
         Those.
+    size : float, optional
+        Σ w_n of the examples that have a target; by default N.
     """
 
     num_examples: int
     num_outputs: int
     value: Tensor
     hyperparameters: tuple[Tensor, ...]
+    size: float | None = None
 
     @property
     def f(self) -> Tensor:
@@ -168,8 +202,14 @@ class ForgottenPoints:
 
     @property
     def counts(self) -> Tensor:
-        """How often each point counts, (N,): once."""
+        """How often each point counts, (N,): once, if the fit had no example weights."""
+        if self.size not in (None, self.num_examples):
+            raise _forgotten("the weights of the training points")
         return self.value.new_ones(self.num_examples)
+
+    def total(self, likelihood: Likelihood) -> float:
+        """How many examples the log likelihood sums over: Σ w_n of those that have a target."""
+        return float(self.num_examples) if self.size is None else self.size
 
     def residual(self, likelihood: Likelihood) -> Tensor:
         """Not there."""
@@ -182,7 +222,7 @@ class ForgottenPoints:
     def to(self, device: torch.device, dtype: torch.dtype) -> ForgottenPoints:
         """The same elsewhere."""
         moved = tuple(value.to(device) for value in self.hyperparameters)
-        return ForgottenPoints(self.num_examples, self.num_outputs, self.value.to(device), moved)
+        return replace(self, value=self.value.to(device), hyperparameters=moved)
 
 
 def _forgotten(what: str) -> UnsupportedError:

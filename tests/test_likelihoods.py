@@ -17,6 +17,7 @@ from torch.func import functional_call, grad, hessian, jacrev, vmap
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, TargetError, UnsupportedError
 from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
 from ntk_laplace.likelihoods import from_log_prob as likelihood_from_log_prob
+from ntk_laplace.likelihoods.per_output import PerOutput
 
 N, C, T = 7, 3, 1.7
 COVARIANCE = torch.tensor([[0.5, 0.2, -0.1], [0.2, 0.9, 0.3], [-0.1, 0.3, 0.4]], dtype=torch.float64)
@@ -102,7 +103,8 @@ each_output = pytest.mark.parametrize("outputs", OUTPUTS)
 
 
 def test_every_likelihood_is_a_case() -> None:
-    assert {type(case.build()) for case in CASES} == set(Likelihood.__subclasses__()) - {CustomLikelihood, *LOCAL}
+    own = set(Likelihood.__subclasses__()) | set(PerOutput.__subclasses__())
+    assert {type(case.build()) for case in CASES} == own - {CustomLikelihood, PerOutput, *LOCAL}
 
 
 # --- the laws -------------------------------------------------------------------------------------
@@ -547,7 +549,9 @@ BAD_TARGETS = [
     (Gaussian(), "seven", TargetError, "expected targets as a tensor or an array of numbers; got str. Convert"),
     (Bernoulli(), at(3, 2.0, BINARY), TargetError, "2] at example 3. Map labels of -1 and 1 by (y + 1) / 2"),
     (Bernoulli(), at(2, INF, BINARY), NonFiniteError, "inf] at example 2."),
-    (Bernoulli(), at(0, 0.5, BINARY), TargetError, "expected targets that are 0 or 1; got ["),
+    (Bernoulli(), at(0, 1.5, BINARY), TargetError, "expected targets that are 0 or 1, or a probability of 1; got ["),
+    (Bernoulli(), at(4, NAN, BINARY), NonFiniteError, 'or say that NaN marks a missing one, Bernoulli(missing="nan")'),
+    (Gaussian(missing="nan"), at(5, INF, REAL), NonFiniteError, "inf] at example 5. Remove or impute"),
     (Poisson(), at(4, -1.0, COUNTS), TargetError, "expected targets that are whole numbers from 0; got ["),
     (Poisson(), at(4, 1.5, COUNTS), TargetError, "1.5] at example 4. Poisson() is for counts"),
     (Categorical(), at(6, 3, LABELS), TargetError, "expected class labels in 0..2; got 3 at example 6. Number the"),
@@ -561,7 +565,7 @@ BAD_TARGETS = [
     (Categorical(), at(1, NAN, LABELS), NonFiniteError, "expected finite targets; got nan at example 1. Remove"),
     (
         Categorical(),
-        torch.eye(3)[LABELS],
+        torch.eye(3)[LABELS].long(),
         TargetError,
         "got shape (7, 3). Turn one-hot rows into labels with y.argmax(1)",
     ),

@@ -118,7 +118,7 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
         elif not _same(first.targets, posterior.targets):
             got = f"other targets, or another order of them, for {other!r} than for {name!r}"
         elif not _same(first.fitted.points.counts, posterior.fitted.points.counts):
-            got = f"points that a what-if removed or reweighted for {other!r} or {name!r}"
+            got = f"other weights of the points, of the data or by a what-if, for {other!r} than for {name!r}"
         else:
             got = ""
         if got:
@@ -144,7 +144,8 @@ def _same(first: Tensor, second: Tensor) -> bool:
     if first.numel() != second.numel():
         return False
     # a float32 network reads its targets in float32
-    return torch.allclose(first.flatten().double().cpu(), second.flatten().double().cpu(), rtol=1e-6, atol=1e-12)
+    return torch.allclose(first.flatten().double().cpu(), second.flatten().double().cpu(), rtol=1e-6, atol=1e-12,
+                          equal_nan=True)  # a missing target
 
 
 def _method(conditional: str, named: dict[str, Posterior]) -> str:
@@ -183,8 +184,12 @@ def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, floa
 
     network = posterior.network
     parts, targets = [], []
-    for x, y in Batches(test, None, network.device, network.dtype, network.targets):
+    batches = Batches(test, None, network.device, network.dtype, network.targets)
+    for x, y in batches:
         parts.append(posterior.predict(x, method=method))
         targets.append(y)
+    if batches.weights is not None:
+        raise DataError("test data (X, y), every example of which counts once", "example weights",
+                        "Leave them out of the test data.")
     scores = held_out_scores(type(parts[0]).join(parts), torch.cat(targets))
     return {f"test_{name}": value for name, value in scores.items()}

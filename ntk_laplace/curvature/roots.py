@@ -85,5 +85,7 @@ class Root:
             response = likelihood.distribution(f)
             # real labels move with the noise they are drawn with, and S with both
             drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
+        observed = likelihood.observed(targets)
+        drawn = drawn if observed is None else [likelihood.hidden(y, observed) for y in drawn]
         columns = [likelihood.residual(f, y) for y in drawn]
         return torch.stack(columns, -1) / (share * self.samples**0.5)  # E[S Sᵀ] = Λ

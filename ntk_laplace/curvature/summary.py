@@ -79,21 +79,23 @@ class Summary:
     sums : dict of str to Tensor
         Of a Kronecker part: "left" Σ b bᵀ (G, o, o) and "right" Σ a aᵀ (G, i, i), lower triangles, and "count", the
         number of terms of "right"; "moments" (G, o, i) in a basis; "squares" (G, o, i), the exact diagonal. Of a
-        block: "block" (p, p), lower triangle. Of a diagonal: "squares".
+        block: "block" (p, p), lower triangle. Of a diagonal: "squares". An example that counts w times adds its terms
+        w times.
     """
 
     part: Part
     sums: dict[str, Tensor]
 
-    def add_factors(self, rows: Rows, sharing: str, products: Products) -> None:
+    def add_factors(self, rows: Rows, sharing: str, products: Products, counts: Tensor | None = None) -> None:
         """One batch of rows of SᵀJ: the factors, the block or the diagonal.
 
         A bias's exact block and its weight's output factor are the same product where a layer has one position:
-        `products` are those of this batch, for all parts.
+        `products` are those of this batch, for all parts. The root S holds the examples' `counts` (N,) already; a
+        layer's inputs know them from here.
         """
         sums = self.part.sums(rows)
         if sums is not None:
-            self._add_sums(sums)
+            self._add_sums(sums, counts)
             return
         own = self.part.rows(rows)
         if self.part.kind == "diagonal":
@@ -102,9 +104,9 @@ class Summary:
             flat = _as_matrix(own.written(slice(None)).flatten(2))
             products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
         elif isinstance(own, OuterRows):
-            self._add_outer(own, sharing, products)
+            self._add_outer(own, sharing, products, counts)
         elif isinstance(own, LookupRows):
-            self._add_lookup(own)
+            self._add_lookup(own, counts)
         else:
             raise UnsupportedError(
                 f"every batch to reach {self.part.weight!r} through its layer",
@@ -112,41 +114,43 @@ class Summary:
                 'Use structure="diag", "full" or "gp", which follow any graph.',
             )
 
-    def _add_outer(self, rows: OuterRows, sharing: str, products: Products) -> None:
+    def _add_outer(self, rows: OuterRows, sharing: str, products: Products, counts: Tensor | None) -> None:
         g, o, i = rows.entries
         a, b = rows.inputs, rows.b
         if sharing == "reduce" and not rows.single:
             a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
         left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
+        each = None if counts is None else counts.repeat_interleave(a.shape[2])
         for number in range(g):
             products.add_to(left[number], _as_matrix(b[:, :, number]))
-            _add_inputs_(right[number], a[:, number].reshape(-1, a.shape[3]))
-        self._count(a.shape[0] * a.shape[2], a)
+            _add_inputs_(right[number], a[:, number].reshape(-1, a.shape[3]), each)
+        self._count(a.shape[0] * a.shape[2] if each is None else each.sum(), a)
 
-    def _add_sums(self, sums: PartSums) -> None:
+    def _add_sums(self, sums: PartSums, counts: Tensor | None) -> None:
         """One batch of a layer whose output gradients came added up; its bias may stand apart."""
         if sums.squared:
             self._add("squares", sums.squares(ones=self.part.bias is not None))
         elif self.part.kind == "kronecker":
             self._add("left", sums.outputs.unsqueeze(0))
             i = self.part.entries[2]
-            _add_inputs_(self._zeros("right", sums.inputs, 1, i, i)[0], sums.inputs)
-            self._count(len(sums.inputs), sums.inputs)
+            _add_inputs_(self._zeros("right", sums.inputs, 1, i, i)[0], sums.inputs, counts)
+            self._count(len(sums.inputs) if counts is None else counts.sum(), sums.inputs)
         elif self.part.kind == "block":
             self._add("block", sums.outputs)
         else:
             self._add("squares", sums.outputs.diagonal().reshape(self.part.entries))
 
-    def _add_lookup(self, rows: LookupRows) -> None:
+    def _add_lookup(self, rows: LookupRows, counts: Tensor | None) -> None:
         # the table's side is one-hot: Σ onehot onehotᵀ is the diagonal of the tokens' counts
-        tokens = rows.tokens[rows.tokens != rows.padding]  # padding is no position
-        counts = torch.bincount(tokens, minlength=rows.vocabulary).to(rows.b.dtype)
-        self._add("left", counts.unsqueeze(0))
+        places = rows.tokens != rows.padding  # padding is no position
+        tokens = rows.tokens[places]
+        each = None if counts is None else counts.unsqueeze(1).expand_as(places)[places]
+        self._add("left", torch.bincount(tokens, each, minlength=rows.vocabulary).to(rows.b.dtype).unsqueeze(0))
         d = rows.b.shape[3]
         add_outer_lower_(self._zeros("right", rows.b, 1, d, d)[0], rows.b.reshape(-1, d))
-        self._count(tokens.numel(), rows.b)
+        self._count(tokens.numel() if each is None else each.sum(), rows.b)
 
-    def _count(self, terms: int, like: Tensor) -> None:
+    def _count(self, terms: float | Tensor, like: Tensor) -> None:
         # in double precision: float32 counts no further than 2**24
         self._add("count", torch.tensor(float(terms), dtype=torch.float64, device=like.device))
 
@@ -201,12 +205,16 @@ class Summary:
         self._zeros(name, values, *values.shape).add_(values)
 
 
-def _add_inputs_(total: Tensor, inputs: Tensor) -> None:
-    """Σ a aᵀ of inputs (m, i), lower triangle, in place; where `total` is larger, another input of 1 follows."""
+def _add_inputs_(total: Tensor, inputs: Tensor, counts: Tensor | None) -> None:
+    """Σ w a aᵀ of inputs (m, i), lower triangle, in place; where `total` is larger, another input of 1 follows."""
     m, i = inputs.shape
+    ones = inputs.new_ones(m)
+    if counts is not None:
+        ones = counts.to(inputs).sqrt()
+        inputs = inputs * ones.unsqueeze(1)
     if len(total) > i:  # the bias's input is 1: its row of A is the sum of the others, which it warms for the product
-        total[-1, :-1] += inputs.new_ones(m) @ inputs
-        total[-1, -1] += m
+        total[-1, :-1] += ones @ inputs
+        total[-1, -1] += m if counts is None else ones @ ones
     add_outer_lower_(total[:i, :i], inputs)
 
 

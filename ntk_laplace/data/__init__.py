@@ -28,6 +28,7 @@ from ntk_laplace.data.inputs import (
     take,
     to_device,
 )
+from ntk_laplace.data.weights import example_weights
 
 __all__ = [
     "BATCH_BYTES",
@@ -45,6 +46,7 @@ __all__ = [
     "check_finite",
     "concatenate",
     "differentiable",
+    "example_weights",
     "form_of",
     "gather",
     "generators_of",

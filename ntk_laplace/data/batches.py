@@ -1,4 +1,7 @@
-"""Sources of batches: a loader, a dataset or a pair (X, y) becomes batches of (x, y) on one device."""
+"""Sources of batches: a loader, a dataset or a pair (X, y) becomes batches of (x, y) on one device.
+
+Example weights that come along, (X, y, w) or batches (x, y, w), are gathered as the batches pass by.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
+from ntk_laplace.data.gathering import Gathered
 from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_bytes, num_examples, take, to_device
+from ntk_laplace.data.weights import example_weights
 from ntk_laplace.errors import DataError
 
 __all__ = [
@@ -40,7 +45,7 @@ def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
         x, y = batch
         return x, torch.as_tensor(y)
     got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
-    raise DataError("batches that are pairs (inputs, targets)", got,
+    raise DataError("batches that are pairs (inputs, targets), or (inputs, targets, weights)", got,
                     "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
 
 
@@ -66,9 +71,10 @@ class Batches:
 
     Parameters
     ----------
-    data : DataLoader, Dataset, (X, y), or a mapping
+    data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
         A loader keeps its own batches, sampler and `collate_fn`. A dataset, or tensors, are cut into batches of
         `batch_size` in their order. A mapping, of all data or of one batch, holds its targets under the key `targets`.
+        Batches and items too may be (x, y, w), w one weight per example.
     batch_size : int, optional
         Examples that make a good batch; by default 512, and more of tensors that are small.
     device : torch.device
@@ -91,12 +97,15 @@ class Batches:
     ) -> None:  # fmt: skip
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
-        self._order = 0  # a checksum of the targets as they come
+        self._order = 0, 0  # checksums of the targets, and of the weights, as they come
+        self._weights: Gathered | None = None
+        self.read = 0
         self._chosen = batch_size is not None
         self._fitting = _LARGEST_BATCH  # so many examples are as large as a batch should be
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
         self._targets = targets
+        data, self._given = example_weights(data)
         if isinstance(data, Mapping):
             data = as_pair(data, targets)
         if isinstance(data, (tuple, list)) and len(data) == 2:
@@ -117,7 +126,7 @@ class Batches:
             self._source, self._length = DataLoader(data, batch_size=self.batch_size), _length_of(data)
         else:
             raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
-                            "Wrap it in torch.utils.data.DataLoader, or pass (X, y).")
+                            "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
         if self._length == 0:
             raise _empty()
         self.suit(_UNKNOWN_BATCH)
@@ -149,6 +158,11 @@ class Batches:
         return self._length
 
     @property
+    def weights(self) -> Tensor | None:
+        """Weights of the first `read` examples, as many as any pass has come to; None where the data have none."""
+        return None if self._weights is None else self._weights.so_far
+
+    @property
     def shuffled(self) -> bool:
         """Whether the order changes from one pass to the next."""
         return isinstance(self._source, DataLoader) and isinstance(self._source.sampler, RandomSampler)
@@ -169,8 +183,8 @@ class Batches:
         return self._pass() if begun is None else begun
 
     def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
-        seen = order = 0
-        for x, y in self._pairs():
+        seen, order = 0, (0, 0)
+        for x, y, weights in self._triples():
             n = num_examples(x)
             if y.ndim == 0 or len(y) != n:
                 raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
@@ -179,8 +193,9 @@ class Batches:
                 continue
             for tensor in leaves(x):
                 check_finite(tensor, "inputs", "Remove or impute that example.", seen)
+            self._note(weights, seen, n)
             seen += n
-            order = crc32(y.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), order)
+            order = _checksum(y, order[0]), _checksum(weights, order[1])
             yield to_device(x, self.device, self.dtype), y.to(self.device)
         if self._total not in (None, seen):
             raise _changed(self._total, seen)
@@ -192,15 +207,32 @@ class Batches:
                             "own.")
         self._total, self._order = seen, order
 
-    def _pairs(self) -> Iterator[tuple[Inputs, Tensor]]:
+    def _note(self, weights: Tensor | None, seen: int, n: int) -> None:
+        """Gather a batch's weights, once."""
+        if seen and (weights is None) != (self._weights is None):
+            raise DataError("example weights in all batches, or in none",
+                            f"a batch {'without' if weights is None else 'with'} them after {seen:,} examples",
+                            "Give every example a weight, 1 where it counts once.")
+        if seen + n <= self.read:
+            return
+        if weights is not None:
+            self._weights = Gathered(self._length or 0) if self._weights is None else self._weights
+            self._weights.append(weights[self.read - seen :].to(self.device))
+        self.read = seen + n
+
+    def _triples(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         if isinstance(self._source, DataLoader):
+            seen = 0
             for batch in _with_own_randomness(self._source):
-                yield as_pair(batch, self._targets)
+                pair, weights = example_weights(batch, seen)
+                x, y = as_pair(pair, self._targets)
+                seen += len(y) if y.ndim else 1
+                yield x, y, weights
             return
         x, y = self._source
         for start in range(0, self._length, self.batch_size):
             part = slice(start, start + self.batch_size)
-            yield take(x, part), y[part]
+            yield take(x, part), y[part], None if self._given is None else self._given[part]
 
 
 class Joined:
@@ -223,6 +255,20 @@ class Joined:
     def device(self, device: torch.device) -> None:
         for source in self.sources:
             source.device = device
+
+    @property
+    def read(self) -> int:
+        """Number of examples that any pass has come to."""
+        return sum(source.read for source in self.sources)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weights of those, ones where a source has none; None if no source has any."""
+        found = [(source.weights, source.read) for source in self.sources]
+        if all(weights is None for weights, _ in found):
+            return None
+        ones = [torch.ones(read, dtype=torch.float64, device=self.device) for _, read in found]
+        return torch.cat([one if weights is None else weights for (weights, _), one in zip(found, ones, strict=True)])
 
     @property
     def length(self) -> int | None:
@@ -269,6 +315,17 @@ class Selected:
         self.source.device = device
 
     @property
+    def read(self) -> int:
+        """Number of kept examples that any pass has come to."""
+        return int(self.keep[: self.source.read].sum())
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weights of those; None where the data have none."""
+        weights = self.source.weights
+        return None if weights is None else weights[self.keep[: len(weights)].to(weights.device)]
+
+    @property
     def length(self) -> int:
         """Number of examples that are kept."""
         return int(self.keep.sum())
@@ -296,7 +353,8 @@ class Missing:
     """Data that a checkpoint did not hold: any pass over them is refused."""
 
     device: torch.device | None = None
-    length = None
+    length = weights = None
+    read = 0
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         raise DataError("the training data, for another pass over them", "a checkpoint that holds none",
@@ -363,6 +421,13 @@ def _length_of(data: Any) -> int | None:
         return len(data)
     except TypeError:
         return None
+
+
+def _checksum(values: Tensor | None, before: int) -> int:
+    """Of the numbers that have come so far, whatever the batches they came in."""
+    if values is None:
+        return before
+    return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), before)
 
 
 def _empty() -> DataError:

@@ -60,6 +60,11 @@ class Gathered:
             return torch.empty(0)
         return self._rows if self._count == len(self._rows) else self._rows[: self._count].clone()
 
+    @property
+    def so_far(self) -> Tensor:
+        """The same, where they lie: memory in which there may be room for more."""
+        return torch.empty(0) if self._rows is None else self._rows[: self._count]
+
     def copy(self) -> Gathered:
         """The same rows, to go on with while these stay."""
         return gather([self.rows] if self._count else [], self._room)

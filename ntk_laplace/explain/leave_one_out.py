@@ -44,7 +44,8 @@ class LeaveOneOut:
     covariance : Tensor, (N, C, C)
         Covariance of f_i without point i.
     log_density : Tensor, (N,)
-        log p(y_i | the others), f_i integrated out, in nats.
+        log p(y_i | the others), f_i integrated out, in nats; of a missing target 0. Example weights are no part of
+        it: a point leaves with all of its weight.
     plug_in_log_density : Tensor, (N,)
         log p(y_i | mean).
     leverage : Tensor, (N,)
@@ -57,7 +58,7 @@ class LeaveOneOut:
         -½ log det(I - Λ_iV_ii): nats that the point adds to what the others say of the weights, its part in how
         sure the posterior is.
     importance : Tensor, (N,)
-        Length of the residual r_i ([T20] 5.2).
+        Length of the residual r_i ([T20] 5.2), times the example's weight.
     targets : Tensor
         Training targets.
     guarantees : tuple of str
@@ -164,7 +165,7 @@ def leave_one_out(
             integrated.append(density.log_prob(targets[part]))
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
-        importance = likelihood.residual(points.f, points.targets).norm(dim=1)
+        importance = points.residual(likelihood).norm(dim=1)
     guarantees = (_EXACT if is_exact(trained, structure) else _OTHER, _DRAWS)
     return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
                        found.used, found.information, importance, points.targets, guarantees)

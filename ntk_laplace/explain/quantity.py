@@ -138,5 +138,6 @@ def question(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: 
         return Question(by, chosen, chosen, likelihood)
     targets = likelihood.targets(y, n, c).to(f.device)
     if output is None and targets.ndim == 1 and likelihood.event_shape(c) == ():
-        chosen = targets
+        observed = likelihood.observed(targets)
+        chosen = targets if observed is None else torch.where(observed, targets, chosen)
     return Question(by, chosen, targets, likelihood)

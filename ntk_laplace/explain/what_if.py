@@ -122,12 +122,18 @@ def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: obje
         return points
     if new.ndim == 0:
         new = new.expand(len(indices))
-    elif len(indices) == 1 and new.shape == points.targets.shape[1:]:
+    elif len(indices) == 1 and (new.shape == points.targets.shape[1:] or _is_soft(new, points)):
         new = new.unsqueeze(0)
     new = trained.likelihood.targets(new, len(indices), points.num_outputs)
-    targets = points.targets.clone()
-    targets[indices.to(targets.device)] = new.to(targets)
+    new = new.to(points.targets.device)
+    targets = trained.likelihood.in_form_of(points.targets, new).clone()
+    targets[indices.to(targets.device)] = trained.likelihood.in_form_of(new, targets).to(targets)
     return replace(points, targets=targets)
+
+
+def _is_soft(new: Tensor, points: TrainingPoints) -> bool:
+    """Whether it is one soft label, (C,), where targets are labels."""
+    return new.is_floating_point() and points.targets.ndim == 1 and new.shape == points.f.shape[1:]
 
 
 def require_steps(steps: int | None) -> None:

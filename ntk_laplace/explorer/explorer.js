@@ -22,6 +22,7 @@ const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Ma
 const percent = (value) => (100 * value).toFixed(value > 0.999 || value < 0.001 ? 2 : 1) + " %";
 const classes = data.kind !== "values";
 const nameOf = (target) => (classes && Number.isInteger(target) && target in data.names ? data.names[target] : number(target));
+const targetOf = (j) => (data.training.target[j] === null ? "missing" : nameOf(data.training.target[j]));
 // what the removal effects are measured in
 const unit = (point) => (classes ? `the logit of ${data.names[point.output]}` : data.names[point.output]);
 
@@ -197,7 +198,7 @@ function side(name, point) {
     const image = trainingPicture(j, 48);
     if (image) item.append(image);
     const words = make("div");
-    words.append(make("b", `#${j}, ${classes ? "class" : data.targetName} ${nameOf(data.training.target[j])}`));
+    words.append(make("b", `#${j}, ${classes ? "class" : data.targetName} ${targetOf(j)}`));
     words.append(make("div", `removing it ${effect < 0 ? "lowers" : "raises"} ${unit(point)} by ${number(Math.abs(effect))}; contribution ${signed(share)}`));
     if (data.rows && data.rows.training) {
       words.append(make("div", `alike in ${features(data.rows.training[j], data.rows.points[selected])}`, { class: "soft" }));
@@ -256,7 +257,7 @@ for (const input of document.querySelectorAll("input[name=leave]")) input.addEve
 
 const columns = [
   { title: "Training point", value: (j) => j, words: (j) => `#${j}` },
-  { title: classes ? "Class" : "Target", value: (j) => data.training.target[j], words: (j) => nameOf(data.training.target[j]) },
+  { title: classes ? "Class" : "Target", value: (j) => data.training.target[j], words: targetOf },
   { title: "Predicted by the others", value: (j) => data.training.without[j], words: (j) => nameOf(data.training.without[j]) },
   { title: "Log density by the others", value: (j) => data.training.logDensity[j], words: (j) => number(data.training.logDensity[j]) },
   { title: "Leverage", value: (j) => data.training.leverage[j], words: (j) => number(data.training.leverage[j]) },

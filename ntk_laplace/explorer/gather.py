@@ -85,7 +85,7 @@ def gather(
     left_out = posterior.leave_one_out()
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
-            point["target"] = _rounded(truth)
+            point |= {} if truth is None else {"target": _rounded(truth)}
     for point in points:
         shown |= {j for side in ("for", "against") for j, *_ in point[side]}
     return {
@@ -105,10 +105,14 @@ def gather(
 
 
 def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
-    """Targets as the page compares them: a class, a number, or a number for each output."""
-    y = posterior.likelihood.for_new_points().targets(targets, n, posterior.num_outputs)
-    y = y.flatten() if y.numel() == n else y
-    return (y if _kind(posterior) == "values" else y.long()).tolist()
+    """Targets as the page compares them: a class, of a soft label the likely one, a number, or one for each output."""
+    likelihood = posterior.likelihood.for_new_points()
+    y = likelihood.targets(targets, n, posterior.num_outputs)
+    observed, kind = likelihood.observed(y), _kind(posterior)
+    there = [True] * n if observed is None else observed.reshape(n, -1).any(1).tolist()
+    y = y.argmax(1) if kind == "classes" and y.ndim == 2 else y.flatten() if y.numel() == n else y
+    found = (y if kind == "values" else (y > 0.5).long() if kind == "binary" else y.long()).tolist()
+    return [truth if known else None for truth, known in zip(found, there, strict=True)]
 
 
 def _check(posterior: Posterior, training: Inputs | None, naming: Naming) -> None:
@@ -318,9 +322,12 @@ def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list
     without = (left_out.mean[:, 0] >= 0).long() if binary else (
         left_out.mean.argmax(1) if _kind(posterior) == "classes" else left_out.mean.squeeze(-1)
     )  # fmt: skip
-    targets = posterior.targets
+    targets, observed = posterior.targets, posterior.likelihood.observed(posterior.targets)
+    shown = _rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)
+    if observed is not None and observed.ndim == 1:  # a missing label is null, as a missing number is
+        shown = [target if known else None for target, known in zip(shown, observed.tolist(), strict=True)]
     return {
-        "target": _rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets),
+        "target": shown,
         "without": _rounded(without),
         "logDensity": _rounded(left_out.log_density),
         "leverage": _rounded(left_out.leverage),

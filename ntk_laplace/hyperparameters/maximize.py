@@ -275,7 +275,9 @@ def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Ten
             residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()
             counts = posterior.weights.double()
             squares = float((residual.double() * posterior.likelihood.noise.detach()).square().sum(1) @ counts)
-            left = max(residual.shape[1] * float(counts.sum()) - float(used.sum()), torch.finfo(torch.float64).tiny)
+            observed = posterior.likelihood.observed(posterior.targets)
+            each = residual.shape[1] if observed is None else observed.sum(1)
+            left = max(float((counts * each).sum()) - float(used.sum()), torch.finfo(torch.float64).tiny)
             found.append(torch.tensor([squares / left], dtype=torch.float64).log())
     return torch.cat(found)
 

@@ -97,6 +97,23 @@ class Likelihood(nn.Module):
         """Return log c, if all that the hyperparameters do to `hessian` is to multiply it by a number c; else None."""
         return None
 
+    # --- targets that are missing ------------------------------------------------------------------------
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        """Which canonical targets are there: (N,), or (N, C) where each output has its own; None if all are.
+
+        A missing target adds nothing to log p, its gradient and its curvature.
+        """
+        return None
+
+    def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
+        """Canonical targets `y` in which those that are not `observed` are missing."""
+        raise self._unsupported("missing targets", "Use Bernoulli, Categorical, Gaussian or Poisson.")
+
+    def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
+        """Canonical targets `y` in a form that can stand in one tensor with the targets `other`."""
+        return y
+
     # --- the density and its derivatives in f -----------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

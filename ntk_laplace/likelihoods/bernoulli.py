@@ -9,27 +9,41 @@ import torch
 from torch import Size, Tensor
 from torch.nn.functional import logsigmoid
 
-from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.mixture import MixtureResponse
+from ntk_laplace.likelihoods.per_output import PerOutput
 from ntk_laplace.likelihoods.responses import BernoulliResponse, Response
-from ntk_laplace.likelihoods.targets import read_columns, require
+from ntk_laplace.likelihoods.targets import require
 
 __all__ = ["Bernoulli"]
 
 
-class Bernoulli(Likelihood):
+class Bernoulli(PerOutput):
     """Bernoulli likelihood, ``p(y=1 given f) = σ(f)``; C outputs are C independent labels ([T20] Table 2.1).
 
-    Targets are 0 or 1, of shape (N, C), or (N,) for one output.
+    Targets are 0 or 1, of shape (N, C), or (N,) for one output. A soft label y between them is the probability that
+    the label is 1: ``log p = y log σ(f) + (1 - y) log σ(-f)``, whose residual is ``y - σ(f)`` and whose curvature is
+    that of any label.
+
+    Parameters
+    ----------
+    missing : str, optional
+        "nan": a target that is NaN is a missing label, which adds nothing to log p, its gradient and its curvature.
+        By default a NaN is an error.
+
+    Raises
+    ------
+    HyperparameterError
+        If `missing` is something else.
     """
 
     classifies = True
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check targets of 0 and 1, (N, C), and (N,) for one output."""
-        y = read_columns(y, num_examples, num_outputs)
+        """Check targets from 0 to 1, (N, C), and (N,) for one output."""
+        y = self._columns(y, num_examples, num_outputs)
         remedy = "Map labels of -1 and 1 by (y + 1) / 2; use Categorical() for more classes."
-        require((y == 0) | (y == 1), y, "targets that are 0 or 1", remedy)
+        good = ((y >= 0) & (y <= 1)) | y.isnan()
+        require(good, y, "targets that are 0 or 1, or a probability of 1", remedy)
         return y
 
     def event_shape(self, num_outputs: int) -> Size:
@@ -38,22 +52,24 @@ class Bernoulli(Likelihood):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each example, summed over its outputs, (N,), nats."""
-        y = y.to(f)
-        return (y * logsigmoid(f) + (1 - y) * logsigmoid(-f)).sum(-1)
+        y, there = self._filled(f, y)
+        log_prob = y * logsigmoid(f) + (1 - y) * logsigmoid(-f)
+        return (log_prob if there is None else log_prob * there).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``y - σ(f)`` ([T20] 2.5), (N, C), without cancellation where σ(f) is near y."""
-        y = y.to(f)
-        return y * torch.sigmoid(-f) - (1 - y) * torch.sigmoid(f)
+        y, there = self._filled(f, y)
+        residual = y * torch.sigmoid(-f) - (1 - y) * torch.sigmoid(f)
+        return residual if there is None else residual * there
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``σ(f) σ(-f)`` on the diagonal ([T20] Table 2.1), (N, C, C)."""
-        return torch.diag_embed(self.response_variance(f))
+        """``σ(f) σ(-f)`` on the diagonal ([T20] Table 2.1), 0 where a label is missing, (N, C, C)."""
+        return torch.diag_embed(self._known(self.response_variance(f), y))
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``√(σ(f) σ(-f))`` on the diagonal, (N, C, C)."""
+        """``√(σ(f) σ(-f))`` on the diagonal, 0 where a label is missing, (N, C, C)."""
         # half the logarithm and not a square root: its gradient is finite at saturation
-        return torch.diag_embed((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp())
+        return torch.diag_embed(self._known((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp(), y))
 
     def mean(self, f: Tensor) -> Tensor:
         """Probability of 1, ``σ(f)``, (N, C)."""

@@ -11,8 +11,9 @@ from torch.nn.functional import one_hot
 
 from ntk_laplace.errors import HyperparameterError, NetworkError
 from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.labels import as_probabilities, is_observed, label_log_prob, label_mass, read_classes
 from ntk_laplace.likelihoods.responses import CategoricalResponse, Response
-from ntk_laplace.likelihoods.targets import read_labels
+from ntk_laplace.likelihoods.targets import MISSING_LABEL
 
 __all__ = ["Categorical"]
 
@@ -20,7 +21,10 @@ __all__ = ["Categorical"]
 class Categorical(Likelihood):
     """Categorical likelihood of C classes, ``p = softmax(f / T)`` ([T20] Table 2.1).
 
-    Targets are labels 0..C-1 of shape (N,).
+    Targets are labels 0..C-1 of shape (N,); -100 is a missing label, as in ``torch.nn.CrossEntropyLoss``, and adds
+    nothing to log p, its gradient and its curvature. Soft labels are floating rows of probabilities y, (N, C):
+    ``log p = Σ_c y_c log p_c``, whose residual is ``(y - p) / T`` and whose curvature is that of any label; a row of
+    -100 is a missing one.
 
     Parameters
     ----------
@@ -59,9 +63,9 @@ class Categorical(Likelihood):
             )
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check class labels 0..C-1, (N,)."""
+        """Check class labels 0..C-1, (N,), or soft labels, (N, C); -100 stands for a missing one."""
         self.bind(num_examples, num_outputs)
-        return read_labels(y, num_examples, num_outputs)
+        return read_classes(y, num_examples, num_outputs)
 
     def event_shape(self, num_outputs: int) -> Size:
         """Return (): a label is one number."""
@@ -71,26 +75,45 @@ class Categorical(Likelihood):
         """C - 1: adding a constant to all logits changes nothing."""
         return num_outputs - 1
 
+    def observed(self, y: Tensor) -> Tensor | None:
+        """Which labels are there, (N,); None if all are."""
+        there = is_observed(y)
+        return None if bool(there.all()) else there
+
+    def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
+        """Labels with -100 where `observed` is false."""
+        return y.masked_fill(~observed.view(-1, *[1] * (y.dim() - 1)), MISSING_LABEL)
+
+    def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
+        """Labels (N,) as rows of probabilities, (N, C), if the others are."""
+        return as_probabilities(y, other.shape[1], other) if y.dim() < other.dim() else y
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Log probability of each example's label, (N,), nats."""
-        return self._log_probabilities(f).gather(-1, y.long().unsqueeze(-1)).squeeze(-1)
+        """Log probability of each label, ``Σ_c y_c log p_c`` of a soft one, 0 of a missing one, (N,), nats."""
+        return label_log_prob(self._log_probabilities(f), y)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        """``(e_y - p) / T`` ([T20] 2.5), (N, C), without cancellation where p is near 1."""
+        """``(y - p) / T`` ([T20] 2.5), y one-hot for a label, (N, C), without cancellation where p is near 1."""
         p = self.mean(f)
-        label = one_hot(y.long(), f.shape[-1]).bool()
-        return torch.where(label, complement(p), -p) / self._temperature(f)
+        if y.dim() == 2:
+            y = y.to(f).clamp_min(0)
+            residual = y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
+        else:
+            label = one_hot(y.long().clamp_min(0), f.shape[-1]).bool()
+            residual = torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
+        return residual / self._temperature(f)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), (N, C, C)."""
-        return self.response_covariance(f) / self._temperature(f) ** 2
+        """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), 0 where the label is missing, (N, C, C)."""
+        hessian = self.response_covariance(f) / self._temperature(f) ** 2
+        return hessian if y is None else hessian * label_mass(y, f).view(-1, 1, 1)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """S (N, C, C-1) with ``S Sᵀ`` equal to `hessian`, by a Householder reflection of A = diag(√p) - p √pᵀ.
 
         Q = I - v vᵀ/(1 + √p_m) with v = √p + e_m maps A's null vector √p to -e_m, m being the most probable
         class. The other columns of A Q are, with s = √p,
-        ``-s_m s_j`` in row m and ``δ_ij s_i - p_i s_j / (1 + s_m)`` in the others.
+        ``-s_m s_j`` in row m and ``δ_ij s_i - p_i s_j / (1 + s_m)`` in the others. It is 0 where the label is missing.
         """
         # examples last: C is small, and the processor's vectors run along them
         f = f.T.contiguous()
@@ -100,6 +123,7 @@ class Categorical(Likelihood):
         s_top = s.gather(0, top)
         after = torch.arange(len(f) - 1, device=f.device).unsqueeze(1) >= top
         own = torch.where(after, s[1:], s[:-1]) / self._temperature(f)  # s_j of every class but m
+        own = own if y is None else own * label_mass(y, f).sqrt()
         # every entry of column j is a multiple of s_j; in memory a column after the other, as backward passes start
         shared = (s.square() / (1 + s_top)).scatter(0, top, s_top)
         columns = own.unsqueeze(1) * shared.neg()

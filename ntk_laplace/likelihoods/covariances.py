@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ntk_laplace.errors import NTKLaplaceWarning, NumericalError
 from ntk_laplace.likelihoods.targets import first_bad
 
-__all__ = ["cholesky", "covariance_root", "require_positive"]
+__all__ = ["cholesky", "covariance_root", "marginal_factor", "marginal_log_density", "require_positive"]
 
 
 def covariance_root(covariance: Tensor) -> Tensor:
@@ -71,3 +72,17 @@ def require_positive(variance: Tensor) -> None:
             f"{float(variance.detach()[index]):.3g} at input {index}",
             "Use dtype=torch.float64, or a larger prior precision.",
         )
+
+
+def marginal_factor(covariance: Tensor, there: Tensor) -> Tensor:
+    """Cholesky factors of covariances (..., C, C) over entries that are `there`, of the identity over the others."""
+    eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    return cholesky(torch.where(there.unsqueeze(-1) & there.unsqueeze(-2), covariance, eye))
+
+
+def marginal_log_density(error: Tensor, covariance: Tensor, there: Tensor) -> Tensor:
+    """Log density N(error; 0, Σ) over the entries that are `there`, (..., C) -> (...), nats."""
+    factor = marginal_factor(covariance, there)
+    scaled = torch.linalg.solve_triangular(factor, error.masked_fill(~there, 0.0).unsqueeze(-1), upper=False)
+    log_det = 2.0 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return -0.5 * (scaled.square().sum((-2, -1)) + log_det + there.sum(-1) * math.log(2 * math.pi))

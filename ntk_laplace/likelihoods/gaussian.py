@@ -10,15 +10,16 @@ from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.covariances import marginal_factor
+from ntk_laplace.likelihoods.per_output import PerOutput
 from ntk_laplace.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
-from ntk_laplace.likelihoods.targets import read_columns
 
 __all__ = ["Gaussian"]
 
 KINDS = ("auto", "scalar", "output", "point", "covariance")
 
 
-class Gaussian(Likelihood):
+class Gaussian(PerOutput):
     """Gaussian likelihood ``y = f + ε``, ε with the variance `noise` ([T20] Table 2.1).
 
     Targets are real numbers of shape (N, C), or (N,) for one output.
@@ -30,6 +31,9 @@ class Gaussian(Likelihood):
         the covariance of the outputs (C, C).
     kind : {"auto", "scalar", "output", "point", "covariance"}
         What `noise` means; only needed where its shape leaves a choice, as when N = C.
+    missing : str, optional
+        "nan": a target that is NaN is missing; the example's density is that of its other outputs, of a covariance the
+        marginal one. By default a NaN is an error.
 
     Attributes
     ----------
@@ -41,14 +45,15 @@ class Gaussian(Likelihood):
     Raises
     ------
     HyperparameterError
-        If a variance is not positive, a covariance not positive definite, or the shape fits no kind.
+        If a variance is not positive, a covariance not positive definite, the shape fits no kind, or `missing` is
+        something else.
     """
 
     log_noise: nn.Parameter
     coupling: nn.Parameter | None
 
-    def __init__(self, noise: float | Tensor = 1.0, kind: str = "auto") -> None:
-        super().__init__()
+    def __init__(self, noise: float | Tensor = 1.0, kind: str = "auto", missing: str | None = None) -> None:
+        super().__init__(missing)
         if kind not in KINDS:
             raise HyperparameterError(f"a kind among {KINDS}", f"{kind!r}", "Pass one of them.")
         values = _numbers(noise)
@@ -106,6 +111,7 @@ class Gaussian(Likelihood):
         nn.Module.__init__(part)
         # a plain tensor, so that gradients reach this module's parameter
         part._kind, part.log_noise, part.coupling = "point", self.log_noise[index], None
+        part.missing = self.missing
         return part
 
     def for_new_points(self) -> Likelihood:
@@ -118,7 +124,7 @@ class Gaussian(Likelihood):
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check real targets, (N, C), and (N,) for one output."""
-        return read_columns(y, num_examples, num_outputs)
+        return self._columns(y, num_examples, num_outputs)
 
     def event_shape(self, num_outputs: int) -> Size:
         """(C,)."""
@@ -131,34 +137,35 @@ class Gaussian(Likelihood):
     # --- the density and its derivatives in f ---------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Log density of each example, (N,), nats."""
+        """Log density of each example, of its targets that are there, (N,), nats."""
         # log N(y; f, Σ) = -½ (y - f)ᵀ Σ⁻¹ (y - f) - ½ log det Σ - C/2 log 2π
-        distance = (self.residual(f, y) * (y.to(f) - f)).sum(-1)
-        return -0.5 * (distance + self._log_det(f) + f.shape[-1] * math.log(2 * math.pi))
+        error, there = self._error(f, y)
+        distance = (self._solved(error, f, there) * error).sum(-1)
+        count = f.shape[-1] if there is None else there.sum(-1)
+        return -0.5 * (distance + self._log_det(f, there) + count * math.log(2 * math.pi))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        """``Σ⁻¹ (y - f)`` ([T20] Table 2.1), (N, C)."""
-        error = y.to(f) - f
-        if self.coupling is None:
-            return error * (-self._log_variance(f)).exp()
-        self._require_fit("covariance", *f.shape)
-        return torch.cholesky_solve(error.mT, self._factor(f)).mT
+        """``Σ⁻¹ (y - f)`` ([T20] Table 2.1) over the targets that are there, 0 for the others, (N, C)."""
+        error, there = self._error(f, y)
+        return self._solved(error, f, there)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``Σ⁻¹`` ([T20] Table 2.1), (N, C, C)."""
+        """``Σ⁻¹`` ([T20] Table 2.1) over the targets that are there, 0 for the others, (N, C, C)."""
         if self.coupling is None:
-            return torch.diag_embed((-self._log_variance(f)).exp())
-        root = self.root(f)
+            return torch.diag_embed(self._known((-self._log_variance(f)).exp(), y))
+        root = self.root(f, y)
         return root @ root.mT
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``L⁻ᵀ`` with ``L Lᵀ = Σ``, (N, C, C)."""
+        """``L⁻ᵀ`` with ``L Lᵀ = Σ`` over the targets that are there, 0 for the others, (N, C, C)."""
         if self.coupling is None:
-            return torch.diag_embed((-0.5 * self._log_variance(f)).exp())
+            return torch.diag_embed(self._known((-0.5 * self._log_variance(f)).exp(), y))
         self._require_fit("covariance", *f.shape)
-        factor = self._factor(f)
-        eye = torch.eye(len(factor), dtype=f.dtype, device=f.device)
-        return torch.linalg.solve_triangular(factor.mT, eye, upper=True).expand(len(f), -1, -1)
+        there = None if y is None else self.observed(y)
+        factor = self._factor(f) if there is None else self._marginal_factor(f, there)
+        eye = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
+        root = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
+        return root.expand(len(f), -1, -1) if there is None else root * there.unsqueeze(-1)
 
     def left_inverse(self, f: Tensor) -> Tensor | None:
         """``Lᵀ`` with ``L Lᵀ = Σ``, (N, C, C)."""
@@ -217,6 +224,27 @@ class Gaussian(Likelihood):
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
+    def _error(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``y - f``, zero where a target is missing, and which are there; None for all of them."""
+        there = self.observed(y)
+        if there is None:
+            return y.to(f) - f, None
+        return torch.where(there, y.to(f), f) - f, there
+
+    def _solved(self, error: Tensor, f: Tensor, there: Tensor | None) -> Tensor:
+        """``Σ⁻¹ error`` over the targets that are there, (N, C)."""
+        if self.coupling is None:
+            return error * (-self._log_variance(f)).exp()
+        self._require_fit("covariance", *f.shape)
+        if there is None:
+            return torch.cholesky_solve(error.mT, self._factor(f)).mT
+        return torch.cholesky_solve(error.unsqueeze(-1), self._marginal_factor(f, there)).squeeze(-1)
+
+    def _marginal_factor(self, f: Tensor, there: Tensor) -> Tensor:
+        """Cholesky factors of Σ over the targets that are there and of the identity over the others, (N, C, C)."""
+        factor = self._factor(f)
+        return marginal_factor(factor @ factor.mT, there)
+
     def _log_variance(self, f: Tensor) -> Tensor:
         """Log variances for each point and output of f, (N, C)."""
         kind = self._resolve(*f.shape) if self._kind == "auto" else self._kind
@@ -235,10 +263,13 @@ class Gaussian(Likelihood):
         unit = unit.index_put((rows, columns), self.coupling.to(like))
         return unit * (0.5 * self.log_noise.to(like)).exp()
 
-    def _log_det(self, f: Tensor) -> Tensor:
+    def _log_det(self, f: Tensor, there: Tensor | None) -> Tensor:
         if self.coupling is None:
-            return self._log_variance(f).sum(-1)
-        return self.log_noise.to(f).sum()  # det U = 1
+            values = self._log_variance(f)
+            return (values if there is None else values * there).sum(-1)
+        if there is None:
+            return self.log_noise.to(f).sum()  # det U = 1
+        return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def _resolve(self, num_examples: int, num_outputs: int) -> str:
         """Tell what the noise means for N examples and C outputs."""

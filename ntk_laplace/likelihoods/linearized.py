@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Size, Tensor
 from torch import distributions as td
-from torch.nn.functional import one_hot
 
-from ntk_laplace.likelihoods.covariances import cholesky, covariance_root
+from ntk_laplace.likelihoods.covariances import cholesky, covariance_root, marginal_log_density
+from ntk_laplace.likelihoods.labels import as_probabilities
 from ntk_laplace.likelihoods.responses import Response
 
 if TYPE_CHECKING:
@@ -53,10 +53,14 @@ class LinearizedResponse(Response):
         y = torch.as_tensor(value, device=self.loc.device)
         if self.likelihood.event_shape(self.num_outputs) == () and not y.is_floating_point():
             labels = self.likelihood.targets(y.flatten(), y.numel(), self.num_outputs)
-            y = one_hot(labels, self.num_outputs).reshape(*y.shape, self.num_outputs)
+            y = as_probabilities(labels, self.num_outputs, self.loc).reshape(*y.shape, self.num_outputs)
         sample_shape, y = self._split(y)
         y = y.to(self.loc).reshape(*sample_shape, *self.loc.shape)
         free = self.likelihood.rank(self.num_outputs)
+        there = self.likelihood.observed(y.reshape(-1, self.num_outputs))
+        if there is not None:
+            there = there.reshape(*y.shape[:-1], -1).expand_as(y)[..., :free]
+            return marginal_log_density((y - self.loc)[..., :free], self.covariance_matrix[:, :free, :free], there)
         factor = cholesky(self.covariance_matrix[:, :free, :free])
         density = td.MultivariateNormal(self.loc[:, :free], scale_tril=factor, validate_args=False)
         return density.log_prob(y[..., :free])

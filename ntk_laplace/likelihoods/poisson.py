@@ -9,24 +9,36 @@ from torch import Size, Tensor
 from torch import distributions as td
 
 from ntk_laplace.errors import NonFiniteError
-from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.per_output import PerOutput
 from ntk_laplace.likelihoods.responses import FactorizedResponse, Response
-from ntk_laplace.likelihoods.targets import first_bad, read_columns, require
+from ntk_laplace.likelihoods.targets import first_bad, require
 
 __all__ = ["Poisson"]
 
 
-class Poisson(Likelihood):
+class Poisson(PerOutput):
     """Poisson likelihood of counts, ``rate = exp(f)``, independent over outputs ([T20] Table 2.1).
 
     Targets are whole numbers from 0, of shape (N, C), or (N,) for one output.
+
+    Parameters
+    ----------
+    missing : str, optional
+        "nan": a count that is NaN is missing, and adds nothing to log p, its gradient and its curvature. By default a
+        NaN is an error.
+
+    Raises
+    ------
+    HyperparameterError
+        If `missing` is something else.
     """
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check counts, (N, C), and (N,) for one output."""
-        y = read_columns(y, num_examples, num_outputs)
+        y = self._columns(y, num_examples, num_outputs)
         remedy = "Poisson() is for counts; continuous targets want another likelihood, such as Gaussian()."
-        require((y >= 0) & (y == y.floor()), y, "targets that are whole numbers from 0", remedy)
+        good = ((y >= 0) & (y == y.floor())) | y.isnan()
+        require(good, y, "targets that are whole numbers from 0", remedy)
         return y
 
     def event_shape(self, num_outputs: int) -> Size:
@@ -35,21 +47,22 @@ class Poisson(Likelihood):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each example, summed over its outputs, (N,), nats."""
-        y = y.to(f)
-        return (y * f - f.exp() - torch.lgamma(y + 1)).sum(-1)
+        y, there = self._filled(f, y)
+        log_prob = y * f - f.exp() - torch.lgamma(y + 1)
+        return (log_prob if there is None else log_prob.masked_fill(~there, 0.0)).sum(-1)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``y - exp(f)`` ([T20] 2.5), (N, C)."""
-        return y.to(f) - self._rate(f)
+        return self._known(y.to(f) - self._rate(f), y)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``exp(f)`` on the diagonal ([T20] Table 2.1), (N, C, C)."""
-        return torch.diag_embed(self._rate(f))
+        """``exp(f)`` on the diagonal ([T20] Table 2.1), 0 where a count is missing, (N, C, C)."""
+        return torch.diag_embed(self._known(self._rate(f), y))
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``exp(f/2)`` on the diagonal, (N, C, C)."""
+        """``exp(f/2)`` on the diagonal, 0 where a count is missing, (N, C, C)."""
         self._rate(f)
-        return torch.diag_embed((0.5 * f).exp())
+        return torch.diag_embed(self._known((0.5 * f).exp(), y))
 
     def mean(self, f: Tensor) -> Tensor:
         """Rate, ``exp(f)``, (N, C)."""

@@ -16,7 +16,8 @@ from torch import Size, Tensor
 from torch import distributions as td
 
 from ntk_laplace.errors import TargetError
-from ntk_laplace.likelihoods.covariances import cholesky, require_positive
+from ntk_laplace.likelihoods.covariances import cholesky, marginal_log_density, require_positive
+from ntk_laplace.likelihoods.labels import label_log_prob
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -65,7 +66,8 @@ class Response(td.Distribution):
         Parameters
         ----------
         value : Tensor, sample_shape + (n,) + event_shape
-            Targets as the likelihood takes them; with one output, (n,) and (n, 1) are both welcome.
+            Targets as the likelihood takes them; with one output, (n,) and (n, 1) are both welcome. Missing ones add
+            nothing: the density is that of the others.
 
         Raises
         ------
@@ -73,6 +75,12 @@ class Response(td.Distribution):
             If shape, type or values do not fit.
         """
         return super().log_prob(self._read(value))
+
+    def present(self, value: Any) -> Tensor | None:
+        """Which inputs have a target in `value` at all, (n,); None if all have theirs, every output's."""
+        y = torch.as_tensor(value, device=self.epistemic.device)
+        observed = self.likelihood.observed(self.likelihood.targets(y, self.batch_shape[0], self.num_outputs))
+        return None if observed is None else observed.reshape(self.batch_shape[0], -1).any(1)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -120,6 +128,11 @@ class NormalResponse(Response, td.Normal):
         super().__init__(mean, variance.sqrt(), validate_args=False)
         self._own(likelihood, 1, epistemic, aleatoric)
 
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density; see `Response.log_prob`."""
+        y = self._read(value)
+        return td.Normal.log_prob(self, y).masked_fill(y.isnan(), 0.0)
+
 
 class MultivariateNormalResponse(Response, td.MultivariateNormal):
     """Normal response of C outputs, with covariance = latent covariance + noise."""
@@ -129,6 +142,14 @@ class MultivariateNormalResponse(Response, td.MultivariateNormal):
         self.latent_covariance = latent
         parts = (latent.diagonal(dim1=-2, dim2=-1), noise.diagonal(dim1=-2, dim2=-1))
         self._own(likelihood, mean.shape[-1], *parts)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of the targets that are there; see `Response.log_prob`."""
+        y = self._read(value)
+        there = ~y.isnan()
+        if bool(there.all()):
+            return td.MultivariateNormal.log_prob(self, y)
+        return marginal_log_density(y - self.loc, self.covariance_matrix, there)
 
 
 class FactorizedResponse(Response, td.Independent):
@@ -145,6 +166,13 @@ class FactorizedResponse(Response, td.Independent):
             epistemic, aleatoric = epistemic.squeeze(-1), aleatoric.squeeze(-1)
         super().__init__(base, 0 if scalar else 1, validate_args=False)
         self._own(likelihood, num_outputs, epistemic, aleatoric)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log probability of the targets that are there, a soft label's y log p + (1 - y) log(1 - p), one per input."""
+        y = self._read(value)
+        missing = y.isnan()
+        scores = self.base_dist.log_prob(y.masked_fill(missing, 0.0)).masked_fill(missing, 0.0)
+        return scores.sum(-1) if self.reinterpreted_batch_ndims else scores
 
 
 class BernoulliResponse(FactorizedResponse):
@@ -182,6 +210,17 @@ class CategoricalResponse(Response, td.Categorical):
     def __init__(self, likelihood: Likelihood, logits: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
         super().__init__(logits=logits, validate_args=False)
         self._own(likelihood, logits.shape[-1], epistemic, aleatoric)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log probability of labels, Σ_c y_c log p_c of soft ones (…, n, C), 0 of missing ones, one per input."""
+        y, soft = torch.as_tensor(value, device=self.logits.device), self.logits.shape
+        if y.is_floating_point() and y.shape[-2:] == soft:
+            sample_shape, y = y.shape[:-2], y.reshape(-1, soft[-1])
+        else:
+            sample_shape, y = self._split(y)
+        y = self.likelihood.targets(y, len(y), self.num_outputs)
+        log_p = self.logits.expand(sample_shape + soft).reshape(-1, soft[-1])
+        return label_log_prob(log_p, y).reshape(sample_shape + self.batch_shape)
 
     @property
     def mean(self) -> Tensor:

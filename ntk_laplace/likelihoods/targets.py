@@ -10,20 +10,33 @@ from torch import Tensor
 from ntk_laplace.data import as_tensor
 from ntk_laplace.errors import NonFiniteError, TargetError
 
-__all__ = ["first_bad", "read", "read_columns", "read_labels", "require"]
+__all__ = [
+    "MISSING_LABEL", "first_bad", "read", "read_columns", "read_labels", "read_probabilities", "require",
+]  # fmt: skip
+
+MISSING_LABEL = -100  # as torch.nn.CrossEntropyLoss has it, `ignore_index`
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}  # of a sum of probabilities; of shorter types, more
+_REMEDY = "Remove or impute examples with missing targets."
 
 _NOT_COMPARED = (torch.uint16, torch.uint32, torch.uint64)  # torch has next to no operations for them
 
 
-def read(y: Any, num_examples: int) -> Tensor:
+def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY) -> Tensor:
     """Targets as a tensor with one row per example, finite.
+
+    Parameters
+    ----------
+    missing : bool
+        NaN marks a missing target, and is welcome.
+    remedy : str
+        Of entries that are not finite.
 
     Raises
     ------
     TargetError
         If `y` is no array of numbers, is empty, or has another number of rows.
     NonFiniteError
-        If an entry is NaN or infinite.
+        If an entry is infinite, or NaN where that marks no missing target.
     """
     try:
         y = as_tensor(y)
@@ -40,19 +53,19 @@ def read(y: Any, num_examples: int) -> Tensor:
             f"shape {tuple(y.shape)}",
             "Pass one row of targets for each input, in the same order.",
         )
-    if y.is_floating_point() and not y.isfinite().all():
-        index = first_bad(~y.isfinite())
-        raise NonFiniteError(
-            "finite targets",
-            f"{_row(y, index)} at example {index}",
-            "Remove or impute examples with missing targets.",
-        )
+    if y.is_floating_point():
+        good = ~y.isinf() if missing else y.isfinite()
+        if not good.all():
+            index = first_bad(~good)
+            raise NonFiniteError("finite targets", f"{_row(y, index)} at example {index}", remedy)
     return y
 
 
-def read_columns(y: Any, num_examples: int, num_outputs: int) -> Tensor:
+def read_columns(
+    y: Any, num_examples: int, num_outputs: int, missing: bool = False, remedy: str = _REMEDY
+) -> Tensor:
     """Targets of shape (N, C), floating; (N,) is welcome for one output. Integers become float64."""
-    y = read(y, num_examples)
+    y = read(y, num_examples, missing, remedy)
     if num_outputs == 1 and y.dim() == 1:
         y = y.unsqueeze(1)
     if y.shape != (num_examples, num_outputs):
@@ -66,14 +79,15 @@ def read_columns(y: Any, num_examples: int, num_outputs: int) -> Tensor:
 
 
 def read_labels(y: Any, num_examples: int, num_classes: int) -> Tensor:
-    """Class labels of shape (N,), int64 in 0..C-1; whole numbers of any type are welcome."""
-    y = read(y, num_examples)
+    """Class labels of shape (N,), int64 in 0..C-1, or -100 for a missing one; whole numbers of any type are welcome."""
+    y = read(y, num_examples, remedy=f"{_REMEDY} A missing class label is {MISSING_LABEL}.")
     if y.dim() != 1:
         one_hot = y.shape == (num_examples, num_classes)
         raise TargetError(
             f"class labels of shape ({num_examples},)",
             f"shape {tuple(y.shape)}",
-            "Turn one-hot rows into labels with y.argmax(1)." if one_hot else "Pass one label per example.",
+            "Turn one-hot rows into labels with y.argmax(1); probabilities of the classes are floating numbers."
+            if one_hot else "Pass one label per example.",
         )
     require(
         y == y.floor() if y.is_floating_point() else torch.ones_like(y, dtype=torch.bool),
@@ -81,9 +95,20 @@ def read_labels(y: Any, num_examples: int, num_classes: int) -> Tensor:
         "class labels that are whole numbers",
         "Regression targets want another likelihood, such as Gaussian().",
     )
-    remedy = "Number the classes from 0, and give the network one output per class."
-    require((y >= 0) & (y < num_classes), y, f"class labels in 0..{num_classes - 1}", remedy)
+    remedy = f"Number the classes from 0, one network output per class; {MISSING_LABEL} is a missing label."
+    good = ((y >= 0) & (y < num_classes)) | (y == MISSING_LABEL)
+    require(good, y, f"class labels in 0..{num_classes - 1}", remedy)
     return y.long()
+
+
+def read_probabilities(y: Tensor, num_examples: int, num_classes: int) -> Tensor:
+    """Soft labels, (N, C): rows of probabilities, or of -100 throughout for a missing label."""
+    y = read(y, num_examples, remedy=f"{_REMEDY} A row of {MISSING_LABEL} is a missing label.")
+    tolerance = _ROUNDING.get(y.dtype, 2e-2)
+    good = (y >= 0).all(1) & ((y.sum(1) - 1).abs() <= tolerance)
+    remedy = f"Divide each row by its sum; a row of {MISSING_LABEL} is a missing label."
+    require(good | (y == MISSING_LABEL).all(1), y, "rows of probabilities that sum to 1", remedy)
+    return y
 
 
 def require(good: Tensor, y: Tensor, expected: str, remedy: str) -> None:

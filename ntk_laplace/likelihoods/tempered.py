@@ -80,6 +80,20 @@ class Tempered(Likelihood):
         """The likelihood's."""
         return self.likelihood.log_curvature_scale()
 
+    # --- targets that are missing
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        """As the likelihood has it."""
+        return self.likelihood.observed(y)
+
+    def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
+        """As the likelihood has it."""
+        return self.likelihood.hidden(y, observed)
+
+    def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
+        """As the likelihood has it."""
+        return self.likelihood.in_form_of(y, other)
+
     # --- the density and its derivatives in f
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class Fitted:
 
     @property
     def weights(self) -> Tensor:
-        """How often each training point counts, (N,): once, unless it was removed (0) or reweighted."""
+        """How often each training point counts, (N,): its weight in the data, or that of a what-if, 0 if removed."""
         return self._structure.points.counts
 
     @property
@@ -122,7 +122,8 @@ class Fitted:
 
     def _words(self) -> str:
         """What was changed by a what-if, for `repr`."""
-        removed = int((self.weights == 0).sum())
+        changed = self._trained.move is not None or self._trained.held is not None
+        removed = int((self.weights == 0).sum()) if changed else 0
         words = ["relinearized"] if self._trained.held is not None and self._trained.move is None else []
         words += [f"{removed} removed"] if removed else []
         if not words and self._trained.move is not None:

@@ -135,8 +135,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         """Bayesian information criterion as a log score, Σ log p(y_n given f_n) - ½ P log N.
 
         The textbook's BIC is minus twice this. It approximates an evidence under a unit-information prior, for
-        N much larger than P; a network is seldom there. N is how often points count: w times each under
-        ``Tempered(likelihood, w)``.
+        N much larger than P; a network is seldom there. N is how often points count, the sum of example weights, w
+        times each under ``Tempered(likelihood, w)``; points without any target are not counted.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Tensor, ()
             In nats.
         """
-        count = self.likelihood.weight * float(self._structure.points.counts.sum())
+        count = self.likelihood.weight * self._structure.points.total(self.likelihood)
         return self._penalized(effective, 0.5 * math.log(count))
 
     def aic(self, effective: bool = False) -> Tensor:

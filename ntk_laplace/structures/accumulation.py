@@ -45,8 +45,8 @@ class Accumulation:
     summaries : list of Summary
     frames : list of Frame
         The eigenbasis, once it is settled (or from the start, if it is another fit's).
-    f, targets : Gathered
-        Outputs and canonical targets.
+    f, targets, weights : Gathered
+        Outputs, canonical targets, and example weights if there are any.
     checkpoint : callable
         Called after each batch, to save what there is if it is time, and with ``now=True`` at an interruption.
     """
@@ -61,6 +61,7 @@ class Accumulation:
     frames: list[Frame] = field(default_factory=list)
     f: Gathered = field(default_factory=Gathered)
     targets: Gathered = field(default_factory=Gathered)
+    weights: Gathered = field(default_factory=Gathered)
     checkpoint: Callable[..., None] = field(default=lambda gathered, now=False: None, repr=False, compare=False)
 
     def advance(self, trained: Trained, batches: Source) -> None:
@@ -97,8 +98,8 @@ class Accumulation:
         self._complete(trained)
 
     def forget(self, expected: int | None = None) -> None:
-        """Let go of outputs and targets, and make room for as many as are expected."""
-        self.f, self.targets = Gathered(expected or 0), Gathered(expected or 0)
+        """Let go of outputs, targets and weights, and make room for as many as are expected."""
+        self.f, self.targets, self.weights = (Gathered(expected or 0) for _ in range(3))
 
     def _pass(self, trained: Trained, batches: Source, what: str, absorb: Callable[..., None]) -> None:
         try:
@@ -126,13 +127,17 @@ class Accumulation:
         """The same, to go on with while this one stays."""
         summaries = [Summary(s.part, {name: value.clone() for name, value in s.sums.items()}) for s in self.summaries]
         return replace(self, summaries=summaries, parts=list(self.parts), frames=list(self.frames), f=self.f.copy(),
-                       targets=self.targets.copy())
+                       targets=self.targets.copy(), weights=self.weights.copy())
 
     def _first(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
         """One batch: parts on the first, sums on all; outputs and targets are kept."""
         n, seen = num_examples(x), self.examples_done
-        targets = _canonical(trained, y, n, seen)
-        for rows in self._rows(trained, roots, x, targets, seen, NO_FOLD if borrowed else self._fold(trained)):
+        targets, weights = _canonical(trained, y, n, seen), roots.weights(seen, n)
+        counts, done = _counts(trained, targets, weights), 0
+        fold = NO_FOLD if borrowed else self._fold(trained)
+        for rows in self._rows(trained, roots, x, targets, seen, counts, fold):
+            own = None if counts is None else counts[done : done + rows.num_examples]
+            done += rows.num_examples
             if not self.parts:
                 self.parts = find_parts(rows, trained.prior, self.form.kind, self.form.squares)
                 _require_memory(self.parts, self.form, trained)
@@ -144,9 +149,11 @@ class Accumulation:
                 if borrowed and summary.part.kind == "kronecker":
                     summary.add_moments(rows, self.frames[number].basis, self.form.squares)
                 else:
-                    summary.add_factors(rows, getattr(self.form, "sharing", "expand"), products)
+                    summary.add_factors(rows, getattr(self.form, "sharing", "expand"), products, own)
             self.f.append(rows.f)
         self.targets.append(targets)
+        if weights is not None:
+            self.weights.append(weights)
 
     def _meet(self, rows: Rows, trained: Trained) -> None:
         """Parts of parameters that no batch before has reached: so far the curvature is zero there.
@@ -191,16 +198,19 @@ class Accumulation:
     def _second(self, trained: Trained, roots: _Roots, x: Inputs, y: Tensor) -> None:
         """One batch: second moments in the eigenbasis."""
         seen = self.examples_done
-        targets = _canonical(trained, y, num_examples(x), seen)
-        for rows in self._rows(trained, roots, x, targets, seen):
+        n = num_examples(x)
+        targets = _canonical(trained, y, n, seen)
+        counts = _counts(trained, targets, roots.weights(seen, n))
+        for rows in self._rows(trained, roots, x, targets, seen, counts):
             for summary, frame in zip(self.summaries, self.frames, strict=True):
                 if summary.part.kind == "kronecker":
                     summary.add_moments(rows, frame.basis, self.form.squares)
 
     def _rows(
-        self, trained: Trained, roots: _Roots, x: Inputs, targets: Tensor, seen: int, fold: Fold = NO_FOLD
-    ) -> Iterator[Rows]:
-        return trained.factors.batches(x, roots.at(targets, seen), trained.settings.batch_size, seen, fold)
+        self, trained: Trained, roots: _Roots, x: Inputs, targets: Tensor, seen: int, counts: Tensor | None,
+        fold: Fold = NO_FOLD,
+    ) -> Iterator[Rows]:  # fmt: skip
+        return trained.factors.batches(x, roots.at(targets, seen, counts), trained.settings.batch_size, seen, fold)
 
     def _fold(self, trained: Trained) -> Fold:
         """Sums are enough of parts of the form's own kind, on the first batch of all."""
@@ -217,20 +227,26 @@ class Accumulation:
 
     @property
     def points(self) -> TrainingPoints:
-        """Outputs and targets of all examples."""
-        return TrainingPoints(self.f.rows, self.targets.rows)
+        """Outputs, targets and weights of all examples."""
+        weights = self.weights.rows if len(self.weights) else None
+        return TrainingPoints(self.f.rows, self.targets.rows, None if weights is None else weights.to(self.f.rows))
 
 
 @dataclass(frozen=True)
 class _Seeds:
-    """S of a batch, once its outputs are known."""
+    """S of a batch, once its outputs are known, times the roots of the examples' counts."""
 
     roots: _Roots
     targets: Tensor
     seen: int
+    counts: Tensor | None
     columns: int
 
     def __call__(self, f: Tensor, part: slice) -> Tensor:
+        root = self._once(f, part)
+        return root if self.counts is None else root * self.counts[part].to(root).sqrt().view(-1, 1, 1)
+
+    def _once(self, f: Tensor, part: slice) -> Tensor:
         trained, dtype = self.roots.trained, self.roots.trained.factors.dtype
         here = slice(self.seen + part.start, self.seen + part.start + len(f))
         if self.roots.whole is not None:
@@ -246,7 +262,7 @@ class _Roots:
     """
 
     def __init__(self, trained: Trained, batches: Source) -> None:
-        self.trained = trained
+        self.trained, self._batches = trained, batches
         self.whole: Tensor | None = None
         self.columns = trained.root.columns(trained.likelihood, trained.network.num_outputs)
         if trained.root.curvature == "mc":
@@ -257,9 +273,14 @@ class _Roots:
                 targets.append(_canonical(trained, y, num_examples(x), seen))
             self.whole = trained.root.root(trained.likelihood, f.rows, targets.rows).detach()
 
-    def at(self, targets: Tensor, seen: int) -> _Seeds:
+    def at(self, targets: Tensor, seen: int, counts: Tensor | None) -> _Seeds:
         """The roots of one batch."""
-        return _Seeds(self, targets, seen, self.columns)
+        return _Seeds(self, targets, seen, counts, self.columns)
+
+    def weights(self, seen: int, n: int) -> Tensor | None:
+        """Example weights of one batch, which has been read."""
+        weights = self._batches.weights
+        return None if weights is None else weights[seen : seen + n].to(self.trained.network.device)
 
 
 def _require_memory(parts: list[Part], form: Form, trained: Trained) -> None:
@@ -273,6 +294,15 @@ def _require_memory(parts: list[Part], form: Form, trained: Trained) -> None:
         f"Use {', or '.join(ways)}.",
         trained.settings.memory_budget,
     )  # fmt: skip
+
+
+def _counts(trained: Trained, targets: Tensor, weights: Tensor | None) -> Tensor | None:
+    """How often each example of a batch counts, (n,): not at all where it has no target; None for once each."""
+    observed = trained.likelihood.observed(targets)
+    if observed is None:
+        return weights
+    present = observed.reshape(len(targets), -1).any(1)
+    return present.double() if weights is None else weights * present
 
 
 def _canonical(trained: Trained, y: Tensor, n: int, seen: int) -> Tensor:

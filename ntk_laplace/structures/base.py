@@ -174,15 +174,15 @@ class Structure(Protocol):
         """Move what is kept."""
 
 
-def require_unchanged(base: TrainingPoints | None, points: TrainingPoints | ForgottenPoints) -> None:
+def require_unchanged(trained: Trained, base: TrainingPoints | None) -> None:
     """Refuse to write down a what-if; `base` are the points before it, if there was one.
 
     Raises
     ------
     UnsupportedError
-        If there was, or points have weights.
+        If there was, or if the network itself has followed one.
     """
-    if base is not None or getattr(points, "weights", None) is not None:
+    if base is not None or trained.held is not None:
         raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
                                "Save the original, and ask what if again after loading it.")
 

@@ -82,6 +82,8 @@ class ChangedStructure:
     ) -> None:  # fmt: skip
         self.inner, self.still, self.most, self.more = inner, still, most, tuple(more)
         self.base = inner.points
+        before = trained.likelihood.in_form_of(self.base.targets, still.targets)
+        self._targets = torch.cat([before, still.targets[len(before) :]])  # before the change, and those added
         self.index = self._changed()
         self.rows = self._read(trained)
         self.points: MovedPoints | TrainingPoints = still
@@ -90,9 +92,8 @@ class ChangedStructure:
     def _changed(self) -> Tensor:
         """Numbers of the points that are not as they were, those that were added last, (m,)."""
         base, still, n = self.base, self.still, len(self.base.f)
-        other = (still.targets[:n] != base.targets).flatten(1).any(1) if still.targets.ndim > 1 else (
-            still.targets[:n] != base.targets
-        )  # fmt: skip
+        now, before = still.targets[:n], self._targets[:n]
+        other = ((now != before) & ~(now.isnan() & before.isnan())).reshape(n, -1).any(1)  # NaN is a missing target
         touched = torch.ones(len(still.f), dtype=torch.bool, device=still.f.device)
         touched[:n] = other | (still.counts[:n] != base.counts)
         return touched.nonzero().squeeze(1)
@@ -166,10 +167,9 @@ class ChangedStructure:
         weights = self.still.counts[self.index]
         old = self.index[self.index < len(self.base.f)]
         was = torch.zeros_like(weights)
-        was[: len(old)] = 1.0
+        was[: len(old)] = self.base.counts[old]
         after = self._roots(trained, self.still)
-        before = self._roots(trained, replace(self.still, targets=torch.cat([self.base.targets,
-                                                                           self.still.targets[len(self.base.f) :]])))
+        before = self._roots(trained, replace(self.still, targets=self._targets))
         if torch.equal(after, before):
             gain = weights - was
             root, signs = after * gain.abs().sqrt().view(-1, 1, 1), gain.sign().unsqueeze(1).expand(-1, after.shape[2])
@@ -243,7 +243,7 @@ class ChangedStructure:
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """Refused."""
-        require_unchanged(self.base, self.still)
+        require_unchanged(trained, self.base)
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -253,6 +253,7 @@ class ChangedStructure:
         self.inner.to(device, dtype)
         self.base = self.inner.points
         self.still, self.points = self.still.to(device, dtype), points.to(device, dtype)
+        self._targets = self._targets.to(self.still.targets)
         self.index = self.index.to(device)
         self.rows = None if self.rows is None else self.rows.to(dtype, device)
         for one in self.more:

@@ -51,7 +51,7 @@ class FullStructure(ExactStructure):
         f, targets = read_outputs(trained, batches)
         if trained.move is not None:
             f = f + push(trained, batches, trained.move, self._most(trained, trained.network.num_outputs))
-        self.points = TrainingPoints.checked(trained.likelihood, f, targets)
+        self.points = TrainingPoints.checked(trained.likelihood, f, targets, batches.weights)
         self._ggn: Tensor | None = None
         self._likelihood: Likelihood | None = None  # as it was when JᵀΛJ was summed
 
@@ -166,7 +166,7 @@ class FullStructure(ExactStructure):
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """JᵀΛJ at the present likelihood, its lower triangle."""
-        require_unchanged(self.base, self.points)
+        require_unchanged(trained, self.base)
         self._follow(trained)
         return {"ggn": self._ggn}
 

@@ -48,7 +48,8 @@ class FunctionSpaceStructure(ExactStructure):
                 self.require_memory_for(trained, batches.length or parts[0].num_examples, parts[0])
         self.rows = Rows.concatenate(parts)
         parts.clear()
-        self.points = TrainingPoints.checked(trained.likelihood, trained.outputs(self.rows), targets.rows)
+        f = trained.outputs(self.rows)
+        self.points = TrainingPoints.checked(trained.likelihood, f, targets.rows, batches.weights)
         self.require_memory_for(trained, self.rows.num_examples, None)
 
     @staticmethod
@@ -128,7 +129,7 @@ class FunctionSpaceStructure(ExactStructure):
 
     def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
         """The rows."""
-        require_unchanged(self.base, self.points)
+        require_unchanged(trained, self.base)
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",

@@ -22,7 +22,7 @@ __all__ = [
 
 
 def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
-    """An accumulation; outputs and targets, which are training data, only if asked for."""
+    """An accumulation; outputs, targets and weights, which are training data, only if asked for."""
     return {
         "form": form_record(gathered.form),
         "model": dict(gathered.model),
@@ -37,6 +37,7 @@ def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
         ],
         "f": [gathered.f.rows] if include_data and len(gathered.f) else [],
         "targets": [gathered.targets.rows] if include_data and len(gathered.targets) else [],
+        "weights": [gathered.weights.rows] if include_data and len(gathered.weights) else [],
     }
 
 
@@ -48,7 +49,7 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
     return Accumulation(
         form_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
         parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], frames,
-        gather(saved["f"]), gather(saved["targets"]),
+        gather(saved["f"]), gather(saved["targets"]), gather(saved.get("weights", [])),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ntk_laplace.likelihoods import Gaussian, Likelihood
+from ntk_laplace.likelihoods.per_output import PerOutput
 from ntk_laplace.points import ForgottenPoints
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.base import Structure, Trained
@@ -51,6 +52,8 @@ def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if isinstance(likelihood, Gaussian):
         options = {"noise": likelihood.noise.detach(), "kind": likelihood.kind}
+    if isinstance(likelihood, PerOutput):
+        options["missing"] = likelihood.missing
     return {"name": type(likelihood).__name__, "options": options, "state": dict(likelihood.state_dict())}
 
 
@@ -67,7 +70,8 @@ def _prior_record(prior: GaussianPrior) -> dict[str, Any]:
 def _points_record(trained: Trained, structure: Structure, include_data: bool) -> dict[str, Any]:
     points = structure.points
     value = points.log_likelihood(trained.likelihood).detach()
-    found: dict[str, Any] = {"num_examples": points.num_examples, "log_likelihood": value}
+    total = points.total(trained.likelihood)
+    found: dict[str, Any] = {"num_examples": points.num_examples, "log_likelihood": value, "total": total}
     if include_data and not isinstance(points, ForgottenPoints):
-        found |= {"f": points.f, "targets": points.targets}
+        found |= {"f": points.f, "targets": points.targets, "weights": points.weights}
     return found

@@ -181,10 +181,12 @@ class StructuredStructure:
         total = copy.copy(self)
         pairs = zip(ours.summaries, theirs.summaries, strict=True)
         summaries = [a.scaled(self._scale).merged(b.scaled(other._scale)) for a, b in pairs]
+        f = gather([self.points.f, other.points.f])  # refused here if a checkpoint held none
+        points = self.points.joined(trained.likelihood, other.points)
         frames = list(ours.frames) if self.form.moments else []
         total._accumulated = replace(
-            ours, summaries=summaries, frames=frames, 
-            f=gather([self.points.f, other.points.f]), targets=gather([self.points.targets, other.points.targets]),
+            ours, summaries=summaries, frames=frames, f=f, targets=gather([points.targets]),
+            weights=gather([] if points.weights is None else [points.weights]),
             examples_done=ours.examples_done + theirs.examples_done,
         )  # fmt: skip
         total._batches = Joined([self._batches, other._batches])

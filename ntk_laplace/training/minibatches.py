@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ntk_laplace.data import Batches, Inputs, as_pair, as_tensors, generators_of, num_examples, take, to_device
+from ntk_laplace.data import (
+    Batches,
+    Inputs,
+    as_pair,
+    as_tensors,
+    example_weights,
+    generators_of,
+    num_examples,
+    take,
+    to_device,
+)
 from ntk_laplace.errors import DataError, is_whole
 
-__all__ = ["Minibatches", "count_examples"]
+__all__ = ["Minibatches", "count_examples", "sum_of_weights"]
 
 
 class Minibatches:
@@ -23,7 +33,7 @@ class Minibatches:
 
     Parameters
     ----------
-    data : DataLoader, Dataset, (X, y), or a mapping
+    data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
     batch_size : int, optional
         The largest minibatch of a dataset or of tensors; None is all of them at once, in their order.
     device, dtype
@@ -42,29 +52,33 @@ class Minibatches:
         self._device, self._dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
         self._tensors: tuple[Inputs, Tensor] | None = None
         self._loader: DataLoader | None = None
+        self._weights: Tensor | None = None
         if isinstance(data, DataLoader):
             self._loader = data
         elif isinstance(data, Dataset):
             shuffle = not isinstance(data, IterableDataset)
             self._loader = DataLoader(data, batch_size or len(data), shuffle=shuffle)
         else:
-            x, y = as_pair(data, targets) if isinstance(data, Mapping) else data
+            pair, self._weights = example_weights(data)
+            x, y = as_pair(pair, targets) if isinstance(pair, Mapping) else pair
             self._tensors = to_device(as_tensors(x), device, dtype), as_tensors(y).to(device)
 
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         if self._tensors is None:
             for batch in self._loader:
-                x, y = as_pair(batch, self._targets)
-                yield to_device(x, self._device, self._dtype), y.to(self._device)
+                pair, weights = example_weights(batch)
+                x, y = as_pair(pair, self._targets)
+                yield to_device(x, self._device, self._dtype), y.to(self._device), weights
             return
-        x, y = self._tensors
+        (x, y), weights = self._tensors, self._weights
         if self._batch_size is None or self._batch_size >= len(y):
-            yield x, y
+            yield x, y, weights
             return
         order = torch.randperm(len(y))
         for index in order.tensor_split(-(-len(y) // self._batch_size)):
+            own = None if weights is None else weights[index.to(weights.device)]
             index = index.to(self._device)
-            yield take(x, index), y[index]
+            yield take(x, index), y[index], own
 
     @property
     def count(self) -> int | None:
@@ -109,6 +123,14 @@ def count_examples(data: Any, batches: Batches) -> int:
                         f"a loader that drops {n % data.batch_size} of {n:,} examples",
                         "Pass the same data without drop_last as evidence_data=.")
     return n if type(data.batch_sampler) is torch.utils.data.BatchSampler else _counted(batches)
+
+
+def sum_of_weights(batches: Batches) -> float | None:
+    """Σ w_n, from a pass over data whose first batch has been read; None where they have no example weights."""
+    if batches.weights is None:
+        return None
+    _counted(batches)
+    return float(batches.weights.sum())
 
 
 def _counted(batches: Batches) -> int:

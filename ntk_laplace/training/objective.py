@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.data import Inputs, num_examples
+from ntk_laplace.errors import DataError
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Caller
 from ntk_laplace.priors import GaussianPrior
@@ -19,7 +20,8 @@ __all__ = ["Objective", "in_mode"]
 class Objective:
     """The negative log joint ([I21] Eq. 6), divided by the number of examples so that learning rates keep their size.
 
-    ``-Σ log p(y_n given f_n) + ½ (θ-μ0)ᵀP0(θ-μ0)``, the sum over a minibatch of b examples times N/b.
+    ``-Σ w_n log p(y_n given f_n) + ½ (θ-μ0)ᵀP0(θ-μ0)``, the sum over a minibatch of b examples times N/b; w_n are the
+    example weights, 1 where there are none.
 
     Parameters
     ----------
@@ -30,14 +32,17 @@ class Objective:
         Bound to the network.
     num_examples, num_outputs : int
         N and C.
+    weight : float, optional
+        Σ w_n over the data of the evidence, if they have example weights.
     """
 
     def __init__(
-        self, caller: Caller, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int
-    ) -> None:
+        self, caller: Caller, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int,
+        weight: float | None = None,
+    ) -> None:  # fmt: skip
         self._caller = caller
         self._likelihood, self._prior = likelihood, prior
-        self.num_examples, self._c = num_examples, num_outputs
+        self.num_examples, self._c, self._weight = num_examples, num_outputs, weight
         self.parameters = {name: p for name, p in caller.module.named_parameters() if p.requires_grad}
         mean = prior.flat_mean()
         flat = mean.split([p.numel() for p in self.parameters.values()])
@@ -49,8 +54,14 @@ class Objective:
 
     @property
     def scale(self) -> float:
-        """How many examples the loss is divided by: N, times the weight of a tempered likelihood."""
-        return self.num_examples * self._likelihood.weight
+        """How many examples the loss is divided by: N or Σ w_n, times the weight of a tempered likelihood."""
+        return (self.num_examples if self._weight is None else self._weight) * self._likelihood.weight
+
+    @property
+    def words(self) -> str:
+        """How many examples there are, and how often they count, in words."""
+        often = "" if self._weight is None else f", whose weights add up to {self._weight:g}"
+        return f"{self.num_examples:,}" + often
 
     def settle(self) -> None:
         """Take the present precisions; to be called when they have moved."""
@@ -60,13 +71,25 @@ class Objective:
                 own = self._prior.tensor_precision(name) / self.scale
                 self._pull.append(float(own) if own.ndim == 0 else own.view(parameter.shape).to(parameter))
 
-    def gradient(self, x: Inputs, y: Tensor) -> Tensor:
-        """Set the parameters' gradients from one minibatch; its negative log likelihood, scaled to N, nats."""
+    def gradient(self, x: Inputs, y: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Set the parameters' gradients from one minibatch; its negative log likelihood, scaled to N, nats.
+
+        Raises
+        ------
+        DataError
+            If the minibatch has example weights and the data of the evidence have none, or the other way round.
+        """
+        if (weights is None) != (self._weight is None):
+            raise DataError("example weights in the minibatches and in the data of the evidence, or in neither",
+                            f"them in {'the evidence data' if weights is None else 'the minibatches'} alone",
+                            "Pass (X, y, w) for both.")
         n = num_examples(x)
         f = self._caller(x)
         f = f.unsqueeze(1) if f.ndim == 1 else f
         targets = self._likelihood.targets(y, n, self._c)
-        loss = -(self.num_examples / n) * self._likelihood.log_prob(f, targets).sum()
+        log_prob = self._likelihood.log_prob(f, targets)
+        log_prob = log_prob if weights is None else log_prob * weights.to(log_prob)
+        loss = -(self.num_examples / n) * log_prob.sum()
         own = list(self.parameters.values())
         # not all leaves: the likelihood's hyperparameters are not ours to fill
         (loss / self.scale).backward(inputs=own)

@@ -141,8 +141,8 @@ class Run:
         self.model.network.train()
         self.objective.settle()
         total, count = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        for x, y in self.minibatches:
-            total += self._step(x, y).double()
+        for x, y, weights in self.minibatches:
+            total += self._step(x, y, weights).double()
             count += 1
             if self.by_batch:
                 self.scheduler.step()
@@ -156,10 +156,10 @@ class Run:
         if self.scheduler is not None and not self.by_batch:
             self.scheduler.step(*[loss] * len(required(self.scheduler.step)))  # ReduceLROnPlateau watches it
 
-    def _step(self, x: Any, y: Tensor) -> Tensor:
+    def _step(self, x: Any, y: Tensor, weights: Tensor | None) -> Tensor:
         if not self._closed:
             self.optimizer.zero_grad(set_to_none=True)
-            loss = self.objective.gradient(x, y)
+            loss = self.objective.gradient(x, y, weights)
             self.optimizer.step()
             return loss
         losses: list[Tensor] = []
@@ -167,7 +167,7 @@ class Run:
         def closure() -> Tensor:
             self.optimizer.zero_grad(set_to_none=True)
             with torch.enable_grad():
-                losses.append(self.objective.gradient(x, y))
+                losses.append(self.objective.gradient(x, y, weights))
             return (losses[-1] + self.objective.energy().to(losses[-1])) / self.objective.scale
 
         self.optimizer.step(closure)
@@ -224,7 +224,7 @@ class Run:
         """The model's, and how it is trained."""
         interval = "batch" if self.by_batch else "epoch"
         return self.model.signature() | {
-            "number of examples": f"{self.objective.num_examples:,}", "batch size": f"{self.minibatches}",
+            "number of examples": self.objective.words, "batch size": f"{self.minibatches}",
             "optimizer": state.optimizer_words(self.optimizer),
             "scheduler": f"{type(self.scheduler).__name__} by {interval}" if self.scheduler is not None else "none",
         }  # fmt: skip

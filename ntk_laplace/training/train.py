@@ -21,7 +21,7 @@ from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.progress import track
 from ntk_laplace.structures import FunctionSpaceStructure, Settings, require_place, write
 from ntk_laplace.training import state
-from ntk_laplace.training.minibatches import Minibatches, count_examples
+from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
 from ntk_laplace.training.objective import Objective, in_mode
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.run import Model, Run, required
@@ -64,9 +64,10 @@ def train_with_evidence(
     network : nn.Module
         Trained in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
         Parameters with ``requires_grad=False`` stay, and have no prior.
-    data : DataLoader, Dataset, (X, y), or a mapping
+    data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
         A loader keeps its batches and its order. The loss divides by the number of examples, so that learning rates
-        are those of a mean loss with ``weight_decay`` δ/N, and must not be given a ``weight_decay`` of their own.
+        are those of a mean loss with ``weight_decay`` δ/N, and must not be given a ``weight_decay`` of their own. With
+        example weights w (N,), in batches (x, y, w) too, the sum of them stands for N.
     likelihood : Likelihood
         Its noise is learned where it is a Gaussian's, its temperature if the schedule asks for it. ``Tempered(
         likelihood, weight)`` counts examples several times, as [I21] does under data augmentation.
@@ -140,7 +141,9 @@ def train_with_evidence(
     optimizer = _optimizer(optimizer, network)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     scheduler = _scheduler(scheduler, optimizer, by_batch)
-    objective = Objective(Caller(network, output, targets), likelihood, prior, n, door.num_outputs)
+    objective = Objective(
+        Caller(network, output, targets), likelihood, prior, n, door.num_outputs, sum_of_weights(batches)
+    )
     run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule)
     del door
     _rehearse(model, few, n, run.ascent.which)
@@ -214,22 +217,30 @@ def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool)
         run.stopped = seen.stopped
 
 
-def _probe(door: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor]:
-    """Hold outputs, targets and the likelihood against each other before the first epoch; the first two examples."""
+def _probe(door: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor] | None:
+    """Hold outputs, targets and the likelihood against each other before the first epoch.
+
+    Returns
+    -------
+    tuple, or None
+        The first two examples that have a target; None if the first batch has none of them.
+    """
     door.module.eval()
     x, y = next(iter(batches))
-    few = take(x, slice(0, 2))
     with torch.no_grad():
-        door.without_grad(few)
+        door.without_grad(take(x, slice(0, 2)))
     likelihood.bind(n, door.num_outputs)
     if likelihood.at(slice(0, 1)) is not likelihood:
         raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
                                "Minibatches do not know which points they hold: give one variance, or one per output.")
-    likelihood.targets(y, len(y), door.num_outputs)
-    return few, y[:2]
+    observed = likelihood.observed(likelihood.targets(y, len(y), door.num_outputs))
+    if observed is None:
+        return take(x, slice(0, 2)), y[:2]
+    there = observed.reshape(len(y), -1).any(1).nonzero().squeeze(1)[:2]
+    return (take(x, there), y[there]) if len(there) else None
 
 
-def _rehearse(model: Model, few: tuple[Inputs, Tensor], n: int, moving: Sequence[str]) -> None:
+def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str]) -> None:
     """The posterior of two examples: what can have no evidence, or has no room for it, says so before the first epoch.
 
     Raises
@@ -237,6 +248,8 @@ def _rehearse(model: Model, few: tuple[Inputs, Tensor], n: int, moving: Sequence
     NTKLaplaceError
         As the first evaluation would.
     """
+    if few is None:
+        return
     try:
         posterior = replace(model, data=few).posterior(quietly=True)
     except NumericalError:  # two examples may be too few

@@ -1,0 +1,45 @@
+"""Example weights: how often each example counts, the third member of (x, y, w)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.data.inputs import as_tensors
+from ntk_laplace.errors import DataError
+
+__all__ = ["example_weights"]
+
+
+def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
+    """Split (x, y, w) into (x, y) and one weight per example, float64; other data stay, without weights.
+
+    Parameters
+    ----------
+    data : object
+        (x, y, w) is a tuple or list of three, w real numbers of shape (N,), as many as targets.
+    seen : int
+        Number of the first example, for messages.
+
+    Raises
+    ------
+    DataError
+        If a weight is negative or not finite.
+    """
+    if not isinstance(data, (tuple, list)) or len(data) != 3:
+        return data, None
+    x, y, weights = data[0], as_tensors(data[1]), as_tensors(data[2])
+    if not isinstance(y, Tensor) or not isinstance(weights, Tensor) or y.ndim == 0 or weights.shape != y.shape[:1]:
+        return data, None
+    if weights.dtype == torch.bool or weights.is_complex():
+        return data, None
+    weights = weights.detach().double()
+    bad = ~(torch.isfinite(weights) & (weights >= 0))
+    if bool(bad.any()):
+        first = int(bad.int().argmax())
+        raise DataError("example weights w that are finite and at least 0 in (x, y, w)",
+                        f"{float(weights[first]):g} at example {seen + first}",
+                        "Pass one weight per example; group several inputs as one, ((x1, x2), y).")
+    return (x, y), weights
