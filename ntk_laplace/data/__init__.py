@@ -12,6 +12,7 @@ from ntk_laplace.data.batches import (
 )
 from ntk_laplace.data.forms import form_of, in_words, remedy_for, same_form
 from ntk_laplace.data.gathering import Gathered, gather
+from ntk_laplace.data.input_batches import InputBatches
 from ntk_laplace.data.inputs import (
     Inputs,
     alike,
@@ -24,6 +25,7 @@ from ntk_laplace.data.inputs import (
     map_tensors,
     num_bytes,
     num_examples,
+    refuse_input_gradients,
     take,
     to_device,
 )
@@ -32,6 +34,7 @@ __all__ = [
     "BATCH_BYTES",
     "Batches",
     "Gathered",
+    "InputBatches",
     "Inputs",
     "Joined",
     "Missing",
@@ -52,6 +55,7 @@ __all__ = [
     "map_tensors",
     "num_bytes",
     "num_examples",
+    "refuse_input_gradients",
     "remedy_for",
     "same_form",
     "take",
