@@ -120,6 +120,10 @@ class Network:
         """Keys, shapes and types of inputs that it took, without an example; None as long as it took none."""
         return self._form
 
+    @form.setter
+    def form(self, form: Inputs | None) -> None:
+        self._form = form
+
     def to(self, device: torch.device) -> Network:
         """The same network on another device; itself if it is there."""
         if device == self.device:
