@@ -134,6 +134,7 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")
     door.num_outputs, door.scalar = saved["num_outputs"], saved["scalar"]
+    door.form = saved.get("form")  # of older checkpoints nothing is known
     return door
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -11,9 +11,9 @@ from torch.quasirandom import SobolEngine
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.covariances import covariance_root
-from ntk_laplace.likelihoods.responses import Response
+from ntk_laplace.likelihoods.responses import Response, no_join
 
-__all__ = ["METHODS", "normal_points", "predictive", "predictive_from_samples"]
+__all__ = ["METHODS", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples"]
 
 CHUNK = 2**22  # numbers f held at a time while averaging: 32 MB in float64
 
@@ -64,15 +64,59 @@ def predictive(
     NumericalError
         If a covariance has a negative eigenvalue that no rounding explains.
     """
-    if method == "glm":
-        return _glm(likelihood, mean, covariance, _points(samples, mean, generator), scalar)
-    if method not in METHODS:
-        raise UnsupportedError(
-            f"a method among {sorted([*METHODS, 'glm'])} for moments of f",
-            f"{method!r}",
-            'Pass one of them; "nn" needs samples of the weights.',
-        )
-    return METHODS[method](likelihood, mean, covariance, scalar)
+    return Predictive(likelihood, method, samples, generator, scalar)(mean, covariance)
+
+
+class Predictive:
+    """`predictive` for inputs that come in parts: points of f are made once, and shared by all of them.
+
+    Parameters
+    ----------
+    likelihood, method, samples, generator, scalar
+        As of `predictive`, with what they raise.
+    """
+
+    def __init__(
+        self, likelihood: Likelihood, method: str = "glm", samples: int = 1000, generator: Generator | None = None,
+        scalar: bool = False,
+    ) -> None:  # fmt: skip
+        if method != "glm" and method not in METHODS:
+            raise UnsupportedError(
+                f"a method among {sorted([*METHODS, 'glm'])} for moments of f",
+                f"{method!r}",
+                'Pass one of them; "nn" needs samples of the weights.',
+            )
+        if method == "glm":
+            require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
+        self.likelihood, self.method, self.samples, self.scalar = likelihood, method, samples, scalar
+        self._generator = generator
+        self._points: Tensor | None = None
+
+    def __call__(self, mean: Tensor, covariance: Tensor) -> Response:
+        """Distribution of the response for f ~ N(mean (n, C), covariance (n, C, C))."""
+        if self.method == "glm":
+            return _glm(self.likelihood, mean, covariance, lambda: self._points_like(mean), self.scalar)
+        return METHODS[self.method](self.likelihood, mean, covariance, self.scalar)
+
+    def _points_like(self, mean: Tensor) -> Tensor:
+        if self._points is None:
+            self._points = normal_points(self.samples, mean.shape[-1], self._generator).to(mean)
+        return self._points
+
+
+def joined(parts: Sequence[Response]) -> Response:
+    """Responses for consecutive inputs as one.
+
+    Raises
+    ------
+    UnsupportedError
+        If there are several, of a class that does not say how to put them together.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], Response):
+        raise no_join(type(parts[0]))
+    return type(parts[0]).join(parts)
 
 
 def predictive_from_samples(likelihood: Likelihood, f: Tensor, scalar: bool = False) -> Response:
@@ -97,11 +141,6 @@ def normal_points(samples: int, dimension: int, generator: Generator | None = No
     return torch.special.ndtri(uniform + 2.0**-31)  # the middle of the engine's cells of width 2⁻³⁰, never 0
 
 
-def _points(samples: int, like: Tensor, generator: Generator | None) -> Callable[[], Tensor]:
-    require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
-    return lambda: normal_points(samples, like.shape[-1], generator).to(like)
-
-
 def _glm(
     likelihood: Likelihood, mean: Tensor, covariance: Tensor, points: Callable[[], Tensor], scalar: bool
 ) -> Response:
@@ -115,7 +154,7 @@ def _glm(
         likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), scalar)
         for m, w in zip(mean.split(rows), root.split(rows), strict=True)
     ]
-    return type(parts[0]).join(parts)
+    return joined(parts)
 
 
 def _map(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool) -> Response:

@@ -342,8 +342,13 @@ MISFITS: dict[str, tuple[str, Any, str, str, str]] = {
     "a dict": ("rows", {"x": inputs()}, FORM, r"\{'x': float64 \(9, 4\)\}.*TypeError", "that form"),
     "a pair": ("rows", (inputs(), inputs()), FORM, r"\(float64 \(9, 4\), float64 \(9, 4\)\)", "that form"),
     "a list of rows": ("rows", list(inputs()), FORM, r"\[float64 \(4,\).*, \.\.\.\]", r"torch\.stack\(x\)"),
-    "a loader": ("rows", DataLoader(TensorDataset(inputs())), "a tensor", "a DataLoader", "one batch at a time"),
-    "a dataset": ("rows", TensorDataset(inputs()), "a tensor", "a TensorDataset", "one batch at a time"),
+    "a loader": ("rows", DataLoader(TensorDataset(tokens()["words"])), r"float64 \(n, 4\), or tuples", r"\[int64 \(1,",
+                 "form that the fit's had"),
+    "a dataset": ("words", TensorDataset(inputs(), inputs()), r"\{'words'.*first member", r"\[float64", "form that"),
+    "four tensors": ("rows", TensorDataset(*[inputs()] * 4), "tuples", r"\[float64.*, float64", "form that the fit's"),
+    "a shuffling loader": ("rows", DataLoader(TensorDataset(inputs()), shuffle=True), "keeps the order",
+                           "RandomSampler", "shuffle=False.*dataset itself"),
+    "an empty dataset": ("rows", TensorDataset(inputs(0)), "at least one", "none", "one or more"),
     "text": ("rows", "images", "a tensor", "a str", "Convert"),
     "ragged": ("rows", [[1.0, 2.0], [1.0]], "a tensor", "a list", "rows of one length"),
     "a number": ("rows", 3.0, "first axis", r"shapes \(\)", "one row per example"),
@@ -428,7 +433,7 @@ def test_other_inputs_that_the_network_takes_are_welcome(structure, posteriors):
     """Images of another size, texts of another length, arrays, lists, other floating types."""
     rows, words, images_ = (posteriors[kind, structure] for kind in ("rows", "words", "images"))
     want = rows.predict(inputs()).mean
-    for x in (inputs().numpy(), inputs().tolist(), inputs().requires_grad_()):
+    for x in (inputs().numpy(), inputs().tolist(), TensorDataset(inputs(), labels()), DataLoader(inputs(), 2)):
         for method in ("glm", "map"):
             assert torch.allclose(rows.predict(x, method).mean, want, rtol=1e-6)
     assert torch.allclose(rows.predict(inputs().float()).mean, want, rtol=1e-5)

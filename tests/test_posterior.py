@@ -267,8 +267,9 @@ def test_outputs_of_weight_samples_are_made_in_pieces(monkeypatch):
     posterior, x = fit(CASE, "poisson", "layer", "full"), problem(CASE).x_new
     draws = posterior.sample(7)
     given = iter(draws)
-    monkeypatch.setattr(posterior, "_sample_weights", lambda count, _: torch.stack([next(given) for _ in range(count)]))
-    monkeypatch.setattr("ntk_laplace.posterior.prediction._DRAWS", 3 * 8 * posterior.num_parameters)
+    sampler = lambda count, _: torch.stack([next(given) for _ in range(count)])  # noqa: E731
+    monkeypatch.setattr(posterior, "_sampler", lambda: sampler)
+    monkeypatch.setattr("ntk_laplace.posterior.draws._HELD", 3 * 8 * posterior.num_parameters)
     found = posterior.predict(x, "nn", samples=7).f
     network = copy.deepcopy(problem(CASE).network)
     for own, theta in zip(found, draws, strict=True):

@@ -13,6 +13,7 @@ from ntk_laplace.data.batches import (
 )
 from ntk_laplace.data.forms import form_of, in_words, remedy_for, same_form
 from ntk_laplace.data.gathering import Gathered, gather
+from ntk_laplace.data.input_batches import InputBatches
 from ntk_laplace.data.inputs import (
     Inputs,
     alike,
@@ -25,6 +26,7 @@ from ntk_laplace.data.inputs import (
     map_tensors,
     num_bytes,
     num_examples,
+    refuse_input_gradients,
     take,
     to_device,
 )
@@ -34,6 +36,7 @@ __all__ = [
     "BATCH_BYTES",
     "Batches",
     "Gathered",
+    "InputBatches",
     "Inputs",
     "Joined",
     "Missing",
@@ -56,6 +59,7 @@ __all__ = [
     "map_tensors",
     "num_bytes",
     "num_examples",
+    "refuse_input_gradients",
     "remedy_for",
     "same_form",
     "take",

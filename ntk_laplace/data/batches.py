@@ -21,7 +21,8 @@ from ntk_laplace.data.weights import example_weights
 from ntk_laplace.errors import DataError
 
 __all__ = [
-    "BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "as_pair", "generators_of", "kept_or_missing",
+    "BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "as_pair", "batches_of", "generators_of",
+    "kept_or_missing", "samplers_of",
 ]  # fmt: skip
 
 _BATCH = 512  # examples read at a time where the caller did not say
@@ -366,6 +367,11 @@ def kept_or_missing(batches: Batches | None) -> Batches | Missing:
     return Missing() if batches is None else batches
 
 
+def batches_of(loader: DataLoader) -> Iterator[Any]:
+    """A loader's batches as they come, the same in every pass; the caller's random state is not touched."""
+    return _with_own_randomness(_with_own_workers(loader))
+
+
 def _with_own_workers(loader: DataLoader) -> DataLoader:
     """The loader, without workers that outlive a pass.
 
@@ -405,14 +411,21 @@ def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
 
 def generators_of(loader: DataLoader) -> list[torch.Generator]:
     """Random generators that belong to a loader or to one of its samplers."""
-    found: dict[int, torch.Generator] = {}
-    owners: list[Any] = [loader, loader.sampler, loader.batch_sampler]
-    for owner in owners:  # grows: samplers hold samplers
-        held = vars(owner) if hasattr(owner, "__dict__") else {}
-        found |= {id(value): value for value in held.values() if isinstance(value, torch.Generator)}
-        samplers = (value for value in held.values() if isinstance(value, Sampler))
-        owners += [sampler for sampler in samplers if all(sampler is not owner for owner in owners)]
-    return list(found.values())
+    owned = (value for owner in (loader, *samplers_of(loader)) for value in _attributes(owner))
+    return list({id(value): value for value in owned if isinstance(value, torch.Generator)}.values())
+
+
+def samplers_of(loader: DataLoader) -> list[Any]:
+    """A loader's samplers, those that other samplers hold among them."""
+    found = [sampler for sampler in (loader.sampler, loader.batch_sampler) if sampler is not None]
+    for owner in found:  # grows
+        inner = (value for value in _attributes(owner) if isinstance(value, Sampler))
+        found += [sampler for sampler in inner if all(sampler is not one for one in found)]
+    return found
+
+
+def _attributes(owner: Any) -> list[Any]:
+    return list(vars(owner).values()) if hasattr(owner, "__dict__") else []
 
 
 def _length_of(data: Any) -> int | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ntk_laplace.errors import DataError, NonFiniteError
+from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
 
 __all__ = [
     "Inputs",
@@ -24,6 +24,7 @@ __all__ = [
     "map_tensors",
     "num_bytes",
     "num_examples",
+    "refuse_input_gradients",
     "take",
     "to_device",
 ]
@@ -133,6 +134,19 @@ def differentiable(x: Inputs) -> Inputs:
     """The same inputs; tensors of inference mode, which cannot enter an autograd graph, as copies."""
     with torch.inference_mode(False):
         return map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, x)
+
+
+def refuse_input_gradients(x: Inputs) -> None:
+    """Rows are made without a graph through the inputs: gradients in them would be zero in silence.
+
+    Raises
+    ------
+    UnsupportedError
+        If a tensor of `x` requires a gradient, and gradients are enabled.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves(x)):
+        raise UnsupportedError("inputs that require no gradient", "x.requires_grad=True",
+                               "Pass x.detach(), or call under torch.no_grad(); gradients reach hyperparameters alone.")
 
 
 def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:

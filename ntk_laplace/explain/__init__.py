@@ -1,9 +1,9 @@
 """Explain: which training points make a prediction, and what it would be without them."""
 
-from ntk_laplace.explain.explanation import Asked, Explanation, explain
+from ntk_laplace.explain.explanation import Asked, Explanation, bytes_of_each, explain
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
 from ntk_laplace.explain.quantity import SPREADS
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked, joined
 from ntk_laplace.explain.ranking import Ranking, effects, rank
 from ntk_laplace.explain.relinearize import relinearized
 from ntk_laplace.explain.together import GroupRemoval, JointRemoval
@@ -28,8 +28,10 @@ __all__ = [
     "LeaveOneOut",
     "Ranked",
     "Ranking",
+    "bytes_of_each",
     "effects",
     "explain",
+    "joined",
     "leave_one_out",
     "positions",
     "rank",

@@ -16,7 +16,7 @@ from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import Structure, Trained
 
 __all__ = [
-    "Decomposition", "TakenOut", "contributions", "is_exact", "leverages", "removal_effects",
+    "Decomposition", "SingleRemovals", "TakenOut", "contributions", "is_exact", "leverages",
     "similarities", "taken_out", "widening", "without_each",
 ]  # fmt: skip
 
@@ -69,26 +69,46 @@ def leverages(blocks: Tensor) -> Tensor:
     return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
 
 
-def removal_effects(
-    space: FunctionSpace, test: Rows, residual: Tensor, shares: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Change of f(x) when one training point leaves, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C) each.
+class SingleRemovals:
+    """What predictions become without each training point alone, one Newton step, in function space.
 
-    With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
-    (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii, so that no inverse of Λ is taken.
+    What the training points alone decide is computed once.
+
+    Parameters
+    ----------
+    space : FunctionSpace
+    residual : Tensor, (N, C)
+        r at the training points.
     """
-    r, n = space.weighted.num_seeds, space.weighted.num_examples
-    own = space.rows.weighted(residual.unsqueeze(-1))
-    columns = _cross(space, space.weighted, own).view(n * r, n)  # SᵀK r
-    solved = space.inverse @ columns  # D, (N R, N)
-    to_train = space.cross(test).T  # K_xS, (n*K, N*R)
-    seen = shares - (to_train @ solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
-    diagonal = solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
-    blocks = space.inverse_blocks
-    amplified = torch.linalg.solve(blocks, diagonal.unsqueeze(-1)).squeeze(-1)  # [B⁻¹]_ii⁻¹ D_ii
-    through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
-    moved = -(seen + torch.einsum("xcnr,nr->xnc", through, amplified))
-    return moved, _widened(blocks, through)
+
+    def __init__(self, space: FunctionSpace, residual: Tensor) -> None:
+        self._space = space
+        r, n = space.weighted.num_seeds, space.weighted.num_examples
+        own = space.rows.weighted(residual.unsqueeze(-1))
+        columns = _cross(space, space.weighted, own).view(n * r, n)  # SᵀK r
+        self._solved = space.inverse @ columns  # D, (N R, N)
+        diagonal = self._solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
+        # [B⁻¹]_ii⁻¹ D_ii
+        self._amplified = torch.linalg.solve(space.inverse_blocks, diagonal.unsqueeze(-1)).squeeze(-1)
+
+    def effects(self, test: Rows, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Change of f(x) when one training point leaves, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C).
+
+        With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
+        (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii, so that no inverse of Λ is taken.
+
+        Parameters
+        ----------
+        shares : Tensor, (n, N, C)
+            k(x, x_i) r_i.
+        """
+        space = self._space
+        r, n = space.weighted.num_seeds, space.weighted.num_examples
+        to_train = space.cross(test).T  # K_xS, (n*K, N*R)
+        seen = shares - (to_train @ self._solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
+        through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
+        moved = -(seen + torch.einsum("xcnr,nr->xnc", through, self._amplified))
+        return moved, _widened(space.inverse_blocks, through)
 
 
 def widening(space: FunctionSpace, test: Rows) -> Tensor:
@@ -109,10 +129,13 @@ def _widened(blocks: Tensor, through: Tensor) -> Tensor:
     return half.square().sum(1).view(n, count, -1).transpose(0, 1)
 
 
-def similarities(space: FunctionSpace, test: Rows, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def similarities(
+    space: FunctionSpace, test: Rows, output: Tensor, squares: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """k(x, x_i) of one output of each input with all of each training point (n, N, C), with the same, and that scaled.
 
-    The last two are (n, N): the similarity of [T20] 5.2, and its correlation, in [-1, 1].
+    The last two are (n, N): the similarity of [T20] 5.2, and its correlation, in [-1, 1]. `squares` (N, C) are
+    k(x_i, x_i).
     """
     n, c = test.f.shape
     chosen = torch.nn.functional.one_hot(output, c).to(test.f).unsqueeze(-1)  # (n, C, 1)
@@ -120,8 +143,7 @@ def similarities(space: FunctionSpace, test: Rows, output: Tensor) -> tuple[Tens
     index = output.view(n, 1, 1).expand(-1, kernel.shape[1], 1)
     same = kernel.gather(2, index).squeeze(2)
     own = diagonal_blocks(test, space.variances).diagonal(dim1=1, dim2=2).gather(1, output.unsqueeze(1))
-    theirs = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)[:, output].T
-    scale = (own * theirs).sqrt()
+    scale = (own * squares[:, output].T).sqrt()
     return kernel, same, torch.where(scale > 0, same / scale, torch.zeros_like(same))
 
 

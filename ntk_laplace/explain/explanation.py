@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
+from ntk_laplace.data import as_tensors
 from ntk_laplace.errors import DataError
 from ntk_laplace.explain.algebra import (
+    SingleRemovals,
     contributions,
     leverages,
-    removal_effects,
     similarities,
     widening,
 )
 from ntk_laplace.explain.quantity import Question, question
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted, strongest
 from ntk_laplace.factors import Rows
+from ntk_laplace.gram import diagonal_blocks
 from ntk_laplace.structures import Structure, Trained
 
-__all__ = ["Asked", "Explanation", "explain"]
+__all__ = ["Asked", "Explanation", "bytes_of_each", "explain"]
 
 _EXACT = (
     "offset, contributions and gap add up to the prediction exactly",
@@ -61,6 +64,26 @@ class Asked:
         if self.k is None:
             raise DataError("k of at least 1, a whole number", "None", "Ask for one or more training points.")
         return question(trained.likelihood, f, self.by, self.output, self.y), min(counted(self.k, count), count)
+
+    def of_each(
+        self, trained: Trained, chunks: Iterable[Rows], count: int
+    ) -> Iterator[tuple[Rows, Question, int]]:
+        """Rows of each chunk, with the question at their predictions and how many training points to show.
+
+        Raises
+        ------
+        DataError, UnsupportedError
+            As `question`; if there are more targets than inputs, after the last of them.
+        """
+        y, start = as_tensors(self.y), 0
+        cut = self.by == "log_likelihood" and isinstance(y, Tensor) and y.ndim > 0
+        for rows in chunks:
+            stop = start + rows.num_examples
+            asked = replace(self, y=y[start:stop]) if cut else self
+            yield rows, *asked.of(trained, rows.f, count)
+            start = stop
+        if cut and len(y) != start:
+            trained.likelihood.for_new_points().targets(y, start, trained.network.num_outputs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,31 +208,43 @@ class Explanation(Ranked):
         )
 
 
-def explain(trained: Trained, structure: Structure, space: FunctionSpace, test: Rows, asked: Asked) -> Explanation:
+def explain(
+    trained: Trained, structure: Structure, space: FunctionSpace, chunks: Iterable[Rows], asked: Asked
+) -> Iterator[Explanation]:
     """Decompose predictions and rank the training points behind them.
 
     Parameters
     ----------
-    test : Rows
-        Rows of J at the inputs to explain.
+    chunks : iterable of Rows
+        Rows of J at the inputs to explain; one explanation is made of each.
     asked : Asked
     """
     points = structure.points
-    about, k = asked.of(trained, test.f, points.num_examples)
     with torch.no_grad():
         residual = points.residual(trained.likelihood)
         centered = trained.theta - trained.prior.flat_mean().to(trained.theta)
-        parts = contributions(space, test, residual, centered)
-        moved, widened = removal_effects(space, test, residual, parts.contributions)
-        variance = space.moments(test).diagonal(dim1=1, dim2=2)
-        kernel, similarity, correlation = similarities(space, test, about.output)
-        along = widened
-        if about.by == "probability_variance":
-            along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
-        effect = about.effect(test.f, moved, along)
-    return Explanation(
-        f=test.f, question=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
-        removal=moved, widening=widened, effect=effect, importance=residual, kernel=kernel, similarity=similarity,
-        correlation=correlation, variance=variance, leverage=leverages(space.inverse_blocks)[:, -1],
-        targets=points.targets, k=k, guarantees=_EXACT if trained.root.curvature == "ggn" else _OTHER_ROOT,
-    )  # fmt: skip
+        removals = SingleRemovals(space, residual)
+        squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
+        leverage = leverages(space.inverse_blocks)[:, -1]
+    for test, about, k in asked.of_each(trained, chunks, points.num_examples):
+        with torch.no_grad():
+            parts = contributions(space, test, residual, centered)
+            moved, widened = removals.effects(test, parts.contributions)
+            variance = space.moments(test).diagonal(dim1=1, dim2=2)
+            kernel, similarity, correlation = similarities(space, test, about.output, squares)
+            along = widened
+            if about.by == "probability_variance":
+                along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
+            effect = about.effect(test.f, moved, along)
+        yield Explanation(
+            f=test.f, question=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
+            removal=moved, widening=widened, effect=effect, importance=residual, kernel=kernel, similarity=similarity,
+            correlation=correlation, variance=variance, leverage=leverage, targets=points.targets, k=k,
+            guarantees=_EXACT if trained.root.curvature == "ggn" else _OTHER_ROOT,
+        )  # fmt: skip
+
+
+def bytes_of_each(structure: Structure, space: FunctionSpace) -> int:
+    """Of an explanation of one input, and of what it is made of."""
+    n, c = structure.points.f.shape
+    return n * c * (7 + 3 * space.weighted.num_seeds) * space.factor.element_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,6 +65,13 @@ class Question:
         """The same of some of the inputs."""
         targets = None if self.targets is None else self.targets[index]
         return replace(self, output=self.output[index], targets=targets)
+
+    @staticmethod
+    def joined(parts: Sequence[Question]) -> Question:
+        """One question of consecutive inputs, from those of their parts."""
+        first = parts[0]
+        targets = None if first.targets is None else torch.cat([part.targets for part in parts])
+        return replace(first, output=torch.cat([part.output for part in parts]), targets=targets)
 
     def words(self, i: int) -> str:
         """The quantity of input i."""

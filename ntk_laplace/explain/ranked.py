@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from ntk_laplace.data import Gathered
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.explain.picture import draw
 from ntk_laplace.explain.quantity import SPREADS, Question
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["HIGH_LEVERAGE", "Entry", "Ranked", "counted", "strongest"]
+__all__ = ["HIGH_LEVERAGE", "Entry", "Ranked", "counted", "joined", "strongest"]
+
+R = TypeVar("R", bound="Ranked")
 
 HIGH_LEVERAGE = 0.9
 """Above it one Newton step without the point is an extrapolation: the score is flagged."""
@@ -76,6 +79,18 @@ class Ranked:
     targets: Tensor
     k: int
     guarantees: tuple[str, ...]
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]]
+
+    def by_input(self) -> dict[tuple[str, str], Tensor]:
+        """What has an axis of inputs first, by field and, where there is one for each, side."""
+        found = {}
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if self.AXES.get(field.name, ("",))[0] == "input":
+                sides = values if isinstance(values, dict) else {"": values}
+                found |= {(field.name, side): value for side, value in sides.items()}
+        return found
 
     @property
     def output(self) -> Tensor:
@@ -199,6 +214,34 @@ class Ranked:
             f'<img alt="Training points for and against each prediction" src="data:image/png;base64,{picture}">'
             f"{tables[0]}<h3>How each prediction is made up</h3>{tables[1]}</section>"
         )
+
+
+def joined(parts: Iterable[R], room: int = 0) -> R:
+    """Explanations of consecutive inputs as one.
+
+    Parameters
+    ----------
+    parts : iterable of Explanation or Ranking
+        Taken one at a time; of each, what has an axis of inputs is copied.
+    room : int
+        Inputs to expect, if known.
+    """
+    first, questions = None, []
+    rows: dict[tuple[str, str], Gathered] = {}
+    for part in parts:
+        if len(part.f) == room:
+            return part
+        first = part if first is None else first
+        questions.append(part.question)
+        for key, values in part.by_input().items():
+            rows.setdefault(key, Gathered(room)).append(values)
+    found: dict[str, Any] = {}
+    for (name, side), gathered in rows.items():
+        if side:
+            found.setdefault(name, {})[side] = gathered.rows
+        else:
+            found[name] = gathered.rows
+    return replace(first, question=Question.joined(questions), **found)
 
 
 def counted(k: Any, default: int) -> int:

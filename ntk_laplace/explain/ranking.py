@@ -7,7 +7,7 @@ structure knows a shorter way to the products than U_x itself, not even that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -141,17 +141,25 @@ class _Strongest:
         self.values, self.indices = values.gather(1, order), here.gather(1, order)
 
 
-def rank(trained: Trained, structure: Structure, curvature: Curvature, test: Rows, asked: Asked) -> Ranking:
-    """Rank the training points behind predictions, in one pass over the data.
+def rank(
+    trained: Trained, structure: Structure, curvature: Curvature, chunks: Iterable[Rows], asked: Asked
+) -> Iterator[Ranking]:
+    """Rank the training points behind predictions, in a pass over the data for each chunk.
 
     Parameters
     ----------
-    test : Rows
-        Rows of J at the inputs to explain.
+    chunks : iterable of Rows
+        Rows of J at the inputs to explain; one ranking is made of each.
     asked : Asked
     """
+    for test, question, k in asked.of_each(trained, chunks, structure.points.num_examples):
+        yield _rank(trained, structure, curvature, test, question, k)
+
+
+def _rank(
+    trained: Trained, structure: Structure, curvature: Curvature, test: Rows, question: Question, k: int
+) -> Ranking:
     points = structure.points
-    question, k = asked.of(trained, test.f, points.num_examples)
     sides = {side: [] for side in question.sides}
     leverage = total = None
     for part in _parts(trained, curvature, test):
@@ -181,14 +189,13 @@ def rank(trained: Trained, structure: Structure, curvature: Curvature, test: Row
 
 
 def effects(
-    trained: Trained, structure: Structure, curvature: Curvature, test: Rows, question: Question
-) -> Tensor:
-    """Change of the quantity for every input and training point, (n, N), by the same pass."""
-    found = []
-    for part in _parts(trained, curvature, test):
-        passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
-        found.append(torch.cat([change for _, change in passing.effects()], 1))
-    return torch.cat(found)
+    trained: Trained, structure: Structure, curvature: Curvature, chunks: Iterable[Rows], asked: Asked
+) -> Iterator[Tensor]:
+    """Change of the quantity for each chunk's inputs and every training point, (n, N), by the same passes."""
+    for test, question, _ in asked.of_each(trained, chunks, structure.points.num_examples):
+        for part in _parts(trained, curvature, test):
+            passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
+            yield torch.cat([change for _, change in passing.effects()], 1)
 
 
 def _parts(trained: Trained, curvature: Curvature, test: Rows) -> Iterator[slice]:

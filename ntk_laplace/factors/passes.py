@@ -31,6 +31,7 @@ __all__ = ["FactorPass", "Seeds"]
 
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
 _WARM = 32 * 2**20  # and of one of them: larger tensors are given back to the system, and come cold
+_FORWARD = 8  # times as much, of all layers' outputs, where no graph holds them
 
 
 class Seeds(Protocol):
@@ -116,6 +117,10 @@ class FactorPass:
         """As many examples like those of `x` as a pass takes at a time with so many seeds."""
         self.prepare(x)
         return _examples_at_once(self._edges, seeds, fold)
+
+    def evaluated_at_once(self) -> int | None:
+        """As many examples as a forward pass without a graph takes at a time; None as long as no plan is made."""
+        return None if self._edges is None else _FORWARD * _examples_at_once(self._edges, 1, NO_FOLD)
 
     def prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once.

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace.data import refuse_input_gradients
 from ntk_laplace.factors import FactorPass, Rows
-from ntk_laplace.gp.inputs import InputForm, refuse_input_gradients
+from ntk_laplace.gp.inputs import InputForm
 from ntk_laplace.network import Network
 
 __all__ = ["CachedRows"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.network import Network
 
-__all__ = ["InputForm", "refuse_input_gradients"]
+__all__ = ["InputForm"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,3 @@ class InputForm:
                 raise DataError(f"whole numbers, to be read as {self.dtype}",
                                 f"others at example {int(wrong.nonzero()[0])}", "Pass ids, or leave input_dtype out.")
         return cast.to(network.device)
-
-
-def refuse_input_gradients(x: Tensor) -> None:
-    """A gradient in the inputs would be zero in silence: rows are made without a graph through them."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError("inputs that require no gradient", "x.requires_grad=True",
-                               "Pass x.detach(); gradients reach hyperparameters alone.")

@@ -14,10 +14,10 @@ from gpytorch.models import ExactGP
 from linear_operator.operators import ZeroLinearOperator
 from torch import Size, Tensor, nn
 
-from ntk_laplace.data import Inputs
+from ntk_laplace.data import Inputs, refuse_input_gradients
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.fit import laplace
-from ntk_laplace.gp.inputs import InputForm, refuse_input_gradients
+from ntk_laplace.gp.inputs import InputForm
 from ntk_laplace.gp.likelihood import ResponseLikelihood
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
 from ntk_laplace.likelihoods import Likelihood

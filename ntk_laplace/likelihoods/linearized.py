@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,6 +14,8 @@ from ntk_laplace.likelihoods.labels import as_probabilities
 from ntk_laplace.likelihoods.responses import Response
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ntk_laplace.likelihoods.base import Likelihood
 
 __all__ = ["LinearizedResponse"]
@@ -75,6 +78,15 @@ class LinearizedResponse(Response):
         """Draw from the Gaussian, without gradients."""
         with torch.no_grad():
             return self.rsample(sample_shape)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        first, covariance = parts[0], torch.cat([part.covariance_matrix for part in parts])
+        nothing = covariance.new_zeros(()).expand_as(covariance)
+        whole = cls(first.likelihood, torch.cat([part.loc for part in parts]), covariance, nothing, first.scalar)
+        for name in ("epistemic", "aleatoric"):  # which the sum does not tell apart
+            setattr(whole, name, torch.cat([getattr(part, name) for part in parts]))
+        return whole
 
     def _drop(self, moments: Tensor) -> Tensor:
         return moments.squeeze(-1) if self.scalar else moments

@@ -15,7 +15,7 @@ import torch
 from torch import Size, Tensor
 from torch import distributions as td
 
-from ntk_laplace.errors import TargetError
+from ntk_laplace.errors import TargetError, UnsupportedError
 from ntk_laplace.likelihoods.covariances import cholesky, marginal_log_density, require_positive
 from ntk_laplace.likelihoods.labels import label_log_prob
 
@@ -31,6 +31,7 @@ __all__ = [
     "MultivariateNormalResponse",
     "NormalResponse",
     "Response",
+    "no_join",
 ]
 
 
@@ -89,7 +90,7 @@ class Response(td.Distribution):
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
-        raise NotImplementedError(f"{cls.__name__} cannot be joined")
+        raise no_join(cls)
 
     def _read(self, y: Any) -> Tensor:
         """Bring targets into the shape sample_shape + (n,) + event_shape, checked and in canonical form."""
@@ -119,6 +120,17 @@ class Response(td.Distribution):
         return sample_shape, y.reshape((math.prod(sample_shape) * n, *event))
 
 
+def no_join(kind: type) -> UnsupportedError:
+    """The error of responses that cannot be put together."""
+    return UnsupportedError("responses whose parts can be put together", kind.__name__,
+                            "Define its class method join(parts), or predict as many inputs in one go, "
+                            "predict(x, batch_size=len(x)).")
+
+
+def _concatenated(parts: Sequence[Response], *names: str) -> list[Tensor]:
+    return [torch.cat([getattr(part, name) for part in parts]) for name in names]
+
+
 class NormalResponse(Response, td.Normal):
     """Normal response of a network whose outputs have shape (N,)."""
 
@@ -133,13 +145,17 @@ class NormalResponse(Response, td.Normal):
         y = self._read(value)
         return td.Normal.log_prob(self, y).masked_fill(y.isnan(), 0.0)
 
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        return cls(parts[0].likelihood, *_concatenated(parts, "loc", "epistemic", "aleatoric"))
+
 
 class MultivariateNormalResponse(Response, td.MultivariateNormal):
     """Normal response of C outputs, with covariance = latent covariance + noise."""
 
     def __init__(self, likelihood: Likelihood, mean: Tensor, latent: Tensor, noise: Tensor) -> None:
         super().__init__(mean, scale_tril=cholesky(latent + noise), validate_args=False)
-        self.latent_covariance = latent
+        self.latent_covariance, self._noise = latent, noise
         parts = (latent.diagonal(dim1=-2, dim2=-1), noise.diagonal(dim1=-2, dim2=-1))
         self._own(likelihood, mean.shape[-1], *parts)
 
@@ -150,6 +166,10 @@ class MultivariateNormalResponse(Response, td.MultivariateNormal):
         if bool(there.all()):
             return td.MultivariateNormal.log_prob(self, y)
         return marginal_log_density(y - self.loc, self.covariance_matrix, there)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        return cls(parts[0].likelihood, *_concatenated(parts, "loc", "latent_covariance", "_noise"))
 
 
 class FactorizedResponse(Response, td.Independent):
@@ -174,6 +194,15 @@ class FactorizedResponse(Response, td.Independent):
         scores = self.base_dist.log_prob(y.masked_fill(missing, 0.0)).masked_fill(missing, 0.0)
         return scores.sum(-1) if self.reinterpreted_batch_ndims else scores
 
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        bases, scalar = [part.base_dist for part in parts], parts[0].event_shape == ()
+        names = [name for name in type(bases[0]).arg_constraints if name != "probs"]  # logits say the same
+        values = {name: torch.cat([getattr(base, name) for base in bases]) for name in names}
+        rows = _concatenated(parts, "epistemic", "aleatoric")
+        rows = [row.unsqueeze(-1) for row in rows] if scalar else rows
+        return cls(parts[0].likelihood, type(bases[0])(**values, validate_args=False), *rows, scalar)
+
 
 class BernoulliResponse(FactorizedResponse):
     """Independent yes or no for each output, from the log odds (n, C)."""
@@ -197,7 +226,7 @@ class BernoulliResponse(FactorizedResponse):
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
         scalar = parts[0].event_shape == ()
-        rows = (torch.cat([getattr(part, name) for part in parts]) for name in ("logits", "epistemic", "aleatoric"))
+        rows = _concatenated(parts, "logits", "epistemic", "aleatoric")
         return cls(parts[0].likelihood, *(row.unsqueeze(-1) if scalar else row for row in rows), scalar)
 
 
@@ -229,5 +258,4 @@ class CategoricalResponse(Response, td.Categorical):
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
-        rows = (torch.cat([getattr(part, name) for part in parts]) for name in ("logits", "epistemic", "aleatoric"))
-        return cls(parts[0].likelihood, *rows)
+        return cls(parts[0].likelihood, *_concatenated(parts, "logits", "epistemic", "aleatoric"))

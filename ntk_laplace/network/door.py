@@ -24,6 +24,7 @@ from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonD
 from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice, choose
 from ntk_laplace.network.copying import private_copy, require_module
+from ntk_laplace.network.head import Head
 from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
@@ -131,6 +132,15 @@ class Network:
         """The chosen parameters, flat, (P,)."""
         return torch.cat([parameter.detach().flatten() for parameter in self._parameters.values()])
 
+    @property
+    def form(self) -> Inputs | None:
+        """Keys, shapes and types of inputs that it took, without an example; None as long as it took none."""
+        return self._form
+
+    @form.setter
+    def form(self, form: Inputs | None) -> None:
+        self._form = form
+
     def to(self, device: torch.device) -> Network:
         """The same network on another device; itself if it is there."""
         if device == self.device:
@@ -199,6 +209,32 @@ class Network:
         """Outputs (N, C) at other values (P,) of the chosen parameters, as `without_grad`."""
         values = {f"module.{n}": v.to(self.dtype) for n, v in self.unflatten(theta).items()}
         return self._in_parts(lambda part: torch.func.functional_call(self.caller, values, (part,)), x, 0)
+
+    def varying(self, x: Inputs, offset: int = 0) -> Callable[[Tensor], Tensor]:
+        """Outputs (N, C) at `x` as a function of the chosen parameters' values (P,), as `with_parameters`.
+
+        Where all of these parameters belong to one module whose outputs are the network's, what comes before that
+        module is evaluated once. The first values are given to the whole network too: where it does not agree, as
+        where it uses a parameter elsewhere as well, the whole network is evaluated for all of them.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            head = Head.of(self.module, self.names, lambda: self._outputs(self._call, x, offset))
+        tried = False
+
+        def outputs(theta: Tensor) -> Tensor:
+            nonlocal head, tried
+            if head is None:
+                return self.with_parameters(theta, x)
+            with torch.inference_mode(False), torch.no_grad():
+                values = {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}
+                found = self._outputs(lambda _: head(values), x, offset)
+                if tried:
+                    return found
+                tried, whole = True, self.with_parameters(theta, x)
+                head = head if _gap(found, whole) <= _tolerance(whole) else None
+            return whole
+
+        return outputs
 
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         starts = range(0, max(1, num_examples(x)), _AT_A_TIME)

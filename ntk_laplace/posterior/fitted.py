@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import Part, Root
-from ntk_laplace.data import Batches, Inputs, as_tensors, num_examples, to_device
+from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import Curvature, joint_gradient
 from ntk_laplace.explain import Indices, positions
@@ -18,6 +17,7 @@ from ntk_laplace.factors import Rows
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
 from ntk_laplace.points import present_values, unmoved
+from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import Structure, Trained, posterior_record, require_place, write
 
@@ -259,12 +259,9 @@ class Fitted:
         """z = H⁻¹g, (P,); the refitted linear model's weights are θ* - z."""
         return self.curvature.newton(self._joint_gradient())
 
-    def _on_device(self, x: Inputs) -> Inputs:
-        x = as_tensors(x)
-        if num_examples(x) == 0:
-            raise DataError("at least one input", "none", "Pass one or more inputs.")
-        return to_device(x, self.network.device, self.network.dtype)
+    def _chunks(self, x: Any, batch_size: int | None = None) -> Chunks:
+        return Chunks(self._trained, x, batch_size)
 
-    def _rows(self, x: Inputs) -> Rows:
-        rows = self._trained.factors.rows(self._on_device(x))
-        return rows if self._trained.move is None else replace(rows, f=self._trained.outputs(rows))
+    def _rows(self, x: Any) -> Rows:
+        """Rows at all inputs together."""
+        return Rows.concatenate(list(self._chunks(x).rows()))

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import Inputs
+from ntk_laplace.data import Gathered, Inputs, gather
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.factors import Rows
 from ntk_laplace.gram import gram
-from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.likelihoods import Likelihood, Response
 from ntk_laplace.linalg import symmetric_root
+from ntk_laplace.posterior.chunks import Chunks
+from ntk_laplace.posterior.draws import Sampler, WeightDraws
 from ntk_laplace.posterior.fitted import Fitted
-from ntk_laplace.predictive import predictive, predictive_from_samples
+from ntk_laplace.predictive import Predictive, joined, predictive_from_samples
 from ntk_laplace.resources import require_memory
 
 with warnings.catch_warnings():  # linear_operator scripts a function as it is imported, which newer torch warns of
@@ -27,25 +29,30 @@ with warnings.catch_warnings():  # linear_operator scripts a function as it is i
 
 __all__ = ["PredictionVerbs"]
 
-_DRAWS = 256 * 2**20  # bytes of weight samples held at a time
+_SAMPLED = 2**23  # outputs at weight samples held at a time
 
 
 class PredictionVerbs(Fitted):
-    """Outputs and responses at new inputs."""
+    """Outputs and responses at new inputs.
 
-    def outputs(self, x: Inputs) -> Tensor:
+    Inputs `x` may be a tensor, a tuple or dict of tensors, a DataLoader or a Dataset. Their order is that of the
+    answers: a loader that shuffles is refused. Of a loader's batches the part that has the form of the fit's inputs is
+    taken: the batch, the first member of a pair or a triple, or the fit's keys of a mapping. Inputs are worked on in
+    chunks, of `batch_size` examples at most, by default 512, and as many as memory of 128 MiB bears; answers are put
+    together at the end. Chunks change rounding alone. Gradients in inputs are refused (UnsupportedError).
+    """
+
+    def outputs(self, x: Inputs, *, batch_size: int | None = None) -> Tensor:
         """f at `x`, (n, C), without its uncertainty: of the network, or of the linearized one that a what-if moved."""
-        if self._trained.move is not None:
-            return self._rows(x).f
-        return self.network.without_grad(self._on_device(x)).to(self.dtype)
+        return self._outputs(self._chunks(x, batch_size))
 
     def latent(self, x: Inputs, mean: str = "map") -> MultitaskMultivariateNormal:
         """Joint posterior of f at `x` ([T20] 3.13).
 
         Parameters
         ----------
-        x : tensor, tuple or dict of tensors
-            n inputs.
+        x : tensor, tuple or dict of tensors, DataLoader or Dataset
+            n inputs, all of them together.
         mean : str
             "map": the network's own outputs; after `remove`, `relabel`, `reweight` or `add` those of the linearized
             network at the weights θ it moved to, f + J(θ-θ*). "posterior": those of the refitted linear model,
@@ -56,15 +63,21 @@ class PredictionVerbs(Fitted):
         gpytorch MultitaskMultivariateNormal
             Over (n, C), interleaved.
         """
-        rows = self._rows(x)
+        step, rows = self._step(mean), self._jointly(x)
         # a lazy covariance: torch would factor a dense one at once, and V may be singular
-        covariance = DenseLinearOperator(self._joint(rows))
-        return MultitaskMultivariateNormal(self._mean(rows, mean), covariance, interleaved=True)
+        covariance = DenseLinearOperator(self.curvature.covariance(rows))
+        return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
-    def latent_moments(self, x: Inputs, mean: str = "map") -> tuple[Tensor, Tensor]:
+    def latent_moments(
+        self, x: Inputs, mean: str = "map", *, batch_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, never the joint ([T20] 3.13)."""
-        rows = self._rows(x)
-        return self._mean(rows, mean), self.curvature.moments(rows)
+        chunks = self._chunks(x, batch_size)
+        means, blocks = Gathered(chunks.length or 0), Gathered(chunks.length or 0)
+        for f, covariance in self._moments(chunks, mean):
+            means.append(f)
+            blocks.append(covariance)
+        return means.rows, blocks.rows
 
     def prior_latent(self, x: Inputs) -> MultitaskMultivariateNormal:
         """Joint prior of f at `x` under the linearized network: mean f + J(μ0-θ*), covariance K = J P0⁻¹ Jᵀ."""
@@ -76,48 +89,53 @@ class PredictionVerbs(Fitted):
 
     def predict(
         self, x: Inputs, method: str = "glm", samples: int = 1000, *, mean: str = "map",
-        likelihood: Likelihood | None = None, generator: torch.Generator | None = None,
+        likelihood: Likelihood | None = None, generator: torch.Generator | None = None, batch_size: int | None = None,
     ) -> Distribution:  # fmt: skip
         """Predictive distribution of responses at `x` ([T20] 3.14 to 3.16).
 
         Parameters
         ----------
-        x : tensor, tuple or dict of tensors
+        x : tensor, tuple or dict of tensors, DataLoader or Dataset
         method : str
             "glm": average the response over the linearized model's outputs; closed form for a Gaussian likelihood.
-            "blr": moments of the response in closed form. "nn": sample weights (weight space only). "probit": closed
-            form approximation for classes. "map": plug in the network's outputs.
+            "blr": moments of the response in closed form. "nn": sample weights (weight space only), the same for all
+            inputs; where all of them belong to one last module, what comes before it is evaluated once. "probit":
+            closed form approximation for classes. "map": plug in the network's outputs.
         samples : int
             Draws, where the method draws.
         mean : str
             As in `latent`.
         likelihood : Likelihood, optional
-            Of the responses, if it is not the training one (other noise, say).
+            Of the responses, if it is not the training one (other noise, say). It may be one for each of the n
+            inputs: moments of f are then kept for all of them before responses are made.
         generator : torch.Generator, optional
             Source of randomness; the global state otherwise.
+        batch_size : int, optional
+            Most inputs at a time; by default at most 512, and as many as memory of 128 MiB bears.
 
         Returns
         -------
         torch Distribution
             One per input, with ``log_prob(y)`` of shape (n,), `mean`, `variance`, and `probs` for classes.
         """
-        likelihood = self.likelihood.for_new_points() if likelihood is None else likelihood
-        if not isinstance(likelihood, Likelihood):
+        own = self.likelihood.for_new_points() if likelihood is None else likelihood
+        if not isinstance(own, Likelihood):
             raise UnsupportedError("a likelihood object, or None for the training one", f"{likelihood!r}",
                                    "Use for instance ntk_laplace.Gaussian(noise).")
         _require_generator(generator)
+        scalar = self.network.scalar
         if method == "nn":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
-            draws = self._weight_outputs(samples, x, generator)
-            with torch.no_grad():  # a temperature is a parameter
-                return predictive_from_samples(likelihood, draws, self.network.scalar)
+            draws = WeightDraws(self._sampler(), samples, self.num_parameters, self._trained.theta, generator)
+            parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws))
+            return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
+        respond = Predictive(own, method, samples, generator, scalar)
         if method == "map":
-            f = self.outputs(x)
-            covariance = f.new_zeros(*f.shape, f.shape[1])
-        else:
-            f, covariance = self.latent_moments(x, mean)
-        with torch.no_grad():
-            return predictive(likelihood, f, covariance, method, samples, generator, self.network.scalar)
+            f = self.outputs(x, batch_size=batch_size)
+            certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
+            return _responses([(f, certain)], True, respond)
+        moments = self._moments(self._chunks(x, batch_size), mean)
+        return _responses(moments, likelihood is None, respond)
 
     def sample(self, count: int, x: Inputs | None = None, generator: torch.Generator | None = None) -> Tensor:
         """Draws from the posterior.
@@ -126,50 +144,87 @@ class PredictionVerbs(Fitted):
         ----------
         count : int
         x : optional
-            Function samples at these inputs, (count, n, C); without it weight samples, (count, P), where the
+            Function samples at these inputs together, (count, n, C); without it weight samples, (count, P), where the
             structure has them.
         """
         require_whole("count", count, 0, "Pass how many draws you want.")
         _require_generator(generator)
         if x is None:
-            return self._sample_weights(count, generator)
-        rows = self._rows(x)
-        root = symmetric_root(self._joint(rows))
+            return self._sampler()(count, generator)
+        rows = self._jointly(x)
+        root = symmetric_root(self.curvature.covariance(rows))
         noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
         return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
 
     # --- inside
 
-    def _joint(self, rows: Rows) -> Tensor:
-        size = rows.num_examples * rows.num_seeds
+    def _outputs(self, chunks: Chunks) -> Tensor:
+        if self._trained.move is not None:
+            return gather((rows.f for rows in chunks.rows()), chunks.length or 0).rows
+        found = (self.network.without_grad(x, start).to(self.dtype) for start, x in chunks.inputs())
+        return gather(found, chunks.length or 0).rows
+
+    def _moments(self, chunks: Chunks, mean: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Mean (m, C) and covariance blocks (m, C, C) of f at each chunk."""
+        step = self._step(mean)
+        for rows in chunks.rows(3 * self.num_outputs**2 * self.dtype.itemsize):
+            yield _moved(rows, step), self.curvature.moments(rows)
+
+    def _jointly(self, x: Inputs) -> Rows:
+        """Rows at all inputs, if their joint covariance fits."""
+        chunks = self._chunks(x)
+        if chunks.length is not None:
+            self._require_joint(chunks.length)
+        rows = Rows.concatenate(list(chunks.rows()))
+        self._require_joint(rows.num_examples)
+        return rows
+
+    def _require_joint(self, count: int) -> None:
+        size = count * self.num_outputs
         # K**, and the whitened cross-covariance whose square is subtracted from it
-        needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * rows.f.element_size()
-        require_memory(needed, rows.f.device, f"the joint covariance of {size:,} outputs",
+        needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * self.dtype.itemsize
+        require_memory(needed, self.network.device, f"the joint covariance of {size:,} outputs",
                        "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
                        self._trained.settings.memory_budget)
-        return self.curvature.covariance(rows)
 
-    def _mean(self, rows: Rows, mean: str) -> Tensor:
+    def _step(self, mean: str) -> dict[str, Tensor] | None:
+        """θ - θ̄ by parameter, from which the mean is asked for; None for the network's own outputs."""
         if mean == "map":
-            return rows.f
+            return None
         if mean != "posterior":
             raise UnsupportedError('mean "map" or "posterior"', repr(mean), "Choose one of the two.")
-        return rows.f - rows.jvp(self.network.unflatten(self._newton_step()))  # f + J(θ̄ - θ*)
+        return self.network.unflatten(self._newton_step())
 
-    def _sample_weights(self, count: int, generator: torch.Generator | None) -> Tensor:
-        draw: Callable[..., Tensor] | None = getattr(self.curvature, "sample_weights", None)
+    def _sampler(self) -> Sampler:
+        draw: Sampler | None = getattr(self.curvature, "sample_weights", None)
         if draw is None:
             raise UnsupportedError("a structure that has weight samples", f"structure={self.structure!r}",
                                    'Pass x for function samples, or fit in weight space ("full", "kfac", ...).')
-        return draw(count, generator)
+        return draw
 
-    def _weight_outputs(self, count: int, x: Inputs, generator: torch.Generator | None) -> Tensor:
-        x, step = self._on_device(x), max(1, _DRAWS // (self.num_parameters * self.dtype.itemsize))
-        outputs = []
-        for start in range(0, count, step):
-            weights = self._sample_weights(min(step, count - start), generator)
-            outputs += [self.network.with_parameters(theta, x) for theta in weights]
-        return torch.stack(outputs).to(self.dtype)
+    def _sampled(self, chunks: Chunks, draws: WeightDraws) -> Iterator[Tensor]:
+        """Outputs at all weight samples, (S, m, C), of each chunk."""
+        for start, x in chunks.inputs(max(1, _SAMPLED // (draws.count * self.num_outputs))):
+            outputs = self.network.varying(x, start)
+            yield torch.stack([outputs(theta) for theta in draws]).to(self.dtype)
+
+
+def _moved(rows: Rows, step: dict[str, Tensor] | None) -> Tensor:
+    """f + J(θ̄ - θ*), (n, C)."""
+    return rows.f if step is None else rows.f - rows.jvp(step)
+
+
+def _responses(
+    parts: Iterable[tuple[Tensor, ...]], apart: bool, respond: Callable[..., Response], axis: int = 0
+) -> Distribution:
+    """Responses from what is known of f at each chunk, chunk by chunk or all together; `axis` is that of examples."""
+    if not apart:
+        parts = [tuple(torch.cat(same, axis) for same in zip(*parts, strict=True))]
+    found = []
+    for part in parts:
+        with torch.no_grad():  # a temperature is a parameter
+            found.append(respond(*part))
+    return joined(found)
 
 
 def _require_generator(generator: object) -> None:

@@ -4,6 +4,7 @@ from ntk_laplace.curvature import FORMS
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.base import Settings, Structure, Trained
 from ntk_laplace.structures.changed import ChangedStructure, rows_of
+from ntk_laplace.structures.coalescing import coalesced
 from ntk_laplace.structures.full import FullStructure
 from ntk_laplace.structures.gp import FunctionSpaceStructure
 from ntk_laplace.structures.records import opened, require_place, resumed, write
@@ -25,6 +26,7 @@ __all__ = [
     "Structure",
     "StructuredStructure",
     "Trained",
+    "coalesced",
     "opened",
     "posterior_record",
     "require_place",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -41,11 +42,27 @@ def posterior_record(trained: Trained, structure: Structure, reason: str, includ
         "targets": network.targets,
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
+        "form": _plain(network.form),
         "likelihood": _likelihood_record(trained.likelihood),
         "prior": _prior_record(trained.prior),
         "state": structure.state(trained, include_data),
         "points": _points_record(trained, structure, include_data),
     }
+
+
+def _plain(form: Any) -> Any:
+    """The form of the network's inputs in plain containers; None if something else is in it."""
+    if form is None or isinstance(form, (Tensor, str, int, float)):
+        return form
+    if not isinstance(form, (Mapping, tuple, list)):
+        return None
+    keys, values = (form.keys(), form.values()) if isinstance(form, Mapping) else ([], form)
+    found = [_plain(value) for value in values]
+    if not all(isinstance(key, str) for key in keys) or any(
+        one is None and value is not None for one, value in zip(found, values, strict=True)
+    ):
+        return None
+    return dict(zip(keys, found, strict=True)) if isinstance(form, Mapping) else found
 
 
 def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:

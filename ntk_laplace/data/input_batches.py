@@ -1,0 +1,164 @@
+"""Inputs alone, in batches: of tensors, or of a loader or a dataset whose batches may hold targets as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from ntk_laplace.data.batches import BATCH_BYTES, batches_of, samplers_of
+from ntk_laplace.data.forms import in_words
+from ntk_laplace.data.inputs import (
+    Inputs,
+    as_tensors,
+    map_tensors,
+    num_bytes,
+    num_examples,
+    refuse_input_gradients,
+    take,
+    to_device,
+)
+from ntk_laplace.errors import DataError
+
+__all__ = ["InputBatches"]
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_BATCH = 512  # examples at a time where the caller did not say
+_READ = 64  # examples of a dataset that are collated at a time
+_MOST_MEMBERS = 3  # of a batch that is a tuple: inputs, targets and weights
+
+
+class InputBatches:
+    """Inputs in batches, in their order, on one device, as often as wanted.
+
+    What is input in a loader's batch follows from the form of the inputs at the fit: a batch of that form is inputs; of
+    a pair or a triple whose first member has it, that member is; of a mapping that has its keys and others, those keys
+    are. Forms agree if keys, numbers of axes and kinds of type (floating or not) do.
+
+    Parameters
+    ----------
+    x : tensor, tuple or dict of tensors, DataLoader or Dataset
+        A loader keeps its batches and their order; a dataset is read in its order, with torch's default `collate_fn`.
+    form : tensor, or nested tuples, lists and dicts of them, optional
+        Of the inputs at the fit, without an example. Where it is not known, of a tuple with up to three members the
+        first is input.
+    batch_size : int, optional
+        Most examples of a batch; tensors and larger batches are cut. By default 512, and 32 MiB.
+    device : torch.device
+        Where batches go.
+    dtype : torch.dtype
+        Taken by floating inputs.
+
+    Attributes
+    ----------
+    length : int or None
+        Number of examples of tensors; None of a loader or a dataset.
+    batch_size : int
+        Most examples of a batch.
+
+    Raises
+    ------
+    DataError
+        If `x` is no inputs, or a loader shuffles; from a pass, if there are none, or a batch does not hold inputs of
+        that form.
+    UnsupportedError
+        If a gradient in the inputs is asked for; of a loader's inputs, from a pass.
+    """
+
+    def __init__(
+        self, x: Any, form: Inputs | None, batch_size: int | None, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._form, self._device, self._dtype = form, device, dtype
+        self.batch_size, self._most_bytes = batch_size or _BATCH, None if batch_size else BATCH_BYTES
+        self._with_gradients = torch.is_grad_enabled()
+        self.length: int | None = None
+        if isinstance(x, DataLoader):
+            _require_order(x)
+            self._source: Any = x
+        elif isinstance(x, Dataset):
+            self._source = DataLoader(x, batch_size=min(self.batch_size, _READ))
+        else:
+            self._source = as_tensors(x)
+            self.length = num_examples(self._source)
+            refuse_input_gradients(self._source)
+            if self.length == 0:
+                raise _none()
+
+    def __iter__(self) -> Iterator[tuple[Inputs]]:
+        empty = True
+        for x in self._wholes():
+            n = num_examples(x)
+            step = self.batch_size
+            if self._most_bytes is not None:
+                step = min(step, max(1, self._most_bytes * n // max(1, num_bytes(x))))
+            for start in range(0, n, step):
+                empty = False
+                part = map_tensors(Tensor.detach, take(x, slice(start, start + step)))
+                yield (to_device(part, self._device, self._dtype),)
+        if empty:
+            raise _none()
+
+    def _wholes(self) -> Iterator[Inputs]:
+        if not isinstance(self._source, DataLoader):
+            yield self._source
+            return
+        for batch in batches_of(self._source):
+            x = self._inputs(batch)
+            with torch.set_grad_enabled(self._with_gradients):  # as it was when the question was asked
+                refuse_input_gradients(x)
+            yield x
+
+    def _inputs(self, batch: Any) -> Inputs:
+        """What of a loader's batch is input."""
+        pair = isinstance(batch, (tuple, list)) and 0 < len(batch) <= _MOST_MEMBERS
+        if self._form is None:
+            return as_tensors(batch[0] if pair else batch)
+        found = _part_like(batch, self._form)
+        if found is None and pair:
+            found = _part_like(batch[0], self._form)
+        if found is None:
+            form = in_words(self._form, "n")
+            raise DataError(f"batches that are inputs such as {form}, or tuples whose first member is that",
+                            in_words(batch), "Give the loader batches of the form that the fit's had.")
+        return found
+
+
+def _part_like(x: Any, form: Inputs) -> Inputs | None:
+    """What of `x` has a form: `x` itself, of mappings the keys of the form; None if it has another."""
+    if isinstance(form, Tensor):
+        fits = isinstance(x, Tensor) and x.ndim == form.ndim and x.is_floating_point() == form.is_floating_point()
+        return x if fits else None
+    if isinstance(form, Mapping):
+        if not isinstance(x, Mapping) or not form.keys() <= x.keys():
+            return None
+        parts = {key: _part_like(x[key], own) for key, own in form.items()}
+        return None if any(parts[key] is None and form[key] is not None for key in form) else parts
+    if isinstance(form, (tuple, list)):  # collating makes lists of tuples
+        if not isinstance(x, (tuple, list)) or len(x) != len(form):
+            return None
+        members = [_part_like(one, own) for one, own in zip(x, form, strict=True)]
+        if any(one is None and own is not None for one, own in zip(members, form, strict=True)):
+            return None
+        return type(form)(*members) if hasattr(form, "_fields") else type(form)(members)
+    return x
+
+
+def _require_order(loader: DataLoader) -> None:
+    """Refuse a loader whose examples come in an order that nobody knows.
+
+    Raises
+    ------
+    DataError
+    """
+    for sampler in samplers_of(loader):
+        if isinstance(sampler, _RANDOM) or getattr(sampler, "shuffle", False) is True:
+            raise DataError("a loader that keeps the order of its data, so that answers can be told apart by position",
+                            f"one that shuffles ({type(sampler).__name__})",
+                            "Pass DataLoader(dataset, batch_size=..., shuffle=False), or the dataset itself.")
+
+
+def _none() -> DataError:
+    return DataError("at least one input", "none", "Pass one or more inputs.")

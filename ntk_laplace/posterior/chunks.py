@@ -1,0 +1,93 @@
+"""Chunks: inputs of a prediction, as many at a time as what is made of them leaves memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ntk_laplace.data import InputBatches, Inputs, num_examples, take
+from ntk_laplace.errors import require_whole
+from ntk_laplace.factors import Rows
+from ntk_laplace.structures import Trained, coalesced
+
+__all__ = ["Chunks"]
+
+_HELD = 128 * 2**20  # bytes of rows, and of what is made of them, at a time
+_FEWEST = 16  # examples whose rows show how large those of the others are
+
+
+class Chunks:
+    """Inputs from tensors, a loader or a dataset, a chunk at a time, in their order.
+
+    Parameters
+    ----------
+    trained : Trained
+    x : tensor, tuple or dict of tensors, DataLoader or Dataset
+    batch_size : int, optional
+        Most examples of a chunk; by default 512, and as many as take 128 MiB. Small batches of a loader are read
+        together up to it, unless the network treats their examples otherwise then.
+
+    Attributes
+    ----------
+    length : int or None
+        Number of examples of tensors; None of a loader or a dataset.
+
+    Raises
+    ------
+    HyperparameterError
+        If `batch_size` is no positive whole number.
+    DataError, UnsupportedError
+        As `InputBatches`.
+    """
+
+    def __init__(self, trained: Trained, x: Any, batch_size: int | None = None) -> None:
+        if batch_size is not None:
+            require_whole("batch_size", batch_size, 1, "Leave it out to have it chosen.")
+        network = trained.network
+        self._trained, self._chosen = trained, batch_size
+        self._batches = InputBatches(x, network.form, batch_size, network.device, network.dtype)
+        self.length = self._batches.length
+
+    def inputs(self, most: int | None = None) -> Iterator[tuple[int, Inputs]]:
+        """(number of the first example, inputs) of chunks to evaluate the network at, of at most so many examples."""
+        own = None if self._chosen else self._trained.factors.evaluated_at_once()
+        bounds, seen = [size for size in (most, own) if size is not None], 0
+        for x in self._read():
+            n = num_examples(x)
+            step = min([n, *bounds])
+            for start in range(0, n, step):
+                yield seen + start, take(x, slice(start, start + step)) if step < n else x
+            seen += n
+
+    def rows(self, each: int = 0) -> Iterator[Rows]:
+        """Rows of J at each chunk; `each` is how many bytes are made of those of one example."""
+        trained, factors = self._trained, self._trained.factors
+        step, seen = self._chosen, 0
+        for x in self._read():
+            n, start = num_examples(x), 0
+            while start < n:
+                if step is None:
+                    step = self._first(x, each)
+                part = x if start == 0 and step >= n else take(x, slice(start, start + step))
+                rows = factors.rows(part, batch_size=self._chosen, offset=seen + start)
+                start += rows.num_examples
+                if self._chosen is None:
+                    step = self._fitting(rows.nbytes // rows.num_examples, each)
+                yield rows if trained.move is None else replace(rows, f=trained.outputs(rows))
+            seen += n
+
+    def _first(self, x: Inputs, each: int) -> int:
+        """Examples of the first chunk: as if their rows were written out, since nothing is known of them yet."""
+        factors, network = self._trained.factors, self._trained.network
+        written_out = network.num_parameters * network.num_outputs * factors.dtype.itemsize
+        return min(self._fitting(written_out, each, _FEWEST), factors.examples_at_once(x, network.num_outputs))
+
+    def _fitting(self, size: int, each: int, fewest: int = 1) -> int:
+        """Examples that fit, if the rows of each take so many bytes, and what is made of them `each`."""
+        return max(1, min(self._batches.batch_size, max(fewest, _HELD // max(1, size)), _HELD // max(1, each)))
+
+    def _read(self) -> Iterator[Inputs]:
+        parts = self._batches if self.length is not None else coalesced(self._batches, self._trained.network)
+        for (x,) in parts:
+            yield x

@@ -1,0 +1,65 @@
+"""Draws of weights that every chunk of inputs meets: kept, or drawn again from the same random state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Generator, Tensor
+
+__all__ = ["Sampler", "WeightDraws"]
+
+_HELD = 256 * 2**20  # bytes of weight samples at a time
+
+Sampler = Callable[[int, Generator | None], Tensor]
+
+
+class WeightDraws:
+    """The same weight samples in every pass over them.
+
+    Parameters
+    ----------
+    draw : callable
+        From a number of samples and a generator to them, (count, P).
+    count : int
+        S.
+    numbers : int
+        P.
+    like : Tensor
+        Of the samples' type and device.
+    generator : torch.Generator, optional
+        Source of randomness; the global state of the device otherwise.
+    """
+
+    def __init__(
+        self, draw: Sampler, count: int, numbers: int, like: Tensor, generator: Generator | None = None
+    ) -> None:
+        self._draw, self.count, self._generator = draw, count, generator
+        self._step = max(1, _HELD // (numbers * like.element_size()))
+        self._source = generator if generator is not None else _default_generator(like.device)
+        self._start: Tensor | None = None
+        self._kept: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        sizes = [min(self._step, self.count - first) for first in range(0, self.count, self._step)]
+        if self._source is None or len(sizes) == 1:
+            self._kept = torch.cat([self._draw(size, self._generator) for size in sizes])
+            yield from self._kept
+            return
+        if self._start is None:
+            self._start = self._source.get_state()
+        else:
+            self._source.set_state(self._start)
+        for size in sizes:
+            yield from self._draw(size, self._generator)
+
+
+def _default_generator(device: torch.device) -> Generator | None:
+    """The global source of random numbers on a device; None where torch does not hand it out."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator if device.type == "cpu" else None
