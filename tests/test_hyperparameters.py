@@ -181,7 +181,8 @@ def test_temperature_and_one_precision_per_parameter() -> None:
     x, network = torch.randn(30, 4).double(), nn.Linear(4, 3).double()
     y = torch.distributions.Categorical(logits=2 * network(x)).sample()
     cases = (("all", "gp", "temperature"), ("parameter", "diag", "precision"), ("tensor", "kfac", None),
-             ("tensor", "diag", "precision"), ("all", "gp", ["precision", "temperature"]))  # a layer's weight and bias are one part of the diagonal
+             ("tensor", "diag", "precision"),  # a layer's weight and bias are one part of the diagonal
+             ("all", "gp", ["precision", "temperature"]))  # fmt: skip
     for groups, structure, moving in cases:
         posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(1.0), ntkl.GaussianPrior(groups=groups), structure)
         before = posterior.log_marginal_likelihood().item()

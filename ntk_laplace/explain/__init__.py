@@ -2,9 +2,11 @@
 
 from ntk_laplace.explain.explanation import Asked, Explanation, explain
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
+from ntk_laplace.explain.newton import refitted
 from ntk_laplace.explain.quantity import SPREADS
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked
 from ntk_laplace.explain.ranking import Ranking, effects, rank
+from ntk_laplace.explain.reliability import Reliability
 from ntk_laplace.explain.relinearize import relinearized
 from ntk_laplace.explain.together import GroupRemoval, JointRemoval
 from ntk_laplace.explain.what_if import (
@@ -28,11 +30,13 @@ __all__ = [
     "LeaveOneOut",
     "Ranked",
     "Ranking",
+    "Reliability",
     "effects",
     "explain",
     "leave_one_out",
     "positions",
     "rank",
+    "refitted",
     "relabeled",
     "relinearized",
     "require_steps",

@@ -40,6 +40,7 @@ def posterior_record(trained: Trained, structure: Structure, reason: str, includ
         "scalar": network.scalar,
         "likelihood": _likelihood_record(trained.likelihood),
         "prior": _prior_record(trained.prior),
+        "fitted_at": trained.fitted_at,
         "state": structure.state(trained, include_data),
         "points": _points_record(trained, structure, include_data),
     }
