@@ -71,7 +71,7 @@ def load(
         module.to(door.device)
     exact = saved["structure"] in ("gp", "full")
     factors = FactorPass(door, saved["dtype"], keep_factors=not exact)
-    trained = Trained(door, own, prior, Root(**saved["root"]), factors, settings)
+    trained = Trained(door, own, prior, Root(**saved["root"]), factors, settings, fitted_at=saved.get("fitted_at"))
     with torch.inference_mode(False):
         batches = None
         if data is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import NO_FOLD, FactorPass
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network, ParameterChoice
+from ntk_laplace.points import present_values
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import (
@@ -115,6 +117,7 @@ def laplace(
             batches.suit(factors.examples_at_once(x, root.columns(likelihood, door.num_outputs), fold))
         fitted, reason = _fit(form, trained, batches)
         fitted.points.require_information(likelihood)
+        trained = replace(trained, fitted_at=present_values(prior, likelihood))  # the fit binds it to its data
         posterior = Posterior(trained, fitted, reason)
         posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
     return posterior

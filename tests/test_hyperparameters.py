@@ -181,12 +181,15 @@ def test_temperature_and_one_precision_per_parameter() -> None:
     x, network = torch.randn(30, 4).double(), nn.Linear(4, 3).double()
     y = torch.distributions.Categorical(logits=2 * network(x)).sample()
     cases = (("all", "gp", "temperature"), ("parameter", "diag", "precision"), ("tensor", "kfac", None),
-             ("tensor", "diag", "precision"))  # a layer's weight and bias are one part of the diagonal
+             ("tensor", "diag", "precision"),  # a layer's weight and bias are one part of the diagonal
+             ("all", "gp", ["precision", "temperature"]))  # fmt: skip
     for groups, structure, moving in cases:
         posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(1.0), ntkl.GaussianPrior(groups=groups), structure)
         before = posterior.log_marginal_likelihood().item()
         history = posterior.fit_hyperparameters(parameters=moving, bounds=(1e-3, 1e6))
-        assert ("temperature" in history.names) == (moving != "precision")
+        asked = moving is not None and "temperature" in moving
+        assert ("temperature" in history.names) == asked
+        assert (posterior.likelihood.temperature.item() == 1.0) != asked
         assert history.evidence[history.best] > before + 0.1
         assert posterior.log_marginal_likelihood().item() == pytest.approx(history.evidence[history.best], rel=1e-8)
 
@@ -301,7 +304,7 @@ def test_wrong_requests(regression) -> None:
     labels = (x > 0).double()
     classifier = ntkl.laplace(nn.Linear(1, 2).double(), (x, labels.long().squeeze(1)), ntkl.Categorical())
     with pytest.raises(ntkl.UnsupportedError, match="temperature"):
-        classifier.fit_hyperparameters("mackay")
+        classifier.fit_hyperparameters("mackay", ["precision", "temperature"])
     with pytest.raises(ntkl.UnsupportedError, match="an evidence with correction"):
         posterior.fit_hyperparameters("mackay", correction=True)
 
@@ -331,8 +334,8 @@ def test_labels_that_become_certain_are_told(structure, recwarn):
         network.weight.copy_(torch.tensor([[-2.0, 0.0], [2.0, 0.0]]))
         network.bias.zero_()
     posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure=structure)
-    posterior.fit_hyperparameters(parameters=["precision"])
-    assert not [str(one.message) for one in recwarn]
-    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"no maximum over temperatures: .* parameters=\["):
-        posterior.fit_hyperparameters()
+    posterior.fit_hyperparameters()
+    assert not [str(one.message) for one in recwarn] and posterior.likelihood.temperature.item() == 1.0
+    with pytest.warns(ntkl.NTKLaplaceWarning, match='no maximum over temperatures: .* leave "temperature" out'):
+        posterior.fit_hyperparameters(parameters=["precision", "temperature"])
     assert posterior.log_marginal_likelihood() > -0.01 and posterior.likelihood.temperature < 0.5

@@ -163,19 +163,23 @@ def _method(conditional: str, named: dict[str, Posterior]) -> str:
 def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str, float]) -> ModelScores:
     evidence, used = float(posterior.log_marginal_likelihood()), posterior.effective_parameters()
     check = check_prior(posterior, used, evidence)
+    loo, note = _left_out(posterior)
     return ModelScores(
         name=name, structure=posterior.structure, parameters=posterior.num_parameters,
-        effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=_left_out(posterior),
+        effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
         bic=float(posterior.bic()), aic=float(posterior.aic()), prior_gap=check.gap, vague=check.vague,
-        narrow=check.narrow, prior=check.words, **tested,
+        narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
+        **tested,
     )  # fmt: skip
 
 
-def _left_out(posterior: Posterior) -> float | None:
+def _left_out(posterior: Posterior) -> tuple[float | None, str]:
+    """The leave-one-out score, and what speaks against it, or why there is none."""
     try:
-        return float(posterior.loo_log_density())
-    except (UnsupportedError, DataError):  # another structure, or data that are gone
-        return None
+        score, found = posterior._loo_score()
+    except (UnsupportedError, DataError) as error:  # another structure, or data that are gone
+        return None, f"expected {error.expected}"
+    return float(score), "; ".join(found.reasons)
 
 
 def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, float]:

@@ -60,6 +60,10 @@ class ModelScores:
         Whether the prior is much wider, or much tighter, than the weights; see `compare_models`.
     prior : str
         The same in words, empty if neither.
+    loo_trusted : bool or None
+        Whether leave-one-out can be taken for what retraining without each point would say; None where there is none.
+    loo_note : str
+        What speaks against it, or why there is none; empty if nothing.
     test_log_likelihood : float or None
         Nats per test example, like all below None without test data.
     test_accuracy, test_brier, test_ece : float or None
@@ -81,6 +85,8 @@ class ModelScores:
     vague: bool
     narrow: bool
     prior: str
+    loo_trusted: bool | None = None
+    loo_note: str = ""
     test_log_likelihood: float | None = None
     test_accuracy: float | None = None
     test_brier: float | None = None
@@ -134,6 +140,12 @@ class ModelComparison:
         narrow = tuple(row.name for row in self.rows if row.narrow)
         if narrow:
             words.append(f"the precisions of {self._listed(narrow)} are above what the evidence asks for")
+        doubted = tuple(row.name for row in self.rows if row.loo_trusted is False)
+        if doubted:
+            words.append(
+                f"leave-one-out is not to be trusted for {self._listed(doubted)}, marked * (see `loo_note`): train "
+                "on at these hyperparameters, for instance with train_with_evidence, or go by other data"
+            )
         return "; ".join(words)
 
     def spearman(self, criterion: str = "evidence", against: str = "test_log_likelihood") -> float:
@@ -178,13 +190,18 @@ class ModelComparison:
         for name, (heading, form) in _HEADINGS.items():
             values = [getattr(row, name) for row in self.rows]
             if any(value is not None for value in values):
-                columns.append([heading, *("-" if value is None else form.format(value) for value in values)])
+                cells = ["-" if value is None else form.format(value) for value in values]
+                if name == "loo":
+                    cells = [c + "*" * (row.loo_trusted is False) for c, row in zip(cells, self.rows, strict=True)]
+                columns.append([heading, *cells])
         lines = [head, "", *aligned(columns)]
         found = {name: rho for name, rho in self._correlations().items() if rho is not None}
         if found:
             lines += ["", "Spearman's ρ with the test log likelihood: "
                       + ", ".join(f"{name} {rho:.2f}" for name, rho in found.items())]  # fmt: skip
         notes = [f"{row.name}: prior {row.prior}" for row in self.rows if row.prior]
+        notes += [f"{row.name}: LOO{'*' if row.loo_trusted is False else ''}: {row.loo_note}"
+                  for row in self.rows if row.loo_note]  # fmt: skip
         if self.warning:
             notes.insert(0, f"Mind: {self.warning}.")
         notes = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]

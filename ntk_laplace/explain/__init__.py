@@ -2,9 +2,11 @@
 
 from ntk_laplace.explain.explanation import Asked, Explanation, bytes_of_each, explain
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
+from ntk_laplace.explain.newton import refitted
 from ntk_laplace.explain.quantity import SPREADS
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked, joined
 from ntk_laplace.explain.ranking import Ranking, effects, rank
+from ntk_laplace.explain.reliability import Reliability
 from ntk_laplace.explain.relinearize import relinearized
 from ntk_laplace.explain.together import GroupRemoval, JointRemoval
 from ntk_laplace.explain.what_if import (
@@ -28,6 +30,7 @@ __all__ = [
     "LeaveOneOut",
     "Ranked",
     "Ranking",
+    "Reliability",
     "bytes_of_each",
     "effects",
     "explain",
@@ -35,6 +38,7 @@ __all__ = [
     "leave_one_out",
     "positions",
     "rank",
+    "refitted",
     "relabeled",
     "relinearized",
     "require_steps",

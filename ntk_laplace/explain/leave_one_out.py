@@ -13,6 +13,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import Curvature
 from ntk_laplace.explain.algebra import is_exact, leverages, taken_out, without_each
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, counted
+from ntk_laplace.explain.reliability import Reliability, reliability
 from ntk_laplace.predictive import predictive
 from ntk_laplace.structures import Structure, Trained
 
@@ -63,6 +64,8 @@ class LeaveOneOut:
         Training targets.
     guarantees : tuple of str
         What holds exactly, and what does not.
+    reliability : Reliability
+        What speaks for and against these numbers, measured.
     """
 
     mean: Tensor
@@ -76,12 +79,23 @@ class LeaveOneOut:
     importance: Tensor
     targets: Tensor
     guarantees: tuple[str, ...]
+    reliability: Reliability
 
     AXES: ClassVar[dict[str, tuple[str, ...]]] = {
         "mean": ("training point", "output"), "covariance": ("training point", "output", "output"),
         **dict.fromkeys(("log_density", "plug_in_log_density", "leverage", "self_influence", "effective_parameters",
                          "information", "importance", "suspicion", "flagged"), ("training point",)),
     }  # fmt: skip
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing that was measured speaks against these numbers."""
+        return self.reliability.trusted
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What speaks against them, in plain words."""
+        return self.reliability.reasons
 
     @property
     def flagged(self) -> Tensor:
@@ -108,18 +122,23 @@ class LeaveOneOut:
         return values.argsort(descending=True, stable=True)[: counted(k, len(values))]
 
     def to_dataframe(self, by: str | None = None, k: int | None = None) -> pandas.DataFrame:
-        """One row per training point, in the order of the data, or by one of the columns, the largest first."""
+        """One row per training point, in the order of the data, or by one of the columns, the largest first.
+
+        ``frame.attrs`` has `trusted` and `reasons`.
+        """
         import pandas
 
         count = len(self.mean)
         chosen = torch.arange(count)[: counted(k, count)] if by is None else self.ranked(by, k).cpu()
         numbers = {name: values.cpu()[chosen].tolist() for name, values in self._columns().items()}
         classes = {} if self.targets.ndim > 1 else {"most_likely": self.mean.argmax(1).cpu()[chosen].tolist()}
-        return pandas.DataFrame({
+        frame = pandas.DataFrame({
             "training_index": chosen.tolist(),
             "target": [t.item() if t.numel() == 1 else t.tolist() for t in self.targets.cpu()[chosen]],
             **classes, **numbers, "flagged": self.flagged.cpu()[chosen].tolist(),
         })  # fmt: skip
+        frame.attrs |= {"trusted": self.trusted, "reasons": list(self.reasons)}
+        return frame
 
     def _columns(self) -> dict[str, Tensor]:
         names = ("suspicion", "log_density", "plug_in_log_density", "self_influence", "leverage",
@@ -131,7 +150,7 @@ class LeaveOneOut:
         return (
             f"LeaveOneOut({n} training points, {c} output(s); log density {float(self.log_density.sum()):.4g} nats; "
             f"{float(self.effective_parameters.sum()):.3g} effective parameters; largest leverage "
-            f"{float(self.leverage.max()):.3g})"
+            f"{float(self.leverage.max()):.3g}{'' if self.trusted else f'; {self.reliability}'})"
         )
 
 
@@ -166,9 +185,11 @@ def leave_one_out(
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
         importance = points.residual(likelihood).norm(dim=1)
-    guarantees = (_EXACT if is_exact(trained, structure) else _OTHER, _DRAWS)
+    exact = is_exact(trained, structure)
+    guarantees = (_EXACT if exact else _OTHER, _DRAWS)
     return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
-                       found.used, found.information, importance, points.targets, guarantees)
+                       found.used, found.information, importance, points.targets, guarantees,
+                       reliability(trained, structure, curvature, found.leverage, exact))
 
 
 def _kept(trained: Trained, structure: Structure, space: FunctionSpace) -> _Without:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,15 +22,14 @@ from ntk_laplace.errors import (
     DataError,
     HyperparameterError,
     NTKLaplaceWarning,
-    NumericalError,
     TargetError,
     is_whole,
 )
+from ntk_laplace.explain.newton import Exact, Objective, Place, descend
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import (
     ChangedStructure,
-    FullStructure,
     FunctionSpaceStructure,
     StructuredStructure,
     Trained,
@@ -40,11 +39,6 @@ __all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted", "
 
 Indices = int | Sequence[int] | Tensor
 """Training points: their numbers from 0, or a mask of all of them."""
-
-Exact = FunctionSpaceStructure | FullStructure
-
-_MOST = 100  # Newton steps on the way to the optimum
-_HALVINGS = 40
 
 
 def positions(indices: Indices, count: int) -> Tensor:
@@ -177,23 +171,10 @@ def stepped(
         If the optimum is not reached.
     """
     base = structure.points if structure.base is None else structure.base
-    problem = _Tilted(trained, structure.changed(trained, points, more), points, base)
     with torch.no_grad():
-        at = _Place(trained.theta.new_zeros(len(trained.theta)) if trained.move is None else trained.move, points.f)
-        for _ in range(_MOST if steps is None else steps):
-            before = at
-            direction, decrement = problem.direction(at)
-            if steps is not None:
-                at = at.along(direction, 1.0)
-                continue
-            at, size = problem.search(at, direction, decrement)
-            # quadratic convergence: after this step the distance is of the order of the decrement
-            if size == 1.0 and decrement <= torch.finfo(at.f.dtype).eps * (1.0 + abs(problem.value(at))):
-                break
-        else:
-            if steps is None:
-                raise NumericalError(f"the linearized model's optimum within {_MOST} Newton steps",
-                                     f"a Newton decrement of {decrement:.2g}", "Use steps=1, or a larger precision.")
+        problem = Objective.tilted(trained, structure.changed(trained, points, more), points, base)
+        start = trained.theta.new_zeros(len(trained.theta)) if trained.move is None else trained.move
+        before, at = descend(problem, Place(start, points.f), steps)
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
     return replace(trained, move=at.move), structure.changed(trained, moved, more)
 
@@ -235,53 +216,3 @@ def stepped_once(
             NTKLaplaceWarning, stacklevel=5,
         )  # fmt: skip
     return replace(trained, move=move), changed
-
-
-@dataclass(frozen=True)
-class _Place:
-    """θ - θ* (P,) and the outputs there (N, C)."""
-
-    move: Tensor
-    f: Tensor
-
-    def along(self, direction: tuple[Tensor, Tensor], size: float) -> _Place:
-        return _Place(self.move - size * direction[0], self.f - size * direction[1])
-
-
-class _Tilted:
-    """The objective of the changed points, tilted so that θ* is optimal for the points as they were."""
-
-    def __init__(self, trained: Trained, structure: Exact, points: TrainingPoints, base: TrainingPoints) -> None:
-        self.trained, self.structure, self.points = trained, structure, points
-        with torch.no_grad():
-            held = base.residual(trained.likelihood)
-            self.precision = trained.prior.flat_precision().to(trained.theta)
-        self.held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
-        self.start = torch.cat([base.f, points.f[len(base.f) :]])
-
-    def value(self, at: _Place) -> float:
-        """The objective, in nats."""
-        fit = replace(self.points, f=at.f).log_likelihood(self.trained.likelihood)
-        tilt = (self.held * (at.f - self.start)).sum()
-        return float(tilt - fit + 0.5 * (self.precision * at.move.square()).sum())
-
-    def direction(self, at: _Place) -> tuple[tuple[Tensor, Tensor], float]:
-        """H⁻¹g in weights and in outputs, and the decrement gᵀH⁻¹g."""
-        trained, structure = self.trained, self.structure
-        here = replace(self.points, f=at.f, expanded=None)
-        pull = here.residual(trained.likelihood) - self.held
-        gradient = self.precision * at.move - structure.backproject(trained, pull)
-        step = structure.newton_at(trained, here, gradient)
-        return (step, structure.push(trained, step)), float(gradient @ step)
-
-    def search(self, at: _Place, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[_Place, float]:
-        """The full step, or the largest of its halves that makes the objective fall."""
-        value, size = self.value(at), 1.0
-        slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
-        for _ in range(_HALVINGS):
-            there = at.along(direction, size)
-            if self.value(there) <= value - 1e-4 * size * decrement + slack:
-                return there, size
-            size /= 2
-        raise NumericalError("a Newton step that makes the objective fall", f"none down to {size:.2g} of it",
-                             "The likelihood may not be log-concave: use steps=1.")

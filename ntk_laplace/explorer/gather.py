@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.errors import DataError
-from ntk_laplace.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking
+from ntk_laplace.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
 from ntk_laplace.explorer.sprites import images_of, sheet
 from ntk_laplace.likelihoods import Bernoulli, Categorical
 from ntk_laplace.posterior import Posterior
@@ -82,7 +82,7 @@ def gather(
     shown = set()
     find = _from_rows if posterior.structure == "gp" else _from_data
     points, guarantees = find(posterior, x, k, progress)
-    left_out = posterior.leave_one_out()
+    left_out = leave_one_out(posterior._trained, posterior.fitted, posterior.curvature)
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
             point |= {} if truth is None else {"target": _rounded(truth)}
@@ -96,6 +96,7 @@ def gather(
         "examples": posterior.num_examples,
         "summary": _summary(posterior),
         "guarantees": [*guarantees, *left_out.guarantees],
+        "leaveOneOut": str(left_out.reliability),
         "approximate": not _exact(posterior) and posterior.structure != "gp",
         "points": points,
         "training": _training_set(posterior, left_out),

@@ -50,7 +50,7 @@ _BODY = """
 <p class="soft">“By the others”: what the posterior without a point says of it. A low log density is a point that the
 others do not understand: a rare one, or a wrong label. A leverage near 1 is a point that the fit rests on.
 Self-influence: nats of its own log likelihood that a point owes to itself; information: nats that it adds to how sure
-the posterior is.</p>
+the posterior is.</p>{caution}
 <label for="search">Search by number or value</label><input type="search" id="search" autocomplete="off">
 <p class="soft" id="shown" role="status"></p>
 <div class="scroll" role="region" aria-label="Training set" tabindex="0"><table>
@@ -88,8 +88,10 @@ class ExplorerPage:
         numbers = json.dumps(self.content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
         promises = "".join(f"<li>{escape(words)}</li>" for words in self.content["guarantees"])
         whose = " with this posterior’s own approximate curvature" if self.content["approximate"] else ""
+        caution = self.content["leaveOneOut"]
+        caution = f'\n<p class="flag" role="note">Mind: {escape(caution)}.</p>' if caution else ""
         body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]), guarantees=promises,
-                            whose=whose)  # fmt: skip
+                            whose=whose, caution=caution)  # fmt: skip
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

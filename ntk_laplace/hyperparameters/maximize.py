@@ -39,7 +39,7 @@ def maximize(
         "lbfgs" (bounded quasi-Newton on the logarithms), "adam", or "mackay" (δ_g = γ_g/‖θ_g - μ0‖², and for a
         Gaussian with one noise variance σ² = Σ‖y - f‖²/(NC - γ)).
     parameters : sequence of str, optional
-        Which of "precision", "noise", "temperature" move; all there are by default.
+        Which of "precision", "noise", "temperature" move; all there are but the temperature by default.
     steps : int
         At most.
     tolerance : float
@@ -159,8 +159,8 @@ class _Search:
             present = float(self.variables.parameters["temperature"].detach().exp())
             warnings.warn(
                 "the evidence has no maximum over temperatures: no training label is predicted wrongly, and it grows "
-                f"to zero as they fall, now to {present:.2g}, where labels tell nothing of the weights; pass "
-                'parameters=["precision"], which leaves the temperature alone', NTKLaplaceWarning, stacklevel=4,
+                f"to zero as they fall, now to {present:.2g}, where labels tell nothing of the weights; leave "
+                '"temperature" out of parameters=, as the default does', NTKLaplaceWarning, stacklevel=4,
             )  # fmt: skip
 
     def still(self, steps: int = 20) -> bool:

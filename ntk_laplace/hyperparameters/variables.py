@@ -49,7 +49,7 @@ class Variables:
     posterior : Evidence
     which : sequence of str
         Of "precision", "noise", "temperature", or names of the likelihood's own parameters; "likelihood" is all of
-        those. None: all there are.
+        those. None: all there are but a temperature, which has to be named.
     """
 
     def __init__(self, posterior: Evidence, which: Sequence[str] | None) -> None:
@@ -59,8 +59,9 @@ class Variables:
             there[name.removeprefix("log_")] = parameter
         known = f"hyperparameters among {', '.join(there)}"
         if not (which is None or isinstance(which, (str, Sequence))):
-            raise HyperparameterError(known, repr(which), "Pass their names, or leave them out for all of them.")
-        chosen = list(there) if which is None else [which] if isinstance(which, str) else list(which)
+            raise HyperparameterError(known, repr(which), "Pass their names, or leave them out for the default.")
+        default = [name for name in there if name != "temperature"]
+        chosen = default if which is None else [which] if isinstance(which, str) else list(which)
         if "likelihood" in chosen:
             chosen = [c for c in chosen if c != "likelihood"] + [n for n in there if n != "precision"]
         unknown = [name for name in chosen if name not in there]

@@ -126,8 +126,9 @@ class EvidenceVerbs(Fitted):
             "lbfgs" (bounded, on the logarithms), "adam", or "mackay", the fixed point δ_g = γ_g/‖θ_g - μ0‖² and, for
             a Gaussian with one noise variance, σ² = Σ‖y - f‖²/(NC - γ).
         parameters : sequence of str, optional
-            Of "precision", "noise", "temperature", those that move; all there are by default. Where the network tells
-            all training labels apart, the evidence has no maximum over temperatures, and a warning says so.
+            Of "precision", "noise", "temperature", those that move. By default all there are but the temperature,
+            which moves only if it is named. Where the network tells all training labels apart, the evidence has no
+            maximum over temperatures, and a warning says so.
         steps : int
             At most.
         tolerance : float

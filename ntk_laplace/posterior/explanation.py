@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from ntk_laplace.data import Inputs, gather
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.explain import (
     Asked,
     Explanation,
@@ -97,19 +99,49 @@ class ExplanationVerbs(Fitted):
             found = effects(self._trained, self._structure, self.curvature, groups, asked)
         return gather(found, chunks.length or 0).rows
 
-    def leave_one_out(self) -> LeaveOneOut:
+    def leave_one_out(self, *, strict: bool = True) -> LeaveOneOut:
         """What each training point's prediction would be without it, in closed form, and what it does to the fit.
 
         Structure "gp" has it from the rows that it keeps, the others from another pass over the data. "gp" and "full"
         are exact for one Newton step of the linearized model; the others take a point out of their own approximation
-        of the curvature. `guarantees` says what holds.
+        of the curvature. `guarantees` says what holds, `reliability` what was measured, and a warning says so where
+        that speaks against taking the numbers for retraining without the point: hyperparameters that the weights were
+        not trained with, a prior too vague to hold them, an approximate curvature.
+
+        Parameters
+        ----------
+        strict : bool
+            Refuse leverages above 1. False: let them stand, as a ranking of the points.
 
         Raises
         ------
         DataError
             If the data cannot be read again.
+        UnsupportedError
+            If points have a leverage above 1 in an approximate curvature, which holds less of them than they have:
+            there is no model without them.
         """
+        found = self._left_out()
+        above = int((found.leverage > 1.0).sum())
+        if strict and above and not found.reliability.exact:
+            raise UnsupportedError(
+                "leverages of at most 1, as an exact curvature has them",
+                f"{above:,} of {self.num_examples:,} points above it, the largest {float(found.leverage.max()):.3g}, "
+                f"under structure={self.structure!r} and curvature={self._trained.root.curvature!r}",
+                'Fit with structure="gp" or "full" and curvature="ggn", or use other data for a score; strict=False '
+                "gives numbers that rank the points.",
+            )  # fmt: skip
+        self._warn_of(found)
+        return found
+
+    # --- inside
+
+    def _left_out(self) -> LeaveOneOut:
         return leave_one_out(self._trained, self._structure, self.curvature)
+
+    def _warn_of(self, found: LeaveOneOut) -> None:
+        if not found.trusted:
+            warnings.warn(str(found.reliability), NTKLaplaceWarning, stacklevel=3)
 
     def _explained(self, chunks: Chunks, asked: Asked) -> Iterator[Explanation]:
         """In function space, a chunk at a time."""

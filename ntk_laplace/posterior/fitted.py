@@ -12,9 +12,9 @@ from ntk_laplace.curvature import Part, Root
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import Curvature, joint_gradient
-from ntk_laplace.explain import Indices, positions
+from ntk_laplace.explain import Indices, positions, refitted
 from ntk_laplace.factors import Rows
-from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.likelihoods import Gaussian, Likelihood, Tempered
 from ntk_laplace.network import Network
 from ntk_laplace.points import present_values, unmoved
 from ntk_laplace.posterior.chunks import Chunks
@@ -40,6 +40,7 @@ class Fitted:
         self.reason = reason
         self._curvature: Curvature | None = None
         self._seen: tuple[Tensor, ...] = ()
+        self._refit: tuple[tuple[Tensor, ...], Tensor] | None = None
 
     # --- what it is made of
 
@@ -161,7 +162,7 @@ class Fitted:
         dtype = trained.factors.dtype if dtype is None else dtype
         self._trained = trained.to(device, dtype)
         self._structure.to(device, dtype)
-        self._curvature, self._seen = None, ()
+        self._curvature, self._seen, self._refit = None, (), None
         return self
 
     def save(self, path: str | os.PathLike[str], include_data: bool = False) -> None:
@@ -256,11 +257,43 @@ class Fitted:
         return joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
 
     def _newton_step(self) -> Tensor:
-        """z = H⁻¹g, (P,); the refitted linear model's weights are θ* - z."""
+        """z = H⁻¹g, (P,): one Newton step, which a quadratic log likelihood needs to its optimum."""
         return self.curvature.newton(self._joint_gradient())
 
     def _chunks(self, x: Any, batch_size: int | None = None) -> Chunks:
         return Chunks(self._trained, x, batch_size)
+
+    def _refit_step(self) -> Tensor:
+        """θ - θ̄, (P,), with θ̄ the optimum of the linearized model.
+
+        Raises
+        ------
+        UnsupportedError
+            If the likelihood is not Gaussian and the curvature not the linearized model's own.
+        NumericalError
+            If the optimum is not reached.
+        """
+        modules = self.prior, self.likelihood
+        if self._refit is None or not unmoved(self._refit[0], *modules):
+            self._refit = None
+            plain = self.likelihood.likelihood if isinstance(self.likelihood, Tempered) else self.likelihood
+            with torch.inference_mode(False):
+                if type(plain) is Gaussian:
+                    step = self._newton_step()
+                else:
+                    self._require_own_curvature()
+                    step = refitted(self._trained, self._structure)
+            self._refit = present_values(*modules), step
+        return self._refit[1]
+
+    def _require_own_curvature(self) -> None:
+        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
+            raise UnsupportedError(
+                'structure="gp" or "full" and curvature="ggn" for mean="posterior" of a likelihood that is not '
+                "Gaussian: the linearized model's optimum takes several Newton steps with its own curvature",
+                f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                'Fit one of them, or leave mean= out for the network\'s own outputs, "map".',
+            )  # fmt: skip
 
     def _rows(self, x: Any) -> Rows:
         """Rows at all inputs together."""

@@ -56,12 +56,22 @@ class PredictionVerbs(Fitted):
         mean : str
             "map": the network's own outputs; after `remove`, `relabel`, `reweight` or `add` those of the linearized
             network at the weights θ it moved to, f + J(θ-θ*). "posterior": those of the refitted linear model,
-            f + J(θ̄-θ*) with θ̄ = θ - H⁻¹g.
+            f + J(θ̄-θ*), with θ̄ its optimum, argmin of -Σ log p(y_n | f_n + J_n(θ-θ*)) + ½ (θ-μ0)ᵀP0(θ-μ0). With a
+            Gaussian likelihood that is θ̄ = θ - H⁻¹g, with the structure's H. With others, damped Newton steps go to
+            the optimum, once for all predictions; they need structure "gp" or "full" and curvature "ggn". The
+            covariance stays: V and the evidence are of one factorization, with Λ at the outputs before the refit.
 
         Returns
         -------
         gpytorch MultitaskMultivariateNormal
             Over (n, C), interleaved.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure or the curvature has no such optimum.
+        NumericalError
+            If the optimum is not reached: the prior is too weak, or the likelihood not log-concave.
         """
         step, rows = self._step(mean), self._jointly(x)
         # a lazy covariance: torch would factor a dense one at once, and V may be singular
@@ -193,7 +203,7 @@ class PredictionVerbs(Fitted):
             return None
         if mean != "posterior":
             raise UnsupportedError('mean "map" or "posterior"', repr(mean), "Choose one of the two.")
-        return self.network.unflatten(self._newton_step())
+        return self.network.unflatten(self._refit_step())
 
     def _sampler(self) -> Sampler:
         draw: Sampler | None = getattr(self.curvature, "sample_weights", None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.explain import LeaveOneOut
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.selection import LearningCurve, Sequence, average_score, orders, require_beginning
@@ -117,7 +118,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Returns
         -------
         Tensor, ()
-            In nats: a cross-validated score of N folds, at fixed weights.
+            In nats: a cross-validated score of N folds, at fixed weights. A warning says where it is not to be
+            trusted, as `leave_one_out` does.
 
         Raises
         ------
@@ -125,11 +127,9 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             If the structure is not "gp" or "full", or the curvature not the GGN: points are then taken out of an
             approximation, which ranks them (`leave_one_out`) but is no score.
         """
-        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
-            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
-                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
-                                   "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
-        return (self._structure.points.counts * self.leave_one_out().log_density).sum()
+        score, found = self._loo_score()
+        self._warn_of(found)
+        return score
 
     def bic(self, effective: bool = False) -> Tensor:
         """Bayesian information criterion as a log score, Σ log p(y_n given f_n) - ½ P log N.
@@ -167,6 +167,14 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         return self._penalized(effective, 1.0)
 
     # --- inside
+
+    def _loo_score(self) -> tuple[Tensor, LeaveOneOut]:
+        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
+            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
+                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                                   "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
+        found = self._left_out()
+        return (self._structure.points.counts * found.log_density).sum(), found
 
     def _penalized(self, effective: bool, price: float) -> Tensor:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.data import Batches, Inputs
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.explain import (
     Indices,
     positions,
@@ -34,7 +35,8 @@ class WhatIfVerbs(Fitted):
     removed ones too, so that changes can follow one another. The mean is that of the linearized network at weights θ
     that have moved, f + J(θ - θ*). ``steps=1`` is one Newton step, in closed form; more iterate, and ``steps=None``
     goes on to the optimum of the convex linearized model, its exact refit. Where training stopped short of its own
-    optimum, what was left undone is held fixed, so that changing nothing moves nothing.
+    optimum, what was left undone is held fixed, so that changing nothing moves nothing: ``remove([], steps=None)`` is
+    no refit, and a warning says so. ``predict(x, mean="posterior")`` has the mean at the linearized model's optimum.
 
     Structures "gp" and "full" answer for the linearized model itself. The structured ones ("kfac" and so on) answer for
     theirs: one Newton step in the function space of the points that change, V = J H⁻¹ Jᵀ with the structure's H, which
@@ -196,8 +198,21 @@ class WhatIfVerbs(Fitted):
         structure = self._structure
         return structure.still if isinstance(structure, ChangedStructure) else structure.points
 
+    def _warn_of_nothing(self, points: TrainingPoints, steps: int | None) -> None:
+        """Say that several steps are no refit where no training point is, or was, changed."""
+        now = self._points()
+        same = len(points.f) == len(now.f) and torch.equal(points.counts, now.counts)
+        if steps == 1 or self._trained.move is not None or not same or not torch.equal(points.targets, now.targets):
+            return
+        warnings.warn(
+            "no training point is changed, so nothing moves: a what-if holds what training left undone. The posterior "
+            'comes back as it was, not refitted; predict(x, mean="posterior") has the mean at the optimum of the '
+            "linearized model", NTKLaplaceWarning, stacklevel=5,
+        )  # fmt: skip
+
     def _moved(self, points: TrainingPoints, steps: int | None, more: Any = None) -> WhatIfVerbs:
         require_steps(steps)
+        self._warn_of_nothing(points, steps)
         exact = self.structure in ("gp", "full")
         if steps != 1 and not (exact and self._trained.root.curvature == "ggn"):
             raise UnsupportedError(

@@ -90,6 +90,8 @@ class Trained:
         θ - θ*, how far a what-if has moved the weights of the linearized model; the network itself stays.
     held : Tensor, (P,), optional
         Once the network itself has followed a what-if (relinearized), the gradient that training had left.
+    fitted_at : tuple of Tensor, optional
+        The hyperparameters at the fit, as `present_values` gives them.
     """
 
     network: Network
@@ -100,6 +102,7 @@ class Trained:
     settings: Settings
     move: Tensor | None = None
     held: Tensor | None = None
+    fitted_at: tuple[Tensor, ...] | None = None
 
     @property
     def theta(self) -> Tensor:

@@ -45,6 +45,7 @@ def posterior_record(trained: Trained, structure: Structure, reason: str, includ
         "form": _plain(network.form),
         "likelihood": _likelihood_record(trained.likelihood),
         "prior": _prior_record(trained.prior),
+        "fitted_at": trained.fitted_at,
         "state": structure.state(trained, include_data),
         "points": _points_record(trained, structure, include_data),
     }

@@ -1,0 +1,154 @@
+"""Newton's method on the linearized model: its objective is convex where the likelihood is log-concave.
+
+With f = f* + J(θ-θ*) at the training points and weights w of the points, the model's weights minimize
+
+    -Σ w_n log p(y_n | f_n) + ½ (θ-θ*)ᵀP0(θ-θ*) + h·(f-f*) + sᵀ(θ-θ*),   gradient P0(θ-θ*) - Jᵀ(w r - h) + s.
+
+The model itself has h = 0 and s = P0(θ*-μ0), the linear part of its prior. What-ifs hold the gradient that training had
+left: h are the residuals of training, s = 0, and θ* is optimal for the points as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NumericalError
+from ntk_laplace.points import TrainingPoints
+from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, Trained
+
+__all__ = ["Exact", "Objective", "Place", "descend", "refitted"]
+
+Exact = FunctionSpaceStructure | FullStructure
+
+_MOST = 100  # Newton steps on the way to the optimum
+_HALVINGS = 40
+
+
+@dataclass(frozen=True)
+class Place:
+    """θ - θ* (P,) and the outputs there (N, C)."""
+
+    move: Tensor
+    f: Tensor
+
+    def along(self, direction: tuple[Tensor, Tensor], size: float) -> Place:
+        """The place at so many times a step back along a direction."""
+        return Place(self.move - size * direction[0], self.f - size * direction[1])
+
+
+class Objective:
+    """The negative log joint of a linearized model, up to a linear term and a constant.
+
+    Parameters
+    ----------
+    trained : Trained
+    structure : FunctionSpaceStructure or FullStructure
+        Of these points.
+    points : TrainingPoints
+    held : Tensor, (N, C)
+        h.
+    slope : Tensor, (P,) or a number
+        s.
+    start : Tensor, (N, C)
+        f*.
+    """
+
+    def __init__(
+        self, trained: Trained, structure: Exact, points: TrainingPoints, held: Tensor, slope: Tensor | float,
+        start: Tensor,
+    ) -> None:  # fmt: skip
+        self.trained, self.structure, self.points = trained, structure, points
+        self.held, self.slope, self.start = held, slope, start
+        self.precision = trained.prior.flat_precision().to(trained.theta)
+
+    @classmethod
+    def tilted(cls, trained: Trained, structure: Exact, points: TrainingPoints, base: TrainingPoints) -> Objective:
+        """For changed points; θ* is optimal for `base`, the points as they were."""
+        held = base.residual(trained.likelihood)
+        held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
+        return cls(trained, structure, points, held, 0.0, torch.cat([base.f, points.f[len(base.f) :]]))
+
+    @classmethod
+    def own(cls, trained: Trained, structure: Exact) -> Objective:
+        """Of the linearized model itself: nothing is held."""
+        f = structure.points.f
+        points = replace(structure.points, expanded=None)
+        weights = trained.network.theta.to(trained.theta)  # θ*, wherever a what-if has moved to
+        slope = trained.prior.flat_precision().to(weights) * (weights - trained.prior.flat_mean().to(weights))
+        return cls(trained, structure, points, torch.zeros_like(f), slope, f)
+
+    def value(self, at: Place) -> float:
+        """The objective, in nats."""
+        fit = replace(self.points, f=at.f).log_likelihood(self.trained.likelihood)
+        linear = (self.held * (at.f - self.start)).sum() + (self.slope * at.move).sum()
+        return float(linear - fit + 0.5 * (self.precision * at.move.square()).sum())
+
+    def direction(self, at: Place) -> tuple[tuple[Tensor, Tensor], float]:
+        """H⁻¹g in weights and in outputs, and the decrement gᵀH⁻¹g."""
+        trained, structure = self.trained, self.structure
+        here = replace(self.points, f=at.f, expanded=None)
+        pull = here.residual(trained.likelihood) - self.held
+        gradient = self.precision * at.move - structure.backproject(trained, pull) + self.slope
+        step = structure.newton_at(trained, here, gradient)
+        return (step, structure.push(trained, step)), float(gradient @ step)
+
+    def search(self, at: Place, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[Place, float]:
+        """The full step, or the largest of its halves that makes the objective fall."""
+        value, size = self.value(at), 1.0
+        slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
+        for _ in range(_HALVINGS):
+            there = at.along(direction, size)
+            if self.value(there) <= value - 1e-4 * size * decrement + slack:
+                return there, size
+            size /= 2
+        raise NumericalError("a Newton step that makes the objective fall", f"none down to {size:.2g} of it",
+                             "The likelihood may not be log-concave: use steps=1, or mean=\"map\".")
+
+
+def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place, Place]:
+    """So many full Newton steps; None goes on to the optimum, with steps halved where the objective would rise.
+
+    Returns
+    -------
+    Place, Place
+        Where the last step began, and where it ended.
+
+    Raises
+    ------
+    NumericalError
+        If the optimum is not reached.
+    """
+    before = at = start
+    for _ in range(_MOST if steps is None else steps):
+        before = at
+        direction, decrement = problem.direction(at)
+        if steps is not None:
+            at = at.along(direction, 1.0)
+            continue
+        at, size = problem.search(at, direction, decrement)
+        # quadratic convergence: after this step the distance is of the order of the decrement
+        if size == 1.0 and decrement <= torch.finfo(at.f.dtype).eps * (1.0 + abs(problem.value(at))):
+            return before, at
+    if steps is None:
+        raise NumericalError(f"the linearized model's optimum within {_MOST} Newton steps",
+                             f"a Newton decrement of {decrement:.2g}",
+                             "Use a larger precision; or steps=1 of a change, or mean=\"map\" of a prediction.")
+    return before, at
+
+
+def refitted(trained: Trained, structure: Exact) -> Tensor:
+    """θ - θ̄, (P,), with θ̄ the optimum of the linearized model under its own prior, from where it is.
+
+    Raises
+    ------
+    NumericalError
+        If it is not reached.
+    """
+    with torch.no_grad():
+        problem = Objective.own(trained, structure)
+        start = trained.theta.new_zeros(len(trained.theta)) if trained.move is None else trained.move
+        _, end = descend(problem, Place(start, problem.points.f), None)
+    return start - end.move

@@ -1,0 +1,128 @@
+"""What leave-one-out takes for granted, measured: weights at an optimum, and a prior that holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.evidence import Curvature, joint_gradient
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE
+from ntk_laplace.points import present_values
+from ntk_laplace.structures import Structure, Trained
+
+__all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
+
+# measured against retraining: examples/selection/leave_one_out.py
+MOST_DECREMENT = 0.03  # nats a point
+LEAST_RATIO = 0.01  # of δ‖θ-μ0‖² to γ
+MOST_FLAGGED = 1 / 3  # of the points, where the ratio is small
+MOST_SPREAD = 1e3  # of precisions that were not trained with
+
+_TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
+_FIT = 'fit with structure="gp" or "full" and curvature="ggn"'
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Whether leave-one-out numbers can be taken for what retraining without each point would say.
+
+    Attributes
+    ----------
+    decrement : float
+        ½ gᵀH⁻¹g/N, nats a point: what one Newton step would still gain, with g the gradient of the negative log joint.
+        Zero at the optimum. Leave-one-out holds g, so that a point keeps part of what its own label did.
+    prior_ratio : float
+        ρ = Σ_g δ_g‖θ_g-μ0‖²/Σ_g γ_g, 1 at MacKay's fixed point. Far below 1 the prior hardly holds the weights,
+        and one step without a point goes too far.
+    group_ratios : Tensor, (G,)
+        The same for each group of the prior.
+    high_leverage : float
+        Share of the points whose leverage is above 0.9.
+    largest_leverage : float
+        An exact curvature has leverages below 1.
+    precision_spread : float
+        Largest precision of a group over the smallest.
+    moved : bool
+        Whether hyperparameters have changed since the posterior was fitted.
+    exact : bool
+        Whether the curvature is the linearized model's own.
+    """
+
+    decrement: float
+    prior_ratio: float
+    group_ratios: Tensor
+    high_leverage: float
+    largest_leverage: float
+    precision_spread: float
+    moved: bool
+    exact: bool
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What speaks against it, each a clause in plain words."""
+        found = []
+        if not self.exact:
+            above = f", with leverages up to {self.largest_leverage:.3g}" if self.largest_leverage > 1.0 else ""
+            found.append(f"points are taken out of an approximate curvature{above}, which ranks them and is no score")
+        if not self.decrement <= MOST_DECREMENT:
+            since = ", as hyperparameters have changed since the fit" if self.moved else ""
+            found.append(
+                f"the weights are not at the optimum of this model{since}: the Newton decrement is "
+                f"{self.decrement:.2g} nats a point (at most {MOST_DECREMENT:g}), and each point keeps part of what "
+                "its own label did"
+            )
+        if self.prior_ratio < LEAST_RATIO and self.high_leverage > MOST_FLAGGED:
+            found.append(
+                f"the prior is vague (δ‖θ-μ0‖²/γ is {self.prior_ratio:.2g}) and {self.high_leverage:.0%} of the points "
+                f"have a leverage above {HIGH_LEVERAGE:g}: one Newton step without such a point goes too far"
+            )
+        if self.moved and self.precision_spread > MOST_SPREAD:
+            found.append(
+                f"the precisions differ by a factor of {self.precision_spread:.2g} and were not trained with: layers "
+                "that hardly count in them have seen all labels"
+            )
+        return tuple(found)
+
+    def __str__(self) -> str:
+        """One sentence; empty if nothing speaks against it."""
+        remedies = [*([] if self.exact else [_FIT]), *([_TRAIN] if len(self.reasons) > (not self.exact) else [])]
+        todo = "; ".join([*remedies, "or score the model on other data"])
+        return "" if self.trusted else f"leave-one-out is not to be trusted here: {'; '.join(self.reasons)}; {todo}"
+
+
+def reliability(
+    trained: Trained, structure: Structure, curvature: Curvature, leverage: Tensor, exact: bool
+) -> Reliability:
+    """Measure it; `leverage` (N,) are the points' own, and `exact` says whether H is P0 + JᵀΛJ itself."""
+    prior, theta = trained.prior, trained.theta
+    with torch.no_grad():
+        residual = structure.points.residual(trained.likelihood)
+        gradient = joint_gradient(structure.backproject(trained, residual), prior, theta)
+        decrement = 0.5 * float(gradient @ curvature.newton(gradient))
+        precision = prior.precision.flatten().double()
+        energy = precision * prior.group_distances(theta).double()
+        used = curvature.effective_parameters().double().to(energy)
+    tiny = torch.finfo(torch.float64).tiny
+    return Reliability(
+        decrement=decrement / float(structure.points.counts.sum()),
+        prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
+        group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
+        largest_leverage=float(leverage.max()), precision_spread=float(precision.max() / precision.min()),
+        moved=_moved(trained), exact=exact,
+    )  # fmt: skip
+
+
+def _moved(trained: Trained) -> bool:
+    """Whether a precision, a noise or a temperature is another than at the fit; copies of a part have fewer noises."""
+    if trained.fitted_at is None:
+        return False
+    now = present_values(trained.prior, trained.likelihood)
+    pairs = zip(trained.fitted_at, now, strict=False)
+    return any(one.shape == other.shape and not torch.equal(one.to(other), other) for one, other in pairs)
