@@ -484,3 +484,96 @@ def test_a_page_that_cannot_be(
         assert cli.main(line) == code
     assert words in capsys.readouterr().err
     assert not Path("explanations.html").exists()
+
+
+# ------------------------------------------------------------------------ several outputs, and inputs of several arrays
+
+
+PARTS = """
+import torch
+from torch import nn
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, words, mask):
+        hidden = torch.tanh((self.words(words) * mask[..., None]).sum(1))
+        return {"hidden": hidden, "logits": self.last(hidden)}
+
+
+class Pair(nn.Linear):
+    def forward(self, x):
+        return x, super().forward(x)
+
+
+def make_pair():
+    return Pair(4, 3)
+"""
+
+
+@pytest.fixture
+def parts(brought: Path) -> dict[str, np.ndarray]:
+    """A network of two inputs that returns two things, in a folder with its data; these by name."""
+    Path("parts.py").write_text(PARTS)
+    made: dict[str, type[nn.Module]] = {}
+    exec(PARTS, made)
+    torch.save(made["Parts"]().state_dict(), "parts.pt")
+    torch.save(nn.Linear(4, 3).state_dict(), "pair.pt")
+    words = np.random.default_rng(0).integers(0, 5, (12, 6))
+    arrays = {"words": words, "mask": (words > 0).astype(float), "label": np.arange(12) % 3}
+    np.savez("parts.npz", **arrays)
+    np.savez("new.npz", words=words[:4], mask=arrays["mask"][:4])
+    np.savez("more.npz", idx=np.arange(12), **arrays)
+    np.savez("labels.npz", label=arrays["label"])
+    return arrays
+
+
+def of_parts(*more: str, command: str = "evidence", data: str = "parts.npz") -> list[str]:
+    return [command, "parts.py:Parts", "--checkpoint", "parts.pt", "--data", data, "--likelihood", "categorical", *more]
+
+
+def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytest.CaptureFixture) -> None:
+    named = ["--output", "logits", "--targets", "label"]
+    assert cli.main([*of_parts(*named), "--structures", "gp,full", "--json", "o.json"]) == 0
+    made: dict[str, type[nn.Module]] = {}
+    exec(PARTS, made)
+    network = made["Parts"]().double()
+    network.load_state_dict(torch.load("parts.pt"))
+    data = {name: torch.as_tensor(array) for name, array in parts.items()}
+    posterior = ntkl.laplace(network, data, ntkl.Categorical(), output="logits", targets="label")
+    found = [row["evidence"] for row in json.loads(Path("o.json").read_text())["rows"]]
+    assert found == pytest.approx([posterior.log_marginal_likelihood().item()] * 2, rel=1e-9)
+    for inputs, count in (("parts.npz", 12), ("new.npz", 4)):
+        assert cli.main([*of_parts(*named, "--inputs", inputs, command="explain"), "--out", "page.html"]) == 0
+        assert f"ExplorerPage({count} inputs, 12 training points)" in capsys.readouterr().out
+    pair = ["evidence", "parts.py:make_pair", "--checkpoint", "pair.pt", "--data", "d.npz", "--likelihood",
+            "categorical", "--structures", "gp", "--output"]  # fmt: skip
+    assert cli.main([*pair, "1"]) == 0 and "C = 3" in capsys.readouterr().out
+    assert cli.main([*pair, "2"]) == 1 and "got a tuple with the tensors 0, 1." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (of_parts("--targets", "label"), "got a dict with the tensors 'hidden', 'logits'. Name the outputs to linear"),
+        (of_parts("--targets", "label", "--output", "score"), "expected a tensor 'score' in what the network returns"),
+        (of_parts("--output", "logits"), "expected arrays X and y in parts.npz; got 'words', 'mask', 'label', and no"),
+        (of_parts("--output", "logits", "--targets", "labels"), "expected arrays labels in parts.npz; got 'words', "
+         "'mask', 'label', and no labels. Save it with numpy.savez('parts.npz', labels=labels, **inputs)."),
+        (of_parts("--output", "logits", "--targets", "label", data="more.npz"), "Leave out 'idx', which the network's"),
+        (of_parts("--output", "logits", "--targets", "label", data="labels.npz"), "inputs beside 'label'; got none."),
+        (of_parts("--output", "logits", "--targets", "label", "--inputs", "array.npz", command="explain"),
+         "expected an .npz file with arrays by name of numbers; got array.npz"),
+    ],
+)  # fmt: skip
+def test_outputs_and_targets_that_are_not_there(
+    arguments: list[str], words: str, parts: dict[str, np.ndarray], capsys: pytest.CaptureFixture
+) -> None:
+    with open("array.npz", "wb") as file:
+        np.save(file, np.zeros(3))
+    assert cli.main(arguments) == 1
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1, error

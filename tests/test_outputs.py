@@ -354,21 +354,18 @@ def test_training_with_evidence() -> None:
     assert found.history.loss == pytest.approx(want.history.loss, rel=1e-11)
     same(found.posterior, want.posterior)
     want = train(several(None), (inputs(), labels()))
-    for data in (inputs() | {"labels": labels()}, UserDict(inputs() | {"labels": labels()})):
+    whole = inputs() | {"labels": labels()}
+    for data in (whole, UserDict(whole), (whole, labels())):
         found = train(several("tuple"), data, output=1, targets="labels")
         assert found.history.evidence == pytest.approx(want.history.evidence, rel=1e-11)
-    states: list[ntkl.TrainingInterrupted] = []
-
     def stop(state: ntkl.TrainingState) -> None:
         if state.epoch == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(ntkl.TrainingInterrupted) as caught:
-        train(several("tuple"), inputs() | {"labels": labels()}, output=1, targets="labels", callbacks=stop)
-    states.append(caught.value)
+        train(several("tuple"), whole, output=1, targets="labels", callbacks=stop)
     with pytest.raises(UnsupportedError, match="to resume with the output"):
-        train(several("tuple"), inputs() | {"labels": labels()}, output=0, targets="labels",
-              settings=ntkl.Settings(resume=states[0].state))  # fmt: skip
+        train(several("tuple"), whole, output=0, targets="labels", settings=ntkl.Settings(resume=caught.value.state))
 
 
 def test_comparisons_of_structures() -> None:
