@@ -762,7 +762,7 @@ def test_a_loss_that_explodes_is_told() -> None:
 
 
 def test_minibatches_are_of_nearly_equal_size() -> None:
-    sizes = [len(y) for _, y in Minibatches(sine(), 10, torch.device("cpu"), F64)]
+    sizes = [len(y) for _, y, _ in Minibatches(sine(), 10, torch.device("cpu"), F64)]
     assert sizes == [8, 8, 8]  # not 10, 10, 4: each step's gradient counts alike
     for batch_size, count in ((10, 3), (24, 1), (100, 1), (None, 1), (7, 4)):
         batches = Minibatches(sine(), batch_size, torch.device("cpu"), F64)

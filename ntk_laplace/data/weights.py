@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
     """
     if not isinstance(data, (tuple, list)) or len(data) != 3:
         return data, None
-    x, y, weights = data[0], as_tensors(data[1]), as_tensors(data[2])
+    x, y, weights = data[0], as_tensors(data[1]), _in_double_precision(data[2])
     if not isinstance(y, Tensor) or not isinstance(weights, Tensor) or y.ndim == 0 or weights.shape != y.shape[:1]:
         return data, None
     if weights.dtype == torch.bool or weights.is_complex():
@@ -43,3 +44,11 @@ def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
                         f"{float(weights[first]):g} at example {seen + first}",
                         "Pass one weight per example; group several inputs as one, ((x1, x2), y).")
     return (x, y), weights
+
+
+def _in_double_precision(weights: Any) -> Any:
+    """Python's numbers as float64, which torch would round to its default type; anything else as it is read."""
+    numbers = isinstance(weights, (tuple, list)) and all(
+        isinstance(weight, Real) and not isinstance(weight, bool) for weight in weights
+    )
+    return torch.tensor(weights, dtype=torch.float64) if numbers else as_tensors(weights)

@@ -85,4 +85,4 @@ def marginal_log_density(error: Tensor, covariance: Tensor, there: Tensor) -> Te
     factor = marginal_factor(covariance, there)
     scaled = torch.linalg.solve_triangular(factor, error.masked_fill(~there, 0.0).unsqueeze(-1), upper=False)
     log_det = 2.0 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return -0.5 * (scaled.square().sum((-2, -1)) + log_det + there.sum(-1) * math.log(2 * math.pi))
+    return -0.5 * (scaled.square().sum((-2, -1)) + log_det + there.sum(-1).to(error) * math.log(2 * math.pi))

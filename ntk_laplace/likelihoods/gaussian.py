@@ -141,7 +141,7 @@ class Gaussian(PerOutput):
         # log N(y; f, Σ) = -½ (y - f)ᵀ Σ⁻¹ (y - f) - ½ log det Σ - C/2 log 2π
         error, there = self._error(f, y)
         distance = (self._solved(error, f, there) * error).sum(-1)
-        count = f.shape[-1] if there is None else there.sum(-1)
+        count = f.shape[-1] if there is None else there.sum(-1).to(f)
         return -0.5 * (distance + self._log_det(f, there) + count * math.log(2 * math.pi))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
