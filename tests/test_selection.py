@@ -173,11 +173,17 @@ def of_classes(structure: object, data: object = None, **options) -> ntkl.Poster
     return ntkl.laplace(network, (x, y) if data is None else data, ntkl.Categorical(), prior, structure, **options)
 
 
+def one_step(posterior: ntkl.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean after one Newton step of the linear model, and covariance blocks."""
+    rows = posterior._rows(x)
+    return rows.f - rows.jvp(posterior.network.unflatten(posterior._newton_step())), posterior.curvature.moments(rows)
+
+
 def by_hand(structure: object, fitted: Tensor, asked: Tensor, scale: float) -> float:
     """The same through the verbs of a posterior that was fitted to the part alone."""
     _, x, y = classes()
     posterior = of_classes(structure, (x[fitted], y[fitted]))
-    f, covariance = posterior.latent_moments(x[asked], mean="posterior")
+    f, covariance = one_step(posterior, x[asked])
     points = torch.distributions.MultivariateNormal(f, scale * covariance + 1e-13 * torch.eye(3).double())
     torch.manual_seed(0)
     draws = points.sample((60_000,))
@@ -205,7 +211,7 @@ def test_the_scale_is_tuned_on_points_that_the_fit_does_not_see(structure, m, he
         fitted, tuned, rest = order.split([m - held, held, 40 - m])
         alone, found = posterior.subset(fitted), []
         for asked in (tuned, rest):
-            f, covariance = alone.latent_moments(x[asked], mean="posterior")
+            f, covariance = one_step(alone, x[asked])
             parts = [predictive(ntkl.Categorical(), f, scale * covariance, "glm", 500) for scale in grid]
             found.append([part.log_prob(y[asked]).sum().item() for part in parts])
         chosen.append(max(range(17), key=found[0].__getitem__))

@@ -37,7 +37,7 @@ def loader(x, y, **options) -> DataLoader:
 
 def answers(posterior, x) -> list[Tensor]:
     evidences = [posterior.log_marginal_likelihood(), posterior.log_marginal_likelihood(correction=True)]
-    moments = posterior.latent_moments(x, mean="posterior")
+    moments = posterior.latent_moments(x)[1], posterior._newton_step()
     return [posterior.curvature.information(), posterior.effective_parameters(), *evidences, *moments]
 
 

@@ -10,6 +10,7 @@ left: h are the residuals of training, s = 0, and θ* is optimal for the points 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,7 +102,8 @@ class Objective:
         slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
         for _ in range(_HALVINGS):
             there = at.along(direction, size)
-            if self.value(there) <= value - 1e-4 * size * decrement + slack:
+            reached = self.value(there)
+            if math.isfinite(reached) and reached <= value - 1e-4 * size * decrement + slack:
                 return there, size
             size /= 2
         raise NumericalError("a Newton step that makes the objective fall", f"none down to {size:.2g} of it",
@@ -121,7 +123,8 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
     NumericalError
         If the optimum is not reached.
     """
-    before = at = start
+    before, last = start, float("inf")
+    at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.trained.network.dtype)]
     for _ in range(_MOST if steps is None else steps):
         before = at
         direction, decrement = problem.direction(at)
@@ -129,9 +132,13 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
             at = at.along(direction, 1.0)
             continue
         at, size = problem.search(at, direction, decrement)
-        # quadratic convergence: after this step the distance is of the order of the decrement
-        if size == 1.0 and decrement <= torch.finfo(at.f.dtype).eps * (1.0 + abs(problem.value(at))):
+        # quadratic convergence: after this step the distance is of the order of the decrement; the rounding of a
+        # float32 network's rows ends it sooner. Where the decrement grows there is no optimum near
+        scale = 1.0 + abs(problem.value(at))
+        small = decrement <= eps[0] * scale or last / 4 <= decrement <= eps[1] * scale
+        if size == 1.0 and small and decrement <= 4 * last:
             return before, at
+        last = decrement
     if steps is None:
         raise NumericalError(f"the linearized model's optimum within {_MOST} Newton steps",
                              f"a Newton decrement of {decrement:.2g}",

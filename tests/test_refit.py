@@ -1,0 +1,162 @@
+"""mean="posterior": the optimum of the linearized model, beside the same model trained by L-BFGS; and what refuses."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from reference import jacobian, outputs, relative_error
+
+LIKELIHOODS = {
+    "bernoulli": (ntkl.Bernoulli, lambda f: (f > 0).double(),
+                  lambda f, y: nn.functional.binary_cross_entropy_with_logits(f, y, reduction="sum")),
+    "categorical": (ntkl.Categorical, lambda f: f.argmax(1),
+                    lambda f, y: nn.functional.cross_entropy(f, y, reduction="sum")),
+    "poisson": (ntkl.Poisson, lambda f: f.exp().round(), lambda f, y: (f.exp() - y * f).sum()),
+}  # fmt: skip
+
+
+@functools.cache
+def case(likelihood: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network far from the optimum, and saturated: where an undamped Newton step overshoots."""
+    torch.manual_seed(3)
+    x, teacher = torch.randn(25, 3).double(), nn.Linear(3, 3 if likelihood == "categorical" else 1).double()
+    network = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, teacher.out_features)).double()
+    with torch.no_grad():
+        y = LIKELIHOODS[likelihood][1](teacher(x) + 0.3 * torch.randn(25, teacher.out_features).double())
+        network[2].weight.mul_(2.0 if likelihood == "poisson" else 12.0)
+    return network.eval(), x, y
+
+
+def fitted(likelihood: str, structure: str = "gp", **options) -> ntkl.Posterior:
+    network, x, y = case(likelihood)
+    prior = ntkl.GaussianPrior(torch.tensor([0.2, 1.5]), mean=0.1, groups="layer")
+    return ntkl.laplace(network, (x, y), LIKELIHOODS[likelihood][0](), prior, structure, **options)
+
+
+def trained_linear_model(likelihood: str, x_new: Tensor) -> Tensor:
+    """Outputs at `x_new` of f + J(θ-θ*), θ by L-BFGS from θ* to a vanishing gradient."""
+    network, x, y = case(likelihood)
+    theta = nn.utils.parameters_to_vector(network.parameters()).detach()
+    precision = torch.tensor([0.2] * 20 + [1.5] * (len(theta) - 20)).double()
+    f, jac, loss = outputs(network, x), jacobian(network, x), LIKELIHOODS[likelihood][2]
+    scaled = torch.zeros_like(theta).requires_grad_()  # P0^½ (θ-θ*), whose Hessian is at least 1
+
+    def objective() -> Tensor:
+        scaled.grad = None
+        move = scaled / precision.sqrt()
+        away = theta + move - 0.1
+        value = loss(f + jac @ move, y) + 0.5 * (precision * away.square()).sum()
+        value.backward()
+        return value
+
+    for search in ("strong_wolfe", None):  # near the optimum values no longer differ: gradients alone
+        options = {"max_iter": 500, "history_size": 60, "tolerance_grad": 1e-11, "tolerance_change": 0.0}
+        torch.optim.LBFGS([scaled], lr=1.0, line_search_fn=search, **options).step(objective)
+    assert scaled.grad.norm() < 2e-8, "the reference did not converge"
+    return outputs(network, x_new) + jacobian(network, x_new) @ (scaled.detach() / precision.sqrt())
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_the_mean_is_the_optimum_of_the_linear_model(likelihood: str, structure: str) -> None:
+    x_new = torch.linspace(-1, 1, 12).view(4, 3).double()
+    posterior = fitted(likelihood, structure)
+    expected = trained_linear_model(likelihood, x_new)
+    assert relative_error(posterior.latent_moments(x_new, mean="posterior")[0], expected) < 1e-8
+    assert relative_error(posterior.latent(x_new, mean="posterior").mean, expected) < 1e-8
+    # one step alone overshoots from here
+    rows = posterior._rows(x_new)
+    once = rows.f - rows.jvp(posterior.network.unflatten(posterior._newton_step()))
+    assert relative_error(once, expected) > 0.05
+    # the covariance is that of the posterior, at the trained outputs
+    covariances = [posterior.latent_moments(x_new, mean=mean)[1] for mean in ("map", "posterior")]
+    assert torch.equal(*covariances)
+
+
+def test_the_optimum_is_found_once_and_follows_the_hyperparameters(monkeypatch) -> None:
+    posterior, (_, x, _), calls = fitted("categorical"), case("categorical"), []
+    whole = type(posterior.fitted).newton_at
+
+    def counted(*arguments):
+        calls.append(1)
+        return whole(*arguments)
+
+    monkeypatch.setattr(type(posterior.fitted), "newton_at", counted)
+    first = posterior.latent_moments(x, mean="posterior")[0]
+    count = len(calls)
+    assert torch.equal(posterior.latent_moments(x, mean="posterior")[0], first) and len(calls) == count > 2
+    posterior.prior.precision = torch.tensor([2.0, 3.0])
+    assert relative_error(posterior.latent_moments(x, mean="posterior")[0], first) > 0.01
+
+
+def test_a_what_if_is_refitted_to_its_own_points() -> None:
+    """Nothing is held in `mean="posterior"`: of the posterior without points it is that of the rest of the data."""
+    network, x, y = case("bernoulli")
+    kept = torch.arange(25) % 6 != 2
+    prior = ntkl.GaussianPrior(torch.tensor([0.2, 1.5]), mean=0.1, groups="layer")
+    rest = ntkl.laplace(network, (x[kept], y[kept]), ntkl.Bernoulli(), prior)
+    expected = rest.latent_moments(x, mean="posterior")[0]
+    for steps in (1, None):
+        changed = fitted("bernoulli").remove((~kept).nonzero().squeeze(1), steps=steps)
+        assert relative_error(changed.latent_moments(x, mean="posterior")[0], expected) < 1e-8
+
+
+@pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+def test_what_has_no_optimum_of_its_own_refuses(tmp_path) -> None:
+    network, x, y = case("categorical")
+    for options in ({"structure": "kfac"}, {"structure": "diag"}, {"curvature": "ef"}):
+        posterior = fitted("categorical", **options)
+        with pytest.raises(ntkl.UnsupportedError, match=r'structure="gp" or "full" and curvature="ggn".*leave mean= out'):
+            posterior.predict(x, mean="posterior")
+        assert posterior.predict(x).probs.isfinite().all()
+    posterior = fitted("categorical", "full")
+    posterior.save(tmp_path / "full.pt")
+    with pytest.raises(ntkl.UnsupportedError, match="training data"):
+        ntkl.load(tmp_path / "full.pt", network).latent_moments(x, mean="posterior")
+
+
+class Wavy(ntkl.Likelihood):
+    """A score of f that grows without end, with a curvature that is always 1."""
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.abs().sqrt().sum(1) + f.abs().sum(1) ** 3
+
+    def targets(self, y, n, c):
+        return y.to(torch.float64).reshape(n, c)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda one: one.abs().sqrt().sum() + one.abs().sum() ** 3))(f)
+
+    def hessian(self, f: Tensor, y: Tensor) -> Tensor:
+        return torch.eye(f.shape[1], dtype=f.dtype).expand(len(f), -1, -1)
+
+    def root(self, f: Tensor, y: Tensor) -> Tensor:
+        return self.hessian(f, y)
+
+
+def test_an_objective_without_an_optimum_is_told() -> None:
+    network, x, _ = case("bernoulli")
+    posterior = ntkl.laplace(network, (x, torch.zeros(25, 1).double()), Wavy())
+    with pytest.raises(ntkl.NumericalError, match=r"optimum within|objective fall"):
+        posterior.latent_moments(x, mean="posterior")
+
+
+def test_an_empty_change_says_that_it_is_no_refit() -> None:
+    posterior, (_, x, y) = fitted("categorical"), case("categorical")
+    for steps in (None, 3):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match=r'comes back as it was, not refitted; predict\(x, mean="post'):
+            same = posterior.remove([], steps=steps)
+        assert relative_error(same.outputs(x), posterior.outputs(x)) < 1e-12
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="no training point is changed"):
+            posterior.relabel([2], y[2], steps=steps)
+        with pytest.warns(ntkl.NTKLaplaceWarning, match="no training point is changed"):
+            posterior.reweight([2, 3], 1.0, steps=steps)
+    posterior.remove([])  # one step is what it says: nothing is held back
+    once = posterior.remove([1, 4])
+    exact = once.remove([], steps=None)  # the earlier change goes on to its optimum
+    assert relative_error(exact.outputs(x), posterior.remove([1, 4], steps=None).outputs(x)) < 1e-9
