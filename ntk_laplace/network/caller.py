@@ -7,20 +7,29 @@ import inspect
 from torch import Tensor, nn
 
 from ntk_laplace.data import Inputs
+from ntk_laplace.network.precision import Autocast
 
 __all__ = ["Caller"]
 
 
 class Caller(nn.Module):
-    """Calls a module on one input, or on the parts of a tuple or dict where its `forward` takes them apart."""
+    """Calls a module on one input, or on the parts of a tuple or dict where its `forward` takes them apart.
+
+    Always under the state of `torch.autocast` that it was made in: the fit's.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.autocast = Autocast.present()
         self._signature = _signature(module)
 
     def forward(self, x: Inputs) -> Tensor:
         """Outputs as the module gives them."""
+        with self.autocast.entered():
+            return self._called(x)
+
+    def _called(self, x: Inputs) -> Tensor:
         if isinstance(x, dict) and _binds(self._signature, (), x):
             return self.module(**x)
         if isinstance(x, (tuple, list)) and _binds(self._signature, tuple(x), {}):

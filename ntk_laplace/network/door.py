@@ -24,6 +24,7 @@ from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonD
 from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice, choose
 from ntk_laplace.network.copying import private_copy, require_module
+from ntk_laplace.network.precision import DtypesSeen, computation_dtype
 from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
@@ -68,6 +69,9 @@ class Network:
         C, known after the first evaluation.
     scalar : bool
         Whether the module returns shape (N,).
+    precision : torch.dtype
+        The coarsest floating type that outputs are computed in, known after `probe`; what is compared with autograd
+        is compared up to the rounding of this type.
 
     Raises
     ------
@@ -84,6 +88,7 @@ class Network:
         self._parameters = {n: p for n, p in self.module.named_parameters() if n in chosen}
         first = next(iter(self._parameters.values()))
         self.device, self.dtype = first.device, first.dtype
+        self.precision = first.dtype
         self.num_outputs: int | None = None
         self.scalar = False
         self._form: Inputs | None = None  # of inputs that it took
@@ -175,7 +180,7 @@ class Network:
                 whole = self.without_grad(concatenate(pairs))
         except NTKLaplaceError:
             return False
-        return _gap(apart, whole) <= _tolerance(apart)
+        return _gap(apart, whole) <= self._tolerance(apart)
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) at other values (P,) of the chosen parameters, as `without_grad`."""
@@ -234,11 +239,13 @@ class Network:
 
     def _probe_few(self, x: Inputs) -> Tensor:
         before = {name: b.clone() for name, b in self.module.named_buffers()}
-        first = self.without_grad(x)
+        with DtypesSeen() as seen:
+            first = self.without_grad(x)
         if self._channels_last_is_faster():
             self._to_format(torch.channels_last)
         alone = self.evaluate(_every_other(x))  # back to contiguous if that raises
-        tolerance = _tolerance(first)
+        self.precision = computation_dtype(self.module, alone, seen.found)
+        tolerance = self._tolerance(first)
         if self._channels_last and _gap(alone, first[::2]) > tolerance:
             self._to_format(torch.contiguous_format)
             alone = self.evaluate(_every_other(x))
@@ -264,6 +271,11 @@ class Network:
     def _channels_last_is_faster(self) -> bool:
         spatial = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
         return spatial and self.device.type == "cpu" and self.dtype == torch.float32
+
+    def _tolerance(self, outputs: Tensor) -> float:
+        """How far outputs of one example may be apart in two batches."""
+        scale = float(outputs.abs().max()) or 1.0
+        return scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(self.precision, 3e-2)
 
     def _outputs(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         """What the network gives, (N, C); what it fails on is told as bad inputs, or handed on if memory ran out."""
@@ -303,12 +315,6 @@ class Network:
 
 def _first_line(cause: Exception) -> str:
     return (str(cause).strip().splitlines() or ["no message"])[0].rstrip(".")
-
-
-def _tolerance(outputs: Tensor) -> float:
-    """How far outputs of one example may be apart in two batches."""
-    scale = float(outputs.abs().max()) or 1.0
-    return scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(outputs.dtype, 3e-2)
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
