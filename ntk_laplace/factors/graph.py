@@ -123,7 +123,7 @@ def pull_back(node: Any, output: int, parameter: Tensor, rows: Tensor) -> Tensor
     for row in rows:
         # one row at a time: not every backward node has a batching rule, and these tensors are parameter-sized
         (gradient,) = torch.autograd.grad([edge], [parameter], [row], retain_graph=True)
-        pulled.append(gradient.flatten())
+        pulled.append(gradient.flatten().to(row.dtype))
     return torch.stack(pulled)
 
 

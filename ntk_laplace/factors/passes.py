@@ -25,7 +25,7 @@ from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan
 from ntk_laplace.factors.rows import Rows
 from ntk_laplace.factors.search import Search, make_plan
-from ntk_laplace.network import Network, preserved_rng, without_autocast
+from ntk_laplace.network import Network, outside_autocast, preserved_rng
 
 __all__ = ["FactorPass", "Seeds"]
 
@@ -117,7 +117,6 @@ class FactorPass:
         self.prepare(x)
         return _examples_at_once(self._edges, seeds, fold)
 
-    @without_autocast
     def prepare(self, x: Inputs) -> None:
         """Probe the network and make its plan on a few examples, once.
 
@@ -128,7 +127,7 @@ class FactorPass:
         """
         if self._edges is not None:
             return
-        with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
+        with _passing(self.network):
             out = self.network.probe(differentiable(x))
             graph = Graph(out, self._parameters)
             plan = self._plan(graph, out, x)
@@ -167,13 +166,12 @@ class FactorPass:
             NTKLaplaceWarning, stacklevel=2,
         )  # fmt: skip
 
-    @without_autocast
     def _batch(
         self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fold: Fold
     ) -> Rows:
         self.prepare(x)
         network = self.network
-        with torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module):
+        with _passing(network):
             x = differentiable(x)
             out = network.evaluate(x, offset)
             n, c = out.shape
@@ -272,6 +270,16 @@ def _columns(root: Tensor | Seeds | None, network: Network) -> int:
     if root is None:
         return network.num_outputs
     return root.shape[2] if isinstance(root, Tensor) else root.columns
+
+
+@contextlib.contextmanager
+def _passing(network: Network) -> Iterator[None]:
+    """What forward and backward passes run in."""
+    with (
+        torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module),
+        outside_autocast(), network.arithmetic(),
+    ):  # fmt: skip
+        yield
 
 
 @contextlib.contextmanager

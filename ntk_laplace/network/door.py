@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonD
 from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice, choose
 from ntk_laplace.network.copying import private_copy, require_module
-from ntk_laplace.network.precision import DtypesSeen, computation_dtype
+from ntk_laplace.network.precision import DtypesSeen, Products, computation_dtype
 from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
@@ -149,6 +149,10 @@ class Network:
         shapes = self.shapes
         return {n: vector[..., s].reshape((*vector.shape[:-1], *shapes[n])) for n, s in self.slices().items()}
 
+    def arithmetic(self) -> AbstractContextManager:
+        """What a pass runs in: products of 16-bit types are fast in it on every processor."""
+        return Products() if Products.helps(self.device, self.precision) else nullcontext()
+
     def evaluate(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) with their autograd graph; `offset` is the index of the first example, for messages.
 
@@ -189,7 +193,7 @@ class Network:
 
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         starts = range(0, max(1, num_examples(x)), _AT_A_TIME)
-        with torch.no_grad():
+        with torch.no_grad(), self.arithmetic():
             parts = [x] if len(starts) == 1 else [take(x, slice(start, start + _AT_A_TIME)) for start in starts]
             found = [self._outputs(call, p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -322,4 +326,4 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _every_other(x: Inputs) -> Inputs:
-    return take(x, slice(None, None, 2))
+    return take(x, torch.arange(0, num_examples(x), 2))  # not strided: the graph is that of later batches

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Autocast", "DtypesSeen", "computation_dtype", "without_autocast"]
+__all__ = ["Autocast", "DtypesSeen", "Products", "computation_dtype", "outside_autocast"]
 
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+_PRODUCTS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
+}
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,26 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def without_autocast(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """The function, run outside of the caller's `torch.autocast`, which would round matrix products in float32."""
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Run a block (or, as a decorator, a function) outside of the caller's `torch.autocast`.
 
-    @functools.wraps(function)
-    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if not any(torch.is_autocast_enabled(kind) for kind in _DEVICE_TYPES):
-            return function(*args, **kwargs)
-        with Autocast().entered():
-            return function(*args, **kwargs)
-
-    return wrapped
+    It would round the algebra's matrix products where they are in float32. The network is called under the state of
+    the fit all the same.
+    """
+    with Autocast().entered():
+        yield
 
 
-class DtypesSeen(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """A dispatch mode without torch's wrapper: that imports the compiler, in seconds, and slows every operation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class DtypesSeen(_Mode):
     """Floating types of the results of all operations in a block: those of frozen layers too, which no graph shows."""
 
     def __init__(self) -> None:
@@ -86,6 +92,34 @@ class DtypesSeen(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.found |= _floating(tree_leaves(result))
         return result
+
+
+class Products(_Mode):
+    """Matrix products and convolutions of 16-bit types, done in float32 and rounded to the type of their operands.
+
+    Processors with instructions for such products do the same: they add up in float32 and round once. On a CPU that
+    has none, torch's own kernels take ten times as long and more.
+    """
+
+    @staticmethod
+    def helps(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the device has no instructions for products of this type."""
+        supported = {
+            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+        }
+        return device.type == "cpu" and dtype in supported and not supported[dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        dtypes = _floating(args) if func in _PRODUCTS else set()
+        if len(dtypes) != 1 or next(iter(dtypes)).itemsize != 2:
+            return func(*args, **kwargs)
+        (dtype,) = dtypes
+        found = func(*(value.float() if _is_floating(value) else value for value in args), **kwargs)
+        if isinstance(found, Tensor):
+            return found.to(dtype)
+        return tuple(value if value is None else value.to(dtype) for value in found)
 
 
 def computation_dtype(module: nn.Module, out: Tensor, seen: Iterable[torch.dtype]) -> torch.dtype:
@@ -105,8 +139,12 @@ def computation_dtype(module: nn.Module, out: Tensor, seen: Iterable[torch.dtype
     return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
 
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _floating(values: Iterable[Any]) -> set[torch.dtype]:
-    return {value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()}
+    return {value.dtype for value in values if _is_floating(value)}
 
 
 def _graph_dtypes(out: Tensor) -> set[torch.dtype]:
