@@ -15,7 +15,7 @@ from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.factors import NO_FOLD, FactorPass
 from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import Network, ParameterChoice
+from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.points import present_values
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
@@ -109,7 +109,7 @@ def laplace(
     form = form_of(structure)
     factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
     trained = Trained(door, likelihood, prior, root, factors, settings)
-    with torch.inference_mode(False), contextlib.closing(batches):
+    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
         x, _ = batches.first()
         factors.prepare(x)
         if isinstance(form, Form):

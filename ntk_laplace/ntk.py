@@ -9,7 +9,7 @@ from ntk_laplace.curvature import prior_variances
 from ntk_laplace.data import Inputs, as_tensors, to_device
 from ntk_laplace.factors import FactorPass
 from ntk_laplace.gram import gram
-from ntk_laplace.network import Network, ParameterChoice
+from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["empirical_ntk"]
@@ -49,4 +49,5 @@ def empirical_ntk(
     factors = FactorPass(door, door.dtype if dtype is None else dtype)
     left = factors.rows(to_device(as_tensors(x1), door.device, door.dtype))
     right = None if x2 is None else factors.rows(to_device(as_tensors(x2), door.device, door.dtype))
-    return gram(left, right, prior_variances(prior, door.shapes))
+    with outside_autocast():
+        return gram(left, right, prior_variances(prior, door.shapes))

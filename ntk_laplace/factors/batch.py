@@ -89,7 +89,7 @@ class Batch:
         alone = self.network.evaluate(take(self.x, self.some), self.offset)
         own, there = alone.detach(), self.out.detach()[self.some]
         size = float(there.abs().max())
-        if not agree(own, there, size, size):
+        if not agree(own, there, size, size, self.network.precision):
             gap = float((own - there).abs().max())
             raise mixed(f"outputs that change by {gap:.2g} with the other examples of the batch")
         return self._sums_disagree(few, alone, self.seeds[:, self.some]) == ()
@@ -98,7 +98,7 @@ class Batch:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
         generator = torch.Generator().manual_seed(len(out))
         weights = torch.randn(seeds.shape[:2], generator=generator, dtype=torch.float64).to(seeds)
-        truth = Truth(out, seeds, weights, self.parameters)
+        truth = Truth(out, seeds, weights, self.parameters, self.network.precision)
         return truth.disagreeing(blocks) if truth.finite else None
 
     def _require_finite(self, blocks: Sequence[Block]) -> None:

@@ -10,6 +10,7 @@ from torch.func import functional_call, vjp, vmap
 
 from ntk_laplace.data import Inputs, map_tensors, num_examples, take
 from ntk_laplace.factors.blocks import Dense
+from ntk_laplace.factors.graph import rows_dtype
 from ntk_laplace.network import Network
 
 __all__ = ["Fallback"]
@@ -60,7 +61,7 @@ class Fallback:
 
     def _by_loop(self, x: Inputs, seeds: Tensor) -> list[Tensor]:
         parameters = [self.network.parameters[name] for name in self.names]
-        found = [seeds.new_zeros(*seeds.shape[:2], parameter.numel()) for parameter in parameters]
+        found = [parameter.new_zeros(*seeds.shape[:2], parameter.numel()) for parameter in parameters]
         for example in range(num_examples(x)):
             out = self.network.evaluate(take(x, slice(example, example + 1)))
             for k, seed in enumerate(seeds[:, example : example + 1]):
@@ -71,4 +72,5 @@ class Fallback:
         return found
 
     def _dense(self, rows: list[Tensor]) -> list[Dense]:
-        return [Dense(name, values) for name, values in zip(self.names, rows, strict=True)]
+        dtype = rows_dtype(self.network.parameters)
+        return [Dense(name, values.to(dtype)) for name, values in zip(self.names, rows, strict=True)]

@@ -125,10 +125,10 @@ class Gradients:
         if index not in self._sums:
             n, o = self.graph.shape(self.readings[index].consumer)
             self._sums[index] = self.seeds.new_zeros(n if squared else o, o, dtype=dtype)
-            self._some[index] = self.seeds.new_zeros(len(self.seeds), len(self.folding.some), o)
+            self._some[index] = self.seeds.new_zeros(len(self.seeds), len(self.folding.some), o, dtype=self.graph.dtype)
         if gradient is None:
             return
-        torch.index_select(gradient, 0, self.folding.some, out=self._some[index][k])
+        self._some[index][k] = gradient[self.folding.some]
         gradient = gradient.to(dtype)
         if squared:
             self._sums[index].addcmul_(gradient, gradient)
@@ -148,6 +148,12 @@ class Gradients:
             return read(self._whole[consumer])
         # no seed reaches the node
         return read(self.seeds.new_zeros(len(self.seeds), *self.graph.shape(consumer)))
+
+    def any(self, index: int) -> bool:
+        """Whether what one reading reads has an entry other than zero."""
+        by_reading = self._sums.get(index, self._rows.get(index))
+        values = self._whole.get(self.readings[index].consumer) if by_reading is None else by_reading
+        return values is not None and bool(values.any())
 
     def forget(self, indices: Sequence[int]) -> None:
         """Free what these readings read, and nobody else."""

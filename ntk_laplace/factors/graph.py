@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["Graph", "Step", "is_view", "node_kind", "output_shape", "pull_back", "view_positions"]
+__all__ = [
+    "Graph", "Step", "is_view", "node_kind", "output_shape", "pull_back", "rows_dtype", "uncast", "view_positions",
+]  # fmt: skip
 
-# nodes that move entries of a parameter about, or drop some, and do nothing else
+# nodes that move entries of a parameter about, drop or convert some, and do nothing else
+_CAST = "ToCopyBackward"
 _VIEWS = {
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Slice", "Select",
     "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Alias", "Clone", "Narrow",
+    "ToCopy",
 }  # fmt: skip
 _DIGIT = 256  # positions travel through a view in base 256: exact in every floating dtype
 
@@ -25,8 +29,24 @@ def node_kind(node: Any) -> str:
 
 
 def is_view(node: Any) -> bool:
-    """Whether the node only moves entries about."""
+    """Whether the node only moves entries about, or converts them to another floating type."""
     return node_kind(node).removesuffix("Backward") in _VIEWS
+
+
+def uncast(node: Any, output: int) -> tuple[Any, int]:
+    """The node's output (or parameter) before conversions to other floating types, as autocast makes them."""
+    while node_kind(node) == _CAST:
+        node, output = node.next_functions[0]
+    return node, output
+
+
+def rows_dtype(parameters: dict[str, nn.Parameter]) -> torch.dtype:
+    """Floating type in which rows are made: the parameters' own, and float32 at least.
+
+    A layer's inputs and output gradients may come in others, and not in the same; products are made in this one.
+    """
+    first = next(iter(parameters.values()), None)
+    return torch.promote_types(torch.float32, torch.float32 if first is None else first.dtype)
 
 
 def output_shape(node: Any, output: int) -> torch.Size:
@@ -56,9 +76,12 @@ class Graph:
         Number of the node where each parameter enters.
     consumers : list of list of Step
         Who reads a node's outputs.
+    dtype : torch.dtype
+        Floating type of the rows that are made of it.
     """
 
     def __init__(self, out: Tensor, parameters: dict[str, nn.Parameter]) -> None:
+        self.dtype = rows_dtype(parameters)
         self.nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         stack = [out.grad_fn]
@@ -100,7 +123,7 @@ def pull_back(node: Any, output: int, parameter: Tensor, rows: Tensor) -> Tensor
     for row in rows:
         # one row at a time: not every backward node has a batching rule, and these tensors are parameter-sized
         (gradient,) = torch.autograd.grad([edge], [parameter], [row], retain_graph=True)
-        pulled.append(gradient.flatten())
+        pulled.append(gradient.flatten().to(row.dtype))
     return torch.stack(pulled)
 
 

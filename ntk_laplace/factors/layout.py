@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "find_layout"]
+__all__ = ["Layout", "example_weights", "find_layout", "shape_layout"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+_COARSE = 3e-2  # of types of 16 bits
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,31 @@ class Layout:
         return values.unflatten(axis, (n, positions)), axis, axis + 1
 
 
-def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor) -> Layout | None:
+def example_weights(n: int, precision: torch.dtype) -> Tensor:
+    """A weight for each of n examples, (N,), in float64.
+
+    Distinct ones; for a computation in 16 bits powers of two, ten of them in turn: a backward pass is linear, and a
+    power of two goes through it without any rounding.
+    """
+    numbers = torch.arange(n)
+    signs = (-1.0) ** numbers.double()
+    return signs * 2.0 ** (numbers % 5 - 2) if precision.itemsize <= 2 else 1.0 + 0.7 * numbers * signs
+
+
+def shape_layout(shape: torch.Size, n: int, other: torch.Size, m: int) -> Layout | None:
+    """The axis that counts examples, by a tensor's shapes for n and for m examples; None if there is no single one.
+
+    Says nothing about the order of examples and positions on that axis.
+    """
+    if len(shape) != len(other):
+        return None
+    grown = [dim for dim, (one, two) in enumerate(zip(shape, other, strict=True)) if one != two]
+    if len(grown) != 1 or shape[grown[0]] % n or shape[grown[0]] * m != other[grown[0]] * n:
+        return None
+    return Layout(grown[0])
+
+
+def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch.dtype) -> Layout | None:
     """The axis along which ``scaled = weights[example] * plain``, or None if examples are mixed there.
 
     Parameters
@@ -63,13 +88,15 @@ def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor) -> Layout | None
     plain, scaled : Tensor
         Gradients at one node, seeded with r and with weights_n r_n.
     weights : Tensor, (N,)
-        One distinct weight per example.
+        As `example_weights` gives them.
+    precision : torch.dtype
+        Coarsest floating type that the gradients are computed in.
     """
     n = len(weights)
     size = float(scaled.abs().max()) if scaled.numel() else 0.0
     if size == 0.0:
         return None
-    tolerance = _TOLERANCE.get(plain.dtype, 3e-2) * size
+    tolerance = _TOLERANCE.get(precision, _COARSE) * size
     for dim, length in enumerate(plain.shape):
         if length % n or length == 0:
             continue

@@ -24,8 +24,8 @@ from ntk_laplace.factors.gradients import Gradients, edges, kept_whole
 from ntk_laplace.factors.graph import Graph
 from ntk_laplace.factors.plan import Plan
 from ntk_laplace.factors.rows import Rows
-from ntk_laplace.factors.search import make_plan
-from ntk_laplace.network import Network, preserved_rng
+from ntk_laplace.factors.search import Search, make_plan
+from ntk_laplace.network import Network, outside_autocast, preserved_rng
 
 __all__ = ["FactorPass", "Seeds"]
 
@@ -132,21 +132,28 @@ class FactorPass:
         """
         if self._edges is not None:
             return
-        with torch.inference_mode(False), preserved_rng(self.network.device), _plain_kernels(self.network.module):
+        with _passing(self.network):
             out = self.network.probe(differentiable(x))
             graph = Graph(out, self._parameters)
-            plan = self._plan(graph, out)
+            plan = self._plan(graph, out, x)
             readings = plan.readings(graph, len(out))
             kept, plain = kept_whole(readings), {use.step.consumer: use.name for use in plan.uses if use.plain}
-            sizes = {n: graph.shape(n).numel() * out.element_size() // len(out) for n in edges(readings)}
+            element = torch.promote_types(out.dtype, graph.dtype).itemsize
+            sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(readings)}
         self._edges = [_Edge(max(1, size), number in kept, plain.get(number)) for number, size in sizes.items()]
 
-    def _plan(self, graph: Graph, out: Tensor, confirm: bool = False) -> Plan:
+    def _plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
         signature = graph.signature()
         if signature not in self._plans or confirm:
-            plan = make_plan(graph, out, self._parameters, self.keep_factors, confirm)
-            self._plans[signature] = plan
+            search = Search(graph, out, self._parameters, self.network.precision, partial(self._another, x, len(out)))
+            self._plans[signature] = make_plan(search, self.keep_factors, confirm)
         return self._plans[signature]
+
+    def _another(self, x: Inputs, n: int) -> tuple[Graph, int]:
+        """The graph of a few of the examples of `x`, and how many: not n."""
+        m = 2 if n != 2 else 3
+        few = take(x, torch.arange(m) % num_examples(x))
+        return Graph(self.network.evaluate(few), self._parameters), m
 
     def _fallback(self, names: tuple[str, ...]) -> Fallback:
         if names not in self._fallbacks:
@@ -169,7 +176,7 @@ class FactorPass:
     ) -> Rows:
         self.prepare(x)
         network = self.network
-        with torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module):
+        with _passing(network):
             x = differentiable(x)
             out = network.evaluate(x, offset)
             n, c = out.shape
@@ -194,7 +201,7 @@ class FactorPass:
             twice = take(batch.x, torch.zeros(2, dtype=torch.long))
             out, seeds = self.network.evaluate(twice), batch.seeds.expand(-1, 2, -1)
             return [block.part(slice(0, 1)) for block in self._blocks(replace(batch, x=twice, out=out, seeds=seeds))]
-        plan = self._plan(graph, batch.out)
+        plan = self._plan(graph, batch.out, batch.x)
         if batch.some is not None and any(use.plain and use.name in fold.weights for use in plan.uses):
             blocks = self._planned_blocks(batch, graph, plan, Folding(fold, batch.some, self.dtype))
             if batch.some_agree(blocks) and all_finite(blocks):
@@ -203,7 +210,7 @@ class FactorPass:
         wrong = batch.disagreeing(blocks)
         if wrong:
             # a rule does not hold, or the probe's few examples did not show where this batch's lie: plan on the batch
-            blocks = self._planned_blocks(batch, graph, self._plan(graph, batch.out, confirm=True))
+            blocks = self._planned_blocks(batch, graph, self._plan(graph, batch.out, batch.x, confirm=True))
             wrong = batch.disagreeing(blocks, whole=True)
         if wrong:
             redone = _touching(wrong, blocks)
@@ -218,11 +225,22 @@ class FactorPass:
     def _planned_blocks(
         self, batch: Batch, graph: Graph, plan: Plan, folding: Folding | None = None
     ) -> list[Block | Folded]:
-        readings = plan.readings(graph, len(batch.out), folding)
-        gradients = Gradients(graph, readings, batch.seeds, self.keep_factors, folding).collect(batch.out)
+        gradients = self._gradients(batch, graph, plan, folding)
+        wrong = plan.contradicted(gradients)
+        if wrong:  # where its examples lie shows in this batch
+            plan = self._plan(graph, batch.out, batch.x, confirm=True)
+            gradients = self._gradients(batch, graph, plan, folding)
+            wrong = plan.contradicted(gradients)
+        if wrong:
+            plan = plan.without(wrong)
+            gradients = self._gradients(batch, graph, plan, folding)
         blocks = plan.blocks(graph, gradients, self._parameters)
         own = self._fallback(plan.unmatched).rows(batch.x, batch.seeds) if plan.unmatched else []
         return compacted(chain(blocks, own), self.keep_factors)
+
+    def _gradients(self, batch: Batch, graph: Graph, plan: Plan, folding: Folding | None) -> Gradients:
+        readings = plan.readings(graph, len(batch.out), folding)
+        return Gradients(graph, readings, batch.seeds, self.keep_factors, folding).collect(batch.out)
 
 
 @dataclass(frozen=True)
@@ -257,6 +275,16 @@ def _columns(root: Tensor | Seeds | None, network: Network) -> int:
     if root is None:
         return network.num_outputs
     return root.shape[2] if isinstance(root, Tensor) else root.columns
+
+
+@contextlib.contextmanager
+def _passing(network: Network) -> Iterator[None]:
+    """What forward and backward passes run in."""
+    with (
+        torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module),
+        outside_autocast(), network.arithmetic(),
+    ):  # fmt: skip
+        yield
 
 
 @contextlib.contextmanager

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.factors.folding import Folded, Folding
 from ntk_laplace.factors.gradients import Gradients, Reading
-from ntk_laplace.factors.graph import Graph, Step, is_view, node_kind, output_shape, pull_back, view_positions
+from ntk_laplace.factors.graph import (
+    Graph,
+    Step,
+    is_view,
+    node_kind,
+    output_shape,
+    pull_back,
+    uncast,
+    view_positions,
+)
 from ntk_laplace.factors.joins import join_positions
 from ntk_laplace.factors.layout import Layout
 from ntk_laplace.factors.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Reader, Use
@@ -37,6 +46,8 @@ class UsePlan:
         Its rows are made of one seed's gradient at a time.
     plain : bool
         An example's b is a row of the node's output gradient as it is: one position, one group, not too wide.
+    by_shape : bool
+        Its output gradient was zero when the plan was made, and its layout was read off shapes: it holds for zeros.
     """
 
     name: str
@@ -45,6 +56,7 @@ class UsePlan:
     layout: Layout
     at_once: bool = False
     plain: bool = False
+    by_shape: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,16 @@ class Plan:
         for index in self._folded(graph, n, folding):
             found[index] = replace(found[index], folded=True)
         return found
+
+    def contradicted(self, gradients: Gradients) -> set[str]:
+        """Parameters with a gradient that the plan knows as zero alone."""
+        return {use.name for index, use in enumerate(self.uses) if use.by_shape and gradients.any(index)}
+
+    def without(self, names: set[str]) -> Plan:
+        """The same with these parameters left to the fallback, and the partners of their weights."""
+        left = names | {self.partners[name] for name in names if name in self.partners}
+        partners = {name: partner for name, partner in self.partners.items() if name not in left}
+        return Plan(tuple(use for use in self.uses if use.name not in left), (*self.unmatched, *sorted(left)), partners)
 
     def _folded(self, graph: Graph, n: int, folding: Folding | None) -> list[int]:
         """Uses whose gradients may be added up as they come: nothing else reads that node, or that parameter.
@@ -161,30 +183,33 @@ def reader_of(use: UsePlan, graph: Graph, n: int) -> Reader | None:
     rule = RULES.get(node_kind(node))
     shape = output_shape(graph.nodes[use.source], use.step.output)
     output = graph.shape(use.step.consumer)
-    return None if rule is None else rule(Use(node, use.step.operand, shape, output, use.layout, n))
+    if rule is None:
+        return None
+    reader = rule(Use(node, use.step.operand, shape, output, use.layout, n, graph.dtype))
+    return None if reader is None else replace(reader, read=lambda gradient: reader.read(gradient.to(graph.dtype)))
 
 
 def use_block(use: UsePlan, graph: Graph, rows: OperandRows, parameter: nn.Parameter) -> Block:
     """Rows of the parameter from those of the operand that the node reads."""
-    source = graph.nodes[use.source]
-    shape = output_shape(source, use.step.output)
+    source, output = uncast(graph.nodes[use.source], use.step.output)
+    shape = output_shape(source, output)
     if hasattr(source, "variable"):
         return _plain_block(use.name, rows, parameter)
     if isinstance(rows, OperandOuter):
         transposed = node_kind(source) == "TBackward" and _direct(source)
         if rows.order == "gio" and transposed and shape.numel() == parameter.numel():
             return Outer(use.name, None, rows.b, rows.a, None, parameter.numel())
-        positions = view_positions(source, use.step.output, parameter) if _all_views(source) else None
+        positions = view_positions(source, output, parameter) if _all_views(source) else None
         if positions is not None:
             index = positions[_order(rows)] if rows.order == "gio" else positions
             return Outer(use.name, None, rows.b, rows.a, _unless_identity(index, parameter), parameter.numel())
     dense = _operand_dense(rows, shape)
     flat = dense.flatten(0, 1).reshape(-1, *shape)
-    return Dense(use.name, pull_back(source, use.step.output, parameter, flat).reshape(*dense.shape[:2], -1))
+    return Dense(use.name, pull_back(source, output, parameter, flat).reshape(*dense.shape[:2], -1))
 
 
 def _direct(node: object) -> bool:
-    return hasattr(node.next_functions[0][0], "variable")
+    return hasattr(uncast(*node.next_functions[0])[0], "variable")
 
 
 def _all_views(node: object) -> bool:

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.factors.blocks import Block
+from ntk_laplace.factors.graph import rows_dtype
 
 __all__ = ["Truth", "agree"]
 
 _AGREEMENT = {torch.float64: 1e-8, torch.float32: 2e-3}
+_COARSE = 5e-2  # of types of 16 bits
 
 
-def agree(own: Tensor, expected: Tensor, size: float, loud: float) -> bool:
+def agree(own: Tensor, expected: Tensor, size: float, loud: float, precision: torch.dtype) -> bool:
     """Whether a flat sum of rows equals autograd's gradient, up to rounding.
 
     Parameters
@@ -24,11 +26,15 @@ def agree(own: Tensor, expected: Tensor, size: float, loud: float) -> bool:
     size, loud : float
         Largest entries, in absolute value, of `expected` and of all gradients of the network: what lies below the
         rounding of the latter cannot be compared.
+    precision : torch.dtype
+        Coarsest floating type of the computation that both come from, `Network.precision`. It may be coarser than
+        their own: float32 parameters of a bfloat16 network have gradients in float32 that are rounded to bfloat16.
     """
     if not own.numel():
         return True
     gap = _largest(own - expected)
-    relative, floor = _AGREEMENT.get(own.dtype, 5e-2), 100 * torch.finfo(own.dtype).eps * loud
+    relative = _AGREEMENT.get(precision, _COARSE)
+    floor = min(100 * torch.finfo(precision).eps, _COARSE) * loud
     return gap <= max(relative * size, floor) or gap <= relative * _largest(own)
 
 
@@ -50,14 +56,18 @@ class Truth:
     weights : Tensor, (K, N)
         Drawn at random: rows of the wrong example show then, and so does mixing.
     parameters : dict of str to nn.Parameter
+    precision : torch.dtype
+        As in `agree`.
     """
 
-    def __init__(self, out: Tensor, seeds: Tensor, weights: Tensor, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(
+        self, out: Tensor, seeds: Tensor, weights: Tensor, parameters: dict[str, nn.Parameter], precision: torch.dtype
+    ) -> None:
         found = torch.autograd.grad(
             out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, seeds), retain_graph=True,
             allow_unused=True,
         )  # fmt: skip
-        self._weights, self._parameters = weights, parameters
+        self._weights, self._parameters, self._precision = weights.to(rows_dtype(parameters)), parameters, precision
         self._expected = {name: g for name, g in zip(parameters, found, strict=True) if g is not None}
         self._sizes = {name: _largest(gradient) for name, gradient in self._expected.items()}
         self._loud = max(self._sizes.values(), key=lambda value: (value != value, value), default=0.0)
@@ -82,4 +92,4 @@ class Truth:
             return True
         own = torch.zeros_like(expected) if own is None else own
         expected = torch.zeros_like(own) if expected is None else expected
-        return agree(own.flatten(), expected.flatten(), size, self._loud)
+        return agree(own.flatten(), expected.flatten(), size, self._loud, self._precision)

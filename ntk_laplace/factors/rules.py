@@ -40,6 +40,8 @@ class Use:
         Where the examples lie in the node's output.
     n : int
         Number of examples.
+    dtype : torch.dtype
+        Floating type of the rows; gradients come in it, and what the node saved is converted.
     """
 
     node: Any
@@ -48,6 +50,7 @@ class Use:
     output: torch.Size
     layout: Layout
     n: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,12 @@ def _product(use: Use, data: Tensor | None) -> Reader | None:
     def read(gradient: Tensor) -> OperandRows:
         g = gradient if gradient.ndim == 4 else gradient.unsqueeze(1)  # (K, G, rows, cols)
         b = layout.split(g, use.n, 1).permute(0, 1, 3, 2, 4)  # from (K, N, T, G, the other axis)
+        inputs = data.to(use.dtype)
         if dim == 1:  # examples in rows: data (G, rows, i), operand (G, i, o)
-            a = Layout(1, use.layout.positions_first).split(data, use.n, 0).permute(0, 2, 1, 3)
+            a = Layout(1, use.layout.positions_first).split(inputs, use.n, 0).permute(0, 2, 1, 3)
             return OperandOuter(b, a, "gio")
         # examples in columns: operand (G, o, i) times data (G, i, cols)
-        a = Layout(2, use.layout.positions_first).split(data, use.n, 0).permute(0, 2, 1, 3)
+        a = Layout(2, use.layout.positions_first).split(inputs, use.n, 0).permute(0, 2, 1, 3)
         return OperandOuter(b, a, "goi")
 
     return Reader(read)
@@ -158,7 +162,7 @@ def _mv(use: Use) -> Reader | None:
         return None
 
     def read(gradient: Tensor) -> OperandRows:
-        a = use.layout.split(data, use.n, 0)  # (N, T, i)
+        a = use.layout.split(data.to(use.dtype), use.n, 0)  # (N, T, i)
         b = use.layout.split(gradient, use.n, 1)  # (K, N, T)
         return OperandOuter(b[:, :, None, :, None], a.unsqueeze(1), "goi")
 
@@ -207,10 +211,11 @@ def _convolution(use: Use) -> Reader | None:
 
     @cache
     def inputs() -> Tensor:
+        own = x.to(use.dtype)
         if transposed:
-            a = _channels(x.unsqueeze(0), groups)[0]
+            a = _channels(own.unsqueeze(0), groups)[0]
         else:
-            a = _grouped(_windows(x, kernel, stride, dilation, padding, space), groups, axes)
+            a = _grouped(_windows(own, kernel, stride, dilation, padding, space), groups, axes)
         return use.layout.split(a, use.n, 0).movedim(1, 2).flatten(2, 3)
 
     def read(gradient: Tensor) -> OperandRows:
@@ -252,7 +257,7 @@ def _signed(value: Any) -> int:
 def _layer_norm(use: Use) -> Reader | None:
     if use.operand != 1:
         return _summed(use) if use.operand == 2 else None
-    x = _saved(use.node, "input")
+    x = _saved(use.node, "input").to(use.dtype)
     return _summed(use, (x - _saved(use.node, "result1")).mul_(_saved(use.node, "result2")))
 
 
@@ -260,7 +265,7 @@ def _per_channel(use: Use, normalized: Callable[[Tensor], Tensor]) -> Reader:
     """Weight (operand 1) and bias of a norm layer with one entry per channel."""
     if use.operand != 1:
         return _summed(use, channels=True)
-    return _summed(use, normalized(_saved(use.node, "input")), channels=True)
+    return _summed(use, normalized(_saved(use.node, "input").to(use.dtype)), channels=True)
 
 
 def _group_norm(use: Use) -> Reader | None:
@@ -307,7 +312,7 @@ def _div(use: Use) -> Reader | None:
     other = _saved(use.node, "other")
     if other is None:
         return None
-    factor = other.reciprocal()
+    factor = other.to(use.dtype).reciprocal()
     if use.operand == 1:
         numerator = _saved(use.node, "self")
         if numerator is None:

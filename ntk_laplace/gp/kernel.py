@@ -13,7 +13,7 @@ from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.gp.cache import CachedRows
 from ntk_laplace.gp.contraction import Diagonal, Joint, weighted_by_prior
 from ntk_laplace.gp.inputs import InputForm
-from ntk_laplace.network import Network, ParameterChoice
+from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["NTKKernel"]
@@ -95,6 +95,7 @@ class NTKKernel(Kernel):
             x1 = x1.index_select(-1, self.active_dims)
         return self._rows.num_outputs(x1)
 
+    @outside_autocast()
     def forward(
         self, x1: Tensor, x2: Tensor, diag: bool = False, last_dim_is_batch: bool = False, **params: Any
     ) -> Tensor:

@@ -7,5 +7,6 @@ from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice
 from ntk_laplace.network.copying import require_module
 from ntk_laplace.network.door import Network, preserved_rng
+from ntk_laplace.network.precision import outside_autocast
 
-__all__ = ["Caller", "Network", "ParameterChoice", "preserved_rng", "require_module"]
+__all__ = ["Caller", "Network", "ParameterChoice", "outside_autocast", "preserved_rng", "require_module"]

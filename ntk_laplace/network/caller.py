@@ -11,12 +11,15 @@ from torch import Tensor, nn
 
 from ntk_laplace.data import Inputs
 from ntk_laplace.errors import NetworkError, is_whole
+from ntk_laplace.network.precision import Autocast
 
 __all__ = ["Caller"]
 
 
 class Caller(nn.Module):
     """Calls a module on one input, or on the parts of a tuple or dict where its `forward` takes them apart.
+
+    Always under the state of `torch.autocast` that it was made in: the fit's.
 
     Parameters
     ----------
@@ -42,11 +45,13 @@ class Caller(nn.Module):
             raise NetworkError("targets= as the key of the targets in a batch", repr(targets),
                                'Pass for instance targets="labels".')
         self.module, self.output, self.targets = module, output, targets
+        self.autocast = Autocast.present()
         self._signature = _signature(module)
 
     def forward(self, x: Inputs) -> Tensor:
         """The tensor of outputs, as the module gives it."""
-        found = self._returned(x)
+        with self.autocast.entered():
+            found = self._returned(x)
         if self.output is None and isinstance(found, Tensor):
             return found
         value = None if self.output is None or isinstance(found, Tensor) else _part(found, self.output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice, choose
 from ntk_laplace.network.copying import private_copy, require_module
 from ntk_laplace.network.head import Head
+from ntk_laplace.network.precision import DtypesSeen, Products, computation_dtype
 from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
@@ -73,6 +74,9 @@ class Network:
         C, known after the first evaluation.
     scalar : bool
         Whether the module returns shape (N,).
+    precision : torch.dtype
+        The coarsest floating type that outputs are computed in, known after `probe`; what is compared with autograd
+        is compared up to the rounding of this type.
 
     Raises
     ------
@@ -92,6 +96,7 @@ class Network:
         self._parameters = {n: p for n, p in self.module.named_parameters() if n in chosen}
         first = next(iter(self._parameters.values()))
         self.device, self.dtype = first.device, first.dtype
+        self.precision = first.dtype
         self.num_outputs: int | None = None
         self.scalar = False
         self._form: Inputs | None = None  # of inputs that it took
@@ -171,6 +176,10 @@ class Network:
         shapes = self.shapes
         return {n: vector[..., s].reshape((*vector.shape[:-1], *shapes[n])) for n, s in self.slices().items()}
 
+    def arithmetic(self) -> AbstractContextManager:
+        """What a pass runs in: products of 16-bit types are fast in it on every processor."""
+        return Products() if Products.helps(self.device, self.precision) else nullcontext()
+
     def evaluate(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) with their autograd graph; `offset` is the index of the first example, for messages.
 
@@ -203,7 +212,7 @@ class Network:
                 whole = self.without_grad(concatenate(pairs))
         except NTKLaplaceError:
             return False
-        return _gap(apart, whole) <= _tolerance(apart)
+        return _gap(apart, whole) <= self._tolerance(apart)
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) at other values (P,) of the chosen parameters, as `without_grad`."""
@@ -225,7 +234,7 @@ class Network:
             nonlocal head, tried
             if head is None:
                 return self.with_parameters(theta, x)
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), self.caller.autocast.entered(), self.arithmetic():
                 values = {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}
                 found = self._outputs(lambda _: head(values), x, offset)
                 if tried:
@@ -238,7 +247,7 @@ class Network:
 
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         starts = range(0, max(1, num_examples(x)), _AT_A_TIME)
-        with torch.no_grad():
+        with torch.no_grad(), self.arithmetic():
             parts = [x] if len(starts) == 1 else [take(x, slice(start, start + _AT_A_TIME)) for start in starts]
             found = [self._outputs(call, p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -288,11 +297,13 @@ class Network:
 
     def _probe_few(self, x: Inputs) -> Tensor:
         before = {name: b.clone() for name, b in self.module.named_buffers()}
-        first = self.without_grad(x)
+        with DtypesSeen() as seen:
+            first = self.without_grad(x)
         if self._channels_last_is_faster():
             self._to_format(torch.channels_last)
         alone = self.evaluate(_every_other(x))  # back to contiguous if that raises
-        tolerance = _tolerance(first)
+        self.precision = computation_dtype(self.module, alone, seen.found)
+        tolerance = self._tolerance(first)
         if self._channels_last and _gap(alone, first[::2]) > tolerance:
             self._to_format(torch.contiguous_format)
             alone = self.evaluate(_every_other(x))
@@ -318,6 +329,11 @@ class Network:
     def _channels_last_is_faster(self) -> bool:
         spatial = any(isinstance(layer, nn.Conv2d) for layer in self.module.modules())
         return spatial and self.device.type == "cpu" and self.dtype == torch.float32
+
+    def _tolerance(self, outputs: Tensor) -> float:
+        """How far outputs of one example may be apart in two batches."""
+        scale = float(outputs.abs().max()) or 1.0
+        return scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(self.precision, 3e-2)
 
     def _outputs(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         """What the network gives, (N, C); what it fails on is told as bad inputs, or handed on if memory ran out."""
@@ -358,15 +374,9 @@ def _first_line(cause: Exception) -> str:
     return (str(cause).strip().splitlines() or ["no message"])[0].rstrip(".")
 
 
-def _tolerance(outputs: Tensor) -> float:
-    """How far outputs of one example may be apart in two batches."""
-    scale = float(outputs.abs().max()) or 1.0
-    return scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(outputs.dtype, 3e-2)
-
-
 def _gap(one: Tensor, other: Tensor) -> float:
     return float((one.detach() - other.detach()).abs().max())
 
 
 def _every_other(x: Inputs) -> Inputs:
-    return take(x, slice(None, None, 2))
+    return take(x, torch.arange(0, num_examples(x), 2))  # not strided: the graph is that of later batches

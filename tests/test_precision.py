@@ -1,0 +1,347 @@
+"""Computations in 16 bits: the numbers of the float64 network up to the rounding of the type, and no fallback."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.errors import MixedExamplesError
+from ntk_laplace.factors import FactorPass, Lookup, Outer, rules
+from ntk_laplace.network import Network
+from ntk_laplace.network.precision import Products
+from reference import jacobian, relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part")
+
+HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+STRUCTURES = ["gp", "full", "kfac", "ekfac", "diag", "inf"]
+ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a low-rank addition of its own floating type, as peft writes it."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 2, bias=False), nn.Linear(2, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.base(x)
+        return found + self.up(self.down(x.to(self.down.weight.dtype))).to(found.dtype)
+
+
+class Adapters(nn.Module):
+    """Embedding, attention-free block and head in the base's type; adapters in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 6).requires_grad_(False)
+        self.one, self.two = Adapter(nn.Linear(6, 8), 6, 8), Adapter(nn.Linear(8, 6), 8, 6)
+        self.norm = nn.LayerNorm(6).requires_grad_(False)
+        self.head = Adapter(nn.Linear(6, 3), 6, 3)
+
+    def to_half(self, dtype: torch.dtype) -> Adapters:
+        for part in self.modules():
+            if isinstance(part, Adapter):
+                part.base.to(dtype)
+        self.table.to(dtype)
+        self.norm.to(dtype)
+        return self
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        x = self.norm(x + self.two(torch.tanh(self.one(x))))
+        return self.head(x[:, -1]).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+class Layers(nn.Module):
+    """Convolution, batch norm, embedding, layer norm and linear layers, all trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(7, 5), nn.Conv1d(5, 4, 2)
+        self.batch_norm, self.norm = nn.BatchNorm1d(4), nn.LayerNorm(4)
+        self.linear, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.batch_norm(self.first(self.table(tokens).transpose(1, 2))))
+        x = torch.tanh(self.linear(self.norm(x.transpose(1, 2))))
+        return self.head(x.mean(1))
+
+
+class Autocast(nn.Module):
+    """Opens `torch.autocast` in its own forward."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = inner, dtype
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype):
+            return self.inner(tokens).float()
+
+
+def _generic(network: nn.Module) -> nn.Module:
+    """Off the zeros and ones of initial norms, and numbers that all 16-bit types hold."""
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter)).copy_(parameter.bfloat16().half().float())
+    return network.eval()
+
+
+# name of the case -> network in float32, the one in 16 bits, and what the fit runs in
+CASES: dict[str, Callable[[torch.dtype], tuple[nn.Module, nn.Module, Callable]]] = {
+    "adapters": lambda half: _case(Adapters(), lambda net: net.to_half(half)),
+    "autocast inside": lambda half: _case(Layers(), lambda net: Autocast(net, half).eval()),
+    "autocast outside": lambda half: _case(
+        Layers(), lambda net: net, functools.partial(torch.autocast, "cpu", half)
+    ),
+    "all": lambda half: _case(Layers(), lambda net: net.to(half)),
+}  # fmt: skip
+
+
+def _case(network: nn.Module, change: Callable, context: Callable = nullcontext) -> tuple:
+    plain = _generic(network)
+    return plain, change(copy.deepcopy(plain)), context
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    return torch.randint(0, 7, (24, 4)), torch.randint(0, 3, (24,))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_network_in_16_bits_is_the_exact_one_up_to_rounding(case, half, structure, data):
+    """No false alarm, no fallback (a warning is an error here), no number of another structure."""
+    plain, rounded, context = CASES[case](HALVES[half])
+    exact = ntkl.laplace(plain.double(), data, ntkl.Categorical(), structure=structure)
+    with context():
+        found = ntkl.laplace(rounded, data, ntkl.Categorical(), structure=structure)
+    limit = ROUNDING[HALVES[half]]
+    assert relative_error(found.log_det(), exact.log_det()) < limit
+    assert relative_error(found.log_marginal_likelihood(), exact.log_marginal_likelihood()) < limit
+    assert relative_error(found.latent_moments(data[0])[1], exact.latent_moments(data[0])[1]) < 2 * limit
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("keep_factors", [False, True])
+def test_rows_in_16_bits(case, half, keep_factors, data):
+    """Layers keep their factors, in the floating type of the algebra."""
+    plain, rounded, context = CASES[case](HALVES[half])
+    with context():
+        network = Network(rounded)
+    found = FactorPass(network, torch.float64, keep_factors).rows(data[0])
+    truth = jacobian(plain.double(), data[0])
+    assert relative_error(found.dense(network.shapes).transpose(0, 1), truth) < 2 * ROUNDING[HALVES[half]]
+    kinds = {type(block) for block in found.blocks}
+    assert all(values.dtype == torch.float64 for block in found.blocks for values in block.dense().values())
+    if keep_factors:
+        shapes = {name: parameter for name, parameter in network.parameters.items() if parameter.ndim > 1}
+        kept = {name for block in found.blocks if isinstance(block, (Outer, Lookup)) for name in block.names}
+        assert kinds >= {Outer} and shapes.keys() <= kept
+
+
+def test_the_precision_is_that_of_the_computation():
+    def precision(network: nn.Module, x: Tensor) -> torch.dtype:
+        door = Network(network.eval())
+        door.probe(x)
+        return door.precision
+
+    class FrozenBelow(nn.Module):
+        """The graph begins behind the layers that round."""
+
+        def __init__(self, autocast: bool) -> None:
+            super().__init__()
+            self.below, self.head, self.autocast = nn.Linear(3, 4), nn.Linear(4, 2), autocast
+            if not autocast:
+                self.below.bfloat16()
+            self.below.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                x = self.below(x.to(self.below.weight.dtype))
+            return self.head(x.float())
+
+    class Constant(nn.Module):
+        """A constant in float32 rounds nothing in float64."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x + torch.linspace(0.0, 1.0, 3).sin())
+
+    class Through32(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.head(x).float()).double()
+
+    x = torch.randn(6, 3)
+    assert precision(FrozenBelow(True), x) == precision(FrozenBelow(False), x) == torch.bfloat16
+    assert precision(nn.Linear(3, 2), x) == torch.float32
+    assert precision(Constant().double(), x.double()) == torch.float64
+    assert precision(Through32().double(), x.double()) == torch.float32
+    ntkl.laplace(Through32().double(), (x.double(), torch.randn(6, 2)), ntkl.Gaussian())
+
+
+# ----------------------------------------------------------------------------- what the check finds all the same
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("case", CASES)
+def test_batch_statistics_are_found(case, half, data):
+    """Whichever way a network comes to compute in 16 bits, examples that mix are refused."""
+
+    class Mixing(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.norm = inner, nn.BatchNorm1d(3)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.norm(self.inner(tokens).float())
+
+    _, rounded, context = CASES[case](HALVES[half])
+    network = Mixing(rounded)
+    network.norm.train()
+    with context(), pytest.raises(MixedExamplesError, match="own example"):
+        ntkl.laplace(network, data, ntkl.Categorical(), parameters="inner")
+
+
+@pytest.mark.filterwarnings("ignore:no factor rule covers")
+def test_mixing_behind_the_first_examples_is_found(data):
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layers()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                f = self.inner(tokens).float()
+            return f if len(f) < 20 else f + f[10:].mean(0)
+
+    network = Late().eval()
+    with pytest.raises(MixedExamplesError, match="own example"):
+        ntkl.laplace(network, data, ntkl.Categorical())
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_rule_that_does_not_hold_is_found(half, data, monkeypatch):
+    """The check is coarse, and still tells a gradient from its double; those parameters take the fallback."""
+
+    def doubled(use):
+        reader = rules._addmm(use)
+        return reader and rules.Reader(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
+
+    monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
+    plain, rounded, _ = CASES["autocast inside"](HALVES[half])
+    network = Network(rounded)
+    factors = FactorPass(network, torch.float64)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="no factor rule covers Linear"):
+        found = factors.rows(data[0]).dense(network.shapes).transpose(0, 1)
+    assert relative_error(found, jacobian(plain.double(), data[0])) < 2 * ROUNDING[HALVES[half]]
+
+
+# ------------------------------------------------------------------------------------------- the caller's autocast
+
+
+def test_a_posterior_keeps_the_precision_of_its_fit(data):
+    """Fitted under autocast, it predicts in the same precision outside of it, and the other way round."""
+    plain, network, context = CASES["autocast outside"](torch.bfloat16)
+    with context():
+        inside, reference = ntkl.laplace(network, data, ntkl.Categorical()), network(data[0])
+        f, covariance = inside.latent_moments(data[0])
+        assert torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    assert relative_error(f, reference) < 1e-2 and relative_error(f, plain.double()(data[0])) > 1e-5
+    again = inside.latent_moments(data[0])
+    assert torch.equal(again[0], f) and torch.equal(again[1], covariance)
+    outside = ntkl.laplace(network, data, ntkl.Categorical())
+    exact = outside.predict(data[0]).probs
+    with context():
+        assert torch.equal(outside.predict(data[0]).probs, exact)
+    assert relative_error(outside.outputs(data[0]), network(data[0])) < 1e-6
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_algebra_is_not_autocast(structure, data):
+    """In float32 it would be: autocast leaves float64 alone."""
+    network = CASES["autocast inside"](torch.bfloat16)[1]
+    options = {"structure": structure, "dtype": torch.float32}
+
+    def answers() -> list[Tensor]:
+        posterior = ntkl.laplace(network, data, ntkl.Categorical(), **options)
+        evidence = posterior.log_marginal_likelihood()
+        posterior.prior.log_precision.data += 0.3
+        f, covariance = posterior.latent_moments(data[0])
+        return [evidence, posterior.log_det(), f, covariance, posterior.predict(data[0], method="probit").probs]
+
+    expected = answers()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = answers()
+    for own, truth in zip(found, expected, strict=True):
+        assert own.dtype == truth.dtype and torch.equal(own, truth)
+
+
+def test_the_kernel_is_not_autocast(data):
+    network, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)), torch.randn(6, 4)
+    kernel = ntkl.gp.NTKKernel(network)
+    expected = ntkl.empirical_ntk(network, x)
+    other = x + 0.0  # not from the cache
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(kernel(other).to_dense(), expected)
+
+
+# ----------------------------------------------------------------------------------- products on any processor
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES)
+def test_products_are_rounded_once(half):
+    """In float32 and then to the type, forwards and backwards, in every layer that has one."""
+    a, w = torch.randn(5, 4, dtype=half), torch.randn(3, 4, dtype=half).requires_grad_()
+    images, kernel = torch.randn(2, 2, 6, 6, dtype=half), torch.randn(3, 2, 3, 3, dtype=half).requires_grad_()
+    bias = torch.randn(3, dtype=half)
+
+    def every(cast: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        own, own_kernel = cast(w), cast(kernel)
+        products = [
+            F.linear(cast(a), own), F.linear(cast(a), own, cast(bias)), cast(a)[None] @ own.mT,
+            F.conv2d(cast(images), own_kernel), F.conv2d(cast(images), own_kernel, cast(bias), padding=1, stride=2),
+            F.conv_transpose2d(cast(images), own_kernel.transpose(0, 1)),
+        ]  # fmt: skip
+        back = [g for y in products for g in torch.autograd.grad(y, [own, own_kernel], y.sign(), allow_unused=True)]
+        return [found for found in products + back if found is not None]
+
+    with Products():
+        found = every(lambda value: value)
+    expected = every(lambda value: value.float())
+    assert len(found) == 12
+    for own, truth in zip(found, expected, strict=True):
+        assert own.dtype == half
+        assert torch.equal(own, truth.to(half))
+
+
+@pytest.mark.parametrize("helps", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_either_kind_give_the_same(case, helps, data, monkeypatch):
+    monkeypatch.setattr(Products, "helps", staticmethod(lambda device, dtype: helps and dtype.itemsize == 2))
+    plain, rounded, context = CASES[case](torch.bfloat16)
+    with context():
+        found = ntkl.laplace(rounded, data, ntkl.Categorical(), structure="kfac").log_det()
+    exact = ntkl.laplace(plain.double(), data, ntkl.Categorical(), structure="kfac").log_det()
+    assert relative_error(found, exact) < ROUNDING[torch.bfloat16]
