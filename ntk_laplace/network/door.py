@@ -240,7 +240,7 @@ class Network:
                 if tried:
                     return found
                 tried, whole = True, self.with_parameters(theta, x)
-                head = head if _gap(found, whole) <= _tolerance(whole) else None
+                head = head if _gap(found, whole) <= self._tolerance(whole) else None
             return whole
 
         return outputs
