@@ -82,7 +82,7 @@ def test_moments_and_outputs_in_chunks(structure):
     close(own.outputs(x, batch_size=4), own.network.without_grad(x))
     joint = own.latent(x)
     blocks = joint.covariance_matrix.view(FRESH, 3, FRESH, 3).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-    for mean in ("map", "posterior"):
+    for mean in ("map", "posterior") if structure in ("gp", "full") else ("map",):
         f, covariance = own.latent_moments(x, mean, batch_size=4)
         close(f, own.latent(x, mean).mean)
         close(covariance, blocks)
