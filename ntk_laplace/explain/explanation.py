@@ -80,7 +80,10 @@ class Asked:
         for rows in chunks:
             stop = start + rows.num_examples
             asked = replace(self, y=y[start:stop]) if cut else self
-            yield rows, *asked.of(trained, rows.f, count)
+            found = rows, *asked.of(trained, rows.f, count)
+            del rows
+            yield found
+            del found  # before the rows of the next chunk are made
             start = stop
         if cut and len(y) != start:
             trained.likelihood.for_new_points().targets(y, start, trained.network.num_outputs)
@@ -219,27 +222,42 @@ def explain(
         Rows of J at the inputs to explain; one explanation is made of each.
     asked : Asked
     """
-    points = structure.points
-    with torch.no_grad():
-        residual = points.residual(trained.likelihood)
-        centered = trained.theta - trained.prior.flat_mean().to(trained.theta)
-        removals = SingleRemovals(space, residual)
-        squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
-        leverage = leverages(space.inverse_blocks)[:, -1]
-    for test, about, k in asked.of_each(trained, chunks, points.num_examples):
+    decompose = _Decomposing(trained, structure, space)
+    for test, about, k in asked.of_each(trained, chunks, structure.points.num_examples):
+        found = decompose(test, about, k)
+        del test  # before the rows of the next chunk are made
+        yield found
+        del found
+
+
+class _Decomposing:
+    """Explanations in function space; what the training points alone decide is computed once."""
+
+    def __init__(self, trained: Trained, structure: Structure, space: FunctionSpace) -> None:
+        self._trained, self._structure, self._space = trained, structure, space
         with torch.no_grad():
-            parts = contributions(space, test, residual, centered)
-            moved, widened = removals.effects(test, parts.contributions)
-            variance = space.moments(test).diagonal(dim1=1, dim2=2)
-            kernel, similarity, correlation = similarities(space, test, about.output, squares)
-            along = widened
-            if about.by == "probability_variance":
-                along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
-            effect = about.effect(test.f, moved, along)
-        yield Explanation(
+            self._residual = structure.points.residual(trained.likelihood)
+            self._centered = trained.theta - trained.prior.flat_mean().to(trained.theta)
+            self._removals = SingleRemovals(space, self._residual)
+            self._squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
+            self._leverage = leverages(space.inverse_blocks)[:, -1]
+
+    @torch.no_grad()
+    def __call__(self, test: Rows, about: Question, k: int) -> Explanation:
+        """Of the inputs that these rows of J belong to."""
+        trained, space = self._trained, self._space
+        parts = contributions(space, test, self._residual, self._centered)
+        moved, widened = self._removals.effects(test, parts.contributions)
+        variance = space.moments(test).diagonal(dim1=1, dim2=2)
+        kernel, similarity, correlation = similarities(space, test, about.output, self._squares)
+        along = widened
+        if about.by == "probability_variance":
+            along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
+        return Explanation(
             f=test.f, question=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
-            removal=moved, widening=widened, effect=effect, importance=residual, kernel=kernel, similarity=similarity,
-            correlation=correlation, variance=variance, leverage=leverage, targets=points.targets, k=k,
+            removal=moved, widening=widened, effect=about.effect(test.f, moved, along), importance=self._residual,
+            kernel=kernel, similarity=similarity, correlation=correlation, variance=variance, leverage=self._leverage,
+            targets=self._structure.points.targets, k=k,
             guarantees=_EXACT if trained.root.curvature == "ggn" else _OTHER_ROOT,
         )  # fmt: skip
 

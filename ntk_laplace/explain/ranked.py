@@ -235,6 +235,7 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
         questions.append(part.question)
         for key, values in part.by_input().items():
             rows.setdefault(key, Gathered(room)).append(values)
+        del part, values  # before the next is made
     found: dict[str, Any] = {}
     for (name, side), gathered in rows.items():
         if side:

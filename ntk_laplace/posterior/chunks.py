@@ -13,7 +13,7 @@ from ntk_laplace.structures import Trained, coalesced
 
 __all__ = ["Chunks"]
 
-_HELD = 128 * 2**20  # bytes of rows, and of what is made of them, at a time
+_HELD = 32 * 2**20  # bytes of rows, and of what is made of them, at a time
 _FEWEST = 16  # examples whose rows show how large those of the others are
 
 
@@ -25,7 +25,7 @@ class Chunks:
     trained : Trained
     x : tensor, tuple or dict of tensors, DataLoader or Dataset
     batch_size : int, optional
-        Most examples of a chunk; by default 512, and as many as take 128 MiB. Small batches of a loader are read
+        Most examples of a chunk; by default 512, and as many as take 32 MiB. Small batches of a loader are read
         together up to it, unless the network treats their examples otherwise then.
 
     Attributes
@@ -61,7 +61,10 @@ class Chunks:
             seen += n
 
     def rows(self, each: int = 0) -> Iterator[Rows]:
-        """Rows of J at each chunk; `each` is how many bytes are made of those of one example."""
+        """Rows of J at each chunk; `each` is how many bytes are made of those of one example.
+
+        Whoever asks gives the rows of a chunk up before asking for the next, or two chunks are held at a time.
+        """
         trained, factors = self._trained, self._trained.factors
         step, seen = self._chosen, 0
         for x in self._read():
@@ -74,7 +77,9 @@ class Chunks:
                 start += rows.num_examples
                 if self._chosen is None:
                     step = self._fitting(rows.nbytes // rows.num_examples, each)
-                yield rows if trained.move is None else replace(rows, f=trained.outputs(rows))
+                rows = rows if trained.move is None else replace(rows, f=trained.outputs(rows))
+                yield rows
+                del rows  # before the next are made
             seen += n
 
     def _first(self, x: Inputs, each: int) -> int:

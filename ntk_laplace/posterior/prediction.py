@@ -38,7 +38,7 @@ class PredictionVerbs(Fitted):
     Inputs `x` may be a tensor, a tuple or dict of tensors, a DataLoader or a Dataset. Their order is that of the
     answers: a loader that shuffles is refused. Of a loader's batches the part that has the form of the fit's inputs is
     taken: the batch, the first member of a pair or a triple, or the fit's keys of a mapping. Inputs are worked on in
-    chunks, of `batch_size` examples at most, by default 512, and as many as memory of 128 MiB bears; answers are put
+    chunks, of `batch_size` examples at most, by default 512, and as many as take 32 MiB; answers are put
     together at the end. Chunks change rounding alone. Gradients in inputs are refused (UnsupportedError).
     """
 
@@ -121,7 +121,7 @@ class PredictionVerbs(Fitted):
         generator : torch.Generator, optional
             Source of randomness; the global state otherwise.
         batch_size : int, optional
-            Most inputs at a time; by default at most 512, and as many as memory of 128 MiB bears.
+            Most inputs at a time; by default at most 512, and as many as take 32 MiB.
 
         Returns
         -------
@@ -178,7 +178,9 @@ class PredictionVerbs(Fitted):
         """Mean (m, C) and covariance blocks (m, C, C) of f at each chunk."""
         step = self._step(mean)
         for rows in chunks.rows(3 * self.num_outputs**2 * self.dtype.itemsize):
-            yield _moved(rows, step), self.curvature.moments(rows)
+            found = _moved(rows, step), self.curvature.moments(rows)
+            del rows  # before the next are made
+            yield found
 
     def _jointly(self, x: Inputs) -> Rows:
         """Rows at all inputs, if their joint covariance fits."""
