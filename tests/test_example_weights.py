@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.comparison import compare_models
+from ntk_laplace.data import Batches, Joined, Selected
 from ntk_laplace.training.minibatches import Minibatches
 from ntk_laplace.training.objective import Objective
 from reference import Dense, outputs, relative_error, take
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWa
 WHOLE = torch.tensor([1, 2, 0, 3, 1, 1, 2, 1, 0])
 REAL = torch.tensor([0.5, 2.25, 0.0, 1.5, 3.0, 0.7, 1.0, 0.2, 4.0], dtype=torch.float64)
 SOME = [
-    ("deep_mlp", "categorical", "ggn"), ("cnn_groups", "gaussian", "ggn"), ("transformer_tied", "categorical", "ef"),
+    ("deep_mlp", "categorical", "ggn"), ("cnn_groups", "gaussian", "ggn"), ("decoder_dict", "categorical", "ef"),
     ("scalar_outputs", "bernoulli", "ef"), ("layer_twice", "poisson", "ggn"),
 ]  # fmt: skip
 
@@ -433,3 +434,21 @@ def test_training_wants_weights_in_both_data_or_in_neither() -> None:
         with pytest.raises(ntkl.DataError, match="example weights in the minibatches and in the data of the evidence"):
             ntkl.train_with_evidence(network(), data, ntkl.Categorical(), structure="diag", epochs=1,
                                      optimizer=torch.optim.Adam, evidence_data=evidence)  # fmt: skip
+
+
+def test_weights_of_batches_that_are_cut_anew() -> None:
+    """A pass that was given up, and one in batches of another size, gather each weight once."""
+    n = 5000
+    w = torch.arange(n, dtype=torch.float64)
+    batches = Batches((torch.zeros(n, 1), torch.zeros(n), w), None, torch.device("cpu"))
+    batches.first()
+    assert 0 < batches.read < n and torch.equal(batches.weights, w[: batches.read])
+    batches.suit(600)
+    keep = w % 3 == 0
+    some, both = Selected(batches, keep), Joined([batches, Batches((torch.zeros(2, 1), torch.zeros(2)), None,
+                                                                   torch.device("cpu"))])  # fmt: skip
+    for _ in some:
+        assert torch.equal(some.weights, w[keep][: some.read])
+    assert torch.equal(batches.weights, w) and torch.equal(some.weights, w[keep]) and some.read == int(keep.sum())
+    assert sum(len(y) for _, y in both) == n + 2 == both.read
+    assert torch.equal(both.weights, torch.cat([w, torch.ones(2)]))

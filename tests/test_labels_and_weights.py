@@ -420,6 +420,13 @@ def test_a_label_may_become_a_soft_one(structure: str) -> None:
     assert relative_error(moved.latent_moments(own.x_new)[1], posterior.latent_moments(own.x_new)[1]) < 1e-9
 
 
+def test_a_target_that_stays_missing_is_no_change() -> None:
+    """NaN differs from itself, and a point without a target is none of those that a what-if reads anew."""
+    data = problem("deep_mlp").x, partly_missing("bernoulli")
+    posterior = fit("deep_mlp", ntkl.Bernoulli(missing="nan"), data, "diag")
+    assert posterior.remove(0).fitted.index.tolist() == [0]
+
+
 def test_explanations_of_missing_and_soft_targets() -> None:
     posterior, own, _ = missing_fit()
     asked = torch.tensor([2, -100, 0, 1])
