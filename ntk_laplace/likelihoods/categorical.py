@@ -13,6 +13,7 @@ from ntk_laplace.errors import HyperparameterError, NetworkError
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.responses import CategoricalResponse, Response
 from ntk_laplace.likelihoods.targets import read_labels
+from ntk_laplace.scalars import scalar
 
 __all__ = ["Categorical"]
 
@@ -42,7 +43,7 @@ class Categorical(Likelihood):
     @property
     def temperature(self) -> Tensor:
         """T, a 0-d tensor; assign a number to change it in place."""
-        return self.log_temperature.exp()
+        return scalar(self.log_temperature.exp())
 
     @temperature.setter
     def temperature(self, value: float | Tensor) -> None:

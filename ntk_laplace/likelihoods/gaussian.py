@@ -12,6 +12,7 @@ from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
 from ntk_laplace.likelihoods.targets import read_columns
+from ntk_laplace.scalars import scalar
 
 __all__ = ["Gaussian"]
 
@@ -76,7 +77,7 @@ class Gaussian(Likelihood):
     def noise(self) -> Tensor:
         """Variance(s), in the shape they were given; assign to change them in place."""
         if self.coupling is None:
-            return self.log_noise.exp()
+            return scalar(self.log_noise.exp())
         factor = self._factor(self.log_noise)
         return factor @ factor.mT
 
