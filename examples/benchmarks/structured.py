@@ -292,7 +292,8 @@ def report(
     names = {"kfac": "KFAC fit, biases fused (default)", "kfac_apart": "KFAC fit, biases apart (as the peers)",
              "kfac_evidence": "KFAC fit and evidence", "kfac_eigen": "KFAC fit and eigenvectors",
              "kfac_predict": "KFAC fit and first predictive of 100", "diag": "diagonal fit (goal: at most 1.2x)",
-             "prototype": "a prototype with hooks, biases apart", "epoch": "one training epoch (Adam, batches of 128)"}  # fmt: skip
+             "prototype": "a prototype with hooks, biases apart",
+             "epoch": "one training epoch (Adam, batches of 128)"}  # fmt: skip
     beside = [[text, seconds(own[k]), ratio(own[k], own["kfac"])] for k, text in names.items() if k in own]
     print("\n" + table(["beside", "time", "over our KFAC fit"], beside))
     print("\nlargest difference over the largest entry, in float32:")
