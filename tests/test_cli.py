@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import cli, demo
+from ntk_laplace.cli import inputs
 from ntk_laplace.comparison import compare
 
 
@@ -242,6 +244,8 @@ BAD_FILES = {
     "late.py": "def make_network():\n    return 1 / 0\n",
     "text.pt": "no checkpoint",
     "text.npz": "no arrays",
+    "train.parquet": "PAR1",
+    "train.h5": "HDF",
 }
 
 
@@ -271,9 +275,36 @@ def bad_files(brought: Path) -> Path:
     np.savez("four.npz", X=x, y=y + 1)
     np.savez("gaps.npz", X=np.where(np.arange(20)[:, None] == 7, np.nan, x), y=y)
     np.savez("no_rows.npz", X=x[:0], y=y[:0])
-    with open("array.npz", "wb") as file:
-        np.save(file, x)
+    for name in ("array.npz", "X.npy"):
+        with open(name, "wb") as file:
+            np.save(file, x)
     return brought
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.txt", "T.CSV", "t.csv.gz", "t.csv.zip"])
+@pytest.mark.parametrize("needed", [("X", "y"), ("X",)], ids=["with targets", "inputs"])
+def test_a_table_comes_with_the_line_that_converts_it(
+    name: str, needed: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remedy is run as it is printed: a line of Python; the file that it writes holds the table."""
+    monkeypatch.chdir(tmp_path)
+    table = pandas.DataFrame({"height": [1, 2, 3], "weight": [0.5, 1.5, -2.5], "kind": [0, 1, 2]})
+    table.to_csv(name, index=False, sep="\t" if name == "t.tsv" else ";" if name == "t.txt" else ",")
+    load = inputs.load_data if "y" in needed else inputs.load_inputs
+    with pytest.raises(ntkl.DataError) as refused:
+        load(Path(name), torch.float64)
+    message = str(refused.value)
+    words = " and ".join(needed)
+    assert message.startswith(f"expected an .npz file with arrays {words} of numbers; got {name}. Convert it in Python")
+    assert "pickle" not in message and message.endswith("Pass header=None if its first line holds data.")
+    code = message[message.index("d = pandas") : message.index(". Pass")]
+    exec(code, {"pandas": pandas, "numpy": np})
+    x, y = load(Path(name[0] + ".npz"), torch.float64)
+    assert x.dtype == torch.float64
+    if "y" in needed:
+        assert x.tolist() == table.iloc[:, :2].to_numpy().tolist() and y.tolist() == [0, 1, 2]
+    else:
+        assert x.tolist() == table.to_numpy().tolist() and y is None
 
 
 @pytest.mark.parametrize(
@@ -309,13 +340,20 @@ def bad_files(brought: Path) -> Path:
         ({"checkpoint": "shape.pt"}, "got 0.weight (7, 4) instead of (6, 4) in shape.pt"),
         # the data
         ({"data": "nowhere.npz"}, "an .npz file of the training data; got nowhere.npz, where there is no file"),
-        ({"data": "text.npz"}, "arrays X and y of numbers; got text.npz, which NumPy cannot read"),
-        ({"data": "array.npz"}, "got array.npz, which NumPy cannot read as such (it holds one array without a name). "
-         "Save it with numpy.savez('array.npz', X=X, y=y)."),
+        ({"data": "folder.py"}, "an .npz file of the training data; got the directory folder.py. Name a file in it."),
+        ({"data": "text.npz"}, "arrays X and y of numbers; got text.npz, which is no such file. Save it with"),
+        ({"data": "array.npz"}, "got array.npz (it holds one array without a name). Save it with "
+         "numpy.savez('array.npz', X=X, y=y)."),
+        ({"data": "X.npy"}, "an .npz file with arrays X and y of numbers; got X.npy. An .npy file holds one array: "
+         "numpy.savez('X.npz', X=numpy.load('X.npy'), y=numpy.load('y.npy')) puts several into one file."),
+        ({"data": "w.pt"}, "got w.pt. Load its tensors with torch.load, and save them: numpy.savez('w.npz', X=X, y=y)"),
+        ({"data": "train.parquet"}, "got train.parquet. Convert it in Python, y in the last column: "
+         "d = pandas.read_parquet('train.parquet'); numpy.savez('train.npz', X=d.iloc"),
+        ({"data": "train.h5"}, "got train.h5, which is no such file. Save it with numpy.savez('train.npz', X=X, y=y)."),
         ({"data": "no_y.npz"}, "expected arrays X and y in no_y.npz; got 'X', 'labels', and no y"),
         ({"data": "nothing.npz"}, "got nothing, and no X and no y"),
         ({"data": "words.npz"}, "expected y to be an array of numbers"),
-        ({"data": "objects.npz"}, "objects.npz, which NumPy cannot read as such (Object arrays cannot be loaded"),
+        ({"data": "objects.npz"}, "got objects.npz, which holds Python objects. Save it with"),
         ({"data": "short.npz"}, "expected as many targets as inputs"),
         ({"data": "no_rows.npz"}, "expected at least one example; got empty data"),
         ({"data": "gaps.npz"}, "expected finite inputs; got NaN at example 7"),

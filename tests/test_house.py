@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ntk_laplace"
 # Each line is a room, or rooms that know nothing of each other; a room may import from earlier lines alone.
 HOUSE = [
     ["errors"],
-    ["linalg", "resources", "progress", "meter"],
+    ["linalg", "scalars", "resources", "progress", "meter"],
     ["data"],
     ["network"],
     ["likelihoods", "priors"],

@@ -24,6 +24,18 @@ __all__ = ["check_forward", "load_data", "load_inputs", "load_network", "load_we
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and of torch.compile
+_FORMATS = {  # of other data files, and pandas' function for tables
+    ".csv": "read_csv({})",
+    ".tsv": "read_csv({}, sep='\\t')",
+    ".txt": "read_csv({}, sep=None, engine='python')",
+    ".parquet": "read_parquet({})",
+    ".feather": "read_feather({})",
+    ".xlsx": "read_excel({})",
+    ".npy": "",
+    ".pt": "",
+    ".pth": "",
+}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 # --- the network
@@ -192,6 +204,10 @@ def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Pat
 # --- the data
 
 
+class _OneArray(ValueError):
+    """A file of a single array."""
+
+
 def load_data(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor]:
     """X and y of an ``.npz`` file, as tensors; floating ones take `dtype`, whole numbers stay what they are.
 
@@ -238,25 +254,70 @@ def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> 
     """Arrays of a file that holds those needed; X and y, or all of them where the targets have another name."""
     _require_file(path, what)
     words = " and ".join(needed) or "by name"
-    saved = [f"{name}={name}" for name in needed] + ["**inputs"] * (targets is not None)
-    remedy = f"Save it with numpy.savez({str(path)!r}, {', '.join(saved)})."
+    expected = f"an .npz file with arrays {words} of numbers"
+    remedy = _conversion(path, [f"{name}={name}" for name in needed] + ["**inputs"] * (targets is not None))
     try:
         arrays = _arrays(path, None if targets else ("X", "y"))
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as cause:
-        raise DataError(f"an .npz file with arrays {words} of numbers", f"{path}, which NumPy cannot read as such "
-                        f"({_first_line(cause)})", remedy) from cause
+        raise DataError(expected, _told(path, cause), remedy) from cause
     missing = [name for name in needed if name not in arrays]
+    if missing and _format(path) in _FORMATS:  # some of them are archives of other files
+        raise DataError(expected, str(path), remedy)
     if missing:
         there = _few(list(arrays)) if arrays else "nothing"
         raise DataError(f"arrays {words} in {path}", f"{there}, and no {' and no '.join(missing)}", remedy)
     return arrays
 
 
+def _told(path: Path, cause: Exception) -> str:
+    if _format(path) in _FORMATS:
+        return str(path)
+    if "Object arrays" in str(cause):
+        return f"{path}, which holds Python objects"
+    readable = zipfile.is_zipfile(path) or isinstance(cause, _OneArray)
+    return f"{path} ({_first_line(cause)})" if readable else f"{path}, which is no such file"
+
+
+def _format(path: Path) -> str:
+    """The name's ending, in small letters, before that of a compression."""
+    endings = [ending.lower() for ending in path.suffixes]
+    return endings[-2] if len(endings) > 1 and endings[-1] in _COMPRESSED else endings[-1] if endings else ""
+
+
+def _conversion(path: Path, saved: Sequence[str]) -> str:
+    """How an .npz file is made of this one, one line of Python where that can be said.
+
+    Parameters
+    ----------
+    path : Path
+    saved : sequence of str
+        Keyword arguments for numpy.savez, such as "X=X".
+    """
+    kind = _format(path)
+    stem = path.name[: path.name.lower().rindex(kind)] if kind else path.name
+    source, target = repr(str(path)), repr(str(path.with_name(f"{stem}.npz")))
+    arrays = ", ".join(saved)
+    if kind == ".npy":
+        names = [argument.partition("=")[0] for argument in saved if not argument.startswith("**")] or ["X"]
+        loaded = ", ".join(f"{name}=numpy.load({f'{name}.npy'!r})" for name in names)
+        return f"An .npy file holds one array: numpy.savez({target}, {loaded}) puts several into one file."
+    if kind in (".pt", ".pth"):
+        return f"Load its tensors with torch.load, and save them: numpy.savez({target}, {arrays})."
+    if kind in _FORMATS:
+        names = " Pass header=None if its first line holds data." if "read_csv" in _FORMATS[kind] else ""
+        read = f"d = pandas.{_FORMATS[kind].format(source)}; numpy.savez({target}, X="
+        if "y=y" in saved:
+            line = f"{read}d.iloc[:, :-1].astype(float), y=d.iloc[:, -1])"
+            return f"Convert it in Python, y in the last column: {line}.{names}"
+        return f"Convert it in Python: {read}d.astype(float)).{names}"
+    return f"Save it with numpy.savez({target}, {arrays})."
+
+
 def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray | None]:
     """Every name in the file, and the arrays behind those wanted, or behind all."""
     loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
-        raise ValueError("it holds one array without a name")
+        raise _OneArray("it holds one array without a name")
     with loaded as archive:
         return {name: archive[name] if wanted is None or name in wanted else None for name in archive.files}
 
@@ -275,8 +336,9 @@ def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 def _require_file(path: Path, what: str) -> None:
     if not path.is_file():
-        got = f"the directory {path}" if path.is_dir() else f"{path}, where there is no file"
-        raise DataError(what, got, "Check the path.")
+        if path.is_dir():
+            raise DataError(what, f"the directory {path}", "Name a file in it.")
+        raise DataError(what, f"{path}, where there is no file", "Check the path.")
 
 
 def _few(names: Sequence[Any], quote: bool = True) -> str:

@@ -14,6 +14,7 @@ from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.labels import as_probabilities, is_observed, label_log_prob, label_mass, read_classes
 from ntk_laplace.likelihoods.responses import CategoricalResponse, Response
 from ntk_laplace.likelihoods.targets import MISSING_LABEL
+from ntk_laplace.scalars import scalar
 
 __all__ = ["Categorical"]
 
@@ -46,7 +47,7 @@ class Categorical(Likelihood):
     @property
     def temperature(self) -> Tensor:
         """T, a 0-d tensor; assign a number to change it in place."""
-        return self.log_temperature.exp()
+        return scalar(self.log_temperature.exp())
 
     @temperature.setter
     def temperature(self, value: float | Tensor) -> None:

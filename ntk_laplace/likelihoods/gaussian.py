@@ -13,6 +13,7 @@ from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.covariances import marginal_factor
 from ntk_laplace.likelihoods.per_output import PerOutput
 from ntk_laplace.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
+from ntk_laplace.scalars import scalar
 
 __all__ = ["Gaussian"]
 
@@ -81,7 +82,7 @@ class Gaussian(PerOutput):
     def noise(self) -> Tensor:
         """Variance(s), in the shape they were given; assign to change them in place."""
         if self.coupling is None:
-            return self.log_noise.exp()
+            return scalar(self.log_noise.exp())
         factor = self._factor(self.log_noise)
         return factor @ factor.mT
 

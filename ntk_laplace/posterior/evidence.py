@@ -12,6 +12,7 @@ from ntk_laplace import evidence
 from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.scalars import scalar
 
 __all__ = ["EvidenceVerbs"]
 
@@ -21,20 +22,20 @@ class EvidenceVerbs(Fitted):
 
     def log_likelihood(self) -> Tensor:
         """Σ log p(y_n given f_n) of the training points, nats; differentiable in the likelihood's hyperparameters."""
-        return self._structure.points.log_likelihood(self._trained.likelihood)
+        return scalar(self._structure.points.log_likelihood(self._trained.likelihood))
 
     def log_joint(self) -> Tensor:
         """Σ log p(y_n given f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), the evidence's first part; differentiable like it."""
         trained = self._trained
-        return evidence.log_joint(self._structure.points, trained.likelihood, trained.prior, trained.theta)
+        return scalar(evidence.log_joint(self._structure.points, trained.likelihood, trained.prior, trained.theta))
 
     def log_det(self) -> Tensor:
         """log det B, from the factorization that stands; the evidence is `log_joint` less half of it."""
         trained, curvature = self._trained, self.curvature
-        return evidence.log_det(
+        return scalar(evidence.log_det(
             self._structure.points, trained.likelihood, trained.prior, trained.root, curvature,
             lambda: self._structure.sensitivity(trained, curvature),
-        )  # fmt: skip
+        ))  # fmt: skip
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Laplace-GGN evidence log q(D) ([I21] Eq. 3, 8).
@@ -49,7 +50,7 @@ class EvidenceVerbs(Fitted):
         -------
         Tensor, ()
             In nats, summed over the data; differentiable (once) in ``prior.log_precision`` and in the likelihood's
-            hyperparameters.
+            hyperparameters. ``float(value)`` is its value.
         """
         joint = self.log_joint()
         value = joint - 0.5 * self.log_det().to(joint)  # [I21] Eq. 8
