@@ -584,8 +584,8 @@ def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytes
     posterior = ntkl.laplace(network, data, ntkl.Categorical(), output="logits", targets="label")
     found = [row["evidence"] for row in json.loads(Path("o.json").read_text())["rows"]]
     assert found == pytest.approx([posterior.log_marginal_likelihood().item()] * 2, rel=1e-9)
-    for inputs, count in (("parts.npz", 12), ("new.npz", 4)):
-        assert cli.main([*of_parts(*named, "--inputs", inputs, command="explain"), "--out", "page.html"]) == 0
+    for file, count in (("parts.npz", 12), ("new.npz", 4)):
+        assert cli.main([*of_parts(*named, "--inputs", file, command="explain"), "--out", "page.html"]) == 0
         assert f"ExplorerPage({count} inputs, 12 training points)" in capsys.readouterr().out
     pair = ["evidence", "parts.py:make_pair", "--checkpoint", "pair.pt", "--data", "d.npz", "--likelihood",
             "categorical", "--structures", "gp", "--output"]  # fmt: skip

@@ -273,6 +273,7 @@ def test_inputs_may_still_hold_the_labels() -> None:
         close(posterior.explain(full).f, posterior.explain(x).f)
 
 
+@pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
 def test_the_network_comes_along_to_every_verb() -> None:
     """Copies, what-ifs, weight draws, the network that follows a what-if, and both models of GPyTorch."""
     x = inputs(4, 8)

@@ -81,7 +81,7 @@ CASES = {
     "bert": Case(bert, "classifier", ("query", "value")),
     "vit": Case(vit, "classifier", ("query", "value", "q_proj", "v_proj"), images=True),
     "gpt2": Case(gpt2, "score", ("c_attn",)),
-    "llama": Case(llama, "score", ("q_proj", "v_proj"), dtype=torch.float32, tolerance=1e-4),
+    "llama": Case(llama, "score", ("q_proj", "v_proj")),
 }
 
 
