@@ -478,7 +478,7 @@ class Net(nn.Module):
 
     def __init__(self, end: str = "") -> None:
         super().__init__()
-        self.body, self.end = Body(), end
+        self.body, self.end, self.most = Body(), end, 1e6
         self.head = nn.Linear(5, 5 if end in ("elsewhere", "twice") else 1 if end == "squeezed" else 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -492,6 +492,8 @@ class Net(nn.Module):
         out = self.head(h)
         if self.end == "in place":
             return out.mul_(2.0)
+        if self.end == "bounded":
+            return out.clamp_(max=self.most)
         return {"scaled": lambda: 2 * out, "squeezed": lambda: out.squeeze(-1), "reshaped": lambda: out.view(-1, 3),
                 "turned": lambda: out.flip(1)}.get(self.end, lambda: out)()  # fmt: skip
 
@@ -521,6 +523,20 @@ def test_a_last_layer_alone_for_each_draw(structure, end, alone):
     for one, theta in zip(found, draws, strict=True):
         torch.nn.utils.vector_to_parameters(theta, other.head.parameters())
         close(one, other(x).detach().view(FRESH, -1))
+
+
+def test_what_follows_a_last_layer_may_show_at_later_draws_alone():
+    """Outputs that are cut off in place, at a bound that the first draw does not meet."""
+    torch.manual_seed(2)
+    network, x = Net("bounded").double(), torch.randn(FRESH, 4).double()
+    own = ntkl.laplace(network, (x, network(x).detach()), ntkl.Gaussian(0.2), structure="kfac",
+                       parameters="last_layer")  # fmt: skip
+    draws = own.sample(40, generator=seeded())
+    free = torch.stack([own.network.with_parameters(theta, x) for theta in draws])
+    own.network.module.most = float(free[0].max()) + 1e-3
+    found = own.predict(x, "nn", 40, generator=seeded()).f
+    close(found, free.clamp(max=own.network.module.most))
+    assert not torch.equal(found, free)
 
 
 def test_the_module_that_all_chosen_parameters_belong_to():
