@@ -75,14 +75,17 @@ class TrainingPoints:
         return self._times(root.root(likelihood, self._at, self.targets), 0.5)
 
     def left_inverse(self, root: Root, likelihood: Likelihood) -> Tensor | None:
-        """L_n (N, R, C) with L_n S_n = I, if hyperparameters leave the range of Λ_n alone; zero where a weight is."""
-        found, present = root.left_inverse(likelihood, self._at), self.present(likelihood)
-        if found is None or (self.weights is None and present is None):
-            return found
-        if present is not None and bool((likelihood.observed(self.targets) != present.unsqueeze(-1)).any()):
+        """L_n (N, R, C) with L_n S_n = I, if hyperparameters leave the range of Λ_n alone; zero where a weight is.
+
+        Where an example has no target, S_n is zero, and L_n may be anything.
+        """
+        observed = likelihood.observed(self.targets)
+        if observed is not None and observed.ndim > 1 and bool((observed.any(1) != observed.all(1)).any()):
             return None  # examples with some of their targets have roots of their own
-        counts = self.counts if present is None else self.counts * present
-        scale = torch.where(counts > 0, counts, torch.inf).to(found).rsqrt()
+        found = root.left_inverse(likelihood, self._at)
+        if found is None or self.weights is None:
+            return found
+        scale = torch.where(self.weights > 0, self.weights, torch.inf).to(found).rsqrt()
         return found * scale.view(-1, 1, 1)
 
     def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
