@@ -28,7 +28,7 @@ from ntk_laplace.errors import (
     TrainingInterrupted,
     UnsupportedError,
 )
-from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking
+from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.fit import laplace
 from ntk_laplace.hyperparameters import HyperparameterHistory
@@ -86,6 +86,7 @@ __all__ = [
     "Poisson",
     "Posterior",
     "Ranking",
+    "Reliability",
     "Root",
     "Settings",
     "StructureEvidence",

@@ -294,6 +294,21 @@ def test_the_classification_toy_of_i21(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "i21_banana.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_leave_one_out_beside_retraining(tmp_path: Path) -> None:
+    printed = run("selection/leave_one_out.py", tmp_path, "--out", "out")
+    results = figures(tmp_path / "out" / "leave_one_out.json")["results"]
+    found = {one["case"]: one for one in results}
+    assert len(found) == 15 and "the library speaks" in printed
+    for one in results:
+        assert one["gap"] == pytest.approx(one["part"] - one["retrained"])
+        assert one["trusted"] == (one["reasons"] == [])
+    optimum = found["ordinary: at the optimum"]
+    assert optimum["decrement"] < found["ordinary: as trained"]["decrement"] and abs(optimum["gap"]) < 0.1
+    # at fixed weights leave-one-out prefers a prior that hides the labels: it says that it is not to be trusted
+    chosen = found["ordinary: chosen by leave-one-out"]
+    assert chosen["gap"] > 0.1 and not chosen["trusted"] and chosen["moved"]
+
+
 def test_three_optimizers_from_afar(tmp_path: Path) -> None:
     run("selection/optimizers.py", tmp_path, "--out", "out")
     results = figures(tmp_path / "out" / "optimizers.json")["results"]

@@ -51,6 +51,7 @@ def page_url(folder: Path) -> str:
     return (folder / "page.html").resolve().as_uri()
 
 
+@pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_numbers_are_the_posteriors(kind: str) -> None:
     posterior, x, _, x_new, targets = case(kind)

@@ -241,8 +241,8 @@ def main() -> None:
     options.width, options.steps, options.epochs, count = 50, 600, 300, 120
     names = options.problems or [*(FILES if options.data else ()), *BUNDLED]
     if options.small:
-        options.width, options.steps, options.epochs, count, options.points = 6, 100, 40, 30, 4
-        names = options.problems or ["diabetes", "wine"]
+        options.width, options.steps, options.epochs, count, options.points = 5, 60, 20, 20, 2
+        names = options.problems or ["wine"]
     warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # it is counted, not printed
     options.out.mkdir(parents=True, exist_ok=True)
     results = []

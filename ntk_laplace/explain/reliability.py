@@ -15,9 +15,9 @@ from ntk_laplace.structures import Structure, Trained
 __all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
 
 # measured against retraining: examples/selection/leave_one_out.py
-MOST_DECREMENT = 0.03  # nats a point
-LEAST_RATIO = 0.01  # of δ‖θ-μ0‖² to γ
-MOST_FLAGGED = 1 / 3  # of the points, where the ratio is small
+MOST_DECREMENT = 0.02  # nats a point
+LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ
+MOST_FLAGGED = 0.5  # of the points
 MOST_SPREAD = 1e3  # of precisions that were not trained with
 
 _TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
@@ -78,10 +78,15 @@ class Reliability:
                 f"{self.decrement:.2g} nats a point (at most {MOST_DECREMENT:g}), and each point keeps part of what "
                 "its own label did"
             )
-        if self.prior_ratio < LEAST_RATIO and self.high_leverage > MOST_FLAGGED:
+        if self.prior_ratio < LEAST_RATIO:
             found.append(
-                f"the prior is vague (δ‖θ-μ0‖²/γ is {self.prior_ratio:.2g}) and {self.high_leverage:.0%} of the points "
-                f"have a leverage above {HIGH_LEVERAGE:g}: one Newton step without such a point goes too far"
+                f"the prior is vague, with δ‖θ-μ0‖²/γ of {self.prior_ratio:.2g} (at least {LEAST_RATIO:g}): one Newton "
+                "step without a point goes too far"
+            )
+        if self.high_leverage > MOST_FLAGGED:
+            found.append(
+                f"{self.high_leverage:.0%} of the points have a leverage above {HIGH_LEVERAGE:g}: one Newton step "
+                "without such a point goes too far"
             )
         if self.moved and self.precision_spread > MOST_SPREAD:
             found.append(
@@ -102,7 +107,7 @@ def reliability(
 ) -> Reliability:
     """Measure it; `leverage` (N,) are the points' own, and `exact` says whether H is P0 + JᵀΛJ itself."""
     prior, theta = trained.prior, trained.theta
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         residual = structure.points.residual(trained.likelihood)
         gradient = joint_gradient(structure.backproject(trained, residual), prior, theta)
         decrement = 0.5 * float(gradient @ curvature.newton(gradient))

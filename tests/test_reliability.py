@@ -1,0 +1,193 @@
+"""Where leave-one-out is not to be trusted: what is measured, against dense matrices, and where it is said."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.explorer import explore
+from reference import jacobian, outputs, relative_error
+
+DISTRUST = "leave-one-out is not to be trusted here"
+
+
+@functools.cache
+def problem(noise: float = 1.5) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network at its MAP under precisions of 1: three classes that overlap."""
+    torch.manual_seed(0)
+    x = torch.randn(60, 3).double()
+    y = (x[:, :2] + noise * torch.randn(60, 2).double() > 0).sum(1)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    weights = list(network.parameters())
+    optimizer = torch.optim.LBFGS(weights, max_iter=1000, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        penalty = 0.5 * sum(w.square().sum() for w in weights)
+        loss = nn.functional.cross_entropy(network(x), y, reduction="sum") + penalty
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+    optimizer.zero_grad()
+    return network.eval(), x, y
+
+
+def fit(structure: object = "gp", precision: object = 1.0, groups: str = "layer", **options) -> ntkl.Posterior:
+    network, x, y = problem()
+    return ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(precision, groups=groups), structure,
+                        **options)  # fmt: skip
+
+
+def moved(**options) -> ntkl.Posterior:
+    """Under a prior that the weights were not trained with."""
+    posterior = fit(**options)
+    posterior.prior.precision = 20.0
+    return posterior
+
+
+def saturated(structure: str) -> ntkl.Posterior:
+    """All points but one are certain: Kronecker factors spread its curvature over the others."""
+    torch.manual_seed(2)
+    x = torch.randn(20, 3).double()
+    x[:, 0] = 5.0 * x[:, 0].sign()
+    x[7, 0] = 0.0
+    network = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        network.weight.copy_(torch.tensor([[3.0, 0.1, 0.0]]))
+        network.bias.zero_()
+    return ntkl.laplace(network, (x, (x[:, :1] > 0).double()), ntkl.Bernoulli(), ntkl.GaussianPrior(0.01), structure)
+
+
+def quietly(posterior: ntkl.Posterior, **options) -> ntkl.LeaveOneOut:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        return posterior.leave_one_out(**options)
+
+
+def test_at_the_optimum_nothing_speaks_against_it() -> None:
+    for structure in ("gp", "full"):
+        found = fit(structure).leave_one_out()  # a warning would be an error
+        assert found.trusted and found.reasons == () and str(found.reliability) == "" and "trusted" not in repr(found)
+        assert found.reliability.decrement < 1e-9 and not found.reliability.moved
+        assert fit(structure).loo_log_density() == found.log_density.sum()
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "diag"])
+def test_what_is_measured_is_that_of_the_dense_matrices(structure: str) -> None:
+    """½ gᵀH⁻¹g/N, ρ in all and by group, leverages and spread, away from the optimum."""
+    network, x, y = problem()
+    posterior = fit(structure, torch.tensor([0.2, 6.0]))
+    found = quietly(posterior, strict=False)
+    measured, theta = found.reliability, nn.utils.parameters_to_vector(network.parameters()).detach()
+    precision = torch.tensor([0.2] * 16 + [6.0] * 15).double()
+    p, jac = torch.softmax(outputs(network, x), 1), jacobian(network, x)
+    hessian = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    gradient = precision * theta - torch.einsum("nc,ncp->p", nn.functional.one_hot(y, 3) - p, jac)
+    if structure in ("gp", "full"):
+        ggn = torch.einsum("ncp,ncd,ndq->pq", jac, hessian, jac)
+        h = ggn + precision.diag()
+        decrement = 0.5 * gradient @ torch.linalg.solve(h, gradient) / 60
+        assert measured.decrement == pytest.approx(float(decrement), rel=1e-9)
+        gamma = torch.linalg.solve(h, ggn).diagonal()
+    else:  # its own H: that of the evidence's correction
+        values = [posterior.log_marginal_likelihood(correction=c).item() for c in (False, True)]
+        assert measured.decrement == pytest.approx((values[1] - values[0]) / 60, rel=1e-9)
+        gamma = posterior.effective_parameters().repeat_interleave(torch.tensor([16, 15])) / torch.tensor(
+            [16.0] * 16 + [15.0] * 15
+        )
+    energy = precision * theta.square()
+    assert measured.prior_ratio == pytest.approx(float(energy.sum() / gamma.sum()), rel=1e-8)
+    by_group = [energy[part].sum() / gamma[part].sum() for part in (slice(0, 16), slice(16, 31))]
+    assert relative_error(measured.group_ratios, torch.stack(by_group)) < 1e-8
+    assert measured.precision_spread == pytest.approx(30.0) and not measured.moved
+    assert measured.largest_leverage == float(found.leverage.max())
+    assert measured.high_leverage == float((found.leverage > 0.9).double().mean())
+    assert measured.exact == (structure in ("gp", "full"))
+
+
+def test_hyperparameters_that_moved_are_told() -> None:
+    posterior = moved()
+    words = rf"{DISTRUST}: the weights are not at the optimum of this model, as hyperparameters have changed.*train on"
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=words):
+        found = posterior.leave_one_out()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=words):
+        posterior.loo_log_density()
+    assert not found.trusted and len(found.reasons) == 1 and DISTRUST in repr(found)
+    assert "changed since the fit" in found.guarantees[-1]
+    assert found.to_dataframe().attrs == {"trusted": False, "reasons": list(found.reasons)}
+    # a part, and the posterior of a what-if, know it too
+    assert all(quietly(other).reliability.moved for other in (posterior.subset(range(50)), posterior.remove([1])))
+    posterior.prior.precision = 1.0
+    assert posterior.leave_one_out().trusted  # back where they were
+    posterior.fit_hyperparameters()
+    found = quietly(posterior)
+    assert found.reliability.moved and f"{found.reliability.decrement:.2g} nats a point" in found.guarantees[-1]
+
+
+def test_a_checkpoint_remembers_the_fit(tmp_path) -> None:
+    network, _, _ = problem()
+    posterior = fit()
+    for move in (lambda: None, posterior.fit_hyperparameters):
+        move()
+        posterior.save(tmp_path / "posterior.pt", include_data=True)
+        loaded = ntkl.load(tmp_path / "posterior.pt", network)
+        assert quietly(loaded).reliability.moved == (move.__name__ == "fit_hyperparameters")
+
+
+def test_a_vague_prior_and_points_of_high_leverage_are_told() -> None:
+    vague = fit(precision=1e-7)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"the prior is vague, with δ‖θ-μ0‖²/γ of .*e-0"):
+        vague.leave_one_out()
+    torch.manual_seed(1)
+    wide = nn.Linear(40, 1).double()
+    x, y = torch.randn(30, 40).double(), torch.randn(30, 1).double()
+    with torch.no_grad():  # more weights than points, and little noise: each point is its own
+        design = torch.cat([x, torch.ones(30, 1).double()], 1)
+        best = torch.linalg.solve(design.T @ design / 1e-4 + torch.eye(41).double(), design.T @ y / 1e-4)
+        wide.weight.copy_(best[:40].T)
+        wide.bias.copy_(best[40])
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="100% of the points have a leverage above 0.9"):
+        ntkl.laplace(wide, (x, y), ntkl.Gaussian(1e-4)).leave_one_out()
+
+
+def test_leverages_above_one_are_refused() -> None:
+    """KFAC holds less of some points than they have: no score, and a ranking where it is asked for."""
+    posterior = saturated("kfac")
+    leverage = quietly(posterior, strict=False).leverage
+    assert leverage.max() > 1 and leverage.argmax() == 7 and quietly(saturated("gp")).leverage.max() < 1
+    words = rf"{int((leverage > 1).sum())} of 20 points above it, the largest {float(leverage.max()):.3g}, under " \
+            r"structure='kfac'.*\"gp\" or \"full\".*other data.*strict=False"
+    with pytest.raises(ntkl.UnsupportedError, match=words):
+        posterior.leave_one_out()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="approximate curvature, with leverages up to .*fit with structure"):
+        ranked = posterior.leave_one_out(strict=False)
+    assert len(ranked.ranked(k=5)) == 5 and not ranked.trusted
+    below = fit("kfac", 5.0)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="approximate curvature, which ranks"):
+        assert below.leave_one_out().leverage.max() <= 1
+
+
+def test_the_comparison_marks_the_column_and_says_why() -> None:
+    tuned = moved()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"not to be trusted for tuned, marked \*.*train on"):
+        found = ntkl.compare_models({"own": fit(), "tuned": tuned, "kfac": fit("kfac")}, conditional="none")
+    assert [row.loo_trusted for row in found.rows] == [True, False, None]
+    text = str(found)
+    assert f"{found['tuned'].loo:.2f}*" in text and f"{found['own'].loo:.2f}*" not in text
+    assert "tuned: LOO*: the weights are not at the optimum" in text and found["own"].loo_note == ""
+    assert found["kfac"].loo is None and 'kfac: LOO: expected structure="gp" or "full"' in text
+
+
+def test_the_page_says_it_beside_the_columns() -> None:
+    _, x, _ = problem()
+    pages = {name: explore(posterior, x[:2]).html()
+             for name, posterior in {"own": fit(), "tuned": moved(), "kfac": saturated("kfac")}.items()}  # fmt: skip
+    assert DISTRUST not in pages["own"]
+    for name, words in (("tuned", "the weights are not at the optimum"), ("kfac", "with leverages up to")):
+        assert f'<p class="flag" role="note">Mind: {DISTRUST}' in pages[name] and words in pages[name]
