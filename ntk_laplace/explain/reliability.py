@@ -18,7 +18,7 @@ __all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
 MOST_DECREMENT = 0.02  # nats a point
 LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ
 MOST_FLAGGED = 0.5  # of the points
-MOST_SPREAD = 1e3  # of precisions that were not trained with
+MOST_SPREAD = 1e3  # of precisions that the network was not optimized with
 
 _TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
 _FIT = 'fit with structure="gp" or "full" and curvature="ggn"'
@@ -90,7 +90,7 @@ class Reliability:
             )
         if self.moved and self.precision_spread > MOST_SPREAD:
             found.append(
-                f"the precisions differ by a factor of {self.precision_spread:.2g} and were not trained with: layers "
+                f"the precisions differ by a factor of {self.precision_spread:.2g} and training did not use them: layers "
                 "that hardly count in them have seen all labels"
             )
         return tuple(found)
@@ -111,15 +111,15 @@ def reliability(
         residual = structure.points.residual(trained.likelihood)
         gradient = joint_gradient(structure.backproject(trained, residual), prior, theta)
         decrement = 0.5 * float(gradient @ curvature.newton(gradient))
-        precision = prior.precision.flatten().double()
-        energy = precision * prior.group_distances(theta).double()
+        by_group = prior.precision.flatten().double()
+        energy = by_group * prior.group_distances(theta).double()
         used = curvature.effective_parameters().double().to(energy)
     tiny = torch.finfo(torch.float64).tiny
     return Reliability(
         decrement=decrement / float(structure.points.counts.sum()),
         prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
-        largest_leverage=float(leverage.max()), precision_spread=float(precision.max() / precision.min()),
+        largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(trained), exact=exact,
     )  # fmt: skip
 
