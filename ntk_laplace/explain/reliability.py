@@ -90,8 +90,8 @@ class Reliability:
             )
         if self.moved and self.precision_spread > MOST_SPREAD:
             found.append(
-                f"the precisions differ by a factor of {self.precision_spread:.2g} and training did not use them: layers "
-                "that hardly count in them have seen all labels"
+                f"the precisions differ by a factor of {self.precision_spread:.2g} and training did not use them: "
+                "layers that hardly count in them have seen all labels"
             )
         return tuple(found)
 
