@@ -251,7 +251,9 @@ def assert_same(found: Any, want: Any, x_new: Any, limit: float = 1e-9) -> None:
     ]
     for one, other in zip(*gradients, strict=True):
         assert relative_error(one, other) < 1e2 * limit
-    for mean in ("map", "posterior"):
+    # the linear model's optimum takes its own curvature
+    exact = found.structure in ("gp", "full") and found.root.curvature == "ggn"
+    for mean in ("map", "posterior") if exact or isinstance(found.likelihood, ntkl.Gaussian) else ("map",):
         for one, other in zip(found.latent_moments(x_new, mean), want.latent_moments(x_new, mean), strict=True):
             assert relative_error(one, other) < 10 * limit
 
