@@ -189,7 +189,7 @@ class Gated(nn.Module):
         return self.head(positions.sum(0) * torch.relu(x.mean((1, 2)))[:, None])
 
 
-@pytest.mark.parametrize("loud", [[11], [3], [], list(range(2, 12))])
+@pytest.mark.parametrize("loud", [[4], [9], [11], [23], [38], [], list(range(2, 12))])
 @pytest.mark.parametrize("keep_factors", [False, True])
 def test_a_layout_read_off_shapes_holds_for_zeros_alone(keep_factors, loud):
     """A single example that speaks, whether the check looks at it or not, has the batch planned anew."""
@@ -206,9 +206,39 @@ def test_a_layout_read_off_shapes_holds_for_zeros_alone(keep_factors, loud):
 
 def test_what_no_plan_knows_takes_the_fallback(monkeypatch):
     """Where a plan finds zeros again and the batch has none, its rows are still exact."""
-    network, x = Gated().double(), torch.randn(12, 4, 3).double().abs()
+    network, x = Gated().double(), torch.randn(40, 4, 3).double()
+    x = x - x.mean((1, 2), keepdim=True) - 1.0
+    x[[9, 23]] += 2.0
     monkeypatch.setattr(search.Search, "draw", lambda self, *shape: self.out.new_zeros(shape))
     door = Network(network)
     with pytest.warns(ntkl.NTKLaplaceWarning, match="no factor rule covers"):
         found = FactorPass(door, torch.float64).rows(x)
     assert relative_error(found.dense(door.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
+
+
+class Twice(nn.Module):
+    """One layer used twice; the second use is silent for inputs whose mean is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layer(x).tanh()
+        return self.head(first.detach() * first + self.layer(x * x).tanh() * torch.relu(x.mean(1))[:, None])
+
+
+@pytest.mark.parametrize("keep_factors", [False, True])
+def test_a_silent_use_beside_another_is_watched(keep_factors):
+    """It gives no rows and no positions, until a batch in which it has a gradient."""
+    network, x = Twice().double(), torch.randn(40, 3).double()
+    x -= x.mean(1, keepdim=True) + 1.0
+    door = Network(network)
+    factors = FactorPass(door, torch.float64, keep_factors)
+    silent = {block.weight: block for block in factors.rows(x).blocks if hasattr(block, "weight")}
+    x[37] += 2.0
+    found = factors.rows(x)
+    assert relative_error(found.dense(door.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
+    if keep_factors:
+        assert silent["layer.weight"].b.shape[3] == 1
+        assert [block.b.shape[3] for block in found.blocks if block.weight == "layer.weight"] == [2]

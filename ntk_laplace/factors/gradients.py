@@ -34,8 +34,8 @@ class Reading:
         Number of the node.
     axis : int
         Its output's axis that holds the examples.
-    read : callable
-        Rows for gradients (K, *output shape).
+    read : callable or None
+        Rows for gradients (K, *output shape); None if all that is asked is whether there are any.
     at_once : bool
         Read one seed at a time and keep those rows, in place of the gradients of all seeds.
     folded : bool
@@ -44,7 +44,7 @@ class Reading:
 
     consumer: int
     axis: int
-    read: Callable[[Tensor], OperandRows | None]
+    read: Callable[[Tensor], OperandRows | None] | None
     at_once: bool = False
     folded: bool = False
 
@@ -56,7 +56,7 @@ def edges(readings: Sequence[Reading]) -> list[int]:
 
 def kept_whole(readings: Sequence[Reading]) -> set[int]:
     """Nodes whose gradients are kept for all seeds: one reader that needs it is enough."""
-    return {reading.consumer for reading in readings if not (reading.at_once or reading.folded)}
+    return {reading.consumer for reading in readings if reading.read and not (reading.at_once or reading.folded)}
 
 
 class Gradients:
@@ -84,6 +84,7 @@ class Gradients:
         self._rows: dict[int, Tensor] = {}  # by reading
         self._sums: dict[int, Tensor] = {}  # by reading, Σ g gᵀ or Σ g²
         self._some: dict[int, Tensor] = {}  # by reading, g of a few examples
+        self._watched: set[int] = set()  # readings without rows that have a gradient all the same
 
     def collect(self, out: Tensor) -> Gradients:
         """Run the backward passes from the outputs `out` (N, C); returns itself."""
@@ -98,6 +99,9 @@ class Gradients:
                 self._keep(self._whole, number, gradients[number], k, axes[number])
             for index, each in summed:
                 gradient = gradients[each.consumer]
+                if each.read is None:
+                    self._watched |= {index} if gradient is not None and bool(gradient.any()) else set()
+                    continue
                 if each.folded:
                     self._fold(index, gradient, k)
                     continue
@@ -151,6 +155,8 @@ class Gradients:
 
     def any(self, index: int) -> bool:
         """Whether what one reading reads has an entry other than zero."""
+        if index in self._watched:
+            return True
         by_reading = self._sums.get(index, self._rows.get(index))
         values = self._whole.get(self.readings[index].consumer) if by_reading is None else by_reading
         return values is not None and bool(values.any())

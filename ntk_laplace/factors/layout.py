@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Layout", "example_weights", "find_layout", "shape_layout"]
+__all__ = ["Layout", "find_layout", "shape_layout"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _COARSE = 3e-2  # of types of 16 bits
@@ -56,17 +56,6 @@ class Layout:
         return values.unflatten(axis, (n, positions)), axis, axis + 1
 
 
-def example_weights(n: int, precision: torch.dtype) -> Tensor:
-    """A weight for each of n examples, (N,), in float64.
-
-    Distinct ones; for a computation in 16 bits powers of two, ten of them in turn: a backward pass is linear, and a
-    power of two goes through it without any rounding.
-    """
-    numbers = torch.arange(n)
-    signs = (-1.0) ** numbers.double()
-    return signs * 2.0 ** (numbers % 5 - 2) if precision.itemsize <= 2 else 1.0 + 0.7 * numbers * signs
-
-
 def shape_layout(shape: torch.Size, n: int, other: torch.Size, m: int) -> Layout | None:
     """The axis that counts examples, by a tensor's shapes for n and for m examples; None if there is no single one.
 
@@ -88,7 +77,7 @@ def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch
     plain, scaled : Tensor
         Gradients at one node, seeded with r and with weights_n r_n.
     weights : Tensor, (N,)
-        As `example_weights` gives them.
+        One distinct weight per example.
     precision : torch.dtype
         Coarsest floating type that the gradients are computed in.
     """

@@ -134,6 +134,7 @@ class FactorPass:
             return
         with _passing(self.network):
             out = self.network.probe(differentiable(x))
+        with _passing(self.network):  # whose precision the probe has found out
             graph = Graph(out, self._parameters)
             plan = self._plan(graph, out, x)
             readings = plan.readings(graph, len(out))

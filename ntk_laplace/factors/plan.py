@@ -48,6 +48,8 @@ class UsePlan:
         An example's b is a row of the node's output gradient as it is: one position, one group, not too wide.
     by_shape : bool
         Its output gradient was zero when the plan was made, and its layout was read off shapes: it holds for zeros.
+    idle : bool
+        The same, while another use of the parameter had one: it gives no rows, and is watched.
     """
 
     name: str
@@ -57,6 +59,7 @@ class UsePlan:
     at_once: bool = False
     plain: bool = False
     by_shape: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,8 @@ class Plan:
                 continue
             found = [
                 use_block(self.uses[index], graph, gradients.rows(index), parameters[self.uses[index].name])
-                for index in family
-            ]
+                for index in family if not self.uses[index].idle
+            ]  # fmt: skip
             gradients.forget(family)
             for block in joined(found):
                 whole = isinstance(block, Outer) and block.index is None
@@ -166,6 +169,8 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
 
 
 def _reading(use: UsePlan, graph: Graph, n: int) -> Reading:
+    if use.idle:
+        return Reading(use.step.consumer, use.layout.dim, None)
     read = reader_of(use, graph, n).read
     if use.at_once:
         read = _written_out(read, output_shape(graph.nodes[use.source], use.step.output))

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.factors.blocks import Block, Dense, Outer
 from ntk_laplace.factors.graph import Graph, is_view, node_kind, uncast
-from ntk_laplace.factors.layout import Layout, example_weights, find_layout, shape_layout
+from ntk_laplace.factors.layout import Layout, find_layout, shape_layout
 from ntk_laplace.factors.plan import Plan, UsePlan, joined, reader_of, use_block
 from ntk_laplace.factors.proof import Truth, agree
 from ntk_laplace.factors.rules import Reader
@@ -89,8 +89,8 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
     """
     graph, out, parameters = search.graph, search.out, search.parameters
     n = len(out)
-    weights = example_weights(n, search.precision).to(out)
-    seed = search.draw(*out.shape)
+    weights = 1.0 + 0.7 * torch.arange(n, dtype=torch.float64) * (-1.0) ** torch.arange(n)
+    seed, weights = search.draw(*out.shape), weights.to(out)
     seeds = torch.stack([seed, seed * weights[:, None]])
     uses, lost, found = _find_uses(search, seeds, weights)
     numbers = {use.step.consumer for plans in uses.values() for use in plans}
@@ -102,10 +102,12 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
     for name, parameter in parameters.items():
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
-        readers, own = ([], []) if name in lost else _read(uses[name], graph, gradients, parameter, n)
+        speaking = [use for use in uses[name] if not use.by_shape] or uses[name]
+        readers, own = ([], []) if name in lost else _read(speaking, graph, gradients, parameter, n)
         if own and (truth is None or not truth.disagreeing(own, [name])):
             blocks[name] = own
-            for use, reader in zip(uses[name], readers, strict=True):
+            good += [replace(use, idle=True) for use in uses[name] if use not in speaking]
+            for use, reader in zip(speaking, readers, strict=True):
                 short = reader.short and not keep_factors and _is_whole(graph, use)
                 plain = keep_factors and len(own) == 1 and _is_plain(own[0], gradients[use.step.consumer])
                 good.append(replace(use, at_once=reader.summed or short, plain=plain))
@@ -223,7 +225,8 @@ def _find_partners(
     enters: dict[str, set[int]] = {}
     for use in uses:
         enters.setdefault(use.name, set()).add(use.step.consumer)
-    zero = {use.name for use in uses if use.by_shape and node_kind(graph.nodes[use.step.consumer]) != "AddBackward"}
+    silent = [use for use in uses if use.by_shape and not use.idle]
+    zero = {use.name for use in silent if node_kind(graph.nodes[use.step.consumer]) != "AddBackward"}
     early = {use.name for use in uses if use.at_once}
     kept = [block for name in blocks if name not in early for block in blocks[name]]
     weights = [block for block in kept if isinstance(block, Outer) and block.index is None]

@@ -299,9 +299,11 @@ class Network:
         before = {name: b.clone() for name, b in self.module.named_buffers()}
         with DtypesSeen() as seen:
             first = self.without_grad(x)
+        self.precision = computation_dtype(self.module, first, seen.found)
         if self._channels_last_is_faster():
             self._to_format(torch.channels_last)
-        alone = self.evaluate(_every_other(x))  # back to contiguous if that raises
+        with self.arithmetic():  # so that the graph is that of later passes
+            alone = self.evaluate(_every_other(x))  # back to contiguous if that raises
         self.precision = computation_dtype(self.module, alone, seen.found)
         tolerance = self._tolerance(first)
         if self._channels_last and _gap(alone, first[::2]) > tolerance:
