@@ -13,7 +13,7 @@ from ntk_laplace.structures import Trained, coalesced
 
 __all__ = ["Chunks"]
 
-_HELD = 32 * 2**20  # bytes of rows, and of what is made of them, at a time
+_HELD = 16 * 2**20  # bytes of rows, and of what is made of them, at a time
 _FEWEST = 16  # examples whose rows show how large those of the others are
 
 
@@ -25,7 +25,7 @@ class Chunks:
     trained : Trained
     x : tensor, tuple or dict of tensors, DataLoader or Dataset
     batch_size : int, optional
-        Most examples of a chunk; by default 512, and as many as take 32 MiB. Small batches of a loader are read
+        Most examples of a chunk; by default 512, and as many as take 16 MiB. Small batches of a loader are read
         together up to it, unless the network treats their examples otherwise then.
 
     Attributes
@@ -72,7 +72,9 @@ class Chunks:
             while start < n:
                 if step is None:
                     step = self._first(x, each)
-                part = x if start == 0 and step >= n else take(x, slice(start, start + step))
+                left = n - start
+                size = -(-left // -(-left // step))  # even chunks: memory of one serves the next
+                part = x if size == n else take(x, slice(start, start + size))
                 rows = factors.rows(part, batch_size=self._chosen, offset=seen + start)
                 start += rows.num_examples
                 if self._chosen is None:

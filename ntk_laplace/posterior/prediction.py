@@ -38,7 +38,7 @@ class PredictionVerbs(Fitted):
     Inputs `x` may be a tensor, a tuple or dict of tensors, a DataLoader or a Dataset. Their order is that of the
     answers: a loader that shuffles is refused. Of a loader's batches the part that has the form of the fit's inputs is
     taken: the batch, the first member of a pair or a triple, or the fit's keys of a mapping. Inputs are worked on in
-    chunks, of `batch_size` examples at most, by default 512, and as many as take 32 MiB; answers are put
+    chunks, of `batch_size` examples at most, by default 512, and as many as take 16 MiB; answers are put
     together at the end. Chunks change rounding alone. Gradients in inputs are refused (UnsupportedError).
     """
 
@@ -121,7 +121,7 @@ class PredictionVerbs(Fitted):
         generator : torch.Generator, optional
             Source of randomness; the global state otherwise.
         batch_size : int, optional
-            Most inputs at a time; by default at most 512, and as many as take 32 MiB.
+            Most inputs at a time; by default at most 512, and as many as take 16 MiB.
 
         Returns
         -------
