@@ -1,4 +1,4 @@
-"""Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
+"""LinearizedModel networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
 from ntk_laplace import attribution, gp
 from ntk_laplace.checkpoint import load
@@ -11,7 +11,7 @@ from ntk_laplace.comparison import (
     compare_evidence,
     compare_models,
 )
-from ntk_laplace.curvature import EKFAC, INF, KFAC, Diagonal, Root
+from ntk_laplace.curvature import EKFAC, INF, KFAC, Diagonal, CurvatureType
 from ntk_laplace.errors import (
     DataError,
     FitInterrupted,
@@ -87,7 +87,7 @@ __all__ = [
     "Posterior",
     "Ranking",
     "Reliability",
-    "Root",
+    "CurvatureType",
     "Settings",
     "StructureEvidence",
     "TargetError",

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
-from ntk_laplace.factors import FactorPass
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from ntk_laplace.network import Network, require_module
-from ntk_laplace.points import ForgottenPoints, TrainingPoints, present_values
+from ntk_laplace.points import UnsavedPoints, TrainingPoints, present_values
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import RESTORE, Settings, Trained, opened
-from ntk_laplace.structures.reading import digest, read_outputs
+from ntk_laplace.structures import RESTORE, Settings, LinearizedModel, opened
+from ntk_laplace.structures.data_passes import digest, read_outputs
 from ntk_laplace.structures.saving import FORMAT, VERSION
 
 __all__ = ["load"]
@@ -64,21 +64,21 @@ def load(
     place = next((p.device for p in require_module(network).parameters()), torch.device("cpu"))
     saved = _in_names_of(network, _read(path, place))
     settings = Settings.of(settings)
-    door = _matching(network, saved)
+    frozen = _matching(network, saved)
     own = _likelihood(saved["likelihood"], likelihood)
-    prior = _prior(saved["prior"], door)
+    prior = _prior(saved["prior"], frozen)
     for module in (prior, own):
-        module.to(door.device)
+        module.to(frozen.device)
     exact = saved["structure"] in ("gp", "full")
-    factors = FactorPass(door, saved["dtype"], keep_factors=not exact)
-    trained = Trained(door, own, prior, Root(**saved["root"]), factors, settings, fitted_at=saved.get("fitted_at"))
+    factors = JacobianPass(frozen, saved["dtype"], keep_factors=not exact)
+    model = LinearizedModel(frozen, own, prior, CurvatureType(**saved["root"]), factors, settings, fitted_at=saved.get("fitted_at"))
     with torch.inference_mode(False):
         batches = None
         if data is not None:
-            batches = Batches(data, settings.batch_size, door.device, door.dtype, door.targets)
-        points = _points(saved, trained, batches)
-        structure = RESTORE[saved["structure"]](trained, saved["state"], points, batches)
-        return Posterior(trained, structure, saved["reason"])
+            batches = Batches(data, settings.batch_size, frozen.device, frozen.dtype, frozen.targets)
+        points = _points(saved, model, batches)
+        structure = RESTORE[saved["structure"]](model, saved["state"], points, batches)
+        return Posterior(model, structure, saved["reason"])
 
 
 def _read(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _renamed(content: Any, new: Mapping[str, str], is_name: bool = False) -> Any
 
 
 def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
-    """The network's door, if its parameters are those of the fit."""
+    """The network's frozen, if its parameters are those of the fit."""
     there = {name: list(p.shape) for name, p in network.named_parameters()}
     wrong = [
         f"{name} of shape {tuple(there[name])} (fit: {tuple(shape)})" if name in there else f"no {name}"
@@ -129,13 +129,13 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NetworkError("a network with the parameters of the fit", ", ".join(wrong[:3]) + more,
                            "Build the network with the architecture that was fitted.")
-    door = Network(network, list(saved["shapes"]), saved.get("output"), saved.get("targets"))
-    if digest(door.theta) != saved["digest"]:
+    frozen = Network(network, list(saved["shapes"]), saved.get("output"), saved.get("targets"))
+    if digest(frozen.theta) != saved["digest"]:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")
-    door.num_outputs, door.scalar = saved["num_outputs"], saved["scalar"]
-    door.form = saved.get("form")  # of older checkpoints nothing is known
-    return door
+    frozen.num_outputs, frozen.scalar = saved["num_outputs"], saved["scalar"]
+    frozen.form = saved.get("form")  # of older checkpoints nothing is known
+    return frozen
 
 
 def _likelihood(saved: Mapping[str, Any], own: Likelihood | None) -> Likelihood:
@@ -151,30 +151,30 @@ def _likelihood(saved: Mapping[str, Any], own: Likelihood | None) -> Likelihood:
     return own
 
 
-def _prior(saved: Mapping[str, Any], door: Network) -> GaussianPrior:
-    prior = GaussianPrior(mean=saved["mean"], groups=saved["groups"]).bind(door.shapes)
+def _prior(saved: Mapping[str, Any], frozen: Network) -> GaussianPrior:
+    prior = GaussianPrior(mean=saved["mean"], groups=saved["groups"]).bind(frozen.shapes)
     with torch.no_grad():
         prior.log_precision.copy_(saved["log_precision"])
     return prior
 
 
 def _points(
-    saved: Mapping[str, Any], trained: Trained, batches: Batches | None
-) -> TrainingPoints | ForgottenPoints:
+    saved: Mapping[str, Any], model: LinearizedModel, batches: Batches | None
+) -> TrainingPoints | UnsavedPoints:
     kept = saved["points"]
     if batches is not None:
-        points = TrainingPoints.checked(trained.likelihood, *read_outputs(trained, batches), batches.weights)
+        points = TrainingPoints.checked(model.likelihood, *read_outputs(model, batches), batches.weights)
         if points.num_examples != kept["num_examples"]:
             raise DataError(f"the fit's {kept['num_examples']:,} training examples", f"{points.num_examples:,}",
                             "Pass the data that the posterior was fitted to.")
-        total, before = points.total(trained.likelihood), kept.get("total")
+        total, before = points.total(model.likelihood), kept.get("total")
         if before is not None and not math.isclose(total, before, rel_tol=1e-6):
             raise DataError(f"example weights of the fit, with a sum of {before:g} over examples that have a target",
                             f"a sum of {total:g}", "Pass the data that the posterior was fitted to, (X, y, w).")
         return points
     if "f" in kept:
-        trained.likelihood.bind(*kept["f"].shape)
+        model.likelihood.bind(*kept["f"].shape)
         return TrainingPoints(kept["f"], kept["targets"], kept.get("weights"))
-    trained.likelihood.bind(kept["num_examples"], saved["num_outputs"])
-    values, total = present_values(trained.likelihood), kept.get("total")
-    return ForgottenPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values, total)
+    model.likelihood.bind(kept["num_examples"], saved["num_outputs"])
+    values, total = present_values(model.likelihood), kept.get("total")
+    return UnsavedPoints(kept["num_examples"], saved["num_outputs"], kept["log_likelihood"], values, total)

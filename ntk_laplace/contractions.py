@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ntk_laplace.factors.blocks import Block, Dense, Lookup, Outer, Wide
-from ntk_laplace.factors.rows import contracts_positions
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, Wide
+from ntk_laplace.jacobian.jacobian import contracts_positions
 
 __all__ = ["Pairing", "Variances", "add_to_tile", "clusters", "contraction", "pair_up", "panels", "self_blocks"]
 
@@ -176,7 +176,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, variance: Tensor, fre
 
 
 def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh: bool) -> bool:
-    """Rows side by side: one product for each run of columns of one prior variance; returns whether `out` is unset."""
+    """Jacobian side by side: one product for each run of columns of one prior variance; returns whether `out` is unset."""
     ours, theirs = left.rows.flatten(0, 1), right.rows.flatten(0, 1)
     for start, stop, variance in _runs(left, variances):
         _add_product(out, ours[:, start:stop], theirs[:, start:stop], variance, fresh)

@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import ForgottenPoints, TrainingPoints
+from ntk_laplace.points import UnsavedPoints, TrainingPoints
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = [
-    "Curvature",
+    "PosteriorPrecision",
     "NewtonStep",
     "correction",
     "joint_gradient",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class Curvature(Protocol):
+class PosteriorPrecision(Protocol):
     """What evidence and predictive ask of a structure, whichever space it lives in.
 
     Attributes
@@ -38,19 +38,19 @@ class Curvature(Protocol):
 
     homogeneous: bool
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det B = log det H - log det P0, a scalar."""
 
     def effective_parameters(self) -> Tensor:
         """γ_g = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B for all precisions multiplied by each of `factors` (m,), (m,)."""
 
-    def newton(self, gradient: Tensor) -> Tensor:
+    def solve(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g, (P,) -> (P,)."""
 
-    def moments(self, rows: Any) -> Tensor:
+    def covariance_blocks(self, rows: Any) -> Tensor:
         """Blocks of V at `rows`, (n, C, C)."""
 
     def covariance(self, rows: Any) -> Tensor:
@@ -62,11 +62,11 @@ class _LogDet(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, log_precision: Tensor, hessian: Tensor, curvature: Curvature, blocks: Callable[[], Tensor] | None
+        ctx: Any, log_precision: Tensor, hessian: Tensor, precision: PosteriorPrecision, blocks: Callable[[], Tensor] | None
     ):
-        ctx.curvature, ctx.blocks = curvature, blocks
+        ctx.precision, ctx.blocks = precision, blocks
         ctx.like = log_precision, hessian
-        return curvature.logdet().to(log_precision)
+        return precision.log_det().to(log_precision)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -74,7 +74,7 @@ class _LogDet(torch.autograd.Function):
         log_precision, hessian = ctx.like
         by_precision = by_hessian = used = None
         if ctx.needs_input_grad[0] or ctx.blocks is None:
-            used = ctx.curvature.effective_parameters()
+            used = ctx.precision.effective_parameters()
         if ctx.needs_input_grad[0]:
             # ∂ log det B / ∂ log δ_g = -γ_g
             by_precision = -upstream * used.to(log_precision)
@@ -107,8 +107,8 @@ def log_joint(points: TrainingPoints, likelihood: Likelihood, prior: GaussianPri
 
 
 def log_det(
-    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, root: Root,
-    curvature: Curvature, blocks: Callable[[], Tensor],
+    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType,
+    precision: PosteriorPrecision, blocks: Callable[[], Tensor],
 ) -> Tensor:  # fmt: skip
     """Differentiable log det B = log det H - log det P0, of a factorization that stands.
 
@@ -117,18 +117,18 @@ def log_det(
     points : TrainingPoints
     likelihood, prior
         Their hyperparameters carry the gradient.
-    root : Root
-    curvature : Curvature
+    curvature_type : CurvatureType
+    precision : PosteriorPrecision
     blocks : callable
         Gives ∂ log det B/∂Λ_n, (N, C, C), V at the training points if the curvature is exact; called by the backward
         pass alone.
     """
-    kept = not isinstance(points, ForgottenPoints) and curvature.homogeneous
-    scale = root.log_scale(likelihood) if kept else None
+    kept = not isinstance(points, UnsavedPoints) and precision.homogeneous
+    scale = curvature_type.log_scale(likelihood) if kept else None
     if scale is not None:
-        return _LogDet.apply(prior.log_precision, scale, curvature, None)
-    hessian = points.hessian(root, likelihood)
-    return _LogDet.apply(prior.log_precision, hessian, curvature, blocks)
+        return _LogDet.apply(prior.log_precision, scale, precision, None)
+    hessian = points.hessian(curvature_type, likelihood)
+    return _LogDet.apply(prior.log_precision, hessian, precision, blocks)
 
 
 def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Curve(torch.autograd.Function):
 
 
 def correction(
-    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, root: Root, step: NewtonStep
+    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, curvature_type: CurvatureType, step: NewtonStep
 ) -> Tensor:
     """½ gᵀH⁻¹g ([I21] A.1), differentiable in the hyperparameters.
 
@@ -189,7 +189,7 @@ def correction(
     """
     precision = prior.flat_precision().to(theta)
     residual = points.residual(likelihood)
-    hessian = points.hessian(root, likelihood)
+    hessian = points.hessian(curvature_type, likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + step.curve(prior.log_precision, hessian)
     return _Once.apply(slope - 0.5 * curve)

@@ -1,4 +1,4 @@
-"""Fit: from a trained network and its data to a posterior."""
+"""Fit: from a model network and its data to a posterior."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ntk_laplace.curvature import FORMS, Form, Root
+from ntk_laplace.curvature import STRUCTURE_SPECS, StructureSpec, CurvatureType
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.factors import NO_FOLD, FactorPass
+from ntk_laplace.jacobian import NO_FUSED_LAYERS, JacobianPass
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.points import present_values
@@ -25,14 +25,14 @@ from ntk_laplace.structures import (
     Settings,
     Structure,
     StructuredStructure,
-    Trained,
+    LinearizedModel,
     resumed,
 )
 
-__all__ = ["STRUCTURES", "form_of", "laplace"]
+__all__ = ["STRUCTURES", "spec_of", "laplace"]
 
 EXACT = {"gp": FunctionSpaceStructure, "full": FullStructure}
-STRUCTURES = (*EXACT, *FORMS)
+STRUCTURES = (*EXACT, *STRUCTURE_SPECS)
 _LOG = logging.getLogger("ntk_laplace")
 
 
@@ -41,8 +41,8 @@ def laplace(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structure: str | Form = "gp",
-    curvature: str | Root = "ggn",
+    structure: str | StructureSpec = "gp",
+    curvature: str | CurvatureType = "ggn",
     *,
     parameters: ParameterChoice = None,
     dtype: torch.dtype | None = None,
@@ -50,12 +50,12 @@ def laplace(
     output: str | int | None = None,
     targets: str | None = None,
 ) -> Posterior:
-    """Laplace-GGN posterior of a trained network: a Gaussian process with the network's own Jacobians as kernel.
+    """Laplace-GGN posterior of a model network: a Gaussian process with the network's own Jacobians as kernel.
 
     Parameters
     ----------
     network : nn.Module
-        Trained, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
+        LinearizedModel, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
         is copied and comes back untouched.
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
         The training data. Batches are pairs (inputs, targets), triples with example weights, or mappings with the
@@ -65,12 +65,12 @@ def laplace(
         `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or your own.
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
-    structure : str or Form
+    structure : str or StructureSpec
         Exact: "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two,
         which ``posterior.reason`` explains. For many data: "kfac", "ekfac", "inf", "diag", or one of `KFAC`, `EKFAC`,
         `INF`, `Diagonal` with its options.
-    curvature : str or Root
-        "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``Root("mc", samples, seed)``).
+    curvature : str or CurvatureType
+        "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``CurvatureType("mc", samples, seed)``).
     parameters : optional
         Which parameters are linearized: names or prefixes, a predicate, or "last_layer". Frozen ones are left out.
     dtype : torch.dtype, optional
@@ -93,10 +93,10 @@ def laplace(
     NTKLaplaceError
         One of its family, which names what was expected, what came and what to do.
     """
-    door = Network(network, parameters, output, targets)
+    frozen = Network(network, parameters, output, targets)
     with torch.inference_mode(False):  # hyperparameters that can move later
-        prior = GaussianPrior.of(prior).bind(door.shapes)
-    root = Root.of(curvature)
+        prior = GaussianPrior.of(prior).bind(frozen.shapes)
+    curvature_type = CurvatureType.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
     if dtype not in (torch.float32, torch.float64):
         raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
@@ -104,26 +104,26 @@ def laplace(
     settings = Settings.of(settings)
     likelihood = Likelihood.of(likelihood)
     for module in (prior, likelihood):
-        module.to(door.device)  # hyperparameters live where the network does
-    batches = Batches.of(data, settings.batch_size, door.device, door.dtype, targets)
-    form = form_of(structure)
-    factors = FactorPass(door, dtype, keep_factors=isinstance(form, Form))
-    trained = Trained(door, likelihood, prior, root, factors, settings)
+        module.to(frozen.device)  # hyperparameters live where the network does
+    batches = Batches.of(data, settings.batch_size, frozen.device, frozen.dtype, targets)
+    spec = spec_of(structure)
+    factors = JacobianPass(frozen, dtype, keep_factors=isinstance(spec, StructureSpec))
+    model = LinearizedModel(frozen, likelihood, prior, curvature_type, factors, settings)
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
         x, _ = batches.first()
         factors.prepare(x)
-        if isinstance(form, Form):
-            fold = NO_FOLD if form.moments else form.fold(dict.fromkeys(door.names))  # moments ask for all rows
-            batches.suit(factors.examples_at_once(x, root.columns(likelihood, door.num_outputs), fold))
-        fitted, reason = _fit(form, trained, batches)
+        if isinstance(spec, StructureSpec):
+            fused_layers = NO_FUSED_LAYERS if spec.second_pass else spec.fused_layers(dict.fromkeys(frozen.names))  # moments ask for all rows
+            batches.limit_batch_size(factors.examples_at_once(x, curvature_type.columns(likelihood, frozen.num_outputs), fused_layers))
+        fitted, reason = _fit(spec, model, batches)
         fitted.points.require_information(likelihood)
-        trained = replace(trained, fitted_at=present_values(prior, likelihood))  # the fit binds it to its data
-        posterior = Posterior(trained, fitted, reason)
-        posterior.curvature  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
+        model = replace(model, fitted_at=present_values(prior, likelihood))  # the fit binds it to its data
+        posterior = Posterior(model, fitted, reason)
+        posterior.precision  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
     return posterior
 
 
-def form_of(structure: str | Form) -> str | Form:
+def spec_of(structure: str | StructureSpec) -> str | StructureSpec:
     """The structured form that a name stands for; "gp", "full" and "auto" stay.
 
     Raises
@@ -131,32 +131,32 @@ def form_of(structure: str | Form) -> str | Form:
     UnsupportedError
         If nothing has that name.
     """
-    if isinstance(structure, Form) or structure in (*EXACT, "auto"):
+    if isinstance(structure, StructureSpec) or structure in (*EXACT, "auto"):
         return structure
-    if structure not in FORMS:
+    if structure not in STRUCTURE_SPECS:
         raise UnsupportedError(f'structure among {", ".join([*STRUCTURES, "auto"])}', repr(structure),
                                'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
                                "let cost decide between the exact two.")
-    return FORMS[structure]()
+    return STRUCTURE_SPECS[structure]()
 
 
-def _fit(form: str | Form, trained: Trained, batches: Batches) -> tuple[Structure, str]:
-    resume = trained.settings.resume
-    if isinstance(form, Form):
-        return StructuredStructure(trained, batches, form, resumed(resume, form, trained.network.device)), ""
+def _fit(spec: str | StructureSpec, model: LinearizedModel, batches: Batches) -> tuple[Structure, str]:
+    resume = model.settings.resume
+    if isinstance(spec, StructureSpec):
+        return StructuredStructure(model, batches, spec, resumed(resume, spec, model.network.device)), ""
     if resume is not None:
         raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
-                               repr(form), "Leave resume= out: the exact structures are fitted in one go.")
-    name, reason = _choose(form, trained, batches)
-    return EXACT[name](trained, batches), reason
+                               repr(spec), "Leave resume= out: the exact structures are fitted in one go.")
+    name, reason = _choose(spec, model, batches)
+    return EXACT[name](model, batches), reason
 
 
-def _choose(structure: str, trained: Trained, batches: Batches) -> tuple[str, str]:
+def _choose(structure: str, model: LinearizedModel, batches: Batches) -> tuple[str, str]:
     if structure in EXACT:
         return structure, ""
     n = batches.length or sum(len(y) for _, y in batches)
-    size = n * trained.root.columns(trained.likelihood, trained.network.num_outputs)
-    p = trained.network.num_parameters
+    size = n * model.curvature_type.columns(model.likelihood, model.network.num_outputs)
+    p = model.network.num_parameters
     name = "gp" if size <= p else "full"
     reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {name!r} factors the smaller matrix"
     _LOG.info(reason)

@@ -20,8 +20,8 @@ from ntk_laplace.contractions import (
     panels,
     self_blocks,
 )
-from ntk_laplace.factors.blocks import Block, Lookup, Outer
-from ntk_laplace.factors.rows import Rows
+from ntk_laplace.jacobian.blocks import Block, Lookup, Outer
+from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.linalg import mirror_lower_
 from ntk_laplace.resources import require_memory
 
@@ -36,12 +36,12 @@ _PASSES = (("wide",), _POSITIONS, ("dense", "hadamard"))
 _Job = tuple[str, Pairing]
 
 
-def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | None = None) -> Tensor:
+def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: int | None = None) -> Tensor:
     """K between two sets of rows, interleaved.
 
     Parameters
     ----------
-    left, right : Rows
+    left, right : Jacobian
         Rows of N1 and N2 examples; `right` None means `left` again, of which half is computed and mirrored.
     variances : mapping of str to Tensor
         Prior variance by parameter name.
@@ -59,7 +59,7 @@ def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | Non
         If the result would not fit, before it is allocated.
     """
     other = left if right is None else right
-    height, width = left.num_examples * left.num_seeds, other.num_examples * other.num_seeds
+    height, width = left.num_examples * left.num_cotangents, other.num_examples * other.num_cotangents
     require_memory(height * width * left.f.element_size(), left.f.device, f"a Gram matrix of {height} x {width}",
                    "Ask for tiles (gram_tiles), or for fewer examples at a time.", budget)
     if right is not None:
@@ -67,19 +67,19 @@ def gram(left: Rows, right: Rows | None, variances: Variances, budget: int | Non
     return mirror_lower_(gram_lower(left, variances))
 
 
-def gram_lower(rows: Rows, variances: Variances) -> Tensor:
+def gram_lower(rows: Jacobian, variances: Variances) -> Tensor:
     """K of rows with themselves, (N*K, N*K), of which only the lower triangle is sure to be filled."""
     return _fill_whole(rows, None, variances)
 
 
-def cross_gram(left: Rows, right: Rows, variances: Variances) -> Tensor:
+def cross_gram(left: Jacobian, right: Jacobian, variances: Variances) -> Tensor:
     """K between two sets of rows, (N1*K1, N2*K2)."""
     return _fill_whole(left, right, variances)
 
 
-def _fill_whole(left: Rows, right: Rows | None, variances: Variances) -> Tensor:
+def _fill_whole(left: Jacobian, right: Jacobian | None, variances: Variances) -> Tensor:
     other = left if right is None else right
-    k1, k2 = left.num_seeds, other.num_seeds
+    k1, k2 = left.num_cotangents, other.num_cotangents
     out = left.f.new_empty(left.num_examples * k1, other.num_examples * k2)
     fresh = True
     for jobs, weights in _passes(_jobs(left, other, variances), variances):
@@ -103,13 +103,13 @@ def _passes(jobs: list[_Job], variances: Variances) -> Iterator[tuple[list[_Job]
                 yield [("wide", panel)], weights
 
 
-def gram_tiles(left: Rows, right: Rows | None, variances: Variances) -> Iterator[tuple[slice, slice, Tensor]]:
+def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> Iterator[tuple[slice, slice, Tensor]]:
     """Tiles of K as (rows, columns, values (n1, K1, n2, K2)); `right` None yields the lower tiles of K alone.
 
     The values share one buffer: copy what you keep.
     """
     other = left if right is None else right
-    k1, k2 = left.num_seeds, other.num_seeds
+    k1, k2 = left.num_cotangents, other.num_cotangents
     jobs = _jobs(left, other, variances)
     step = _tile_examples(left, other, jobs)
     tiles = _Tiles(left, other, variances, jobs, (step, step))
@@ -121,9 +121,9 @@ def gram_tiles(left: Rows, right: Rows | None, variances: Variances) -> Iterator
         yield rows, columns, tile.view(n1, k1, n2, k2)
 
 
-def multiply(left: Rows, right: Rows, variances: Variances, matrix: Tensor) -> Tensor:
+def multiply(left: Jacobian, right: Jacobian, variances: Variances, matrix: Tensor) -> Tensor:
     """K(left, right) times a matrix (N2*K2, m), without K: (N1*K1, m)."""
-    k1, k2 = left.num_seeds, right.num_seeds
+    k1, k2 = left.num_cotangents, right.num_cotangents
     out = matrix.new_zeros(left.num_examples * k1, matrix.shape[-1])
     for rows, columns, tile in gram_tiles(left, right, variances):
         flat = tile.reshape(tile.shape[0] * k1, -1)
@@ -131,32 +131,32 @@ def multiply(left: Rows, right: Rows, variances: Variances, matrix: Tensor) -> T
     return out
 
 
-def diagonal_blocks(rows: Rows, variances: Variances) -> Tensor:
+def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
     """The blocks of K that pair an example with itself, (N, K, K)."""
-    k, n = rows.num_seeds, rows.num_examples
+    k, n = rows.num_cotangents, rows.num_examples
     out = rows.f.new_zeros(n, k, k)
     step = max(1, _TILE_ROWS // k)
     for start in range(0, n, step):
-        part = rows.part(slice(start, start + step))
+        part = rows.subset(slice(start, start + step))
         for cluster in clusters(part.blocks):
             out[start : start + step] += self_blocks(cluster, variances)
     return out
 
 
-def _jobs(left: Rows, right: Rows, variances: Variances) -> list[_Job]:
+def _jobs(left: Jacobian, right: Jacobian, variances: Variances) -> list[_Job]:
     """What meets what, and how; written-out rows come first, as their product initializes a tile."""
     jobs = [(contraction(pair, variances), pair) for pair in pair_up(left.blocks, right.blocks, variances)]
     first = ("wide", "panels", "dense")
     return sorted(jobs, key=lambda job: first.index(job[0]) if job[0] in first else len(first))
 
 
-def _strips(left: Rows, right: Rows, jobs: list[_Job]) -> tuple[int, int]:
+def _strips(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> tuple[int, int]:
     """Examples (rows, columns) of the tiles in which some jobs fill a whole matrix.
 
     Products of long rows want few tall blocks, each with all the columns that it needs: what is computed above the
     diagonal is thrown away, but narrow products are slow. Positions are contracted example by example in any case.
     """
-    step, n, k = _tile_examples(left, right, jobs), left.num_examples, max(left.num_seeds, right.num_seeds)
+    step, n, k = _tile_examples(left, right, jobs), left.num_examples, max(left.num_cotangents, right.num_cotangents)
     if jobs[0][0] == "wide":
         step = max(1, min(_TILE_ROWS // k, max(_FEWEST_ROWS // k, -(-n // 4))))
         return step, 4 * step
@@ -166,9 +166,9 @@ def _strips(left: Rows, right: Rows, jobs: list[_Job]) -> tuple[int, int]:
     return step, step
 
 
-def _tile_examples(left: Rows, right: Rows, jobs: list[_Job]) -> int:
+def _tile_examples(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> int:
     """Examples on each side of a square tile, so that its buffers stay within bounds."""
-    k = max(left.num_seeds, right.num_seeds)
+    k = max(left.num_cotangents, right.num_cotangents)
     # at least four blocks of rows, so that the symmetric half is worth having on few examples as well
     step = max(1, min(_TILE_ROWS // k, -(-left.num_examples // 4)))
     size = left.f.element_size()
@@ -189,11 +189,11 @@ class _Tiles:
     """Fills one tile after another with the same jobs, with buffers that are allocated once."""
 
     def __init__(
-        self, left: Rows, right: Rows, variances: Variances, jobs: list[_Job], steps: tuple[int, int]
+        self, left: Jacobian, right: Jacobian, variances: Variances, jobs: list[_Job], steps: tuple[int, int]
     ) -> None:
         self.left, self.right, self.variances, self.jobs, self.steps = left, right, variances, jobs, steps
         whole = any(how == "hadamard" for how, _ in jobs)
-        entries = steps[0] * left.num_seeds * steps[1] * right.num_seeds
+        entries = steps[0] * left.num_cotangents * steps[1] * right.num_cotangents
         self._buffer = left.f.new_empty(entries if whole else 0)
         self._cut: tuple[slice, list[tuple[Block, ...]]] | None = None
 
@@ -209,9 +209,9 @@ class _Tiles:
     def fill(self, rows: slice, columns: slice, out: Tensor, fresh: bool = True) -> None:
         """Add the tile of these examples to `out` (n1*K1, n2*K2), a block of a bigger matrix; `fresh`: overwrite."""
         if self._cut is None or self._cut[0] != rows:
-            self._cut = (rows, [tuple(b.part(rows) for b in ours) for _, (ours, _) in self.jobs])
+            self._cut = (rows, [tuple(b.subset(rows) for b in ours) for _, (ours, _) in self.jobs])
         kinds = [how for how, _ in self.jobs]
-        cut = list(zip(self._cut[1], [tuple(b.part(columns) for b in theirs) for _, (_, theirs) in self.jobs],
+        cut = list(zip(self._cut[1], [tuple(b.subset(columns) for b in theirs) for _, (_, theirs) in self.jobs],
                        strict=True))
         for how, pair in zip(kinds, cut, strict=True):
             fresh = add_to_tile(how, out, self._buffer, pair, self.variances, fresh)

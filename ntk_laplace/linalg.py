@@ -16,7 +16,7 @@ from ntk_laplace.errors import NumericalError
 __all__ = [
     "add_outer_lower_",
     "cholesky_",
-    "cholesky_logdet",
+    "cholesky_log_det",
     "cholesky_of",
     "cross_approximation",
     "inverse_diagonal",
@@ -113,7 +113,7 @@ def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> 
         matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
 
 
-def cholesky_logdet(factor: Tensor) -> Tensor:
+def cholesky_log_det(factor: Tensor) -> Tensor:
     """Log determinant of ``L Lᵀ``: twice the sum of the logs of L's diagonal."""
     return 2.0 * factor.diagonal().log().sum()
 

@@ -182,7 +182,7 @@ def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins
 
 
 def rmse(prediction: ArrayLike, targets: ArrayLike) -> float:
-    """Root mean squared error over all examples and outputs, in the targets' unit."""
+    """CurvatureType mean squared error over all examples and outputs, in the targets' unit."""
     guess, truth = _array(prediction), _array(targets)
     if guess.size != truth.size or guess.size == 0:
         raise TargetError(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.data import Inputs, as_tensors, to_device
-from ntk_laplace.factors import FactorPass
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.gram import gram
 from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.priors import GaussianPrior
@@ -44,10 +44,10 @@ def empirical_ntk(
     Tensor, (N1*C, N2*C)
         Interleaved: row n*C + c.
     """
-    door = Network(network, parameters, output)
-    prior = GaussianPrior.of(prior).bind(door.shapes)
-    factors = FactorPass(door, door.dtype if dtype is None else dtype)
-    left = factors.rows(to_device(as_tensors(x1), door.device, door.dtype))
-    right = None if x2 is None else factors.rows(to_device(as_tensors(x2), door.device, door.dtype))
+    frozen = Network(network, parameters, output)
+    prior = GaussianPrior.of(prior).bind(frozen.shapes)
+    factors = JacobianPass(frozen, frozen.dtype if dtype is None else dtype)
+    left = factors.rows(to_device(as_tensors(x1), frozen.device, frozen.dtype))
+    right = None if x2 is None else factors.rows(to_device(as_tensors(x2), frozen.device, frozen.dtype))
     with outside_autocast():
-        return gram(left, right, prior_variances(prior, door.shapes))
+        return gram(left, right, prior_variances(prior, frozen.shapes))

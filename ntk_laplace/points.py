@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.likelihoods import Likelihood
 
-__all__ = ["ForgottenPoints", "TrainingPoints", "present_values", "unmoved"]
+__all__ = ["UnsavedPoints", "TrainingPoints", "present_values", "unmoved"]
 
 
 def present_values(*modules: nn.Module) -> tuple[Tensor, ...]:
@@ -70,11 +70,11 @@ class TrainingPoints:
         """r_n, (N, C), times the point's weight."""
         return self._times(likelihood.residual(self.f, self.targets))
 
-    def root(self, root: Root, likelihood: Likelihood) -> Tensor:
+    def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """S_n, (N, C, R), times the root of the point's weight."""
-        return self._times(root.root(likelihood, self._at, self.targets), 0.5)
+        return self._times(curvature_type.root(likelihood, self._at, self.targets), 0.5)
 
-    def left_inverse(self, root: Root, likelihood: Likelihood) -> Tensor | None:
+    def left_inverse(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor | None:
         """L_n (N, R, C) with L_n S_n = I, if hyperparameters leave the range of Λ_n alone; zero where a weight is.
 
         Where an example has no target, S_n is zero, and L_n may be anything.
@@ -82,15 +82,15 @@ class TrainingPoints:
         observed = likelihood.observed(self.targets)
         if observed is not None and observed.ndim > 1 and bool((observed.any(1) != observed.all(1)).any()):
             return None  # examples with some of their targets have roots of their own
-        found = root.left_inverse(likelihood, self._at)
+        found = curvature_type.left_inverse(likelihood, self._at)
         if found is None or self.weights is None:
             return found
         scale = torch.where(self.weights > 0, self.weights, torch.inf).to(found).rsqrt()
         return found * scale.view(-1, 1, 1)
 
-    def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
+    def hessian(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
-        return self._times(root.hessian(likelihood, self._at, self.targets))
+        return self._times(curvature_type.hessian(likelihood, self._at, self.targets))
 
     @property
     def counts(self) -> Tensor:
@@ -135,7 +135,7 @@ class TrainingPoints:
         weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
         return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded)
 
-    def part(self, index: Tensor) -> TrainingPoints:
+    def subset(self, index: Tensor) -> TrainingPoints:
         """Some of the points."""
         weights, expanded = (None if v is None else v[index] for v in (self.weights, self.expanded))
         return TrainingPoints(self.f[index], self.targets[index], weights, expanded)
@@ -167,7 +167,7 @@ class TrainingPoints:
 
 
 @dataclass(frozen=True)
-class ForgottenPoints:
+class UnsavedPoints:
     """What a checkpoint without training data knows of them: how many, and how likely they were.
 
     Attributes
@@ -190,24 +190,24 @@ class ForgottenPoints:
     @property
     def f(self) -> Tensor:
         """Not there."""
-        raise _forgotten("the outputs at the training points")
+        raise _not_saved("the outputs at the training points")
 
     @property
     def targets(self) -> Tensor:
         """Not there."""
-        raise _forgotten("the training targets")
+        raise _not_saved("the training targets")
 
     def log_likelihood(self, likelihood: Likelihood) -> Tensor:
         """Σ log p(y_n | f_n), if the likelihood is the checkpoint's."""
         if not unmoved(self.hyperparameters, likelihood):
-            raise _forgotten("the evidence at other hyperparameters of the likelihood")
+            raise _not_saved("the evidence at other hyperparameters of the likelihood")
         return self.value
 
     @property
     def counts(self) -> Tensor:
         """How often each point counts, (N,): once, if the fit had no example weights."""
         if self.size not in (None, self.num_examples):
-            raise _forgotten("the weights of the training points")
+            raise _not_saved("the weights of the training points")
         return self.value.new_ones(self.num_examples)
 
     def total(self, likelihood: Likelihood) -> float:
@@ -216,18 +216,18 @@ class ForgottenPoints:
 
     def residual(self, likelihood: Likelihood) -> Tensor:
         """Not there."""
-        raise _forgotten("the residuals at the training points")
+        raise _not_saved("the residuals at the training points")
 
-    def hessian(self, root: Root, likelihood: Likelihood) -> Tensor:
+    def hessian(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """None of it: the evidence is a constant of the likelihood."""
         return self.value.new_zeros(0)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> ForgottenPoints:
+    def to(self, device: torch.device, dtype: torch.dtype) -> UnsavedPoints:
         """The same elsewhere."""
         moved = tuple(value.to(device) for value in self.hyperparameters)
         return replace(self, value=self.value.to(device), hyperparameters=moved)
 
 
-def _forgotten(what: str) -> UnsupportedError:
+def _not_saved(what: str) -> UnsupportedError:
     return UnsupportedError(f"training data, for {what}", "a checkpoint that holds none",
                             "Load it with ntk_laplace.load(path, network, data=...), or save with include_data=True.")

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import CurvatureType
 from reference import outputs
 from reference_structures import Part, Structured, StructuredModel, parts_of
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import derivatives, jacobians
 
 CURVATURES = ("ggn", "ef", "mc")
-MC = Root("mc", samples=2, seed=3)
+MC = CurvatureType("mc", samples=2, seed=3)
 
 
 def fraction(share: float):
@@ -143,7 +143,7 @@ def _parts(network: str, fused: frozenset[tuple[str, str]]) -> list[Part]:
 
 
 def fused_biases(posterior) -> frozenset[tuple[str, str]]:
-    return frozenset(part.names for part in posterior.parts if len(part.names) == 2)
+    return frozenset(part.names for part in posterior.parameter_blocks if len(part.names) == 2)
 
 
 @functools.cache

@@ -804,8 +804,8 @@ def test_numbers_and_objects_of_the_wrong_kind():
     with refused(errors.UnsupportedError, "another posterior", "a int", "condition"):
         kfac.merge(5)
     for samples, seed in ((0, 0), ("a", 0), (1, -1)):
-        with refused(errors.HyperparameterError, "as a whole number", ".", "Root"):
-            ntkl.Root("mc", samples, seed)
+        with refused(errors.HyperparameterError, "as a whole number", ".", "CurvatureType"):
+            ntkl.CurvatureType("mc", samples, seed)
     for wrong in ({"batch_size": 0}, {"batch_size": "a"}, {"memory_budget": "a"}, {"memory_budget": -1}):
         with refused(errors.HyperparameterError, next(iter(wrong)), ".", "[a-z]"):
             ntkl.Settings(**wrong)

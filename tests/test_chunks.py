@@ -232,7 +232,7 @@ def test_no_more_than_a_chunk_at_a_time(structure):
 
 
 def test_memory_bounds_a_chunk(monkeypatch):
-    """Rows, and what is made of them; outputs at weight samples; layers' outputs; the inputs themselves."""
+    """Jacobian, and what is made of them; outputs at weight samples; layers' outputs; the inputs themselves."""
     own, sizes = recorded("kfac")
     rows = own.network.num_parameters * 3 * 8
     monkeypatch.setattr("ntk_laplace.posterior.chunks._HELD", 20 * rows)
@@ -244,7 +244,7 @@ def test_memory_bounds_a_chunk(monkeypatch):
     own.predict(images(200), "nn", 5)
     assert max(sizes) == 7
     sizes.clear()
-    monkeypatch.setattr("ntk_laplace.factors.passes._WORKING_SET", 9 * 8 * (2 * 4 + 3) // 8 * 8)
+    monkeypatch.setattr("ntk_laplace.jacobian.passes._WORKING_SET", 9 * 8 * (2 * 4 + 3) // 8 * 8)
     own.outputs(images(200))
     assert 9 <= max(sizes) <= 8 * 9
     sizes.clear()
@@ -286,7 +286,7 @@ def test_weight_samples_are_drawn_again_for_every_chunk(generator, structure, mo
 
 
 class Pairs(Dataset):
-    """Rows as they are, of any form."""
+    """Jacobian as they are, of any form."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows

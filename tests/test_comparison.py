@@ -80,7 +80,7 @@ def test_differences_need_an_exact_structure_and_take_the_first() -> None:
 def test_arguments_reach_every_fit() -> None:
     network, (x, y) = case()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=10)
-    options = dict(curvature=ntkl.Root("mc", samples=2, seed=5), parameters="last_layer", dtype=torch.float32)
+    options = dict(curvature=ntkl.CurvatureType("mc", samples=2, seed=5), parameters="last_layer", dtype=torch.float32)
     options["settings"] = QUIET
     found = ntkl.compare_evidence(network, loader, ntkl.Categorical(), None, ["full", "diag"], **options)
     assert found.num_parameters == 24 and found.num_examples == 25
@@ -395,9 +395,9 @@ def test_table_of_a_small_case_is_eighty_wide() -> None:
 
 def test_frame_and_json_hold_every_digit() -> None:
     found = comparison()
-    frame = found.to_dataframe()
-    assert list(frame["structure"]) == ["gp", "full", "kfac"] and frame["evidence"][0] == -1234567.891234
-    assert pandas.isna(frame["evidence"][1]) and frame["note"][1].startswith("refused")
+    eigenbasis = found.to_dataframe()
+    assert list(eigenbasis["structure"]) == ["gp", "full", "kfac"] and eigenbasis["evidence"][0] == -1234567.891234
+    assert pandas.isna(eigenbasis["evidence"][1]) and eigenbasis["note"][1].startswith("refused")
     read = json.loads(found.to_json())
     assert [ntkl.StructureEvidence(**row) for row in read.pop("rows")] == list(found.rows)
     assert read == {"exact": "gp", "num_examples": 60_000, "num_outputs": 10, "num_parameters": 1_234_567,

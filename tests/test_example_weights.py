@@ -447,7 +447,7 @@ def test_weights_of_batches_that_are_cut_anew() -> None:
     batches = Batches((torch.zeros(n, 1), torch.zeros(n), w), None, torch.device("cpu"))
     batches.first()
     assert 0 < batches.read < n and torch.equal(batches.weights, w[: batches.read])
-    batches.suit(600)
+    batches.limit_batch_size(600)
     keep = w % 3 == 0
     some, both = Selected(batches, keep), Joined([batches, Batches((torch.zeros(2, 1), torch.zeros(2)), None,
                                                                    torch.device("cpu"))])  # fmt: skip

@@ -120,7 +120,7 @@ def test_signs_and_order_are_those_the_words_say():
 
 
 def test_the_jacobians_behind_the_table_are_the_references():
-    """Rows used here come from the same place as the identities': a shared slip would show in one number."""
+    """Jacobian used here come from the same place as the identities': a shared slip would show in one number."""
     case = problem("deep_mlp")
     assert relative_error(jacobians("deep_mlp")[0], jacobian(case.network, case.x)) == 0
     assert NETWORKS["deep_mlp"].outputs == 5

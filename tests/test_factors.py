@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ntk_laplace.errors import NetworkError, NonFiniteError, NTKLaplaceWarning
-from ntk_laplace.factors import Fold, Folded, Outer, rules
-from ntk_laplace.factors.gradients import Gradients
-from ntk_laplace.factors.passes import FactorPass
+from ntk_laplace.jacobian import FusedLayers, FusedSums, Outer, rules
+from ntk_laplace.jacobian.gradients import Gradients
+from ntk_laplace.jacobian.passes import JacobianPass
 from ntk_laplace.network import Network
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
 from registry import NETWORKS, fresh, problem
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWa
 def rows(module: nn.Module, x, **options) -> Tensor:
     """J, (N, C, P), by the library."""
     network = Network(module)
-    return FactorPass(network, torch.float64).rows(x, **options).dense(network.shapes).transpose(0, 1)
+    return JacobianPass(network, torch.float64).rows(x, **options).dense(network.shapes).transpose(0, 1)
 
 
 def limit(name: str) -> float:
@@ -43,15 +43,15 @@ def test_rows_are_the_jacobian(name):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_root_goes_into_the_seeds(name):
-    """Rows seeded with S, and rows weighted with S afterwards, are both SᵀJ."""
+    """Jacobian seeded with S, and rows weighted with S afterwards, are both SᵀJ."""
     case = problem(name)
     n, c = case.case.examples, case.case.outputs
     root = torch.randn(n, c, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     truth = torch.einsum("ncr,ncp->nrp", root, jacobian(case.network, case.x))
     assert relative_error(rows(case.network, case.x, root=root), truth) < limit(name)
     network = Network(case.network)
-    weighted = FactorPass(network, torch.float64).rows(case.x).weighted(root)
-    assert weighted.num_seeds == 2
+    weighted = JacobianPass(network, torch.float64).rows(case.x).weighted(root)
+    assert weighted.num_cotangents == 2
     assert relative_error(weighted.dense(network.shapes).transpose(0, 1), truth) < limit(name)
 
 
@@ -59,14 +59,14 @@ def test_the_root_goes_into_the_seeds(name):
 def test_products_with_vectors(name):
     case = problem(name)
     network, jac = Network(case.network), jacobian(case.network, case.x)
-    found = FactorPass(network, torch.float64).rows(case.x)
+    found = JacobianPass(network, torch.float64).rows(case.x)
     generator = torch.Generator().manual_seed(2)
     vector = torch.randn(jac.shape[2], generator=generator, dtype=torch.float64)
     cotangent = torch.randn(jac.shape[:2], generator=generator, dtype=torch.float64)
     assert relative_error(found.jvp(network.unflatten(vector)), jac @ vector) < limit(name)
     assert relative_error(found.vjp(cotangent, network.shapes), torch.einsum("nc,ncp->p", cotangent, jac)) < limit(name)
     index = torch.tensor([4, 0, 0, 5])
-    part = found.part(index).dense(network.shapes).transpose(0, 1)
+    part = found.subset(index).dense(network.shapes).transpose(0, 1)
     assert relative_error(part, jac[index]) < limit(name)
 
 
@@ -107,7 +107,7 @@ def test_the_fallback_is_announced_once_by_name(name, named):
     network = Network(case.network)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        factors = FactorPass(network, torch.float64)
+        factors = JacobianPass(network, torch.float64)
         factors.rows(case.x, batch_size=2)
         factors.rows(case.x_new)
     assert [each.category for each in caught] == [NTKLaplaceWarning], [str(each.message) for each in caught]
@@ -307,7 +307,7 @@ def test_sequences_of_other_lengths_in_later_batches():
     torch.manual_seed(5)
     layers = nn.Conv1d(2, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(3, 2)
     network = nn.Sequential(*layers).double()
-    factors, shapes = FactorPass(Network(network), torch.float64), Network(network).shapes
+    factors, shapes = JacobianPass(Network(network), torch.float64), Network(network).shapes
     for length in (5, 9, 3):
         x = torch.randn(4, 2, length).double()
         assert relative_error(factors.rows(x).dense(shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
@@ -387,7 +387,7 @@ def test_gradients_lie_as_the_product_reads_them(layer):
     network = networks[layer].double()
     x = torch.randn(5, 3, 2).double() if layer == "positions first" else torch.randn(5, 16, 4).double()
     x = x.reshape(5, 2, 4, 8)[..., :4] if layer == "conv" else x
-    block = FactorPass(Network(network), torch.float64, keep_factors=True).rows(x).blocks[0]
+    block = JacobianPass(Network(network), torch.float64, keep_factors=True).rows(x).blocks[0]
     k, n, g, t, o = block.b.shape
     assert (g, n) == (1, 5) and (t > 1) == (layer != "single")
     matrices = block.b.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t) if t > 1 else block.b.reshape(k * n, o)
@@ -417,11 +417,11 @@ def test_short_rows_are_made_at_once(short, monkeypatch):
     root = torch.randn(5, 3, 2).double()
     truth = torch.einsum("ncr,ncp->nrp", root, jacobian(network, x))
     assert relative_error(rows(network, x, root=root), truth) < 1e-12
-    kept = FactorPass(Network(network), torch.float64, keep_factors=True)
+    kept = JacobianPass(Network(network), torch.float64, keep_factors=True)
     found = kept.rows(x, root)
     assert relative_error(found.dense(kept.network.shapes).transpose(0, 1), truth) < 1e-12
     assert {block.weight for block in found.blocks if isinstance(block, Outer)} >= {"one.weight", "two.weight", "view"}
-    factors = FactorPass(Network(network), torch.float64)
+    factors = JacobianPass(Network(network), torch.float64)
     factors.rows(x)
     made = {use.name for plan in factors._plans.values() for use in plan.uses if use.at_once}
     assert ({"one.weight", "two.weight"} <= made) == (short == 0) and "view" not in made
@@ -430,7 +430,7 @@ def test_short_rows_are_made_at_once(short, monkeypatch):
 def test_the_last_layer_holds_its_gradients_once():
     """They are the seeds, the same for all examples; those of other layers are not."""
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    blocks = FactorPass(Network(network), torch.float64).rows(torch.randn(7, 3).double()).blocks
+    blocks = JacobianPass(Network(network), torch.float64).rows(torch.randn(7, 3).double()).blocks
     held = {block.weight: (block.b.shape[1], block.constant) for block in blocks if isinstance(block, Outer)}
     assert held == {"0.weight": (7, False), "2.weight": (1, True)}
 
@@ -441,7 +441,7 @@ def test_a_rule_that_does_not_hold_is_left_out_of_the_next_plan(sizes, monkeypat
 
     def doubled(use):
         reader = rules._addmm(use)
-        return reader and rules.Reader(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
+        return reader and rules.Extractor(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -454,7 +454,7 @@ def test_a_rule_that_does_not_hold_is_left_out_of_the_next_plan(sizes, monkeypat
     torch.manual_seed(3)
     network = Scaled().double()
     monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
-    factors = FactorPass(Network(network), torch.float64)
+    factors = JacobianPass(Network(network), torch.float64)
     for size in sizes:
         x = torch.randn(size, 4).double()
         found = factors.rows(x).dense(factors.network.shapes).transpose(0, 1)
@@ -468,9 +468,9 @@ def test_norm_layers_do_not_count_towards_the_working_set():
     """Their rows are made one seed at a time, so that batches stay large."""
     def held(layer: nn.Module) -> list[int]:
         network = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), layer, nn.Tanh(), nn.Flatten(), nn.Linear(144, 2))
-        factors = FactorPass(Network(network.double().eval()), torch.float64)
+        factors = JacobianPass(Network(network.double().eval()), torch.float64)
         factors.rows(torch.randn(3, 1, 8, 8).double())
-        return sorted(edge.held(5, Fold()) for edge in factors._edges)
+        return sorted(edge.held(5, FusedLayers()) for edge in factors._edges)
 
     assert held(nn.Identity()) == [5 * 8 * 2, 5 * 8 * 144]
     assert held(nn.BatchNorm2d(4)) == [5 * 8 * 2, 8 * 144, 5 * 8 * 144]
@@ -507,9 +507,9 @@ def test_output_gradients_are_added_up_where_sums_are_enough(dtype, squared):
     torch.manual_seed(3)
     network, x = Kinds().to(dtype), torch.randn(30, 2, 6).to(dtype)
     root = torch.randn(30, 3, 2).double()
-    factors = FactorPass(Network(network), torch.float64, keep_factors=True)
-    (found,) = factors.batches(x, root, None, fold=Fold(dict.fromkeys(factors.network.names), squared))
-    folded = {block.weight: block for block in found.blocks if isinstance(block, Folded)}
+    factors = JacobianPass(Network(network), torch.float64, keep_factors=True)
+    (found,) = factors.batches(x, root, None, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared))
+    folded = {block.weight: block for block in found.blocks if isinstance(block, FusedSums)}
     wide = {"wide.weight": "wide.bias"} if squared else {}  # a product larger than its rows is not made seed by seed
     assert {weight: block.bias for weight, block in folded.items()} == wide | {
         "first.weight": "first.bias", "bare.weight": None, "shifted": "shift", "out.weight": "out.bias"
@@ -534,18 +534,18 @@ def test_output_gradients_are_added_up_where_sums_are_enough(dtype, squared):
             own = jacobian(double, x.double())[..., start : start + block.sums.shape[1]]
             truth = summed(torch.einsum("ncr,nco->rno", root, own))
             assert relative_error(sums, truth) < (1e-12 if dtype == torch.float64 else 1e-5)
-    assert not any(isinstance(block, Folded) for block in factors.rows(x, root).blocks)
-    few = next(factors.batches(x[:4], root[:4], None, fold=Fold(dict.fromkeys(factors.network.names), squared)))
-    assert not any(isinstance(block, Folded) for block in few.blocks)  # all four are held against autograd anyway
+    assert not any(isinstance(block, FusedSums) for block in factors.rows(x, root).blocks)
+    few = next(factors.batches(x[:4], root[:4], None, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared)))
+    assert not any(isinstance(block, FusedSums) for block in few.blocks)  # all four are held against autograd anyway
 
 
 def test_only_asked_for_weights_are_added_up():
     torch.manual_seed(3)
     network, x = Kinds().double(), torch.randn(30, 2, 6).double()
-    factors = FactorPass(Network(network), torch.float64, keep_factors=True)
-    (found,) = factors.batches(x, None, None, fold=Fold(dict.fromkeys(["bare.weight", "twice.weight"])))
-    assert [block.weight for block in found.blocks if isinstance(block, Folded)] == ["bare.weight"]
-    fold = Fold({"bare.weight": None})
+    factors = JacobianPass(Network(network), torch.float64, keep_factors=True)
+    (found,) = factors.batches(x, None, None, fused_layers=FusedLayers(dict.fromkeys(["bare.weight", "twice.weight"])))
+    assert [block.weight for block in found.blocks if isinstance(block, FusedSums)] == ["bare.weight"]
+    fold = FusedLayers({"bare.weight": None})
     sizes = {edge.plain: edge.held(7, fold) // edge.size for edge in factors._edges if edge.plain}
     assert sizes["bare.weight"] == 1 and sizes["first.weight"] == 7
 
@@ -555,15 +555,15 @@ def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch, squared):
     """The proof looks at some examples' gradients; if they disagree, all rows are made and looked into."""
     def doubled(use):
         reader = rules._addmm(use)
-        return reader and rules.Reader(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
+        return reader and rules.Extractor(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
 
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    factors, x = FactorPass(Network(network), torch.float64, keep_factors=True), torch.randn(30, 3).double()
+    factors, x = JacobianPass(Network(network), torch.float64, keep_factors=True), torch.randn(30, 3).double()
     next(factors.batches(x, None, None))  # the plan is made while the rule holds
     monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
-    monkeypatch.setattr(Gradients, "_fold", _halved(Gradients._fold))
-    (found,) = factors.batches(x, None, None, fold=Fold(dict.fromkeys(factors.network.names), squared))
+    monkeypatch.setattr(Gradients, "_fused_layers", _halved(Gradients._fused_layers))
+    (found,) = factors.batches(x, None, None, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared))
     assert relative_error(found.dense(factors.network.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
 
 
@@ -582,10 +582,10 @@ def test_an_example_without_finite_rows_is_named_when_sums_are_made(squared):
             return self.out(torch.sqrt((self.first(x) * (x[:, :1] != 0)).abs()))  # at zero, its slope is infinite
 
     network, x = Kink().double(), torch.randn(40, 3).double()
-    factors = FactorPass(Network(network), torch.float64, keep_factors=True)
+    factors = JacobianPass(Network(network), torch.float64, keep_factors=True)
     x[17] = 0.0
     with pytest.raises(NonFiniteError, match="example 117"):
-        list(factors.batches(x, None, None, offset=100, fold=Fold(dict.fromkeys(factors.network.names), squared)))
+        list(factors.batches(x, None, None, offset=100, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared)))
 
 
 # ---------------------------------------------------------------------------------------- networks that are refused
@@ -645,10 +645,10 @@ class Flattening(nn.Module):
 def test_channels_last_only_where_the_network_bears_it(by_view):
     module = Flattening(by_view).eval()
     network, x = Network(module), torch.randn(12, 2, 4, 4)
-    found = FactorPass(network, torch.float64).rows(x)
+    found = JacobianPass(network, torch.float64).rows(x)
     laid_out = network.module.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert laid_out != by_view and module.conv.weight.is_contiguous()
-    exact = FactorPass(Network(module.double()), torch.float64).rows(x.double())
+    exact = JacobianPass(Network(module.double()), torch.float64).rows(x.double())
     shapes = network.shapes
     assert relative_error(found.dense(shapes), exact.dense(shapes)) < 1e-5
 
@@ -671,7 +671,7 @@ def test_a_plan_made_in_silence_does_not_last():
     torch.manual_seed(9)
     network, x = Gated().double(), torch.randn(12, 4, 3).double()
     silent, loud = x - x.mean((1, 2), keepdim=True) - 1.0, x - x.mean((1, 2), keepdim=True) + 1.0
-    factors, shapes = FactorPass(Network(network), torch.float64), Network(network).shapes
+    factors, shapes = JacobianPass(Network(network), torch.float64), Network(network).shapes
     for part in (silent, loud, torch.cat([silent[:6], loud[:6]])):
         found = factors.rows(part).dense(shapes).transpose(0, 1)
         assert relative_error(found, jacobian(network, part)) < 1e-12
@@ -697,7 +697,7 @@ def test_a_bias_joins_its_weight_where_its_rows_are_sums():
     network, x = Companions().double(), torch.randn(6, 4).double()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = FactorPass(Network(network), torch.float64, keep_factors=True).rows(x)
+        found = JacobianPass(Network(network), torch.float64, keep_factors=True).rows(x)
     pairs = {block.weight: block.bias for block in found.blocks if isinstance(block, Outer)}
     assert pairs == {"weight": "bias", "layer.weight": None, "out.weight": "out.bias"}
     assert relative_error(rows(network, x), jacobian(network, x)) < 1e-12
@@ -728,7 +728,7 @@ def test_a_compiled_network_is_read_as_it_was_written(where):
     network = Network(compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = FactorPass(network, torch.float64, keep_factors=True).rows(x)
+        found = JacobianPass(network, torch.float64, keep_factors=True).rows(x)
     assert all(isinstance(block, Outer) for block in found.blocks) and network.names == names
     assert relative_error(found.dense(network.shapes).transpose(0, 1), jacobian(plain, x)) < 1e-12
     moved = network.at(2.0 * network.theta)

@@ -20,7 +20,7 @@ from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.factors import FactorPass
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.gp import NTKKernel
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, fresh
@@ -168,13 +168,13 @@ def test_kernels_cut_from_a_batch_share_the_precisions() -> None:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of examples whose Jacobians were computed, call by call."""
     seen: list[int] = []
-    original = FactorPass.rows
+    original = JacobianPass.rows
 
-    def counted(self: FactorPass, x: Any, *arguments: Any, **options: Any) -> Any:
+    def counted(self: JacobianPass, x: Any, *arguments: Any, **options: Any) -> Any:
         seen.append(len(x))
         return original(self, x, *arguments, **options)
 
-    monkeypatch.setattr(FactorPass, "rows", counted)
+    monkeypatch.setattr(JacobianPass, "rows", counted)
     return seen
 
 

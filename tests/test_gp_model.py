@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import function_space
-from ntk_laplace.factors import FactorPass
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.gp import LaplaceGP
 from reference import Dense, differentiate, jacobian, outputs, relative_error
 from registry import PRIORS, Problem, fresh
@@ -230,7 +230,7 @@ def test_one_pass_and_one_factorization(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(owner, name, wrapped)
 
     counted(function_space, "cholesky_", "factorized", len)
-    counted(FactorPass, "rows", "rows", lambda self, x, *rest: len(x))
+    counted(JacobianPass, "rows", "rows", lambda self, x, *rest: len(x))
     gp = build("linear_model", "categorical", "tensor")
     counted(torch.linalg, "cholesky_ex", "cholesky", len)  # what GPyTorch would call
     case = problem("linear_model")
@@ -249,7 +249,7 @@ def test_the_prior_over_whitened_rows() -> None:
     gp = build("linear_model", "categorical", "layer")
     reference, rows = truth("linear_model", "categorical", "layer"), gp.train()(*gp.train_inputs)
     assert type(rows.mean) is Tensor and isinstance(rows, MultivariateNormal) and rows.batch_shape == torch.Size()
-    root = gp.posterior.curvature.root
+    root = gp.posterior.precision.root
     n, c, r = root.shape
     assert r == c - 1 and rows.event_shape == (n * r,)
     whitened = torch.einsum("ncr,ncp->nrp", root, reference.jac).flatten(0, 1)

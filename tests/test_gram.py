@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ntk_laplace import contractions
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
-from ntk_laplace.factors import FactorPass, Rows, finishing
-from ntk_laplace.factors.blocks import Lookup, Outer, Wide
+from ntk_laplace.jacobian import JacobianPass, Jacobian, storage
+from ntk_laplace.jacobian.blocks import Lookup, Outer, Wide
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem
@@ -32,9 +32,9 @@ def jacobians(name: str) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def rows(name: str) -> tuple[Rows, Rows]:
+def rows(name: str) -> tuple[Jacobian, Jacobian]:
     case = problem(name)
-    factors = FactorPass(Network(case.network), torch.float64)
+    factors = JacobianPass(Network(case.network), torch.float64)
     return factors.rows(case.x), factors.rows(case.x_new)
 
 
@@ -90,7 +90,7 @@ def test_tiles_of_any_size_are_the_same(name, monkeypatch):
     delta = variances(problem(name), "tensor")
     whole = engine.gram(one, None, delta), engine.gram(one, two, delta)
     for examples in (1, 2, 5):
-        monkeypatch.setattr(engine, "_TILE_ROWS", examples * one.num_seeds)
+        monkeypatch.setattr(engine, "_TILE_ROWS", examples * one.num_cotangents)
         assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
         assert relative_error(engine.gram(one, two, delta), whole[1]) < 1e-13
         assert relative_error(engine.gram_lower(one, delta).tril(), whole[0].tril()) < 1e-13
@@ -126,8 +126,8 @@ def test_large_parameters_have_a_matrix_of_their_own(monkeypatch):
         case = problem(name)
         whole = engine.gram(rows(name)[0], None, variances(case, "layer"))
         for entries in (1, 10**9):
-            monkeypatch.setattr(finishing, "_MATRIX", entries)
-            one = FactorPass(Network(case.network), torch.float64).rows(case.x)
+            monkeypatch.setattr(storage, "_MATRIX", entries)
+            one = JacobianPass(Network(case.network), torch.float64).rows(case.x)
             wide = [block for block in one.blocks if isinstance(block, Wide)]
             assert all(len(block.spans) == 1 for block in wide) if entries == 1 else len(wide) == 1
             assert relative_error(engine.gram(one, None, variances(case, "layer")), whole) < 1e-13
@@ -176,7 +176,7 @@ def test_positions_and_tokens_without_rows(tied, prior, cache, monkeypatch):
     x, z = torch.randint(0, 60, (6, 4)), torch.randint(0, 60, (3, 6))
     case = Problem(NETWORKS["deep_mlp"], network, x, z)
     delta, precision = variances(case, prior), PRIORS[prior].dense(case)[0]
-    factors = FactorPass(Network(network), torch.float64)
+    factors = JacobianPass(Network(network), torch.float64)
     one, two = factors.rows(x), factors.rows(z)
     kinds = {type(block) for block in one.blocks}
     assert Lookup in kinds and any(isinstance(b, Outer) and not b.single for b in one.blocks)
@@ -189,7 +189,7 @@ def test_positions_and_tokens_without_rows(tied, prior, cache, monkeypatch):
 
 
 class Several(nn.Module):
-    """Rows a few times larger than their factors: with a bias and without, in groups, and of a transposed weight."""
+    """Jacobian a few times larger than their factors: with a bias and without, in groups, and of a transposed weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_rows_written_out_a_panel_at_a_time(prior, panel, monkeypatch):
     x, z = torch.randn(6, 5, 20).double(), torch.randn(3, 5, 20).double()
     case = Problem(NETWORKS["deep_mlp"], network, x, z)
     delta, precision = variances(case, prior), PRIORS[prior].dense(case)[0]
-    factors = FactorPass(Network(network), torch.float64)
+    factors = JacobianPass(Network(network), torch.float64)
     one, two = factors.rows(x), factors.rows(z)
     kept = [pair[0][0].weight for how, pair in engine._jobs(one, two, delta) if how == "panels"]
     assert {"first.weight", "second.weight", "third", "conv.weight"} <= set(kept)
@@ -242,7 +242,7 @@ class RoomyAttention(nn.Module):
 def test_slices_of_one_weight():
     torch.manual_seed(4)
     network, x, z = RoomyAttention().double(), torch.randn(5, 2, 32).double(), torch.randn(4, 3, 32).double()
-    factors = FactorPass(Network(network), torch.float64)
+    factors = JacobianPass(Network(network), torch.float64)
     one, two = factors.rows(x), factors.rows(z)
     slices = [b for b in one.blocks if isinstance(b, Outer) and b.index is not None]
     assert len(slices) == 3 and {b.weight for b in slices} == {"attention.in_proj_weight"}
@@ -274,7 +274,7 @@ def test_a_weight_shared_without_its_bias(left_out):
     ])  # fmt: skip
     delta.pop(left_out, None)
     jac = jacobian(network, x).flatten(0, 1)
-    one = FactorPass(Network(network), torch.float64).rows(x)
+    one = JacobianPass(Network(network), torch.float64).rows(x)
     assert relative_error(engine.gram(one, None, delta), (jac * scale) @ jac.T) < 1e-10
 
 
@@ -283,7 +283,7 @@ def test_rows_of_other_lengths_take_other_forms():
     torch.manual_seed(5)
     network = Roomy(tied=True).double()
     ones = {name: torch.ones(1).double() for name, _ in network.named_parameters()}
-    factors = FactorPass(Network(network), torch.float64)
+    factors = JacobianPass(Network(network), torch.float64)
     x, z = torch.randint(0, 60, (4, 2)), torch.randint(0, 60, (3, 60))
     one, two = factors.rows(x), factors.rows(z)
     assert [type(b) for b in one.blocks] != [type(b) for b in two.blocks]
@@ -310,7 +310,7 @@ def test_rows_that_name_different_parameters():
     z = torch.cat([-x[:1], x[1:3]])
     z[:, 0] = -z[:, 0].abs()
     ones = {name: torch.ones(1).double() for name, _ in network.named_parameters()}
-    factors = FactorPass(Network(network), torch.float64)
+    factors = JacobianPass(Network(network), torch.float64)
     one, two = factors.rows(x), factors.rows(z)
     assert engine.gram(one, two, ones).abs().max() == 0
     jac = jacobian(network, z).flatten(0, 1)

@@ -23,7 +23,7 @@ HOUSE = [
     ["data"],
     ["network"],
     ["likelihoods", "priors"],
-    ["predictive", "factors"],
+    ["predictive", "jacobian"],
     ["contractions"],
     ["gram"],
     ["curvature"],

@@ -152,7 +152,7 @@ def test_eigenvectors_that_mix_weights_of_several_precisions_belong_to_none_of_t
     x = torch.randn(20, 3).double()
     prior = ntkl.GaussianPrior(groups="parameter")
     posterior = ntkl.laplace(Product(), (x, x.sum(1, keepdim=True)), ntkl.Gaussian(0.1), prior, "inf")
-    assert [part.kind for part in posterior.parts] == ["block"]
+    assert [part.kind for part in posterior.parameter_blocks] == ["block"]
     history = posterior.fit_hyperparameters(parameters="precision", steps=5)
     assert posterior.log_marginal_likelihood().item() == pytest.approx(history.evidence[history.best], rel=1e-12)
 
@@ -314,8 +314,8 @@ def test_wrong_requests(regression) -> None:
 
 def test_a_history_for_people(regression) -> None:
     history = fit(regression, "kfac", 10.0).fit_hyperparameters()
-    frame = history.to_dataframe()
-    assert list(frame.columns) == ["evidence", "precision[0]", "precision[2]", "noise"] and len(frame) == len(history)
+    eigenbasis = history.to_dataframe()
+    assert list(eigenbasis.columns) == ["evidence", "precision[0]", "precision[2]", "noise"] and len(eigenbasis) == len(history)
     assert "converged after" in str(history) and "nats" in str(history)
     assert json.loads(json.dumps(history.to_dict()))["method"] == "lbfgs"
     top, bottom = history.plot().axes

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.comparison import compare_models
-from ntk_laplace.curvature import Root
-from ntk_laplace.explorer.gather import Naming, gather
+from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.explorer.gather import Naming, fill_buffer
 from ntk_laplace.likelihoods import Likelihood, Tempered
 from ntk_laplace.metrics import held_out_scores, mean_log_likelihood
 from ntk_laplace.predictive import predictive
@@ -160,7 +160,7 @@ def test_derivatives_in_hyperparameters_are_finite_where_targets_are_missing(cas
 def test_other_roots_know_what_is_missing(case: Case, curvature: str) -> None:
     """Labels are drawn for all points, and count where there is one; elsewhere nothing changes."""
     likelihood, y = bound(case)
-    root = Root(curvature, samples=3).root(likelihood, F, y)
+    root = CurvatureType(curvature, samples=3).root(likelihood, F, y)
     observed = likelihood.observed(y)
     if observed is None:
         assert case.name in ("categorical soft", "categorical certain")
@@ -169,7 +169,7 @@ def test_other_roots_know_what_is_missing(case: Case, curvature: str) -> None:
     assert (root[~there] == 0).all()
     if curvature == "mc" and case.name != "covariance":  # whose outputs are not apart
         all_there = torch.zeros(N, dtype=torch.long) if "categorical" in case.name else torch.zeros(N, C, dtype=F64)
-        whole = Root("mc", samples=3).root(likelihood, F, all_there)
+        whole = CurvatureType("mc", samples=3).root(likelihood, F, all_there)
         torch.testing.assert_close(root[there], whole[there], rtol=0, atol=0)
 
 
@@ -252,7 +252,7 @@ def assert_same(found: Any, want: Any, x_new: Any, limit: float = 1e-9) -> None:
     for one, other in zip(*gradients, strict=True):
         assert relative_error(one, other) < 1e2 * limit
     # the linear model's optimum takes its own curvature
-    exact = found.structure in ("gp", "full") and found.root.curvature == "ggn"
+    exact = found.structure in ("gp", "full") and found.curvature_type.kind == "ggn"
     for mean in ("map", "posterior") if exact or isinstance(found.likelihood, ntkl.Gaussian) else ("map",):
         for one, other in zip(found.latent_moments(x_new, mean), want.latent_moments(x_new, mean), strict=True):
             assert relative_error(one, other) < 10 * limit
@@ -454,7 +454,7 @@ def test_the_page_says_missing(kind: str) -> None:
         y[GONE] = NAN
         posterior = fit("scalar_outputs", ntkl.Bernoulli(missing="nan"), (own.x, y))
         asked = torch.tensor([1, NAN, 0.2, 1])
-    record = gather(posterior, own.x_new, own.x, asked, 2, Naming(), progress=False)
+    record = fill_buffer(posterior, own.x_new, own.x, asked, 2, Naming(), progress=False)
     for place, shown in enumerate(record["training"]["target"]):
         assert (shown is None) == (place in GONE)
     assert [point.get("target") for point in record["points"]] == ([1, None, 0, 1] if kind == "bernoulli" else

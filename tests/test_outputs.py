@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 import ntk_laplace as ntkl
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, UnsupportedError
 from ntk_laplace.network import Caller, Network
-from ntk_laplace.structures.reading import ModelSignature
+from ntk_laplace.structures.data_passes import ModelSignature
 from reference import Dense, differentiate, jacobian
 
 N, C = 9, 3
@@ -47,7 +47,7 @@ class ModelOutput(OrderedDict):
             raise AttributeError(name) from None
 
 
-FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str | int]] = {
+STRUCTURE_SPECS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str | int]] = {
     "dict": (lambda h, f: {"hidden": h, "logits": f}, "logits"),
     "mapping": (lambda h, f: UserDict(hidden=h, logits=f), "logits"),
     "model output": (lambda h, f: ModelOutput(loss=None, logits=f, hidden=h), "logits"),
@@ -72,7 +72,7 @@ class Several(nn.Module):
         assert labels is None, "the network was given its labels"
         hidden = torch.tanh(self.first((self.words(words) * mask[..., None]).sum(1)))
         outputs = self.last(hidden)
-        return outputs if self.form is None else FORMS[self.form][0](hidden, outputs)
+        return outputs if self.form is None else STRUCTURE_SPECS[self.form][0](hidden, outputs)
 
 
 def several(form: str | None) -> Several:
@@ -96,7 +96,7 @@ def rows(n: int = N) -> list[dict[str, Tensor]]:
     return [{"words": x["words"][i], "labels": y[i], "mask": x["mask"][i]} for i in range(n)]
 
 
-class Rows(Dataset):
+class Jacobian(Dataset):
     def __len__(self) -> int:
         return N
 
@@ -114,7 +114,7 @@ NAMED: dict[str, Any] = {"output": "logits", "targets": "labels"}
 def fit(structure: str = "gp", form: str = "dict", data: Any = None, **options: Any) -> ntkl.Posterior:
     """Of the network that returns several things, from a loader of dicts."""
     data = DataLoader(rows(), batch_size=4) if data is None else data
-    options = NAMED | {"output": FORMS[form][1]} | options
+    options = NAMED | {"output": STRUCTURE_SPECS[form][1]} | options
     return ntkl.laplace(several(form), data, ntkl.Categorical(), prior(), structure, **options)
 
 
@@ -137,7 +137,7 @@ def same(one: ntkl.Posterior, other: ntkl.Posterior) -> None:
 # --- the fit
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", STRUCTURE_SPECS)
 def test_whatever_a_network_returns_the_named_output_is_linearized(form: str) -> None:
     """Against dense matrices of the wrapped network, in function space and in weight space."""
     network = several(None)
@@ -163,7 +163,7 @@ def test_every_structure_gives_what_the_wrapped_network_gives(structure: str) ->
 
 DATA: dict[str, Callable[[], Any]] = {
     "a loader": lambda: DataLoader(rows(), batch_size=2),
-    "a dataset": Rows,
+    "a dataset": Jacobian,
     "a dict": lambda: inputs() | {"labels": labels()},
     "a mapping": lambda: UserDict(inputs() | {"labels": labels()}),
     "a dict of lists": lambda: {key: value.tolist() for key, value in (inputs() | {"labels": labels()}).items()},
@@ -319,7 +319,7 @@ def test_two_outputs_of_one_network_are_two_models() -> None:
     one, other = fit(), fit(output="hidden", data=(inputs(), labels()))
     with pytest.raises(UnsupportedError, match="one trained network"):
         one.merge(other)
-    names = [ModelSignature(posterior._trained)["network"] for posterior in (one, other, plain())]
+    names = [ModelSignature(posterior._model)["network"] for posterior in (one, other, plain())]
     assert len(set(names)) == 3
 
 

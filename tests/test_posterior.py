@@ -125,16 +125,16 @@ def test_the_empirical_fisher_has_the_gradients_as_root(likelihood, structure):
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_monte_carlo_fisher(likelihood):
     """The same draws in both spaces, and the curvature itself on average."""
-    model, root = LIKELIHOODS[likelihood].build(), ntkl.Root("mc", samples=1_500, seed=3)
+    model, root = LIKELIHOODS[likelihood].build(), ntkl.CurvatureType("mc", samples=1_500, seed=3)
     f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
     found = root.hessian(model, f, model.targets(y, *f.shape))
     assert relative_error(found, derivatives(CASE, likelihood)[2]) < 0.2
-    seeds = [ntkl.Root("mc", 2, seed).hessian(model, f, model.targets(y, *f.shape)) for seed in (3, 5)]
+    seeds = [ntkl.CurvatureType("mc", 2, seed).hessian(model, f, model.targets(y, *f.shape)) for seed in (3, 5)]
     assert relative_error(*seeds) > 0.01
     evidences = [
         ntkl.laplace(
             problem(CASE).network, data(likelihood), LIKELIHOODS[likelihood].build(), structure=structure,
-            curvature=ntkl.Root("mc", samples=2, seed=5),
+            curvature=ntkl.CurvatureType("mc", samples=2, seed=5),
         ).log_marginal_likelihood()
         for structure in STRUCTURES
     ]  # fmt: skip
@@ -144,7 +144,7 @@ def test_the_monte_carlo_fisher(likelihood):
 @pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_an_example_that_counts_three_times_has_three_times_the_curvature(likelihood, curvature):
-    model, root = LIKELIHOODS[likelihood].build(), ntkl.Root(curvature, samples=2)
+    model, root = LIKELIHOODS[likelihood].build(), ntkl.CurvatureType(curvature, samples=2)
     f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
     arguments = f, model.targets(y, *f.shape)
     own = root.root(ntkl.Tempered(model, 3.0), *arguments)
@@ -210,7 +210,7 @@ def test_single_precision_algebra_is_close_and_single(structure):
 # ---------------------------------------------------------------------------------------------------------- chunks
 
 BUFFERS = {
-    "factors.passes": "_WORKING_SET",
+    "jacobian.passes": "_WORKING_SET",
     "structures.full": "_ROWS",
     "curvature.full": "_PANEL",
     "curvature.function_space": "_PANEL",

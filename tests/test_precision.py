@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import MixedExamplesError
-from ntk_laplace.factors import FactorPass, Lookup, Outer, rules
+from ntk_laplace.jacobian import JacobianPass, Lookup, Outer, rules
 from ntk_laplace.network import Network
 from ntk_laplace.network.precision import Products
 from reference import jacobian, relative_error
@@ -142,7 +142,7 @@ def test_rows_in_16_bits(case, half, keep_factors, data):
     plain, rounded, context = CASES[case](HALVES[half])
     with context():
         network = Network(rounded)
-    found = FactorPass(network, torch.float64, keep_factors).rows(data[0])
+    found = JacobianPass(network, torch.float64, keep_factors).rows(data[0])
     truth = jacobian(plain.double(), data[0])
     assert relative_error(found.dense(network.shapes).transpose(0, 1), truth) < 2 * ROUNDING[HALVES[half]]
     kinds = {type(block) for block in found.blocks}
@@ -251,7 +251,7 @@ def test_a_rule_that_does_not_hold_is_found(half, data, monkeypatch):
     monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
     plain, rounded, _ = CASES["autocast inside"](HALVES[half])
     network = Network(rounded)
-    factors = FactorPass(network, torch.float64)
+    factors = JacobianPass(network, torch.float64)
     with pytest.warns(ntkl.NTKLaplaceWarning, match="no factor rule covers Linear"):
         found = factors.rows(data[0]).dense(network.shapes).transpose(0, 1)
     assert relative_error(found, jacobian(plain.double(), data[0])) < 2 * ROUNDING[HALVES[half]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
-from ntk_laplace.curvature import part_rows
+from ntk_laplace.curvature import block_rows
 from ntk_laplace.explain import ranking
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
@@ -62,7 +62,7 @@ def test_effects_are_the_dense_ones_of_the_structure(case, structure, by):
     assert relative_error(posterior.removal_effects(own.x_new, by=by), expected) < 1e-8
     support = expected if "variance" in by else -expected
     for side, order in (("for", support), ("against", -support)):
-        if side not in explanation.question.sides:
+        if side not in explanation.quantity.sides:
             continue
         best = order.argsort(dim=1, descending=True)[:, :3]
         assert torch.equal(explanation.indices[side], best)
@@ -127,7 +127,7 @@ def test_memory_is_bounded_and_pieces_change_nothing(monkeypatch):
     groups, part = [], ranking._Passing
     monkeypatch.setattr(ranking, "_Passing", lambda *given: groups.append(given[3].num_examples) or part(*given))
     monkeypatch.setattr(ranking, "_TEST", 3 * posterior.num_parameters * 8)
-    monkeypatch.setattr(part_rows, "_PANEL", 1)
+    monkeypatch.setattr(block_rows, "_PANEL", 1)
     after = posterior.explain(own.x_new, k=2)
     assert groups == [3, 1]
     for side in ("for", "against"):
@@ -165,14 +165,14 @@ def test_covariances_towards_given_inputs(kind, structure):
     posterior = ntkl.laplace(network, (x, torch.arange(12) % 3), ntkl.Categorical(), structure=structure)
     rows, given = posterior._rows(x), posterior._rows(x_new)
     direction, root = torch.randn(5, 3, 1).double(), torch.randn(12, 3, 2).double()
-    joint = posterior.curvature.covariance(posterior._rows(torch.cat([x, x_new]))).view(17, 3, 17, 3)[:12, :, 12:]
+    joint = posterior.precision.covariance(posterior._rows(torch.cat([x, x_new]))).view(17, 3, 17, 3)[:12, :, 12:]
     expected = torch.einsum("ncxd,ncr,xd->rnx", joint, root, direction[..., 0])
-    toward = posterior.curvature.toward(given.weighted(direction))
-    assert relative_error(toward.products(rows.weighted(root)), expected) < 1e-10
+    cross_covariance = posterior.precision.cross_covariance(given.weighted(direction))
+    assert relative_error(cross_covariance.products(rows.weighted(root)), expected) < 1e-10
     sizes = {name: shape.numel() for name, shape in posterior.network.shapes.items()}
-    assert relative_error(toward.products(rows.weighted(root).densified(sizes)), expected) < 1e-10
+    assert relative_error(cross_covariance.products(rows.weighted(root).densified(sizes)), expected) < 1e-10
     if structure == "kfac":
-        assert (toward.numbers < 5 * posterior.num_parameters) == (kind == "linear")
+        assert (cross_covariance.numbers < 5 * posterior.num_parameters) == (kind == "linear")
 
 
 def test_a_bounded_heap_is_a_sort():

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 import ntk_laplace as ntkl
-from ntk_laplace.data import Batches, Gathered, gather
-from ntk_laplace.factors import FactorPass
+from ntk_laplace.data import Batches, RowBuffer, fill_buffer
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.network import Network
-from ntk_laplace.structures import reading
-from ntk_laplace.structures.coalescing import coalesced
+from ntk_laplace.structures import data_passes
+from ntk_laplace.structures.batch_merging import merged_batches
 from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
@@ -38,7 +38,7 @@ def loader(x, y, **options) -> DataLoader:
 def answers(posterior, x) -> list[Tensor]:
     evidences = [posterior.log_marginal_likelihood(), posterior.log_marginal_likelihood(correction=True)]
     moments = posterior.latent_moments(x)[1], posterior._newton_step()
-    return [posterior.curvature.information(), posterior.effective_parameters(), *evidences, *moments]
+    return [posterior.precision.information(), posterior.effective_parameters(), *evidences, *moments]
 
 
 def assert_same(posterior, other, x, limit: float = 1e-9) -> None:
@@ -155,12 +155,12 @@ def test_drawn_labels_stay_with_their_examples_in_a_shuffled_loader(structure):
     case, y = problem("far_from_optimum"), targets(LIKELIHOODS["categorical"], problem("far_from_optimum"))
     data = loader(case.x, y, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(6))
     posterior = ntkl.laplace(
-        case.network, data, ntkl.Categorical(), structure=structure, curvature=ntkl.Root("mc", samples=400),
+        case.network, data, ntkl.Categorical(), structure=structure, curvature=ntkl.CurvatureType("mc", samples=400),
         settings=ntkl.Settings(batch_size=2),
     )  # fmt: skip
-    exact = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure=structure).curvature.information()
+    exact = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure=structure).precision.information()
     # SSᵀ has expectation Λ: with so many draws only a mix-up of examples is further off
-    assert (posterior.curvature.information() - exact).norm() < 0.2 * exact.norm()
+    assert (posterior.precision.information() - exact).norm() < 0.2 * exact.norm()
 
 
 # --------------------------------------------------------------------------------------------- merging and conditioning
@@ -193,7 +193,7 @@ def test_batches_through_other_branches_add_up(twice_first):
     both = ntkl.laplace(network, batches, ntkl.Categorical(), prior, "kfac")
     halves = [ntkl.laplace(network, (x[part], y[part]), ntkl.Categorical(), copy.deepcopy(prior), "kfac")
               for part in (slice(0, 20), slice(20, 40))]
-    for number, part in enumerate(both.fitted.parts):
+    for number, part in enumerate(both.fitted.parameter_blocks):
         sums = [each.fitted._accumulated.summaries[number].sums for each in (both, *halves)]
         for name in ("left", "right"):
             assert relative_error(sums[0][name].tril(), (sums[1][name] + sums[2][name]).tril()) < 1e-12, (part, name)
@@ -259,15 +259,15 @@ def test_eigenvectors_are_made_when_they_are_asked_for(monkeypatch, tmp_path):
     assert not made
     whole = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
     assert_same(merged, whole, case.x_new)
-    layers = len({part.weight for part in merged.fitted.parts})
+    layers = len({part.weight for part in merged.fitted.parameter_blocks})
     assert len(made) == 2 * 2 * layers  # each factor once, of either posterior, whatever was asked of them
     assert relative_error(ntkl.load(tmp_path / "merged.pt", case.network).log_det(), whole.log_det()) < 1e-9
     older = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
-    algebra = older.curvature
+    algebra = older.precision
     with torch.no_grad():
         older.likelihood.log_temperature += 0.5
     assert relative_error(older.log_det(), whole.log_det()) > 1e-3
-    assert relative_error(algebra.logdet(), whole.log_det()) < 1e-12
+    assert relative_error(algebra.log_det(), whole.log_det()) < 1e-12
 
 
 @pytest.mark.parametrize("structure", ["kfac", "diag"])
@@ -498,7 +498,7 @@ def test_a_batch_leaves_no_tensor_behind(structure, curvature):
 def test_rows_gathered_in_one_tensor():
     parts = torch.randn(23, 2).split(5)
     for room in (0, 7, 23, 40):
-        found = gather(parts[:2], room)
+        found = fill_buffer(parts[:2], room)
         other = found.copy()
         for part in parts[2:]:
             found.append(part)
@@ -506,11 +506,11 @@ def test_rows_gathered_in_one_tensor():
         assert found.rows.untyped_storage().nbytes() == 23 * 2 * 4  # what is handed on holds no spare room
         other.append(parts[0])
         assert torch.equal(other.rows, torch.cat([*parts[:2], parts[0]])) and torch.equal(found.rows, torch.cat(parts))
-    assert len(Gathered(5)) == 0 and Gathered(5).rows.numel() == 0
-    mixed = gather([torch.tensor([1, 2]), torch.tensor([0.5])], 9).rows
+    assert len(RowBuffer(5)) == 0 and RowBuffer(5).rows.numel() == 0
+    mixed = fill_buffer([torch.tensor([1, 2]), torch.tensor([0.5])], 9).rows
     assert mixed.dtype == torch.float32 and mixed.tolist() == [1.0, 2.0, 0.5]
     with pytest.raises(ntkl.DataError, match=r"rows of shape \(2,\), as in the batches before; got \(1,\)"):
-        gather([torch.zeros(3, 2), torch.zeros(3, 1)])
+        fill_buffer([torch.zeros(3, 2), torch.zeros(3, 1)])
 
 
 # --------------------------------------------------------------------------------------------------------- interruption
@@ -632,7 +632,7 @@ def test_padding_is_no_position():
     dense = Structured(parts_of(network, x, lambda *_: True), jacobian(network, x), curvature)
     for structure, want in (("kfac", dense.kfac()), ("ekfac", dense.ekfac()), ("diag", dense.diagonal)):
         posterior = ntkl.laplace(network, (x, torch.randn(6, 2).double()), ntkl.Gaussian(), structure=structure)
-        found = posterior.curvature.information()
+        found = posterior.precision.information()
         assert found[:3].abs().max() == 0
         assert relative_error(found, want) < 1e-10
 
@@ -676,19 +676,19 @@ def test_tensors_come_in_even_batches_of_bounded_memory(n, width, sizes):
     batches = Batches((x, y), None, torch.device("cpu"))
     assert lengths(batches) == sizes
     batches.first()
-    batches.suit(10**9)
+    batches.limit_batch_size(10**9)
     assert max(lengths(batches)) <= (5_000 if width == 4 else 838) and sum(lengths(batches)) == n
     assert len(lengths(batches)) == -(-n // (5_000 if width == 4 else 838))
-    batches.suit(1)
+    batches.limit_batch_size(1)
     assert max(lengths(batches)) == min(n, 512) or -(-n // 512) == len(lengths(batches))
     chosen = Batches((x[:7], y[:7]), 3, torch.device("cpu"))
-    chosen.suit(10**9)
+    chosen.limit_batch_size(10**9)
     assert lengths(chosen) == [3, 3, 1]
 
 
 def read_together(data, most: int | None) -> list[int]:
     """Sizes of the batches that are read."""
-    return [len(y) for _, y in coalesced(Batches(data, most, torch.device("cpu")), Network(Turns().double()))]
+    return [len(y) for _, y in merged_batches(Batches(data, most, torch.device("cpu")), Network(Turns().double()))]
 
 
 def test_small_batches_of_a_loader_are_read_together():
@@ -700,7 +700,7 @@ def test_small_batches_of_a_loader_are_read_together():
     wide = torch.zeros(1, 2**20).expand(100, -1)  # 4 MiB an example
     pairs = [(wide[:2], torch.zeros(2)) for _ in range(9)]
     flat = Network(nn.Sequential(nn.AdaptiveAvgPool1d(3), nn.Linear(3, 1)))
-    found = coalesced(Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu")), flat)
+    found = merged_batches(Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu")), flat)
     assert [len(part) for part, _ in found] == [8, 8, 2]
 
 
@@ -723,7 +723,7 @@ def test_batches_of_another_form_stay_apart(other):
 
     pairs = [pair(number == 3) for number in range(6)]
     batches = Batches(DataLoader(pairs, batch_size=None), None, torch.device("cpu"))
-    assert [len(y) for _, y in coalesced(batches, Network(Keys()))] == [6, 2, 4]
+    assert [len(y) for _, y in merged_batches(batches, Network(Keys()))] == [6, 2, 4]
 
 
 def test_batches_that_the_network_treats_otherwise_together_stay_apart():
@@ -747,7 +747,7 @@ def test_what_is_read_together_is_held_once():
                 yield x, torch.zeros(2)
                 del x
 
-    for x, _ in coalesced(Batches(DataLoader(Parts(), batch_size=None), None, torch.device("cpu")),
+    for x, _ in merged_batches(Batches(DataLoader(Parts(), batch_size=None), None, torch.device("cpu")),
                          Network(Turns().double())):  # fmt: skip
         assert len(x) == 8 and [part() for part in seen[:3]] == [None] * 3
 
@@ -761,7 +761,7 @@ def test_progress_counts_examples(monkeypatch):
             steps.append((size(item), total))
             yield item
 
-    monkeypatch.setattr(reading, "track", track)
+    monkeypatch.setattr(data_passes, "track", track)
     case = problem("deep_mlp")
     data = loader(case.x, targets(LIKELIHOODS["categorical"], case), batch_size=3)
     settings = ntkl.Settings(batch_size=3)
@@ -774,8 +774,8 @@ def test_progress_counts_examples(monkeypatch):
 ])  # fmt: skip
 def test_a_fit_reads_tensors_in_batches_that_suit_the_network(structure, conv, batch, monkeypatch):
     """Many examples at a time where little is done with each."""
-    seen, plain = [], FactorPass.batches
-    monkeypatch.setattr(FactorPass, "batches", lambda *a, **k: seen.append(num_examples(a[1])) or plain(*a, **k))
+    seen, plain = [], JacobianPass.batches
+    monkeypatch.setattr(JacobianPass, "batches", lambda *a, **k: seen.append(num_examples(a[1])) or plain(*a, **k))
     wide = [nn.Unflatten(1, (1, 64)), nn.Conv1d(1, 32, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(2048, 3)]
     network = nn.Sequential(*wide) if conv else nn.Linear(64, 3)
     data = torch.randn(4_000, 64), torch.randint(3, (4_000,))
@@ -788,7 +788,7 @@ def test_outputs_without_a_graph_are_made_in_pieces(monkeypatch):
     case = problem("deep_mlp")
     network = Network(case.network)
     whole = network.without_grad(case.x)
-    monkeypatch.setattr("ntk_laplace.network.door._AT_A_TIME", 3)
+    monkeypatch.setattr("ntk_laplace.network.frozen._AT_A_TIME", 3)
     pieces = [network.without_grad(case.x[start : start + 3]) for start in (0, 3, 6)]
     assert torch.equal(network.without_grad(case.x), torch.cat(pieces))
     assert relative_error(network.without_grad(case.x), whole) < 1e-12

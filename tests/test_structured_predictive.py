@@ -62,7 +62,7 @@ FACTORS = [*CASES[::3], *[case for case in CASES if case[4] == "inf"]]
 def test_the_sampler_s_factor_is_a_root_of_the_covariance(case):
     """F Fᵀ = H⁻¹, F read off by sending unit vectors through the sampler's transform."""
     posterior, reference = fit(*case), truth(*case)
-    factor = posterior.curvature.factor(torch.eye(len(reference.precision), dtype=torch.float64)).T
+    factor = posterior.precision.factor(torch.eye(len(reference.precision), dtype=torch.float64)).T
     assert relative_error(factor @ factor.T, reference.covariance) < tolerance(case[0], 1e-8)
 
 
@@ -78,11 +78,11 @@ def test_factors_of_the_variants(structure):
     prior = ntkl.GaussianPrior(precision=40.0)
     posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), prior=prior, structure=structure)
     eye = torch.eye(case.theta.numel(), dtype=torch.float64)
-    factor = posterior.curvature.factor(eye).T
-    inverse = torch.stack([posterior.curvature.newton(column) for column in eye])
+    factor = posterior.precision.factor(eye).T
+    inverse = torch.stack([posterior.precision.solve(column) for column in eye])
     assert relative_error(factor @ factor.T, inverse) < 1e-10
     if not isinstance(structure, ntkl.KFAC):
-        precision = posterior.curvature.information() + 40.0 * eye
+        precision = posterior.precision.information() + 40.0 * eye
         assert relative_error(inverse, torch.linalg.inv(precision)) < 1e-10
 
 
@@ -107,14 +107,14 @@ def test_samples_have_the_covariance(structure):
 
 
 PIECES = {
-    "curvature.part_rows": ("_PANEL", "_WARM"), "curvature.changed": ("_PANEL",), "structures.reading": ("_CHUNK",),
+    "curvature.block_rows": ("_PANEL", "_WARM"), "curvature.changed": ("_PANEL",), "structures.data_passes": ("_CHUNK",),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("structure", CHOSEN)
 @pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "shared_positions", "decoder_dict"])
 def test_pieces_change_nothing(network, structure, monkeypatch):
-    """Rows, products of rows and sums are made one example, or one output of a layer, at a time where memory asks."""
+    """Jacobian, products of rows and sums are made one example, or one output of a layer, at a time where memory asks."""
 
     def answers() -> list[torch.Tensor]:
         posterior = fresh_fit(network, "categorical", "layer", "ggn", structure)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.factors import FactorPass, search
+from ntk_laplace.jacobian import JacobianPass, search
 from ntk_laplace.network import Network
 from reference import Dense, differentiate, jacobian, outputs, relative_error
 from registry import LIKELIHOODS
@@ -139,9 +139,9 @@ def _build(name: str) -> tuple[nn.Module, nn.Module, Tensor]:
 def test_blocks_are_those_of_any_other_weights(name, keep_factors):
     """The same forms, no more bytes, no warning, and rows that are exactly zero where they should be."""
     network, zero, x = _build(name)
-    expected = FactorPass(Network(network), torch.float64, keep_factors).rows(x)
+    expected = JacobianPass(Network(network), torch.float64, keep_factors).rows(x)
     door = Network(zero)
-    found = FactorPass(door, torch.float64, keep_factors).rows(x)
+    found = JacobianPass(door, torch.float64, keep_factors).rows(x)
     kinds = [sorted(str(block.kind) for block in rows.blocks) for rows in (found, expected)]
     assert kinds[0] == kinds[1]
     assert found.nbytes <= expected.nbytes
@@ -198,7 +198,7 @@ def test_a_layout_read_off_shapes_holds_for_zeros_alone(keep_factors, loud):
     x[loud] += 2.0
     door = Network(network)
     for batch_size in (None, 12):
-        factors = FactorPass(door, torch.float64, keep_factors)
+        factors = JacobianPass(door, torch.float64, keep_factors)
         found = factors.rows(x, batch_size=batch_size)
         assert relative_error(found.dense(door.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
         assert not any(plan.unmatched for plan in factors._plans.values())
@@ -212,7 +212,7 @@ def test_what_no_plan_knows_takes_the_fallback(monkeypatch):
     monkeypatch.setattr(search.Search, "draw", lambda self, *shape: self.out.new_zeros(shape))
     door = Network(network)
     with pytest.warns(ntkl.NTKLaplaceWarning, match="no factor rule covers"):
-        found = FactorPass(door, torch.float64).rows(x)
+        found = JacobianPass(door, torch.float64).rows(x)
     assert relative_error(found.dense(door.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
 
 
@@ -234,7 +234,7 @@ def test_a_silent_use_beside_another_is_watched(keep_factors):
     network, x = Twice().double(), torch.randn(40, 3).double()
     x -= x.mean(1, keepdim=True) + 1.0
     door = Network(network)
-    factors = FactorPass(door, torch.float64, keep_factors)
+    factors = JacobianPass(door, torch.float64, keep_factors)
     silent = {block.weight: block for block in factors.rows(x).blocks if hasattr(block, "weight")}
     x[37] += 2.0
     found = factors.rows(x)

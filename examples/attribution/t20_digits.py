@@ -110,7 +110,7 @@ class Objective:
     y: Tensor
     precision: float
 
-    def part(self, rows: Tensor | slice) -> Tensor:
+    def subset(self, rows: Tensor | slice) -> Tensor:
         """Of some of the data, with their share of the prior."""
         x, y = self.x[rows], self.y[rows]
         fits = nn.functional.binary_cross_entropy_with_logits(self.own(x), y, reduction="sum")
@@ -119,7 +119,7 @@ class Objective:
 
     def gradient(self) -> tuple[float, Tensor]:
         """Value and gradient (P,)."""
-        value = self.part(slice(None))
+        value = self.subset(slice(None))
         return value.item(), nn.utils.parameters_to_vector(torch.autograd.grad(value, list(self.own.parameters())))
 
     def adam(self, epochs: int) -> None:
@@ -130,7 +130,7 @@ class Objective:
         for _ in range(epochs):
             for rows in torch.randperm(len(self.x)).split(100):
                 optimizer.zero_grad()
-                single.part(rows).backward()
+                single.subset(rows).backward()
                 optimizer.step()
             schedule.step()
         self.own.double()
@@ -144,7 +144,7 @@ class Objective:
         weights = list(self.own.parameters())
         for _ in range(rounds):
             data, prior = (self.x, self.y), ntkl.GaussianPrior(self.precision)
-            factor = ntkl.laplace(self.own, data, ntkl.Bernoulli(), prior, "full").curvature.factor  # H = L Lᵀ
+            factor = ntkl.laplace(self.own, data, ntkl.Bernoulli(), prior, "full").precision.factor  # H = L Lᵀ
             start = nn.utils.parameters_to_vector(weights).detach()
 
             def whitened(z: np.ndarray, start: Tensor = start, factor: Tensor = factor) -> tuple[float, np.ndarray]:

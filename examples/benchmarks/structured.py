@@ -208,7 +208,7 @@ def dense_agreement(python: str, threads: int) -> dict[str, float]:
     pairs = {"separate": "tensor", "joint": "all"}
     found = {}
     for name, groups in pairs.items():
-        information = fit(case.network, case.x, case.y, "kfac", groups).curvature.information()
+        information = fit(case.network, case.x, case.y, "kfac", groups).precision.information()
         found[f"curvlinops dense matrix, {name}"] = gap(information, theirs[name])
     return found
 

@@ -41,7 +41,7 @@ def job(network_name: str, structure: str, options: argparse.Namespace) -> dict[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # large norm layers keep their diagonal, INF shrinks
         posterior = ntkl.laplace(
-            network, (x, y), ntkl.Categorical(), structure=chosen, curvature=ntkl.Root("mc", 1), dtype=torch.float32
+            network, (x, y), ntkl.Categorical(), structure=chosen, curvature=ntkl.CurvatureType("mc", 1), dtype=torch.float32
         )
     fitted, fitted_cpu = time.perf_counter() - start, time.process_time() - start_cpu
     drawn, drawn_cpu, floor = [], [], []
@@ -55,7 +55,7 @@ def job(network_name: str, structure: str, options: argparse.Namespace) -> dict[
         floor.append(time.process_time() - start_cpu)
     if not bool(torch.isfinite(sample).all()):
         raise ArithmeticError(f"{structure} on {network_name} drew a sample that is not finite")
-    low = [algebra.low.size for algebra in posterior.curvature.algebras if hasattr(algebra, "low")]
+    low = [algebra.low.size for algebra in posterior.precision.algebras if hasattr(algebra, "low")]
     # the first draw makes what later ones reuse
     return {
         "parameters": posterior.num_parameters, "fit_seconds": fitted, "fit_cpu_seconds": fitted_cpu,

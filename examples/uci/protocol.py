@@ -43,7 +43,7 @@ import torch
 from _batched import STRUCTURES, Networks, Problem, Protocol, evidence, train_with_evidence
 from torch import Tensor
 from torch.distributions import Categorical, Normal
-from uci import FORMS, PAPER, mean_and_error, standardised
+from uci import STRUCTURE_SPECS, PAPER, mean_and_error, standardised
 
 import ntk_laplace as ntkl
 
@@ -108,7 +108,7 @@ def posterior_of(
     prior = ntkl.GaussianPrior(dict(zip(names, precision, strict=True)), groups="tensor")
     likelihood = ntkl.Categorical() if problem.classes else ntkl.Gaussian(noise=log_noise.double().exp().item())
     y = problem.y[split] if problem.classes else problem.y[split][:, None]
-    form, curvature = FORMS[structure]
+    form, curvature = STRUCTURE_SPECS[structure]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
         return ntkl.laplace(network, (problem.x[split], y), likelihood, prior, form, curvature)

@@ -40,7 +40,7 @@ from _shared import machine, parser, table, write
 
 REGRESSION, CLASSES = ("boston", "concrete", "energy", "yacht"), ("australian", "ionosphere")
 # exact posteriors by whichever of function and weight space the library finds cheaper
-FORMS = {"ggn": ("auto", "ggn"), "ef": ("auto", "ef"), "kfac": ("kfac", "ggn"), "diag-ggn": ("diag", "ggn"),
+STRUCTURE_SPECS = {"ggn": ("auto", "ggn"), "ef": ("auto", "ef"), "kfac": ("kfac", "ggn"), "diag-ggn": ("diag", "ggn"),
          "diag-ef": ("diag", "ef")}  # fmt: skip
 # [I21] tables C2, C3, C4a, C4d: mean and standard error of the negative test log likelihood, Bayesian and MAP
 PAPER: dict[str, dict[str, tuple[tuple[float, float], tuple[float, float]]]] = {
@@ -143,7 +143,7 @@ def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, list[dict[str, Any]]] = {structure: [] for structure in STRUCTURES}
     largest = 0.0
     for structure, part in parts.items():
-        form, curvature = FORMS[structure]
+        form, curvature = STRUCTURE_SPECS[structure]
         for split in range(count):
             at = part.start + split
             network = networks.one(at)

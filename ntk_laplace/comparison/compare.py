@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ntk_laplace.comparison.table import EvidenceComparison, StructureEvidence
-from ntk_laplace.curvature import Form, Root
+from ntk_laplace.curvature import StructureSpec, CurvatureType
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import (
     HyperparameterError,
@@ -63,7 +63,7 @@ def compare_evidence(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structures: Sequence[str | Form] = STRUCTURES,
+    structures: Sequence[str | StructureSpec] = STRUCTURES,
     correction: bool = False,
     **options: Any,
 ) -> EvidenceComparison:
@@ -99,21 +99,21 @@ def compare_evidence(
         memory.
     """
     inspect.signature(laplace).bind(network, data, likelihood, **options)  # a wrong name is an error here already
-    options["curvature"] = root = Root.of(options.get("curvature", "ggn"))
+    options["curvature"] = curvature_type = CurvatureType.of(options.get("curvature", "ggn"))
     prior = GaussianPrior.of(prior)
     settings = Settings.of(options.get("settings"))
     if settings.checkpoint is not None or settings.resume is not None:
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
                                "Fit the structure that takes long with laplace, and the others here.")
     labels = _labels(structures)
-    door = Network(network, *(options.get(name) for name in ("parameters", "output", "targets")))
-    found, batches = _examine(door, data, likelihood, prior, root, settings)
+    frozen = Network(network, *(options.get(name) for name in ("parameters", "output", "targets")))
+    found, batches = _examine(frozen, data, likelihood, prior, curvature_type, settings)
     device = batches.device
     outcomes: list[_Outcome] = []
     try:
         for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
             _tell(f"{label}, {number} of {len(labels)}", settings)
-            _warm_up(structure, root, correction, device, options.get("dtype"))
+            _warm_up(structure, curvature_type, correction, device, options.get("dtype"))
             twins = copy.deepcopy((likelihood, prior))  # a fit binds its prior, and moves both to the network's device
             fit = partial(laplace, network, batches, *twins, structure, **options)
             outcomes.append(_attempt(label, fit, correction, device, outcomes))
@@ -128,12 +128,12 @@ def compare_evidence(
 # --- before the fits
 
 
-def _labels(structures: Sequence[str | Form]) -> list[str]:
+def _labels(structures: Sequence[str | StructureSpec]) -> list[str]:
     """A name for each structure that tells it from the others."""
     if isinstance(structures, str) or not isinstance(structures, Sequence) or not structures:
         raise UnsupportedError("a list of structures", repr(structures), f"Pass one such as {list(STRUCTURES)}.")
     for structure in structures:
-        known = isinstance(structure, Form) or structure in (*STRUCTURES, "auto")
+        known = isinstance(structure, StructureSpec) or structure in (*STRUCTURES, "auto")
         if not known:
             raise UnsupportedError(f"structures among {', '.join((*STRUCTURES, 'auto'))}, or forms such as KFAC()",
                                    repr(structure), "Look for a typo.")
@@ -145,7 +145,7 @@ def _labels(structures: Sequence[str | Form]) -> list[str]:
     return labels
 
 
-def _label(structure: str | Form) -> str:
+def _label(structure: str | StructureSpec) -> str:
     """A name as it is; a form as its name with those options that are not the defaults."""
     if isinstance(structure, str):
         return structure
@@ -159,19 +159,19 @@ def _label(structure: str | Form) -> str:
 
 
 def _examine(
-    door: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, root: Root, settings: Settings
+    frozen: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType, settings: Settings
 ) -> tuple[EvidenceComparison, Batches]:  # fmt: skip
     """What is wrong with network, prior or data shows here, before any structure; a comparison without rows.
 
     A stream of unknown length is counted, so that no structure sees less of it than another.
     """
-    bound = copy.deepcopy(prior).bind(door.shapes)
-    batches = Batches(data, settings.batch_size, door.device, door.dtype, door.targets)
+    bound = copy.deepcopy(prior).bind(frozen.shapes)
+    batches = Batches(data, settings.batch_size, frozen.device, frozen.dtype, frozen.targets)
     with torch.inference_mode(False):
-        door.probe(batches.first()[0])
+        frozen.probe(batches.first()[0])
         count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)
-    words = f"{_in_words(likelihood)}, {_precisions(bound)}, curvature {root.curvature}"
-    return EvidenceComparison((), None, count, door.num_outputs, door.num_parameters, words), batches
+    words = f"{_in_words(likelihood)}, {_precisions(bound)}, curvature {curvature_type.kind}"
+    return EvidenceComparison((), None, count, frozen.num_outputs, frozen.num_parameters, words), batches
 
 
 def _in_words(likelihood: Likelihood) -> str:
@@ -198,7 +198,7 @@ def _tell(text: str, settings: Settings) -> None:
 
 
 def _warm_up(
-    structure: str | Form, root: Root, correction: bool, device: torch.device, dtype: torch.dtype | None
+    structure: str | StructureSpec, curvature_type: CurvatureType, correction: bool, device: torch.device, dtype: torch.dtype | None
 ) -> None:
     """Fit to a toy problem, so that libraries and threads that come with first use are there."""
     with preserved_rng(device), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):
@@ -208,7 +208,7 @@ def _warm_up(
         data = torch.randn(4, 2), torch.randn(4, 1)
         quiet = Settings(progress=False)
         name = structure if isinstance(structure, str) else structure.name
-        posterior = laplace(toy, data, Gaussian(), None, name, root, dtype=dtype, settings=quiet)
+        posterior = laplace(toy, data, Gaussian(), None, name, curvature_type, dtype=dtype, settings=quiet)
         posterior.log_marginal_likelihood(correction)
 
 

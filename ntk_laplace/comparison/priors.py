@@ -42,7 +42,7 @@ def check_prior(posterior: Posterior, used: Tensor, evidence: float) -> PriorChe
     "vague" if groups with ρ_g > 2 have gaps of 3 nats and of a tenth of the evidence's size together; "narrow" the
     same for ρ_g < 1/2.
     """
-    prior, theta = posterior.prior, posterior._trained.theta  # where a what-if moved them
+    prior, theta = posterior.prior, posterior._model.theta  # where a what-if moved them
     precision = prior.precision.detach().double().flatten().cpu()
     used = used.detach().double().cpu().clamp_min(1e-12)
     energy = (precision * prior.group_distances(theta).detach().double().cpu()).clamp_min(1e-12 * used)

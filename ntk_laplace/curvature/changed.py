@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.structured import Toward
+from ntk_laplace.curvature.structured import CrossCovariance
 from ntk_laplace.errors import NumericalError, UnsupportedError
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.resources import require_memory
 
@@ -32,25 +32,25 @@ class WeightSpace(Protocol):
     homogeneous: bool
     shapes: dict[str, torch.Size]
     theta: Tensor
-    precision: Tensor
+    prior_precision: Tensor
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det B."""
 
     def effective_parameters(self) -> Tensor:
         """γ_g, (G,)."""
 
-    def newton(self, gradient: Tensor) -> Tensor:
+    def solve(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g, (P,)."""
 
-    def moments(self, rows: Rows) -> Tensor:
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """Blocks of V, (n, C, C)."""
 
-    def covariance(self, rows: Rows) -> Tensor:
+    def covariance(self, rows: Jacobian) -> Tensor:
         """V, joint."""
 
-    def toward(self, rows: Rows) -> Toward:
-        """V between rows that come later and these, of one seed."""
+    def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
+        """V between rows that come later and these, of one cotangent."""
 
     def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws, (count, P)."""
@@ -63,24 +63,24 @@ class ChangedWeightSpace:
     ----------
     base : WeightSpace
         H.
-    rows : Rows
-        Of TᵀJ at m points, R seeds.
+    rows : Jacobian
+        Of TᵀJ at m points, R cotangents.
     signs : Tensor, (m, R)
         The diagonal of D: 1 where curvature is added, -1 where it is taken out.
     groups : Tensor, (P,)
         Prior group of each parameter.
     budget : int, optional
         Bytes that may be taken.
-    most : float, optional
+    max_leverage : float, optional
         Leverage above which nothing is taken out: an approximate H may hold less of the points than their own
         curvature, or nothing like it. None takes out whatever is asked for.
 
     Attributes
     ----------
-    held : float
+    leverage : float
         How much of H, in the direction where it is most, was to be taken out: a leverage, below 1 if H is exact.
     partial : bool
-        Whether it was more than `most`: what is added is in H' then, and what was to leave is there still.
+        Whether it was more than `max_leverage`: what is added is in H' then, and what was to leave is there still.
 
     Raises
     ------
@@ -91,25 +91,25 @@ class ChangedWeightSpace:
     """
 
     def __init__(
-        self, base: WeightSpace, rows: Rows, signs: Tensor, groups: Tensor, budget: int | None = None,
-        most: float | None = None,
+        self, base: WeightSpace, rows: Jacobian, signs: Tensor, groups: Tensor, budget: int | None = None,
+        max_leverage: float | None = None,
     ) -> None:  # fmt: skip
         self.base, self.rows, self.theta = base, rows, base.theta
-        self.homogeneous, self.shapes, self.precision = base.homogeneous, base.shapes, base.precision
+        self.homogeneous, self.shapes, self.prior_precision = base.homogeneous, base.shapes, base.prior_precision
         self._groups = groups
         self._require_memory(budget)
         self._signs = signs.flatten().to(rows.f)
         kernel = self._cross(rows).transpose(0, 1).flatten(0, 1)  # K, (m R, m R)
         self._root = symmetric_root(0.5 * (kernel + kernel.mT))
         self._factor()
-        self.held = float(1.0 - self._values.min())
-        self.partial = most is not None and self.held > most
+        self.leverage = float(1.0 - self._values.min())
+        self.partial = max_leverage is not None and self.leverage > max_leverage
         if self.partial:
             self._signs = self._signs.clamp_min(0.0)
             self._factor()
         elif not bool((self._values > 0).all()):
             raise NumericalError("a posterior without the points that leave",
-                                 f"points that hold all of it, a leverage of {self.held:.17g}",
+                                 f"points that hold all of it, a leverage of {self.leverage:.17g}",
                                  'Remove fewer points, use dtype=torch.float64, or structure="gp".')
         half = self._scaled @ (self._vectors * self._values.rsqrt())
         self.inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹, or what stands for it where D is zero
@@ -122,30 +122,30 @@ class ChangedWeightSpace:
 
     def _require_memory(self, budget: int | None) -> None:
         """Refuse before H⁻¹JᵀT is made, or what stands for it."""
-        r, m = self.rows.num_seeds, self.rows.num_examples
-        one = self.base.toward(self._seed(self.rows.part(slice(0, 1)), 0)).numbers
+        r, m = self.rows.num_cotangents, self.rows.num_examples
+        one = self.base.cross_covariance(self._one_cotangent(self.rows.subset(slice(0, 1)), 0)).numbers
         require_memory(
             (one * m * r + 4 * (m * r) ** 2) * self.rows.f.element_size(), self.rows.f.device,
             f"{m:,} points that change ({m * r:,} rows)", "Change fewer points at a time.", budget,
         )  # fmt: skip
 
     @staticmethod
-    def _seed(rows: Rows, seed: int) -> Rows:
-        chosen = rows.f.new_zeros(rows.num_examples, rows.num_seeds, 1)
-        chosen[:, seed] = 1.0
+    def _one_cotangent(rows: Jacobian, cotangent: int) -> Jacobian:
+        chosen = rows.f.new_zeros(rows.num_examples, rows.num_cotangents, 1)
+        chosen[:, cotangent] = 1.0
         return rows.weighted(chosen)
 
     @cached_property
-    def _toward(self) -> list[Toward]:
-        return [self.base.toward(self._seed(self.rows, seed)) for seed in range(self.rows.num_seeds)]
+    def _cross_covariances(self) -> list[CrossCovariance]:
+        return [self.base.cross_covariance(self._one_cotangent(self.rows, cotangent)) for cotangent in range(self.rows.num_cotangents)]
 
-    def _cross(self, rows: Rows) -> Tensor:
+    def _cross(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ JᵀT, (K, n, m R)."""
-        return torch.stack([toward.products(rows) for toward in self._toward], -1).flatten(2)
+        return torch.stack([cross_covariance.products(rows) for cross_covariance in self._cross_covariances], -1).flatten(2)
 
     def _back(self, values: Tensor) -> Tensor:
         """H⁻¹ JᵀT v for v (m R,), (P,)."""
-        return self.base.newton(self.rows.vjp(values.view(self.rows.num_examples, -1), self.shapes))
+        return self.base.solve(self.rows.vjp(values.view(self.rows.num_examples, -1), self.shapes))
 
     def _forth(self, vector: Tensor) -> Tensor:
         """TᵀJ v for v (P,), (m R,)."""
@@ -155,7 +155,7 @@ class ChangedWeightSpace:
 
     # --- evidence
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det B' = log det B + log det A.
 
         Raises
@@ -166,13 +166,13 @@ class ChangedWeightSpace:
         if self.partial:
             raise UnsupportedError(
                 "a structure that holds the points that left, for the evidence without them",
-                f"a leverage of {self.held:.3g} of them in it",
+                f"a leverage of {self.leverage:.3g} of them in it",
                 'Change fewer points, use an exact structure ("gp" or "full"), or fit to those that stay.',
             )  # fmt: skip
-        before = self.base.logdet()
+        before = self.base.log_det()
         return before + self._values.log().sum().to(before)
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """Not there: K changes with every factor."""
         raise UnsupportedError("a posterior of the data it was fitted to, for its evidence over many precisions",
                                "one that a what-if changed", "Set prior.log_precision, and ask for the evidence there.")
@@ -187,11 +187,11 @@ class ChangedWeightSpace:
         used = torch.zeros_like(self.theta)
         for value, vector in zip(values, vectors.mT, strict=True):
             used += value * self._back(vector).square()
-        return before.index_add(0, self._groups, (used * self.precision).to(before))
+        return before.index_add(0, self._groups, (used * self.prior_precision).to(before))
 
-    def newton(self, gradient: Tensor) -> Tensor:
+    def solve(self, gradient: Tensor) -> Tensor:
         """H'⁻¹ g; g and the result are (P,)."""
-        step = self.base.newton(gradient)
+        step = self.base.solve(gradient)
         return step - self._back(self.inner @ self._forth(step))
 
     def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,31 +201,31 @@ class ChangedWeightSpace:
 
     # --- covariance of f
 
-    def moments(self, rows: Rows) -> Tensor:
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V' = V - V_xT (D + K)⁻¹ V_Tx, the blocks (n, C, C) alone."""
-        blocks = self.base.moments(rows)
-        step = max(1, _PANEL // (len(self._signs) * rows.num_seeds * rows.f.element_size()))
+        blocks = self.base.covariance_blocks(rows)
+        step = max(1, _PANEL // (len(self._signs) * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
             part = slice(start, min(start + step, rows.num_examples))
-            cross = self._cross(rows.part(part)).transpose(0, 1)
+            cross = self._cross(rows.subset(part)).transpose(0, 1)
             blocks[part] -= cross @ self.inner @ cross.mT
         return blocks
 
-    def covariance(self, rows: Rows) -> Tensor:
+    def covariance(self, rows: Jacobian) -> Tensor:
         """The same, joint and interleaved, (nC, nC)."""
         cross = self._cross(rows).transpose(0, 1).flatten(0, 1)
         return self.base.covariance(rows) - cross @ self.inner @ cross.mT
 
-    def toward(self, rows: Rows) -> Toward:
-        """V' between rows that come later and these, of one seed."""
-        before = self.base.toward(rows)
+    def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
+        """V' between rows that come later and these, of one cotangent."""
+        before = self.base.cross_covariance(rows)
         ours = before.products(self.rows).transpose(0, 1).flatten(0, 1)  # V_Tx, (m R, n)
         held = self.inner @ ours
 
-        def products(other: Rows) -> Tensor:
+        def products(other: Jacobian) -> Tensor:
             return before.products(other) - self._cross(other) @ held
 
-        return Toward(products, before.numbers + held.numel())
+        return CrossCovariance(products, before.numbers + held.numel())
 
     # --- samples
 

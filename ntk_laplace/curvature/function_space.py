@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.factors.rows import Rows
+from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.linalg import (
     cholesky_,
-    cholesky_logdet,
+    cholesky_log_det,
     inverse_diagonal,
     inverse_from_cholesky,
     inverse_panels,
@@ -35,7 +35,7 @@ class FunctionSpace:
 
     Parameters
     ----------
-    rows : Rows
+    rows : Jacobian
         Rows of J at the training points, one seed per output; or those of SᵀJ if `root` is None.
     root : Tensor, (N, C, R), or None
         S with S Sᵀ = Λ.
@@ -46,7 +46,7 @@ class FunctionSpace:
 
     homogeneous = True
 
-    def __init__(self, rows: Rows, root: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size]) -> None:
         self.rows, self.root, self.shapes = rows, root, shapes
         self.variances: Variances = prior_variances(prior, shapes)
         self._groups = {name: prior.group_of(name) for name in shapes}
@@ -61,9 +61,9 @@ class FunctionSpace:
 
     # --- evidence
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det B."""
-        return cholesky_logdet(self.factor)
+        return cholesky_log_det(self.factor)
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group."""
@@ -77,7 +77,7 @@ class FunctionSpace:
     @cached_property
     def _effective_by_group(self) -> Tensor:
         """The same for several groups; B⁻¹ is made in panels of columns, and each meets the group's SᵀK_gS in tiles."""
-        k, n = self.weighted.num_seeds, self.weighted.num_examples
+        k, n = self.weighted.num_cotangents, self.weighted.num_examples
         total = self.factor.new_zeros(self._num_groups)
         diagonal = []
         for start, panel in inverse_panels(self.factor, k):
@@ -85,7 +85,7 @@ class FunctionSpace:
             panel = panel.view(n - first, k, width, k)
             diagonal.append(panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone())
             panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: the columns to the right are these rows
-            below, own = self.weighted.part(slice(first, n)), self.weighted.part(slice(first, first + width))
+            below, own = self.weighted.subset(slice(first, n)), self.weighted.subset(slice(first, first + width))
             for group in range(self._num_groups):
                 variances = {name: v for name, v in self.variances.items() if self._groups[name] == group}
                 for rows, columns, tile in gram_tiles(below, own, variances):
@@ -113,7 +113,7 @@ class FunctionSpace:
     @cached_property
     def inverse_blocks(self) -> Tensor:
         """[B⁻¹]_nn, (N, R, R), without the rest of B⁻¹ unless that is there; SᵀV_nnS = I - [B⁻¹]_nn."""
-        n, r = self.weighted.num_examples, self.weighted.num_seeds
+        n, r = self.weighted.num_examples, self.weighted.num_cotangents
         if "inverse" in vars(self):
             return self.inverse.view(n, r, n, r).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
         return inverse_diagonal(self.factor, r)
@@ -123,7 +123,7 @@ class FunctionSpace:
 
         Any dΛ_n = S E Sᵀ has E = L dΛ_n Lᵀ, and tr(V_nn dΛ_n) = tr(SᵀV_nnS E).
         """
-        seen = torch.eye(self.weighted.num_seeds).to(self.factor) - self.inverse_blocks
+        seen = torch.eye(self.weighted.num_cotangents).to(self.factor) - self.inverse_blocks
         return left_inverse.mT @ seen @ left_inverse
 
     def spectrum(self) -> Tensor:
@@ -131,11 +131,11 @@ class FunctionSpace:
         matrix = gram_lower(self.weighted, self.variances)
         return torch.linalg.eigvalsh(matrix, UPLO="L")
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B for prior precisions all multiplied by each of `factors` (m,)."""
         return log_det_curve(self.spectrum(), factors)
 
-    def newton(self, gradient: Tensor) -> Tensor:
+    def solve(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g by the Woodbury identity: P0⁻¹(g - JᵀS B⁻¹ SᵀJ P0⁻¹ g); g and the result are (P,)."""
         scaled = self.flat_variance * gradient
         inner = self.weighted.jvp(_unflatten(scaled, self.shapes))  # SᵀJ P0⁻¹ g, (N, R)
@@ -144,31 +144,31 @@ class FunctionSpace:
 
     # --- covariance of f
 
-    def cross(self, rows: Rows) -> Tensor:
+    def cross(self, rows: Jacobian) -> Tensor:
         """SᵀK between training points and `rows`, interleaved, (N*R, n*K)."""
         return cross_gram(self.weighted, rows, self.variances)
 
-    def moments(self, rows: Rows) -> Tensor:
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), the blocks (n, C, C) alone."""
         blocks = diagonal_blocks(rows, self.variances)
-        k, n = rows.num_seeds, rows.num_examples
+        k, n = rows.num_cotangents, rows.num_examples
         step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
-            half = solve_lower(self.factor, self.cross(rows.part(part))).view(len(self.factor), -1, k)
+            half = solve_lower(self.factor, self.cross(rows.subset(part))).view(len(self.factor), -1, k)
             half = half.permute(1, 2, 0)  # (m, K, N R)
             blocks[part] -= half @ half.mT
         return blocks
 
-    def covariance(self, rows: Rows) -> Tensor:
+    def covariance(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
         joint = gram(rows, None, self.variances)
         half = solve_lower(self.factor, self.cross(rows))
         return joint.addmm_(half.T, half, alpha=-1.0)
 
-    def training_moments(self) -> Tensor:
+    def training_covariance_blocks(self) -> Tensor:
         """V at the training points, (N, C, C)."""
-        return self.moments(self.rows)
+        return self.covariance_blocks(self.rows)
 
 
 def prior_variances(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:

@@ -12,14 +12,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.parts import Part
-from ntk_laplace.curvature.summary import Basis
+from ntk_laplace.curvature.parameter_blocks import ParameterBlock
+from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.errors import HyperparameterError, NumericalError
-from ntk_laplace.factors import Rows
-from ntk_laplace.linalg import cholesky_logdet, cholesky_of, solve_lower
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.linalg import cholesky_log_det, cholesky_of, solve_lower
 from ntk_laplace.resources import require_memory
 
-__all__ = ["InfPart", "LowRank", "chosen_rank"]
+__all__ = ["InfBlock", "LowRank", "chosen_rank"]
 
 
 def chosen_rank(values: Tensor, rank: int | float | str) -> int:
@@ -82,9 +82,9 @@ class LowRank:
     columns: Tensor
 
     @classmethod
-    def keep(cls, part: Part, basis: Basis, values: Tensor, rank: int | float | str) -> LowRank:
+    def keep(cls, block: ParameterBlock, basis: Basis, values: Tensor, rank: int | float | str) -> LowRank:
         """Eigenvectors of both sides that the largest eigenvalues (1, o, i) touch ([S20] 2)."""
-        o, i = part.entries[1:]
+        o, i = block.entries[1:]
         top = values[0].flatten().topk(chosen_rank(values, rank)).indices
         rows, columns = torch.unique(top // i), torch.unique(top % i)
         return cls(_columns(basis.left, o, rows, values), _columns(basis.right, i, columns, values), rows, columns)
@@ -108,12 +108,12 @@ def _columns(side: Tensor | None, size: int, chosen: Tensor, like: Tensor) -> Te
     return unit
 
 
-class InfPart:
+class InfBlock:
     """H on one part, for one setting of the precisions.
 
     Parameters
     ----------
-    part : Part
+    part : ParameterBlock
         With one group.
     low : LowRank
     moments : Tensor, (1, o, i)
@@ -130,9 +130,9 @@ class InfPart:
     homogeneous = True
 
     def __init__(
-        self, part: Part, low: LowRank, moments: Tensor, exact: Tensor, precision: Tensor, violation: str = "shrink"
+        self, block: ParameterBlock, low: LowRank, moments: Tensor, exact: Tensor, precision: Tensor, violation: str = "shrink"
     ) -> None:
-        self.part, self.low, self.violation = part, low, violation
+        self.block, self.low, self.violation = block, low, violation
         self.kept = moments[0][low.rows][:, low.columns]  # (p, q)
         self.exact, self.precision = exact[0], precision if precision.ndim == 0 else precision[0]
         element = exact.element_size()
@@ -163,7 +163,7 @@ class InfPart:
         bad = total <= 0
         if bool(bad.any()):
             raise NumericalError(
-                f"a positive diagonal correction on {' + '.join(self.part.names)} ([S20] lemma 3)",
+                f"a positive diagonal correction on {' + '.join(self.block.names)} ([S20] lemma 3)",
                 f"{int(bad.sum())} of {bad.numel()} entries where the low-rank part exceeds the exact diagonal by more "
                 f"than the prior precision, at worst by {float(-total.min()):.3g}",
                 'Use INF(violation="shrink"), a smaller rank or a larger precision.',
@@ -198,7 +198,7 @@ class InfPart:
     def _inner(self, kept: Tensor, weights: Tensor) -> Tensor:
         """Λ^½ Uᵀ diag(w) U Λ^½ for w (o, i), (L, L): [S20]'s V_sᵀV_s, never through U."""
         left, right = self.low.left, self.low.right
-        if self.part.table:  # unit vectors: no token but the chosen ones has a part in it
+        if self.block.table:  # unit vectors: no token but the chosen ones has a part in it
             left, weights = left[self.low.rows], weights[self.low.rows]
         p, q = left.shape[1], right.shape[1]
         pairs = torch.einsum("op,or->opr", left, left).flatten(1)  # (o, p²)
@@ -232,12 +232,12 @@ class InfPart:
 
     # --- evidence
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det B on this part, in double precision: [S20]'s determinant in the low-rank dimension."""
         weights, _, factor = self._pieces
-        return cholesky_logdet(factor).double() - torch.log(weights * self.precision).double().sum()
+        return cholesky_log_det(factor).double() - torch.log(weights * self.precision).double().sum()
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """The same with the precision multiplied by each of `factors` (m,)."""
         return torch.stack([
             self._log_det(self.kept, self.exact, (self.precision * factor).log()) for factor in factors.to(self.exact)
@@ -291,32 +291,32 @@ class InfPart:
 
     # --- covariance of f
 
-    def blocks(self, rows: Rows) -> Tensor:
+    def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ on this part, (n, K, K)."""
         weights, _, _ = self._pieces
-        own = self.part.rows(rows)
+        own = self.block.rows(rows)
         half = self._half(rows)
-        k, n = rows.num_seeds, rows.num_examples
+        k, n = rows.num_cotangents, rows.num_examples
         half = half.view(-1, n, k).permute(1, 2, 0)
         return own.blocks(weights.unsqueeze(0)) - half @ half.mT
 
-    def joint(self, rows: Rows) -> Tensor:
+    def joint(self, rows: Jacobian) -> Tensor:
         """The same, joint and interleaved."""
         weights, _, _ = self._pieces
         half = self._half(rows)
-        return self.part.rows(rows).joint(weights.unsqueeze(0)) - half.T @ half
+        return self.block.rows(rows).joint(weights.unsqueeze(0)) - half.T @ half
 
-    def _half(self, rows: Rows) -> Tensor:
+    def _half(self, rows: Jacobian) -> Tensor:
         """C^-½ Λ^½ Uᵀ R D'⁻¹ Jᵀ, (L, n*K)."""
         weights, scale, factor = self._pieces
-        own = self.part.rows(rows)
+        own = self.block.rows(rows)
         inner = own.project((scale * weights).unsqueeze(0), self.low.left.unsqueeze(0), self.low.right.unsqueeze(0))
         inner = inner[:, :, 0] * self.kept.clamp_min(0.0).sqrt()  # (n, K, p, q)
         return solve_lower(factor, inner.flatten(2).flatten(0, 1).T)
 
     # --- how it moves with Λ
 
-    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+    def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n (n, C, C), the kept eigenvectors held; with a vector z, ∂ zᵀHz/∂Λ_n."""
         with torch.enable_grad():
             kept, exact = (t.detach().requires_grad_() for t in (self.kept, self.exact))
@@ -324,7 +324,7 @@ class InfPart:
                 self._log_det(kept, exact, self.precision.log())
             )
         by_kept, by_exact = torch.autograd.grad(value, (kept, exact))
-        own = self.part.rows(rows)
+        own = self.block.rows(rows)
         basis = self.low.left.unsqueeze(0), self.low.right.unsqueeze(0)
         turned = own.rotated(*basis)
         return turned.blocks(by_kept.unsqueeze(0)) + own.blocks(by_exact.unsqueeze(0))

@@ -8,24 +8,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.frames import Frame, Side
-from ntk_laplace.curvature.part_rows import LookupRows, OuterRows, PartRows
-from ntk_laplace.curvature.parts import Part
-from ntk_laplace.curvature.structured import Toward, written_toward
-from ntk_laplace.curvature.summary import Basis
+from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
+from ntk_laplace.curvature.block_rows import LookupRows, OuterRows, BlockRows
+from ntk_laplace.curvature.parameter_blocks import ParameterBlock
+from ntk_laplace.curvature.structured import CrossCovariance, dense_cross_covariance
+from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import cross_approximation
 
-__all__ = ["BlockPart", "KroneckerPart", "SpectralPart"]
+__all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
 
 
-class SpectralPart:
+class SpectralBlock:
     """H = P0^½ U (λ + 1) Uᵀ P0^½ on one part, written with δ where P0 = δ I.
 
     Parameters
     ----------
-    part : Part
+    part : ParameterBlock
     basis : Basis
         U.
     values : Tensor, (G, o, i)
@@ -39,9 +39,9 @@ class SpectralPart:
     homogeneous = True
 
     def __init__(
-        self, part: Part, basis: Basis, values: Tensor, precision: Tensor, scale: Tensor | None = None
+        self, block: ParameterBlock, basis: Basis, values: Tensor, precision: Tensor, scale: Tensor | None = None
     ) -> None:
-        self.part, self.basis, self.values, self.scale = part, basis, values, scale
+        self.block, self.basis, self.values, self.scale = block, basis, values, scale
         self.precision = precision
         self._shift = torch.ones_like(precision) if scale is not None else precision
 
@@ -52,11 +52,11 @@ class SpectralPart:
 
     # --- evidence
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det B = Σ log(1 + λ/δ) on this part, in double precision."""
         return torch.log1p((self.values / self._shift).double()).sum()
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """The same with the precision multiplied by each of `factors` (m,)."""
         ratio = (self.values / self._shift).double().flatten()
         return torch.stack([torch.log1p(ratio / factor).sum() for factor in factors.double()])
@@ -75,7 +75,7 @@ class SpectralPart:
         if self.precision.ndim == 0:
             return used.sum(dtype=torch.float64)
         if self.basis.right is None:
-            return used.expand(self.part.entries)
+            return used.expand(self.block.entries)
         return (self.basis.right.square() @ used.unsqueeze(-1)).squeeze(-1)  # 1 - δ_i (H⁻¹)_ii
 
     # --- H⁻¹ and its root
@@ -97,27 +97,27 @@ class SpectralPart:
 
     # --- covariance of f
 
-    def blocks(self, rows: Rows) -> Tensor:
+    def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ on this part, (n, K, K)."""
         return self._turned(rows).blocks(self.inverse)
 
-    def joint(self, rows: Rows) -> Tensor:
+    def joint(self, rows: Jacobian) -> Tensor:
         """The same, joint and interleaved."""
         return self._turned(rows).joint(self.inverse)
 
-    def _turned(self, rows: Rows) -> PartRows:
-        own: PartRows = self.part.rows(rows)
+    def _turned(self, rows: Jacobian) -> BlockRows:
+        own: BlockRows = self.block.rows(rows)
         own = own if self.scale is None else own.scaled(self.scale)
         return own.rotated(self.basis.left, self.basis.right)
 
     # --- how it moves with Λ
 
-    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+    def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n (n, C, C), as if the eigenbasis were held; with a vector z, ∂ zᵀHz/∂Λ_n."""
         if vector is None:
             return self._turned(rows).blocks(self.inverse)
-        if self.part.kind == "block":  # J z itself: a block's eigenvectors are made anew when Λ moves
-            pushed = (self.part.rows(rows).written(slice(None)) * vector).flatten(2).sum(2)
+        if self.block.kind == "block":  # J z itself: a block's eigenvectors are made anew when Λ moves
+            pushed = (self.block.rows(rows).written(slice(None)) * vector).flatten(2).sum(2)
             return pushed.unsqueeze(2) * pushed.unsqueeze(1)
         return self._turned(rows).blocks(self.basis.turn(vector).square())
 
@@ -128,9 +128,9 @@ class SpectralPart:
 
     def information(self) -> Tensor:
         """The part's approximation of JᵀΛJ, (p, p); for small parts."""
-        size = self.part.size
-        eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device).view(size, *self.part.entries)
-        half = self.basis.turn(eye).flatten(1) * self.values.expand(self.part.entries).flatten().sqrt()
+        size = self.block.size
+        eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device).view(size, *self.block.entries)
+        half = self.basis.turn(eye).flatten(1) * self.values.expand(self.block.entries).flatten().sqrt()
         matrix = half @ half.T
         if self.scale is None:
             return matrix
@@ -138,20 +138,20 @@ class SpectralPart:
         return matrix * inverse_scale * inverse_scale.unsqueeze(1)
 
 
-class BlockPart(SpectralPart):
+class DenseParameterBlock(SpectralBlock):
     """An exact block, in its own eigenvectors.
 
     Parameters
     ----------
-    part : Part
-    side : Side
+    part : ParameterBlock
+    side : FactorEigen
         Of the block, or of P0^-½ (JᵀΛJ) P0^-½.
     precision, scale
-        As in `SpectralPart`.
+        As in `SpectralBlock`.
     """
 
-    def __init__(self, part: Part, side: Side, precision: Tensor, scale: Tensor | None) -> None:
-        self.part, self.precision, self.scale, self._side = part, precision, scale, side
+    def __init__(self, block: ParameterBlock, side: FactorEigen, precision: Tensor, scale: Tensor | None) -> None:
+        self.block, self.precision, self.scale, self._side = block, precision, scale, side
         self._shift = torch.ones_like(precision) if scale is not None else precision
 
     @cached_property
@@ -165,18 +165,18 @@ class BlockPart(SpectralPart):
         return self._side.values.view(1, 1, -1)
 
 
-def _factors(rows: PartRows) -> bool:
+def _factors(rows: BlockRows) -> bool:
     """Whether rows are one outer product each."""
     return isinstance(rows, OuterRows) and rows.single and rows.entries[0] == 1
 
 
-class KroneckerPart(SpectralPart):
+class KroneckerBlock(SpectralBlock):
     """KFAC: λ_oi = β_o α_i / count ([I21] 9), the factors' eigenvalues undamped, or damped for the ablation.
 
     Parameters
     ----------
-    part : Part
-    frame : Frame
+    part : ParameterBlock
+    eigenbasis : Eigenbasis
         The factors' eigenvectors and eigenvalues β (G, o) and α (G, i).
     count : Tensor, ()
         Number of terms in the inputs' factor.
@@ -189,28 +189,28 @@ class KroneckerPart(SpectralPart):
     """
 
     def __init__(
-        self, part: Part, frame: Frame, count: Tensor, sharing: str, precision: Tensor,
+        self, block: ParameterBlock, eigenbasis: Eigenbasis, count: Tensor, sharing: str, precision: Tensor,
         damped: bool = False,
     ) -> None:  # fmt: skip
-        self.part, self.precision, self.scale, self._shift = part, precision, None, precision
+        self.block, self.precision, self.scale, self._shift = block, precision, None, precision
         self.sharing, self.damped, self.count = sharing, damped, count
         self.homogeneous = not damped
-        self._frame = frame
+        self._eigenbasis = eigenbasis
 
     @cached_property
     def basis(self) -> Basis:
         """U_B ⊗ U_A."""
-        return self._frame.basis
+        return self._eigenbasis.basis
 
     @cached_property
     def left(self) -> Tensor:
         """β/√count, (G, o)."""
-        return self._shared(self._frame.left)
+        return self._shared(self._eigenbasis.left)
 
     @cached_property
     def right(self) -> Tensor:
         """α/√count, (G, i)."""
-        return self._shared(self._frame.right)
+        return self._shared(self._eigenbasis.right)
 
     def _shared(self, side: Tensor) -> Tensor:
         return (side / self.count.sqrt()).to(side)
@@ -228,43 +228,43 @@ class KroneckerPart(SpectralPart):
         root = self.precision.sqrt()
         return 1.0 / ((self.left + root).unsqueeze(2) * (self.right + root).unsqueeze(1))
 
-    def toward(self, rows: Rows) -> Toward:
+    def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between rows that come later and these, of one seed.
 
         With H⁻¹'s eigenvalues as a short sum Σ_r u_ro v_ri, and one position, V = Σ_r (bᵀ l_r)(aᵀ h_r) with
         l_r = U_B (u_r ∘ U_Bᵀ b*), h_r = U_A (v_r ∘ U_Aᵀ a*): neither side's rows are written out.
         """
-        own = self.part.rows(rows)
+        own = self.block.rows(rows)
         if not _factors(own) or self._separated is None:
-            return written_toward(self, rows)
+            return dense_cross_covariance(self, rows)
         turned = own.rotated(self.basis.left, self.basis.right)
         outputs, inputs = self._separated
         left = (turned.b[0, :, 0, 0].unsqueeze(1) * outputs) @ self.basis.left[0].T
         right = (turned.a[:, 0, 0].unsqueeze(1) * inputs) @ self.basis.right[0].T
 
-        def products(other: Rows) -> Tensor:
-            theirs = self.part.rows(other)
-            return theirs.separated(left, right) if _factors(theirs) else written_toward(self, rows).products(other)
+        def products(other: Jacobian) -> Tensor:
+            theirs = self.block.rows(other)
+            return theirs.separated(left, right) if _factors(theirs) else dense_cross_covariance(self, rows).products(other)
 
-        return Toward(products, left.numel() + right.numel())
+        return CrossCovariance(products, left.numel() + right.numel())
 
     @cached_property
     def _separated(self) -> tuple[Tensor, Tensor] | None:
         """u (r, o) and v (r, i) whose products add up to `inverse`; None if they are not few."""
-        _, o, i = self.part.entries
+        _, o, i = self.block.entries
         found = cross_approximation(self.inverse[0], o * i // (2 * (o + i)))
         return None if found is None else (found[0].to(self.inverse), found[1].to(self.inverse))
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det H - log det P0."""
-        return self.log_dets(self.precision.new_ones(1)).squeeze(0) if self.damped else super().logdet()
+        return self.log_det_curve(self.precision.new_ones(1)).squeeze(0) if self.damped else super().log_det()
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """The same with the precision multiplied by each of `factors` (m,)."""
         if not self.damped:
-            return super().log_dets(factors)
+            return super().log_det_curve(factors)
         root = (factors * self.precision).sqrt().double().view(-1, 1, 1)
-        _, o, i = self.part.entries
+        _, o, i = self.block.entries
         sides = i * torch.log1p(self.left / root).sum((1, 2)) + o * torch.log1p(self.right / root).sum((1, 2))
         return sides.double()
 
@@ -277,7 +277,7 @@ class KroneckerPart(SpectralPart):
         if not self.damped:
             return super().effective()
         root = self.precision.sqrt()
-        _, o, i = self.part.entries
+        _, o, i = self.block.entries
         left, right = self.left / (self.left + root), self.right / (self.right + root)
         return 0.5 * (i * left.sum(dtype=torch.float64) + o * right.sum(dtype=torch.float64))
 
@@ -294,16 +294,16 @@ class KroneckerPart(SpectralPart):
         sides = 0.5 * self.precision.sqrt() * (self.left.unsqueeze(2) + self.right.unsqueeze(1))
         return (sides * self.basis.turn(vector).square()).sum(dtype=torch.float64)
 
-    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+    def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the outputs' factor is linear in Λ, the inputs' knows nothing of it."""
-        own = self.part.rows(rows)
+        own = self.block.rows(rows)
         if isinstance(own, LookupRows):
             b = (own.b @ self.basis.right[0]).transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
         elif isinstance(own, OuterRows):
             b = own.b.sum(3, keepdim=True) if self.sharing == "reduce" else own.b
             b = torch.einsum("kngto,gop->nktgp", b, self.basis.left)
         else:
-            raise UnsupportedError(f"every batch to reach {self.part.weight!r} through its layer",
+            raise UnsupportedError(f"every batch to reach {self.block.weight!r} through its layer",
                                    "a batch whose graph takes another way", 'Use structure="ekfac", "diag" or "full".')
         pulled = torch.einsum("nktgp,gpq->nktgq", b, self._by_outputs(vector))
         return pulled.flatten(2) @ b.flatten(2).mT
@@ -311,7 +311,7 @@ class KroneckerPart(SpectralPart):
     def _by_outputs(self, vector: Tensor | None) -> Tensor:
         """Derivative of log det H, or of zᵀHz, in the outputs' factor, in its eigenbasis, (G, o, o)."""
         shift = self.precision.sqrt() if self.damped else 0.0
-        outputs_last = self.part.table
+        outputs_last = self.block.table
         inputs = (self.left if outputs_last else self.right) + shift
         scale = 1.0 / math.sqrt(float(self.count))
         if vector is None:

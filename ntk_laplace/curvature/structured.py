@@ -10,15 +10,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.parts import Part
-from ntk_laplace.factors import Rows
+from ntk_laplace.curvature.parameter_blocks import ParameterBlock
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["PartAlgebra", "StructuredWeightSpace", "Toward", "group_numbers", "written_toward"]
+__all__ = ["BlockPrecision", "StructuredWeightSpace", "CrossCovariance", "group_numbers", "dense_cross_covariance"]
 
 
 @dataclass(frozen=True)
-class Toward:
+class CrossCovariance:
     """V between rows that come later and m rows of one seed that are given, V = J H⁻¹ J*ᵀ.
 
     Attributes
@@ -29,27 +29,27 @@ class Toward:
         That are held for it.
     """
 
-    products: Callable[[Rows], Tensor]
+    products: Callable[[Jacobian], Tensor]
     numbers: int
 
 
-class PartAlgebra(Protocol):
-    """What one part answers for one setting of the hyperparameters; values are in the part's frame (G, o, i).
+class BlockPrecision(Protocol):
+    """What one part answers for one setting of the hyperparameters; values are in the part's eigenbasis (G, o, i).
 
     Attributes
     ----------
-    part : Part
+    block : ParameterBlock
     homogeneous : bool
         Whether c times Λ and P0 make c times H.
     """
 
-    part: Part
+    block: ParameterBlock
     homogeneous: bool
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det H - log det P0."""
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """The same for precisions multiplied by each factor."""
 
     def effective(self) -> Tensor:
@@ -61,13 +61,13 @@ class PartAlgebra(Protocol):
     def factor(self, noise: Tensor) -> Tensor:
         """F z, F Fᵀ = H⁻¹."""
 
-    def blocks(self, rows: Rows) -> Tensor:
+    def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ for each example."""
 
-    def joint(self, rows: Rows) -> Tensor:
+    def joint(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ, interleaved."""
 
-    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+    def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n."""
 
     def quadratic(self, vector: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class StructuredWeightSpace:
 
     Parameters
     ----------
-    parts : sequence of PartAlgebra
+    parts : sequence of BlockPrecision
     prior : GaussianPrior
     shapes : dict of str to torch.Size
         The parameters, in order.
@@ -91,7 +91,7 @@ class StructuredWeightSpace:
     """
 
     def __init__(
-        self, parts: Sequence[PartAlgebra], prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor
+        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor
     ) -> None:
         self.algebras, self.shapes, self.theta = tuple(parts), shapes, theta
         self._by_group = prior.precision.detach().to(theta)  # as it is now: the prior may move
@@ -99,19 +99,19 @@ class StructuredWeightSpace:
         self._prior = prior
 
     @cached_property
-    def precision(self) -> Tensor:
+    def prior_precision(self) -> Tensor:
         """Diagonal of P0, (P,)."""
         return self._by_group[self._groups]
 
     # --- evidence
 
-    def logdet(self) -> Tensor:
+    def log_det(self) -> Tensor:
         """log det B = log det H - log det P0, in double precision."""
-        return sum((part.logdet() for part in self.algebras), start=self._zero())
+        return sum((part.log_det() for part in self.algebras), start=self._zero())
 
-    def log_dets(self, factors: Tensor) -> Tensor:
+    def log_det_curve(self, factors: Tensor) -> Tensor:
         """The same for all precisions multiplied by each of `factors` (m,)."""
-        return sum((part.log_dets(factors) for part in self.algebras), start=self._zero().expand(len(factors)))
+        return sum((part.log_det_curve(factors) for part in self.algebras), start=self._zero().expand(len(factors)))
 
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ (H - P0) P0^-½, those of no part left out; None if a part does not list its own."""
@@ -128,11 +128,11 @@ class StructuredWeightSpace:
             spectrum = getattr(algebra, "spectrum", lambda: None)()
             if spectrum is None:
                 return None
-            groups = [self._prior.group_of(name) for name in algebra.part.names]
+            groups = [self._prior.group_of(name) for name in algebra.block.names]
             if isinstance(groups[0], int) and groups.count(groups[0]) == len(groups):
                 found.append((spectrum.flatten(), groups[0]))
                 continue
-            own = algebra.entry_of(algebra.part.gather(self._named(self._groups)))
+            own = algebra.entry_of(algebra.block.gather(self._named(self._groups)))
             if own is None:
                 return None
             found.append((spectrum.flatten(), own.flatten()))
@@ -150,9 +150,9 @@ class StructuredWeightSpace:
         for algebra in self.algebras:
             own = algebra.effective()
             if own.ndim == 0:
-                total[self._prior.group_of(algebra.part.weight)] += own
+                total[self._prior.group_of(algebra.block.weight)] += own
             else:
-                algebra.part.scatter_(self._named(flat), own)
+                algebra.block.scatter_(self._named(flat), own)
                 scattered = True
         return total.index_add_(0, self._groups, flat.double()) if scattered else total
 
@@ -165,19 +165,19 @@ class StructuredWeightSpace:
 
     # --- H⁻¹ and its root
 
-    def newton(self, gradient: Tensor) -> Tensor:
+    def solve(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g; g and the result are (P,)."""
-        return self._through("solve", gradient, gradient / self.precision)
+        return self._through("solve", gradient, gradient / self.prior_precision)
 
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹, (..., P); white noise in, a posterior deviation out."""
-        return self._through("factor", noise, noise * self.precision.rsqrt())
+        return self._through("factor", noise, noise * self.prior_precision.rsqrt())
 
     def _through(self, verb: str, values: Tensor, untouched: Tensor) -> Tensor:
         """Each part's entries through its own verb; those of no part have zero rows, and the prior alone."""
         named, out = self._named(values), self._named(untouched)
         for algebra in self.algebras:
-            algebra.part.scatter_(out, getattr(algebra, verb)(algebra.part.gather(named)))
+            algebra.block.scatter_(out, getattr(algebra, verb)(algebra.block.gather(named)))
         return untouched
 
     def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -188,33 +188,33 @@ class StructuredWeightSpace:
 
     # --- covariance of f
 
-    def moments(self, rows: Rows) -> Tensor:
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, the blocks (n, C, C) alone."""
-        k, n = rows.num_seeds, rows.num_examples
+        k, n = rows.num_cotangents, rows.num_examples
         return sum((part.blocks(rows) for part in self.algebras), start=rows.f.new_zeros(n, k, k))
 
-    def covariance(self, rows: Rows) -> Tensor:
+    def covariance(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
-        size = rows.num_examples * rows.num_seeds
+        size = rows.num_examples * rows.num_cotangents
         return sum((part.joint(rows) for part in self.algebras), start=rows.f.new_zeros(size, size))
 
-    def toward(self, rows: Rows) -> Toward:
+    def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between rows that come later and these, of one seed."""
-        found = [getattr(part, "toward", partial(written_toward, part))(rows) for part in self.algebras]
+        found = [getattr(part, "cross_covariance", partial(dense_cross_covariance, part))(rows) for part in self.algebras]
 
-        def products(other: Rows) -> Tensor:
-            start = other.f.new_zeros(other.num_seeds, other.num_examples, rows.num_examples)
+        def products(other: Jacobian) -> Tensor:
+            start = other.f.new_zeros(other.num_cotangents, other.num_examples, rows.num_examples)
             return sum((part.products(other) for part in found), start=start)
 
-        return Toward(products, sum(part.numbers for part in found))
+        return CrossCovariance(products, sum(part.numbers for part in found))
 
     # --- how it moves with Λ
 
-    def sensitivity(self, rows: Rows, vector: Tensor | None = None) -> Tensor:
+    def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det B/∂Λ_n at training rows, (n, C, C), eigenbases held; with z (P,), ∂ zᵀHz/∂Λ_n."""
-        k, n = rows.num_seeds, rows.num_examples
+        k, n = rows.num_cotangents, rows.num_examples
         named = None if vector is None else self._named(vector)
-        parts = (a.sensitivity(rows, None if named is None else a.part.gather(named)) for a in self.algebras)
+        parts = (a.sensitivity(rows, None if named is None else a.block.gather(named)) for a in self.algebras)
         return sum(parts, start=rows.f.new_zeros(n, k, k))
 
     def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,11 +222,11 @@ class StructuredWeightSpace:
         named, total = self._named(vector), self._zero()
         slope = self.theta.new_zeros(self._num_groups, dtype=torch.float64)
         for algebra in self.algebras:
-            z = algebra.part.gather(named)
+            z = algebra.block.gather(named)
             total = total + algebra.quadratic(z)
             of_precision = getattr(algebra, "quadratic_slope", None)  # zero but for damped factors
             if of_precision is not None:
-                slope[self._prior.group_of(algebra.part.weight)] += of_precision(z)
+                slope[self._prior.group_of(algebra.block.weight)] += of_precision(z)
         return total, slope
 
     def information(self) -> Tensor:
@@ -234,7 +234,7 @@ class StructuredWeightSpace:
         total = self.theta.new_zeros(len(self.theta), len(self.theta))
         numbers = self._named(torch.arange(len(self.theta), device=self.theta.device))
         for algebra in self.algebras:
-            where = algebra.part.gather(numbers).flatten()
+            where = algebra.block.gather(numbers).flatten()
             total[where.unsqueeze(1), where] = algebra.information()
         return total
 
@@ -244,10 +244,10 @@ class StructuredWeightSpace:
         return dict(zip(self.shapes, parts, strict=True))
 
 
-def written_toward(algebra: PartAlgebra, rows: Rows) -> Toward:
+def dense_cross_covariance(algebra: BlockPrecision, rows: Jacobian) -> CrossCovariance:
     """H⁻¹ J*ᵀ written out."""
-    held = algebra.solve(algebra.part.rows(rows).written(slice(None))[:, 0])
-    return Toward(lambda other: algebra.part.rows(other).products(held), held.numel())
+    held = algebra.solve(algebra.block.rows(rows).written(slice(None))[:, 0])
+    return CrossCovariance(lambda other: algebra.block.rows(other).products(held), held.numel())
 
 
 def group_numbers(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> Tensor:

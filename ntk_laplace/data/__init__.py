@@ -11,8 +11,8 @@ from ntk_laplace.data.batches import (
     generators_of,
     kept_or_missing,
 )
-from ntk_laplace.data.forms import form_of, in_words, remedy_for, same_form
-from ntk_laplace.data.gathering import Gathered, gather
+from ntk_laplace.data.input_format import format_of, describe_inputs, input_remedy, same_input_format
+from ntk_laplace.data.row_buffer import RowBuffer, fill_buffer
 from ntk_laplace.data.input_batches import InputBatches
 from ntk_laplace.data.inputs import (
     Inputs,
@@ -35,7 +35,7 @@ from ntk_laplace.data.weights import example_weights
 __all__ = [
     "BATCH_BYTES",
     "Batches",
-    "Gathered",
+    "RowBuffer",
     "InputBatches",
     "Inputs",
     "Joined",
@@ -50,18 +50,18 @@ __all__ = [
     "concatenate",
     "differentiable",
     "example_weights",
-    "form_of",
-    "gather",
+    "format_of",
+    "fill_buffer",
     "generators_of",
-    "in_words",
+    "describe_inputs",
     "kept_or_missing",
     "leaves",
     "map_tensors",
     "num_bytes",
     "num_examples",
     "refuse_input_gradients",
-    "remedy_for",
-    "same_form",
+    "input_remedy",
+    "same_input_format",
     "take",
     "to_device",
 ]

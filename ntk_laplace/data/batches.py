@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from ntk_laplace.data.gathering import Gathered
+from ntk_laplace.data.row_buffer import RowBuffer
 from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_bytes, num_examples, take, to_device
 from ntk_laplace.data.weights import example_weights
 from ntk_laplace.errors import DataError
@@ -99,7 +99,7 @@ class Batches:
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
         self._order = 0, 0  # checksums of the targets, and of the weights, as they come
-        self._weights: Gathered | None = None
+        self._weights: RowBuffer | None = None
         self.read = 0
         self._chosen = batch_size is not None
         self._fitting = _LARGEST_BATCH  # so many examples are as large as a batch should be
@@ -130,7 +130,7 @@ class Batches:
                             "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
         if self._length == 0:
             raise _empty()
-        self.suit(_UNKNOWN_BATCH)
+        self.limit_batch_size(_UNKNOWN_BATCH)
 
     @classmethod
     def of(
@@ -140,7 +140,7 @@ class Batches:
         """Batches as they are, so that several readers notice a source that changes; of anything else, new ones."""
         return data if isinstance(data, cls) else cls(data, batch_size, device, dtype, targets)
 
-    def suit(self, most: int) -> None:
+    def limit_batch_size(self, most: int) -> None:
         """Cut tensors in memory into even batches of at most so many examples (of 512 at least), as suits their use.
 
         A batch is what an interruption waits for: many examples where little is done with each. A size that the
@@ -217,7 +217,7 @@ class Batches:
         if seen + n <= self.read:
             return
         if weights is not None:
-            self._weights = Gathered(self._length or 0) if self._weights is None else self._weights
+            self._weights = RowBuffer(self._length or 0) if self._weights is None else self._weights
             self._weights.append(weights[self.read - seen :].to(self.device))
         self.read = seen + n
 

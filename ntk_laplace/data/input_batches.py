@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ntk_laplace.data.batches import BATCH_BYTES, batches_of, samplers_of
-from ntk_laplace.data.forms import in_words
+from ntk_laplace.data.input_format import describe_inputs
 from ntk_laplace.data.inputs import (
     Inputs,
     as_tensors,
@@ -71,7 +71,7 @@ class InputBatches:
     def __init__(
         self, x: Any, form: Inputs | None, batch_size: int | None, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._form, self._device, self._dtype = form, device, dtype
+        self._input_format, self._device, self._dtype = form, device, dtype
         self.batch_size, self._most_bytes = batch_size or _BATCH, None if batch_size else BATCH_BYTES
         self._with_gradients = torch.is_grad_enabled()
         self.length: int | None = None
@@ -114,15 +114,15 @@ class InputBatches:
     def _inputs(self, batch: Any) -> Inputs:
         """What of a loader's batch is input."""
         pair = isinstance(batch, (tuple, list)) and 0 < len(batch) <= _MOST_MEMBERS
-        if self._form is None:
+        if self._input_format is None:
             return as_tensors(batch[0] if pair else batch)
-        found = _part_like(batch, self._form)
+        found = _part_like(batch, self._input_format)
         if found is None and pair:
-            found = _part_like(batch[0], self._form)
+            found = _part_like(batch[0], self._input_format)
         if found is None:
-            form = in_words(self._form, "n")
+            form = describe_inputs(self._input_format, "n")
             raise DataError(f"batches that are inputs such as {form}, or tuples whose first member is that",
-                            in_words(batch), "Give the loader batches of the form that the fit's had.")
+                            describe_inputs(batch), "Give the loader batches of the form that the fit's had.")
         return found
 
 

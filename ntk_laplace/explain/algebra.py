@@ -9,15 +9,15 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import cross_gram, diagonal_blocks
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import TrainingPoints
-from ntk_laplace.structures import Structure, Trained
+from ntk_laplace.structures import Structure, LinearizedModel
 
 __all__ = [
-    "Decomposition", "SingleRemovals", "TakenOut", "contributions", "is_exact", "leverages",
-    "similarities", "taken_out", "widening", "without_each",
+    "Decomposition", "SingleRemovals", "RemovalTerms", "contributions", "is_exact", "leverages",
+    "similarities", "removal_terms", "widening", "without_each",
 ]  # fmt: skip
 
 
@@ -40,13 +40,13 @@ class Decomposition:
     gap: Tensor
 
 
-def _cross(space: FunctionSpace, left: Rows, right: Rows) -> Tensor:
+def _cross(space: FunctionSpace, left: Jacobian, right: Jacobian) -> Tensor:
     """K between two sets of rows, (n1, K1, n2, K2)."""
     flat = cross_gram(left, right, space.variances)
-    return flat.view(left.num_examples, left.num_seeds, right.num_examples, right.num_seeds)
+    return flat.view(left.num_examples, left.num_cotangents, right.num_examples, right.num_cotangents)
 
 
-def contributions(space: FunctionSpace, test: Rows, residual: Tensor, centered: Tensor) -> Decomposition:
+def contributions(space: FunctionSpace, test: Jacobian, residual: Tensor, centered: Tensor) -> Decomposition:
     """Split each output into the training points' shares.
 
     Parameters
@@ -83,7 +83,7 @@ class SingleRemovals:
 
     def __init__(self, space: FunctionSpace, residual: Tensor) -> None:
         self._space = space
-        r, n = space.weighted.num_seeds, space.weighted.num_examples
+        r, n = space.weighted.num_cotangents, space.weighted.num_examples
         own = space.rows.weighted(residual.unsqueeze(-1))
         columns = _cross(space, space.weighted, own).view(n * r, n)  # SᵀK r
         self._solved = space.inverse @ columns  # D, (N R, N)
@@ -91,7 +91,7 @@ class SingleRemovals:
         # [B⁻¹]_ii⁻¹ D_ii
         self._amplified = torch.linalg.solve(space.inverse_blocks, diagonal.unsqueeze(-1)).squeeze(-1)
 
-    def effects(self, test: Rows, shares: Tensor) -> tuple[Tensor, Tensor]:
+    def effects(self, test: Jacobian, shares: Tensor) -> tuple[Tensor, Tensor]:
         """Change of f(x) when one training point leaves, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C).
 
         With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
@@ -103,7 +103,7 @@ class SingleRemovals:
             k(x, x_i) r_i.
         """
         space = self._space
-        r, n = space.weighted.num_seeds, space.weighted.num_examples
+        r, n = space.weighted.num_cotangents, space.weighted.num_examples
         to_train = space.cross(test).T  # K_xS, (n*K, N*R)
         seen = shares - (to_train @ self._solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
         through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
@@ -111,12 +111,12 @@ class SingleRemovals:
         return moved, _widened(space.inverse_blocks, through)
 
 
-def widening(space: FunctionSpace, test: Rows) -> Tensor:
+def widening(space: FunctionSpace, test: Jacobian) -> Tensor:
     """Change of each variance of the rows `test` when one training point leaves, (n, N, K).
 
     The diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
     """
-    r, n = space.weighted.num_seeds, space.weighted.num_examples
+    r, n = space.weighted.num_cotangents, space.weighted.num_examples
     through = (space.cross(test).T @ space.inverse).view(test.num_examples, -1, n, r)
     return _widened(space.inverse_blocks, through)
 
@@ -130,7 +130,7 @@ def _widened(blocks: Tensor, through: Tensor) -> Tensor:
 
 
 def similarities(
-    space: FunctionSpace, test: Rows, output: Tensor, squares: Tensor
+    space: FunctionSpace, test: Jacobian, output: Tensor, squares: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """k(x, x_i) of one output of each input with all of each training point (n, N, C), with the same, and that scaled.
 
@@ -155,21 +155,21 @@ def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likel
     """
     with torch.no_grad():
         residual = points.residual(likelihood)
-    moments = space.training_moments()
+    moments = space.training_covariance_blocks()
     half = moments @ space.root  # V_iiS_i
     covariance = moments + half @ torch.linalg.solve(space.inverse_blocks, half.mT)
     return points.f - (covariance @ residual.unsqueeze(-1)).squeeze(-1), covariance
 
 
 @dataclass(frozen=True)
-class TakenOut:
+class RemovalTerms:
     """What it takes to take m training points out of a curvature, each alone.
 
     Attributes
     ----------
     half : Tensor, (m, C, R)
         V_iiS_i.
-    inner, held : Tensor, (m, R, R)
+    inner, complement : Tensor, (m, R, R)
         S_iᵀV_iiS_i, and I less that; or I, where it is not to be trusted.
     leverage : Tensor, (m,)
         Largest eigenvalue of `inner`.
@@ -178,17 +178,17 @@ class TakenOut:
 
     half: Tensor
     inner: Tensor
-    held: Tensor
+    complement: Tensor
     leverage: Tensor
     trusted: Tensor
 
 
-def is_exact(trained: Trained, structure: Structure) -> bool:
+def is_exact(model: LinearizedModel, structure: Structure) -> bool:
     """Whether H is P0 + JᵀΛJ itself, with Λ the likelihood's."""
-    return structure.name in ("gp", "full") and trained.root.curvature == "ggn"
+    return structure.name in ("gp", "full") and model.curvature_type.kind == "ggn"
 
 
-def taken_out(moments: Tensor, root: Tensor, exact: bool) -> TakenOut:
+def removal_terms(moments: Tensor, root: Tensor, exact: bool) -> RemovalTerms:
     """I - S_iᵀV_iiS_i for covariances V_ii (m, C, C) and roots S_i (m, C, R).
 
     An exact curvature holds each point whole: leverages are below 1, or lost to rounding. Another one may hold less
@@ -200,4 +200,4 @@ def taken_out(moments: Tensor, root: Tensor, exact: bool) -> TakenOut:
     leverage = torch.linalg.eigvalsh(inner)[:, -1]
     trusted = leverage < 1.0 if exact else leverage <= HIGH_LEVERAGE
     eye = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
-    return TakenOut(half, inner, torch.where(trusted.view(-1, 1, 1), eye - inner, eye), leverage, trusted)
+    return RemovalTerms(half, inner, torch.where(trusted.view(-1, 1, 1), eye - inner, eye), leverage, trusted)

@@ -19,13 +19,13 @@ from ntk_laplace.explain.algebra import (
     similarities,
     widening,
 )
-from ntk_laplace.explain.quantity import Question, question
+from ntk_laplace.explain.quantity import Quantity, quantity_of
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted, strongest
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import diagonal_blocks
-from ntk_laplace.structures import Structure, Trained
+from ntk_laplace.structures import Structure, LinearizedModel
 
-__all__ = ["Asked", "Explanation", "bytes_of_each", "explain"]
+__all__ = ["ExplanationRequest", "Explanation", "bytes_of_each", "explain"]
 
 _EXACT = (
     "offset, contributions and gap add up to the prediction exactly",
@@ -33,13 +33,13 @@ _EXACT = (
 )
 _OTHER_ROOT = (
     _EXACT[0],
-    "removal effects take the point out of this curvature, which is not the linearized model's: they rank, and are no "
+    "removal effects take the point out of this precision, which is not the linearized model's: they rank, and are no "
     "refit",
 )
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExplanationRequest:
     """What is asked of predictions.
 
     Attributes
@@ -59,34 +59,34 @@ class Asked:
     by: str = "output"
     y: object = None
 
-    def of(self, trained: Trained, f: Tensor, count: int) -> tuple[Question, int]:
-        """The question at predictions f, and how many of `count` training points to show."""
+    def of(self, model: LinearizedModel, f: Tensor, count: int) -> tuple[Quantity, int]:
+        """The quantity at predictions f, and how many of `count` training points to show."""
         if self.k is None:
             raise DataError("k of at least 1, a whole number", "None", "Ask for one or more training points.")
-        return question(trained.likelihood, f, self.by, self.output, self.y), min(counted(self.k, count), count)
+        return quantity_of(model.likelihood, f, self.by, self.output, self.y), min(counted(self.k, count), count)
 
     def of_each(
-        self, trained: Trained, chunks: Iterable[Rows], count: int
-    ) -> Iterator[tuple[Rows, Question, int]]:
-        """Rows of each chunk, with the question at their predictions and how many training points to show.
+        self, model: LinearizedModel, chunks: Iterable[Jacobian], count: int
+    ) -> Iterator[tuple[Jacobian, Quantity, int]]:
+        """Rows of each chunk, with the quantity at their predictions and how many training points to show.
 
         Raises
         ------
         DataError, UnsupportedError
-            As `question`; if there are more targets than inputs, after the last of them.
+            As `quantity`; if there are more targets than inputs, after the last of them.
         """
         y, start = as_tensors(self.y), 0
         cut = self.by == "log_likelihood" and isinstance(y, Tensor) and y.ndim > 0
         for rows in chunks:
             stop = start + rows.num_examples
-            asked = replace(self, y=y[start:stop]) if cut else self
-            found = rows, *asked.of(trained, rows.f, count)
+            request = replace(self, y=y[start:stop]) if cut else self
+            found = rows, *request.of(model, rows.f, count)
             del rows
             yield found
             del found  # before the rows of the next chunk are made
             start = stop
         if cut and len(y) != start:
-            trained.likelihood.for_new_points().targets(y, start, trained.network.num_outputs)
+            model.likelihood.for_new_points().targets(y, start, model.network.num_outputs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +99,7 @@ class Explanation(Ranked):
     ----------
     f : Tensor, (n, C)
         The predictions: network outputs (logits, for classes).
-    question : Question
+    quantity : Quantity
         What is explained: the quantity (`by`), its `output` (n,), the targets.
     offset : Tensor, (n, C)
         What the linearized network says at the prior mean.
@@ -135,7 +135,7 @@ class Explanation(Ranked):
     """
 
     f: Tensor
-    question: Question
+    quantity: Quantity
     offset: Tensor
     contributions: Tensor
     gap: Tensor
@@ -170,7 +170,7 @@ class Explanation(Ranked):
     @property
     def support(self) -> Tensor:
         """The effect with its sign turned so that positive speaks for the prediction, (n, N)."""
-        return -self.question.good * self.effect
+        return -self.quantity.good * self.effect
 
     def supporting(self, k: int | None = None) -> Tensor:
         """Indices of the training points that speak most for the prediction (its proponents), (n, k).
@@ -212,18 +212,18 @@ class Explanation(Ranked):
 
 
 def explain(
-    trained: Trained, structure: Structure, space: FunctionSpace, chunks: Iterable[Rows], asked: Asked
+    model: LinearizedModel, structure: Structure, space: FunctionSpace, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Explanation]:
     """Decompose predictions and rank the training points behind them.
 
     Parameters
     ----------
-    chunks : iterable of Rows
+    chunks : iterable of Jacobian
         Rows of J at the inputs to explain; one explanation is made of each.
-    asked : Asked
+    request : ExplanationRequest
     """
-    decompose = _Decomposing(trained, structure, space)
-    for test, about, k in asked.of_each(trained, chunks, structure.points.num_examples):
+    decompose = _Decomposing(model, structure, space)
+    for test, about, k in request.of_each(model, chunks, structure.points.num_examples):
         found = decompose(test, about, k)
         del test  # before the rows of the next chunk are made
         yield found
@@ -233,36 +233,36 @@ def explain(
 class _Decomposing:
     """Explanations in function space; what the training points alone decide is computed once."""
 
-    def __init__(self, trained: Trained, structure: Structure, space: FunctionSpace) -> None:
-        self._trained, self._structure, self._space = trained, structure, space
+    def __init__(self, model: LinearizedModel, structure: Structure, space: FunctionSpace) -> None:
+        self._model, self._structure, self._space = model, structure, space
         with torch.no_grad():
-            self._residual = structure.points.residual(trained.likelihood)
-            self._centered = trained.theta - trained.prior.flat_mean().to(trained.theta)
+            self._residual = structure.points.residual(model.likelihood)
+            self._centered = model.theta - model.prior.flat_mean().to(model.theta)
             self._removals = SingleRemovals(space, self._residual)
             self._squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
             self._leverage = leverages(space.inverse_blocks)[:, -1]
 
     @torch.no_grad()
-    def __call__(self, test: Rows, about: Question, k: int) -> Explanation:
+    def __call__(self, test: Jacobian, about: Quantity, k: int) -> Explanation:
         """Of the inputs that these rows of J belong to."""
-        trained, space = self._trained, self._space
+        model, space = self._model, self._space
         parts = contributions(space, test, self._residual, self._centered)
         moved, widened = self._removals.effects(test, parts.contributions)
-        variance = space.moments(test).diagonal(dim1=1, dim2=2)
+        variance = space.covariance_blocks(test).diagonal(dim1=1, dim2=2)
         kernel, similarity, correlation = similarities(space, test, about.output, self._squares)
         along = widened
         if about.by == "probability_variance":
             along = widening(space, test.weighted(about.direction(test.f).unsqueeze(-1)))
         return Explanation(
-            f=test.f, question=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
+            f=test.f, quantity=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
             removal=moved, widening=widened, effect=about.effect(test.f, moved, along), importance=self._residual,
             kernel=kernel, similarity=similarity, correlation=correlation, variance=variance, leverage=self._leverage,
             targets=self._structure.points.targets, k=k,
-            guarantees=_EXACT if trained.root.curvature == "ggn" else _OTHER_ROOT,
+            guarantees=_EXACT if model.curvature_type.kind == "ggn" else _OTHER_ROOT,
         )  # fmt: skip
 
 
 def bytes_of_each(structure: Structure, space: FunctionSpace) -> int:
     """Of an explanation of one input, and of what it is made of."""
     n, c = structure.points.f.shape
-    return n * c * (7 + 3 * space.weighted.num_seeds) * space.factor.element_size()
+    return n * c * (7 + 3 * space.weighted.num_cotangents) * space.factor.element_size()

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import Curvature
-from ntk_laplace.explain.algebra import is_exact, leverages, taken_out, without_each
+from ntk_laplace.evidence import PosteriorPrecision
+from ntk_laplace.explain.algebra import is_exact, leverages, removal_terms, without_each
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, counted
 from ntk_laplace.explain.reliability import Reliability, reliability
 from ntk_laplace.predictive import predictive
-from ntk_laplace.structures import Structure, Trained
+from ntk_laplace.structures import Structure, LinearizedModel
 
 if TYPE_CHECKING:
     import pandas
@@ -166,12 +166,12 @@ class _Without:
 
 
 def leave_one_out(
-    trained: Trained, structure: Structure, curvature: Curvature, samples: int = 1000
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, samples: int = 1000
 ) -> LeaveOneOut:
     """Compute means, covariances, log densities and leverages: from the rows that are kept, or in a pass."""
-    points, likelihood = structure.points, trained.likelihood
-    found = (_kept if structure.name == "gp" else _streamed)(trained, structure, curvature)
-    targets = points.targets.squeeze(-1) if trained.network.scalar and points.targets.ndim == 2 else points.targets
+    points, likelihood = structure.points, model.likelihood
+    found = (_kept if structure.name == "gp" else _streamed)(model, structure, precision)
+    targets = points.targets.squeeze(-1) if model.network.scalar and points.targets.ndim == 2 else points.targets
     generator = torch.Generator(device=found.mean.device).manual_seed(0)
     integrated = []
     step = max(1, _DRAWN // (samples * points.num_outputs))
@@ -180,13 +180,13 @@ def leave_one_out(
             part = slice(start, start + step)
             one = likelihood if step >= points.num_examples else likelihood.at(part)
             density = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
-                                 trained.network.scalar)  # fmt: skip
+                                 model.network.scalar)  # fmt: skip
             integrated.append(density.log_prob(targets[part]))
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
         importance = points.residual(likelihood).norm(dim=1)
-    exact = is_exact(trained, structure)
-    measured = reliability(trained, structure, curvature, found.leverage, exact)
+    exact = is_exact(model, structure)
+    measured = reliability(model, structure, precision, found.leverage, exact)
     guarantees = (_EXACT if exact else _OTHER, _DRAWS)
     if measured.moved:
         guarantees += (f"hyperparameters have changed since the fit: the weights are {measured.decrement:.2g} nats a "
@@ -195,9 +195,9 @@ def leave_one_out(
                        found.used, found.information, importance, points.targets, guarantees, measured)
 
 
-def _kept(trained: Trained, structure: Structure, space: FunctionSpace) -> _Without:
+def _kept(model: LinearizedModel, structure: Structure, space: FunctionSpace) -> _Without:
     """In function space."""
-    mean, covariance = without_each(space, structure.points, trained.likelihood)
+    mean, covariance = without_each(space, structure.points, model.likelihood)
     blocks = space.inverse_blocks
     # SᵀV_iiS = I - [B⁻¹]_ii
     used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
@@ -205,21 +205,21 @@ def _kept(trained: Trained, structure: Structure, space: FunctionSpace) -> _With
     return _Without(mean, covariance, leverages(blocks)[:, -1], used, information)
 
 
-def _streamed(trained: Trained, structure: Structure, curvature: Curvature) -> _Without:
+def _streamed(model: LinearizedModel, structure: Structure, precision: PosteriorPrecision) -> _Without:
     """In weight space, a batch of the data at a time: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
     points, parts, start = structure.points, [], 0
     with torch.no_grad():
-        residual = points.residual(trained.likelihood)
-        root = points.root(trained.root, trained.likelihood)
-        for rows in structure.rows_at(trained, torch.arange(points.num_examples)):
+        residual = points.residual(model.likelihood)
+        root = points.root(model.curvature_type, model.likelihood)
+        for rows in structure.rows_at(model, torch.arange(points.num_examples)):
             here = slice(start, start + rows.num_examples)
-            moments = curvature.moments(rows)
-            out = taken_out(moments, root[here], is_exact(trained, structure))
-            widened = out.half @ torch.linalg.solve(out.held, out.half.mT)
+            moments = precision.covariance_blocks(rows)
+            out = removal_terms(moments, root[here], is_exact(model, structure))
+            widened = out.half @ torch.linalg.solve(out.complement, out.half.mT)
             covariance = moments + widened * out.trusted.view(-1, 1, 1)
             mean = points.f[here] - (covariance @ residual[here].unsqueeze(-1)).squeeze(-1)
             used = out.inner.diagonal(dim1=1, dim2=2).sum(1)
-            log_det = torch.linalg.slogdet(out.held).logabsdet
+            log_det = torch.linalg.slogdet(out.complement).logabsdet
             information = torch.where(out.trusted, -0.5 * log_det, 0.5 * used)
             parts.append(_Without(mean, covariance, out.leverage, used, information))
             start = here.stop

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.points import TrainingPoints
-from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, Trained
+from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, LinearizedModel
 
 __all__ = ["Exact", "Objective", "Place", "descend", "refitted"]
 
@@ -32,12 +32,12 @@ _HALVINGS = 40
 class Place:
     """θ - θ* (P,) and the outputs there (N, C)."""
 
-    move: Tensor
+    displacement: Tensor
     f: Tensor
 
     def along(self, direction: tuple[Tensor, Tensor], size: float) -> Place:
         """The place at so many times a step back along a direction."""
-        return Place(self.move - size * direction[0], self.f - size * direction[1])
+        return Place(self.displacement - size * direction[0], self.f - size * direction[1])
 
 
 class Objective:
@@ -45,7 +45,7 @@ class Objective:
 
     Parameters
     ----------
-    trained : Trained
+    model : LinearizedModel
     structure : FunctionSpaceStructure or FullStructure
         Of these points.
     points : TrainingPoints
@@ -58,43 +58,43 @@ class Objective:
     """
 
     def __init__(
-        self, trained: Trained, structure: Exact, points: TrainingPoints, held: Tensor, slope: Tensor | float,
+        self, model: LinearizedModel, structure: Exact, points: TrainingPoints, held: Tensor, slope: Tensor | float,
         start: Tensor,
     ) -> None:  # fmt: skip
-        self.trained, self.structure, self.points = trained, structure, points
+        self.model, self.structure, self.points = model, structure, points
         self.held, self.slope, self.start = held, slope, start
-        self.precision = trained.prior.flat_precision().to(trained.theta)
+        self.precision = model.prior.flat_precision().to(model.theta)
 
     @classmethod
-    def tilted(cls, trained: Trained, structure: Exact, points: TrainingPoints, base: TrainingPoints) -> Objective:
+    def tilted(cls, model: LinearizedModel, structure: Exact, points: TrainingPoints, base: TrainingPoints) -> Objective:
         """For changed points; θ* is optimal for `base`, the points as they were."""
-        held = base.residual(trained.likelihood)
+        held = base.residual(model.likelihood)
         held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
-        return cls(trained, structure, points, held, 0.0, torch.cat([base.f, points.f[len(base.f) :]]))
+        return cls(model, structure, points, held, 0.0, torch.cat([base.f, points.f[len(base.f) :]]))
 
     @classmethod
-    def own(cls, trained: Trained, structure: Exact) -> Objective:
+    def own(cls, model: LinearizedModel, structure: Exact) -> Objective:
         """Of the linearized model itself: nothing is held."""
         f = structure.points.f
         points = replace(structure.points, expanded=None)
-        weights = trained.network.theta.to(trained.theta)  # θ*, wherever a what-if has moved to
-        slope = trained.prior.flat_precision().to(weights) * (weights - trained.prior.flat_mean().to(weights))
-        return cls(trained, structure, points, torch.zeros_like(f), slope, f)
+        weights = model.network.theta.to(model.theta)  # θ*, wherever a what-if has moved to
+        slope = model.prior.flat_precision().to(weights) * (weights - model.prior.flat_mean().to(weights))
+        return cls(model, structure, points, torch.zeros_like(f), slope, f)
 
     def value(self, at: Place) -> float:
         """The objective, in nats."""
-        fit = replace(self.points, f=at.f).log_likelihood(self.trained.likelihood)
-        linear = (self.held * (at.f - self.start)).sum() + (self.slope * at.move).sum()
-        return float(linear - fit + 0.5 * (self.precision * at.move.square()).sum())
+        fit = replace(self.points, f=at.f).log_likelihood(self.model.likelihood)
+        linear = (self.held * (at.f - self.start)).sum() + (self.slope * at.displacement).sum()
+        return float(linear - fit + 0.5 * (self.precision * at.displacement.square()).sum())
 
     def direction(self, at: Place) -> tuple[tuple[Tensor, Tensor], float]:
         """H⁻¹g in weights and in outputs, and the decrement gᵀH⁻¹g."""
-        trained, structure = self.trained, self.structure
+        model, structure = self.model, self.structure
         here = replace(self.points, f=at.f, expanded=None)
-        pull = here.residual(trained.likelihood) - self.held
-        gradient = self.precision * at.move - structure.backproject(trained, pull) + self.slope
-        step = structure.newton_at(trained, here, gradient)
-        return (step, structure.push(trained, step)), float(gradient @ step)
+        pull = here.residual(model.likelihood) - self.held
+        gradient = self.precision * at.displacement - structure.vjp(model, pull) + self.slope
+        step = structure.solve_at(model, here, gradient)
+        return (step, structure.jvp(model, step)), float(gradient @ step)
 
     def search(self, at: Place, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[Place, float]:
         """The full step, or the largest of its halves that makes the objective fall."""
@@ -124,7 +124,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
         If the optimum is not reached.
     """
     before, last = start, float("inf")
-    at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.trained.network.dtype)]
+    at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.model.network.dtype)]
     for _ in range(_MOST if steps is None else steps):
         before = at
         direction, decrement = problem.direction(at)
@@ -146,7 +146,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
     return before, at
 
 
-def refitted(trained: Trained, structure: Exact) -> Tensor:
+def refitted(model: LinearizedModel, structure: Exact) -> Tensor:
     """θ - θ̄, (P,), with θ̄ the optimum of the linearized model under its own prior, from where it is.
 
     Raises
@@ -155,7 +155,7 @@ def refitted(trained: Trained, structure: Exact) -> Tensor:
         If it is not reached.
     """
     with torch.no_grad():
-        problem = Objective.own(trained, structure)
-        start = trained.theta.new_zeros(len(trained.theta)) if trained.move is None else trained.move
+        problem = Objective.own(model, structure)
+        start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
         _, end = descend(problem, Place(start, problem.points.f), None)
     return start - end.move

@@ -86,7 +86,7 @@ def _features(x: Tensor | None) -> Tensor | None:
 def _image_rows(ranked: Ranked, images: tuple[Tensor, Tensor]) -> Figure:
     from matplotlib.figure import Figure
 
-    shown, sides, rows = min(ranked.k, 6), ranked.question.sides, len(ranked.f)
+    shown, sides, rows = min(ranked.k, 6), ranked.quantity.sides, len(ranked.f)
     columns = len(sides) * shown + 1
     figure = Figure(figsize=(1.15 * columns + 0.6, 1.75 * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
@@ -119,7 +119,7 @@ def _show(axes: Axes, image: Tensor, title: str, color: str) -> None:
 def _bar_rows(ranked: Ranked, features: tuple[Tensor, Tensor] | None, names: Sequence[str] | None) -> Figure:
     from matplotlib.figure import Figure
 
-    rows, most = len(ranked.f), len(ranked.question.sides) * ranked.k
+    rows, most = len(ranked.f), len(ranked.quantity.sides) * ranked.k
     width = 7.0 if features is None else 7.0 + 0.75 * min(_FEATURES, features[1].shape[1])
     figure = Figure(figsize=(width, (0.32 * most + 1.15) * rows), layout="constrained")
     axes = figure.subplots(rows, 1 if features is None else 2, squeeze=False,
@@ -134,7 +134,7 @@ def _bar_rows(ranked: Ranked, features: tuple[Tensor, Tensor] | None, names: Seq
 
 def _both_sides(ranked: Ranked, i: int) -> list[Entry]:
     """All entries of an input, each once, from the strongest for it to the strongest against."""
-    found = {entry.training_index: entry for side in ranked.question.sides for entry in ranked.entries(i, side)}
+    found = {entry.training_index: entry for side in ranked.quantity.sides for entry in ranked.entries(i, side)}
     return sorted(found.values(), key=lambda entry: -entry.support)
 
 
@@ -145,9 +145,9 @@ def _bars(axes: Axes, ranked: Ranked, i: int, chosen: list[Entry]) -> None:
     axes.set_yticks(range(len(chosen)), labels, fontsize=8)
     axes.set_ylim(len(chosen) - 0.5, -0.5)
     axes.axvline(0.0, color="black", linewidth=0.8)
-    change = "fall" if ranked.question.good > 0 else "rise"
-    axes.set_xlabel(f"{change} of {ranked.question.words(i)} if the point were left out{_in_unit(ranked)}")
-    sides = "for (right) and against (left)" if len(ranked.question.sides) == 2 else "that make it sure"
+    change = "fall" if ranked.quantity.good > 0 else "rise"
+    axes.set_xlabel(f"{change} of {ranked.quantity.words(i)} if the point were left out{_in_unit(ranked)}")
+    sides = "for (right) and against (left)" if len(ranked.quantity.sides) == 2 else "that make it sure"
     axes.set_title(f"input {i}: training points {sides}", fontsize=10)
 
 
@@ -198,10 +198,10 @@ def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str]
                 axes.scatter(training[at], targets[at], s=sizes, marker=marker, color=color, alpha=0.7, label=side)
         axes.axvline(float(inputs[i]), color="black", lw=1.0, ls=(0, (4, 2)))
         if ranked.targets.is_floating_point():  # labels are no heights
-            mean = ranked.question.likelihood.mean(ranked.f[i : i + 1]).detach()
+            mean = ranked.quantity.likelihood.mean(ranked.f[i : i + 1]).detach()
             axes.plot(float(inputs[i]), float(mean[0, output]), "*", ms=13, color="black", label="prediction")
         axes.set(xlabel=names[0] if names else "input", ylabel="target")
-        axes.set_title(f"input {i}: training points behind {ranked.question.words(i)}, area as effect", fontsize=10)
+        axes.set_title(f"input {i}: training points behind {ranked.quantity.words(i)}, area as effect", fontsize=10)
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure
 
@@ -222,5 +222,5 @@ def _mark(entry: Entry) -> str:
 
 
 def _in_unit(ranked: Ranked) -> str:
-    unit = ranked.question.unit.strip()
+    unit = ranked.quantity.unit.strip()
     return f" ({unit})" if unit else ""

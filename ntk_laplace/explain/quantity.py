@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.likelihoods import Likelihood
 
-__all__ = ["SPREADS", "Question", "question"]
+__all__ = ["SPREADS", "Quantity", "quantity_of"]
 
 SPREADS = ("variance", "probability_variance")
 """Quantities that every training point makes smaller."""
@@ -29,7 +29,7 @@ _UNITS = {"log_likelihood": " nats"}
 
 
 @dataclass(frozen=True)
-class Question:
+class Quantity:
     """Which quantity of which predictions is explained.
 
     Attributes
@@ -61,14 +61,14 @@ class Question:
         """Sides a training point can take; all of them make a prediction surer."""
         return ("for",) if self.by in SPREADS else ("for", "against")
 
-    def part(self, index: slice) -> Question:
+    def subset(self, index: slice) -> Quantity:
         """The same of some of the inputs."""
         targets = None if self.targets is None else self.targets[index]
         return replace(self, output=self.output[index], targets=targets)
 
     @staticmethod
-    def joined(parts: Sequence[Question]) -> Question:
-        """One question of consecutive inputs, from those of their parts."""
+    def joined(parts: Sequence[Quantity]) -> Quantity:
+        """One quantity of consecutive inputs, from those of their parts."""
         first = parts[0]
         targets = None if first.targets is None else torch.cat([part.targets for part in parts])
         return replace(first, output=torch.cat([part.output for part in parts]), targets=targets)
@@ -121,7 +121,7 @@ class Question:
         return then.view(n, count) - self._value(f).unsqueeze(1)
 
 
-def question(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Question:
+def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Quantity:
     """Check what was asked of predictions f (n, C).
 
     Raises
@@ -138,14 +138,14 @@ def question(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: 
         raise DataError(f"an output from 0 to {c - 1}", f"{output}", "Choose one of the network's outputs.")
     chosen = f.argmax(1) if output is None else torch.full((n,), output, device=f.device)
     if by != "log_likelihood":
-        return Question(by, chosen, None, likelihood)
+        return Quantity(by, chosen, None, likelihood)
     likelihood = likelihood.for_new_points()
     if y is None:
         if likelihood.event_shape(c) != ():
             raise DataError("targets y at the inputs, for their log likelihood", "none", "Pass y=, one per input.")
-        return Question(by, chosen, chosen, likelihood)
+        return Quantity(by, chosen, chosen, likelihood)
     targets = likelihood.targets(y, n, c).to(f.device)
     if output is None and targets.ndim == 1 and likelihood.event_shape(c) == ():
         observed = likelihood.observed(targets)
         chosen = targets if observed is None else torch.where(observed, targets, chosen)
-    return Question(by, chosen, targets, likelihood)
+    return Quantity(by, chosen, targets, likelihood)

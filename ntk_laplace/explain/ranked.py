@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from ntk_laplace.data import Gathered
+from ntk_laplace.data import RowBuffer
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.explain.picture import draw
-from ntk_laplace.explain.quantity import SPREADS, Question
+from ntk_laplace.explain.quantity import SPREADS, Quantity
 
 if TYPE_CHECKING:
     import pandas
@@ -61,8 +61,8 @@ class Ranked:
     Attributes
     ----------
     f : Tensor, (n, C)
-    question : Question
-        What was asked.
+    quantity : Quantity
+        What was request.
     offset, gap : Tensor, (n, C)
     leverage : Tensor, (N,)
     targets : Tensor
@@ -72,7 +72,7 @@ class Ranked:
     """
 
     f: Tensor
-    question: Question
+    quantity: Quantity
     offset: Tensor
     gap: Tensor
     leverage: Tensor
@@ -95,12 +95,12 @@ class Ranked:
     @property
     def output(self) -> Tensor:
         """Which output is explained, (n,)."""
-        return self.question.output
+        return self.quantity.output
 
     @property
     def by(self) -> str:
         """The quantity whose change ranks the training points."""
-        return self.question.by
+        return self.quantity.by
 
     @property
     def flagged(self) -> Tensor:
@@ -124,8 +124,8 @@ class Ranked:
         raise NotImplementedError
 
     def _require_side(self, side: str) -> None:
-        if side not in self.question.sides:
-            raise UnsupportedError(f"the side {' or '.join(map(repr, self.question.sides))}", repr(side),
+        if side not in self.quantity.sides:
+            raise UnsupportedError(f"the side {' or '.join(map(repr, self.quantity.sides))}", repr(side),
                                    "No training point makes a prediction less sure: see supporting()."
                                    if self.by in SPREADS else "Choose one of the two.")  # fmt: skip
 
@@ -141,7 +141,7 @@ class Ranked:
 
     def _records(self, k: int | None) -> Iterator[dict[str, Any]]:
         for i in range(len(self.f)):
-            for side in self.question.sides:
+            for side in self.quantity.sides:
                 for rank, entry in enumerate(self.entries(i, side, k)):
                     own = asdict(entry)
                     support, more = own.pop("support"), own.pop("more")
@@ -153,7 +153,7 @@ class Ranked:
                         "training_index": own.pop("training_index"),
                         "target": own.pop("target"),
                         "removal_effect": entry.removal_effect,
-                        "meaning": self.question.meaning(i, own.pop("removal_effect")),
+                        "meaning": self.quantity.meaning(i, own.pop("removal_effect")),
                         **{name: more[name] for name in more},
                         **own,
                     }
@@ -161,7 +161,7 @@ class Ranked:
     def _entry(self, j: int, effect: float, more: dict[str, float] | None = None) -> Entry:
         target = self.targets[j]
         value = target.item() if target.numel() == 1 else target.tolist()
-        return Entry(j, value, effect, -self.question.good * effect, float(self.leverage[j]), bool(self.flagged[j]),
+        return Entry(j, value, effect, -self.quantity.good * effect, float(self.leverage[j]), bool(self.flagged[j]),
                      more or {})
 
     def decomposition(self) -> pandas.DataFrame:
@@ -227,14 +227,14 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
         Inputs to expect, if known.
     """
     first, questions = None, []
-    rows: dict[tuple[str, str], Gathered] = {}
+    rows: dict[tuple[str, str], RowBuffer] = {}
     for part in parts:
         if len(part.f) == room:
             return part
         first = part if first is None else first
-        questions.append(part.question)
+        questions.append(part.quantity)
         for key, values in part.by_input().items():
-            rows.setdefault(key, Gathered(room)).append(values)
+            rows.setdefault(key, RowBuffer(room)).append(values)
         del part, values  # before the next is made
     found: dict[str, Any] = {}
     for (name, side), gathered in rows.items():
@@ -242,7 +242,7 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
             found.setdefault(name, {})[side] = gathered.rows
         else:
             found[name] = gathered.rows
-    return replace(first, question=Question.joined(questions), **found)
+    return replace(first, quantity=Quantity.joined(questions), **found)
 
 
 def counted(k: Any, default: int) -> int:

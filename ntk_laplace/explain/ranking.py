@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.evidence import Curvature
-from ntk_laplace.explain.algebra import is_exact, taken_out
-from ntk_laplace.explain.explanation import Asked
-from ntk_laplace.explain.quantity import SPREADS, Question
+from ntk_laplace.evidence import PosteriorPrecision
+from ntk_laplace.explain.algebra import is_exact, removal_terms
+from ntk_laplace.explain.explanation import ExplanationRequest
+from ntk_laplace.explain.quantity import SPREADS, Quantity
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures import Structure, Trained
+from ntk_laplace.structures import Structure, LinearizedModel
 
 __all__ = ["Ranking", "effects", "rank"]
 
@@ -47,7 +47,7 @@ class Ranking(Ranked):
     ----------
     f : Tensor, (n, C)
         The predictions.
-    question : Question
+    quantity : Quantity
         What is explained: the quantity (`by`), its `output` (n,), the targets.
     offset, total, gap : Tensor, (n, C)
         f = offset + total + gap, `total` the sum of all contributions.
@@ -65,7 +65,7 @@ class Ranking(Ranked):
     """
 
     f: Tensor
-    question: Question
+    quantity: Quantity
     offset: Tensor
     total: Tensor
     gap: Tensor
@@ -142,46 +142,46 @@ class _Strongest:
 
 
 def rank(
-    trained: Trained, structure: Structure, curvature: Curvature, chunks: Iterable[Rows], asked: Asked
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Ranking]:
     """Rank the training points behind predictions, in a pass over the data for each chunk.
 
     Parameters
     ----------
-    chunks : iterable of Rows
+    chunks : iterable of Jacobian
         Rows of J at the inputs to explain; one ranking is made of each.
-    asked : Asked
+    request : ExplanationRequest
     """
-    for test, question, k in asked.of_each(trained, chunks, structure.points.num_examples):
-        yield _rank(trained, structure, curvature, test, question, k)
+    for test, quantity, k in request.of_each(model, chunks, structure.points.num_examples):
+        yield _rank(model, structure, precision, test, quantity, k)
 
 
 def _rank(
-    trained: Trained, structure: Structure, curvature: Curvature, test: Rows, question: Question, k: int
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian, quantity: Quantity, k: int
 ) -> Ranking:
     points = structure.points
-    sides = {side: [] for side in question.sides}
+    sides = {side: [] for side in quantity.sides}
     leverage = total = None
-    for part in _parts(trained, curvature, test):
+    for part in _parts(model, precision, test):
         heaps = {side: _Strongest(k) for side in sides}
-        passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
+        passing = _Passing(model, structure, precision, test.subset(part), quantity.subset(part))
         for start, change in passing.effects():
-            support = -question.good * change
+            support = -quantity.good * change
             for side, heap in heaps.items():
                 heap.add(support if side == "for" else -support, start)
         for side, heap in heaps.items():
             sides[side].append(heap)
         leverage, total = passing.leverage, passing.backprojected
     with torch.no_grad():
-        network, prior = trained.network, trained.prior
-        centered = trained.theta - prior.flat_mean().to(trained.theta)
+        network, prior = model.network, model.prior
+        centered = model.theta - prior.flat_mean().to(model.theta)
         pushed = test.jvp(network.unflatten(centered))
         contributed = test.jvp(network.unflatten(total / prior.flat_precision().to(total)))  # J P0⁻¹ Jᵀr
-    guarantees = (_SUMS, _GUARANTEES["full" if is_exact(trained, structure) else "other"])
-    first_order = (_FIRST_ORDER,) if question.by in ("probability", "log_likelihood") else ()
-    signs = {"for": -question.good, "against": question.good}
+    guarantees = (_SUMS, _GUARANTEES["full" if is_exact(model, structure) else "other"])
+    first_order = (_FIRST_ORDER,) if quantity.by in ("probability", "log_likelihood") else ()
+    signs = {"for": -quantity.good, "against": quantity.good}
     return Ranking(
-        f=test.f, question=question, offset=test.f - pushed, total=contributed, gap=pushed - contributed,
+        f=test.f, quantity=quantity, offset=test.f - pushed, total=contributed, gap=pushed - contributed,
         indices={side: torch.cat([heap.indices for heap in heaps]) for side, heaps in sides.items()},
         effects={side: signs[side] * torch.cat([heap.values for heap in heaps]) for side, heaps in sides.items()},
         leverage=leverage, targets=points.targets, k=k, guarantees=guarantees + first_order,
@@ -189,24 +189,24 @@ def _rank(
 
 
 def effects(
-    trained: Trained, structure: Structure, curvature: Curvature, chunks: Iterable[Rows], asked: Asked
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Tensor]:
     """Change of the quantity for each chunk's inputs and every training point, (n, N), by the same passes."""
-    for test, question, _ in asked.of_each(trained, chunks, structure.points.num_examples):
-        for part in _parts(trained, curvature, test):
-            passing = _Passing(trained, structure, curvature, test.part(part), question.part(part))
+    for test, quantity, _ in request.of_each(model, chunks, structure.points.num_examples):
+        for part in _parts(model, precision, test):
+            passing = _Passing(model, structure, precision, test.subset(part), quantity.subset(part))
             yield torch.cat([change for _, change in passing.effects()], 1)
 
 
-def _parts(trained: Trained, curvature: Curvature, test: Rows) -> Iterator[slice]:
+def _parts(model: LinearizedModel, precision: PosteriorPrecision, test: Jacobian) -> Iterator[slice]:
     """Inputs that go through the data together."""
     with torch.no_grad():
-        one = test.part(slice(0, 1))
-        numbers = curvature.toward(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
+        one = test.subset(slice(0, 1))
+        numbers = precision.cross_covariance(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
     size = numbers * test.f.element_size()
     step = min(test.num_examples, max(1, _TEST // size))
     require_memory(3 * step * size, test.f.device, f"directions of {step} inputs", "Fit a smaller network.",
-                   trained.settings.memory_budget)
+                   model.settings.memory_budget)
     for start in range(0, test.num_examples, step):
         yield slice(start, min(start + step, test.num_examples))
 
@@ -215,36 +215,36 @@ class _Passing:
     """One pass over the training data for a few inputs."""
 
     def __init__(
-        self, trained: Trained, structure: Structure, curvature: Curvature, test: Rows, question: Question
+        self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian, quantity: Quantity
     ) -> None:
-        self.trained, self.structure, self.curvature, self.question = trained, structure, curvature, question
+        self.model, self.structure, self.precision, self.quantity = model, structure, precision, quantity
         with torch.no_grad():
-            self.toward = curvature.toward(test.weighted(question.direction(test.f).unsqueeze(-1)))  # V_·x c_x
+            self.cross_covariance = precision.cross_covariance(test.weighted(quantity.direction(test.f).unsqueeze(-1)))  # V_·x c_x
         self.leverage = test.f.new_zeros(structure.points.num_examples)
-        self.backprojected = torch.zeros_like(trained.theta)  # Jᵀr
+        self.backprojected = torch.zeros_like(model.theta)  # Jᵀr
 
     def effects(self) -> Iterator[tuple[int, Tensor]]:
         """(number of the first, effects (n, m)) of the training points, a batch at a time, in order."""
-        trained, points = self.trained, self.structure.points
+        model, points = self.model, self.structure.points
         with torch.no_grad():
-            residual = points.residual(trained.likelihood)
-            root = points.root(trained.root, trained.likelihood)
-            shapes, start = trained.network.shapes, 0
-            for rows in self.structure.rows_at(trained, torch.arange(points.num_examples)):
+            residual = points.residual(model.likelihood)
+            root = points.root(model.curvature_type, model.likelihood)
+            shapes, start = model.network.shapes, 0
+            for rows in self.structure.rows_at(model, torch.arange(points.num_examples)):
                 here = slice(start, start + rows.num_examples)
                 weights = self._weights(rows, residual[here], root[here], here)
                 self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
-                seen = self.toward.products(rows.weighted(weights))  # V_ix c_x, weighed
-                change = seen.square().sum(0) if self.question.by in SPREADS else -seen[0]
+                seen = self.cross_covariance.products(rows.weighted(weights))  # V_ix c_x, weighed
+                change = seen.square().sum(0) if self.quantity.by in SPREADS else -seen[0]
                 yield start, change.T
                 start = here.stop
 
-    def _weights(self, rows: Rows, residual: Tensor, root: Tensor, here: slice) -> Tensor:
+    def _weights(self, rows: Jacobian, residual: Tensor, root: Tensor, here: slice) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
-        out = taken_out(self.curvature.moments(rows), root, is_exact(self.trained, self.structure))
+        out = removal_terms(self.precision.covariance_blocks(rows), root, is_exact(self.model, self.structure))
         self.leverage[here] = out.leverage
-        if self.question.by in SPREADS:
-            factor = torch.linalg.cholesky(out.held)
+        if self.quantity.by in SPREADS:
+            factor = torch.linalg.cholesky(out.complement)
             return torch.linalg.solve_triangular(factor, root.mT, upper=False).mT
-        bent = torch.linalg.solve(out.held, out.half.mT @ residual.unsqueeze(-1))  # (I - SᵀVS)⁻¹ SᵀV r
+        bent = torch.linalg.solve(out.complement, out.half.mT @ residual.unsqueeze(-1))  # (I - SᵀVS)⁻¹ SᵀV r
         return residual.unsqueeze(-1) + root @ (bent * out.trusted.view(-1, 1, 1))

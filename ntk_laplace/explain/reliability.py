@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.evidence import Curvature, joint_gradient
+from ntk_laplace.evidence import PosteriorPrecision, joint_gradient
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
 from ntk_laplace.points import present_values
-from ntk_laplace.structures import Structure, Trained
+from ntk_laplace.structures import Structure, LinearizedModel
 
 __all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
 
@@ -103,31 +103,31 @@ class Reliability:
 
 
 def reliability(
-    trained: Trained, structure: Structure, curvature: Curvature, leverage: Tensor, exact: bool
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, leverage: Tensor, exact: bool
 ) -> Reliability:
     """Measure it; `leverage` (N,) are the points' own, and `exact` says whether H is P0 + JᵀΛJ itself."""
-    prior, theta = trained.prior, trained.theta
+    prior, theta = model.prior, model.theta
     with torch.inference_mode(False), torch.no_grad():
-        residual = structure.points.residual(trained.likelihood)
-        gradient = joint_gradient(structure.backproject(trained, residual), prior, theta)
-        decrement = 0.5 * float(gradient @ curvature.newton(gradient))
+        residual = structure.points.residual(model.likelihood)
+        gradient = joint_gradient(structure.vjp(model, residual), prior, theta)
+        decrement = 0.5 * float(gradient @ precision.solve(gradient))
         by_group = prior.precision.flatten().double()
         energy = by_group * prior.group_distances(theta).double()
-        used = curvature.effective_parameters().double().to(energy)
+        used = precision.effective_parameters().double().to(energy)
     tiny = torch.finfo(torch.float64).tiny
     return Reliability(
         decrement=decrement / float(structure.points.counts.sum()),
         prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
-        moved=_moved(trained), exact=exact,
+        moved=_moved(model), exact=exact,
     )  # fmt: skip
 
 
-def _moved(trained: Trained) -> bool:
+def _moved(model: LinearizedModel) -> bool:
     """Whether a precision, a noise or a temperature is another than at the fit; copies of a part have fewer noises."""
-    if trained.fitted_at is None:
+    if model.fitted_at is None:
         return False
-    now = present_values(trained.prior, trained.likelihood)
-    pairs = zip(trained.fitted_at, now, strict=False)
+    now = present_values(model.prior, model.likelihood)
+    pairs = zip(model.fitted_at, now, strict=False)
     return any(one.shape == other.shape and not torch.equal(one.to(other), other) for one, other in pairs)

@@ -15,26 +15,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Batches, Inputs, Source, as_tensors, gather, num_examples
+from ntk_laplace.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.evidence import joint_gradient
 from ntk_laplace.explain.what_if import Exact
 from ntk_laplace.network import Network
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.progress import track
-from ntk_laplace.structures import FunctionSpaceStructure, Trained
+from ntk_laplace.structures import FunctionSpaceStructure, LinearizedModel
 
 __all__ = ["relinearized"]
 
 _HALVINGS = 40
 
 
-def relinearized(trained: Trained, structure: Exact, x: Inputs | None, steps: int) -> tuple[Trained, Exact]:
+def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, steps: int) -> tuple[LinearizedModel, Exact]:
     """The model and its points after so many steps of the network itself.
 
     Parameters
     ----------
-    trained : Trained
+    model : LinearizedModel
         That a what-if has moved, or that was relinearized before and goes on.
     structure : FunctionSpaceStructure or FullStructure
     x : tensor, tuple or dict of tensors, optional
@@ -43,7 +43,7 @@ def relinearized(trained: Trained, structure: Exact, x: Inputs | None, steps: in
 
     Returns
     -------
-    Trained, structure
+    LinearizedModel, structure
         Of a copy of the network. What training left is remembered, for steps that go on.
 
     Raises
@@ -56,18 +56,18 @@ def relinearized(trained: Trained, structure: Exact, x: Inputs | None, steps: in
         If nothing was changed.
     """
     require_whole("steps", steps, 1, "Pass how often the network is linearized anew, such as 3.")
-    if trained.move is None and trained.held is None:
+    if model.displacement is None and model.training_gradient is None:
         raise UnsupportedError("a posterior that a what-if changed, to relinearize", "one of the data it was fitted to",
                                "Ask remove, relabel, reweight or add first.")  # fmt: skip
-    quiet = replace(trained.settings, progress=False, checkpoint=None, resume=None)
-    shown, trained = trained.settings.progress, replace(trained, settings=quiet)
+    quiet = replace(model.settings, progress=False, checkpoint=None, resume=None)
+    shown, model = model.settings.progress, replace(model, settings=quiet)
     with torch.no_grad():
-        climb = _Climb.of(trained, structure, _source(trained, structure, x))
+        climb = _Climb.of(model, structure, _source(model, structure, x))
         for _ in track(range(steps), "ntk_laplace: relinearizing", steps, shown):
             if not climb.step():
                 break
     settings = replace(quiet, progress=shown)
-    return replace(climb.trained, settings=settings), climb.structure
+    return replace(climb.model, settings=settings), climb.structure
 
 
 class _Climb:
@@ -75,7 +75,7 @@ class _Climb:
 
     Parameters
     ----------
-    trained : Trained
+    model : LinearizedModel
         Not moved: the network is where it is.
     structure : structure
         Of the changed points there.
@@ -85,36 +85,36 @@ class _Climb:
         Where to go first, if not to the optimum of the network linearized here.
     """
 
-    def __init__(self, trained: Trained, structure: Exact, source: Source, direction: Tensor | None) -> None:
-        self.trained, self.structure, self._source, self._direction = trained, structure, source, direction
+    def __init__(self, model: LinearizedModel, structure: Exact, source: Source, direction: Tensor | None) -> None:
+        self.model, self.structure, self._source, self._direction = model, structure, source, direction
 
     @classmethod
-    def of(cls, trained: Trained, structure: Exact, source: Source) -> _Climb:
+    def of(cls, model: LinearizedModel, structure: Exact, source: Source) -> _Climb:
         """From where a what-if, or an earlier step, has left off."""
-        if trained.move is None:
-            return cls(trained, structure, source, None)
-        still = replace(trained, move=None)
+        if model.displacement is None:
+            return cls(model, structure, source, None)
+        still = replace(model, displacement=None)
         base, points = structure.base, structure.points
-        left = base.residual(trained.likelihood)
+        left = base.residual(model.likelihood)
         left = torch.cat([left, left.new_zeros(len(points.f) - len(left), left.shape[1])])
-        held = joint_gradient(structure.backproject(still, left), trained.prior, still.theta)  # g0
-        f = torch.cat([base.f, (points.f - structure.push(still, trained.move))[len(base.f) :]])
+        held = joint_gradient(structure.vjp(still, left), model.prior, still.theta)  # g0
+        f = torch.cat([base.f, (points.f - structure.jvp(still, model.displacement))[len(base.f) :]])
         here = structure.changed(still, replace(points, f=f, expanded=None))
-        return cls(replace(still, held=held), here, source, trained.move)
+        return cls(replace(still, training_gradient=held), here, source, model.displacement)
 
     def step(self) -> bool:
         """One step down the objective; False where there is none to take."""
-        trained, points = self.trained, self.structure.points
-        theta = trained.theta
-        pulled = self.structure.backproject(trained, points.residual(trained.likelihood))
-        gradient = joint_gradient(pulled, trained.prior, theta) - trained.held
+        model, points = self.model, self.structure.points
+        theta = model.theta
+        pulled = self.structure.vjp(model, points.residual(model.likelihood))
+        gradient = joint_gradient(pulled, model.prior, theta) - model.training_gradient
         direction = self._direction
         if direction is None:
-            direction = -self.structure.newton_at(trained, points, gradient)
+            direction = -self.structure.solve_at(model, points, gradient)
         self._direction = None
         slope = float(gradient @ direction)
         value = self._value(theta, points.f)
-        slack = 8 * torch.finfo(trained.network.dtype).eps * (1.0 + abs(value))
+        slack = 8 * torch.finfo(model.network.dtype).eps * (1.0 + abs(value))
         if -slope <= slack:  # less than the objective can tell from its rounding
             return False
         there = self._search(theta, direction, slope, value, slack)
@@ -126,7 +126,7 @@ class _Climb:
         size = 1.0
         for _ in range(_HALVINGS):
             there = theta + size * direction
-            f = _outputs(self.trained, self._source, there)
+            f = _outputs(self.model, self._source, there)
             if self._value(there, f) <= value + 1e-4 * size * slope + slack:
                 return there
             size /= 2
@@ -135,23 +135,23 @@ class _Climb:
 
     def _value(self, theta: Tensor, f: Tensor) -> float:
         """The objective, in nats; infinite where it is not a number."""
-        trained = self.trained
-        fit = replace(self.structure.points, f=f, expanded=None).log_likelihood(trained.likelihood)
-        value = float(trained.prior.energy(theta) - fit - trained.held @ theta)
+        model = self.model
+        fit = replace(self.structure.points, f=f, expanded=None).log_likelihood(model.likelihood)
+        value = float(model.prior.energy(theta) - fit - model.training_gradient @ theta)
         return value if value == value else float("inf")
 
     def _go(self, theta: Tensor) -> None:
         """A copy of the network at θ, linearized there."""
-        trained, points = self.trained, self.structure.points
-        network = trained.network.at(theta)
-        factors = trained.factors.on(network, trained.factors.dtype)
-        self.trained = replace(trained, network=network, factors=factors)
-        made = type(self.structure)(self.trained, self._source)
+        model, points = self.model, self.structure.points
+        network = model.network.at(theta)
+        factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
+        self.model = replace(model, network=network, jacobian_pass=factors)
+        made = type(self.structure)(self.model, self._source)
         made.points = replace(points, f=made.points.f, expanded=None)
         self.structure = made
 
 
-def _source(trained: Trained, structure: Exact, x: Inputs | None) -> Source:
+def _source(model: LinearizedModel, structure: Exact, x: Inputs | None) -> Source:
     """Inputs of the points in batches, held against the outputs that are known."""
     count = structure.points.num_examples
     if x is not None:
@@ -159,24 +159,24 @@ def _source(trained: Trained, structure: Exact, x: Inputs | None) -> Source:
         if num_examples(x) != count:
             raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
                             f"{num_examples(x):,}", "Pass them in the order of the fit.")
-        network = trained.network
-        source = Batches((x, structure.points.targets), trained.settings.batch_size, network.device, network.dtype)
+        network = model.network
+        source = Batches((x, structure.points.targets), model.settings.batch_size, network.device, network.dtype)
     elif isinstance(structure, FunctionSpaceStructure):
         raise DataError('the training inputs x, which structure="gp" does not keep', "none",
                         'Pass relinearize(x), in the order of the fit; structure="full" reads its data again.')
     else:
         source = structure.source
-    known: TrainingPoints = structure.points if trained.move is None else structure.base
-    f = _outputs(trained, source, trained.network.theta)[: len(known.f)]
+    known: TrainingPoints = structure.points if model.displacement is None else structure.base
+    f = _outputs(model, source, model.network.theta)[: len(known.f)]
     gap, size = float((f - known.f).abs().max()), 1.0 + float(known.f.abs().max())
-    if not gap <= 1e3 * torch.finfo(trained.network.dtype).eps * size:
+    if not gap <= 1e3 * torch.finfo(model.network.dtype).eps * size:
         raise DataError("the inputs of the fit, in its order", f"outputs that differ by {gap:.2g} from those known",
                         "Pass the same inputs in the same order.")
     return source
 
 
-def _outputs(trained: Trained, source: Source, theta: Tensor) -> Tensor:
+def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:
     """Outputs of the network at θ, (N, C)."""
-    network: Network = trained.network
-    found = gather((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
-    return found.rows.to(trained.factors.dtype)
+    network: Network = model.network
+    found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
+    return found.rows.to(model.jacobian_pass.dtype)

@@ -1,7 +1,7 @@
 """What if: other weights, labels or points, answered by Newton's method on the linearized model, without retraining.
 
 The linearized network f + J(θ - θ*) with a log-concave likelihood has one optimum. A change of the data moves it, and
-one Newton step, or several, from the trained weights follow it. What training itself had left undone, the gradient at
+one Newton step, or several, from the model weights follow it. What training itself had left undone, the gradient at
 θ*, is held fixed: where nothing changes, nothing moves. In function space, with r* the residuals of training and w, r
 those after the change, the model's weights minimize
 
@@ -32,7 +32,7 @@ from ntk_laplace.structures import (
     ChangedStructure,
     FunctionSpaceStructure,
     StructuredStructure,
-    Trained,
+    LinearizedModel,
 )
 
 __all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted", "stepped", "stepped_once"]
@@ -97,7 +97,7 @@ def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float)
     return replace(points, weights=counts)
 
 
-def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: object) -> TrainingPoints:
+def relabeled(model: LinearizedModel, points: TrainingPoints, indices: Tensor, y: object) -> TrainingPoints:
     """Points with other targets.
 
     Raises
@@ -118,10 +118,10 @@ def relabeled(trained: Trained, points: TrainingPoints, indices: Tensor, y: obje
         new = new.expand(len(indices))
     elif len(indices) == 1 and (new.shape == points.targets.shape[1:] or _is_soft(new, points)):
         new = new.unsqueeze(0)
-    new = trained.likelihood.targets(new, len(indices), points.num_outputs)
+    new = model.likelihood.targets(new, len(indices), points.num_outputs)
     new = new.to(points.targets.device)
-    targets = trained.likelihood.in_form_of(points.targets, new).clone()
-    targets[indices.to(targets.device)] = trained.likelihood.in_form_of(new, targets).to(targets)
+    targets = model.likelihood.in_form_of(points.targets, new).clone()
+    targets[indices.to(targets.device)] = model.likelihood.in_form_of(new, targets).to(targets)
     return replace(points, targets=targets)
 
 
@@ -144,8 +144,8 @@ def require_steps(steps: int | None) -> None:
 
 
 def stepped(
-    trained: Trained, structure: Exact, points: TrainingPoints, more: Exact | None, steps: int | None
-) -> tuple[Trained, Exact]:
+    model: LinearizedModel, structure: Exact, points: TrainingPoints, added: Exact | None, steps: int | None
+) -> tuple[LinearizedModel, Exact]:
     """Newton steps of the linearized model to changed training points.
 
     Parameters
@@ -154,14 +154,14 @@ def stepped(
         Of the points as they were.
     points : TrainingPoints
         As they are now, their outputs `f` not moved yet.
-    more : structure, optional
+    added : structure, optional
         Of the last of them, those that were added.
     steps : int or None
         So many full Newton steps; None goes on to the optimum, with steps halved where the objective would rise.
 
     Returns
     -------
-    Trained, structure
+    LinearizedModel, structure
         The model moved, and its points with the outputs there. Their curvature is that of the last step's start, as
         the closed forms of one step have it; at the optimum it is the optimum's.
 
@@ -172,17 +172,17 @@ def stepped(
     """
     base = structure.points if structure.base is None else structure.base
     with torch.no_grad():
-        problem = Objective.tilted(trained, structure.changed(trained, points, more), points, base)
-        start = trained.theta.new_zeros(len(trained.theta)) if trained.move is None else trained.move
+        problem = Objective.tilted(model, structure.changed(model, points, added), points, base)
+        start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
         before, at = descend(problem, Place(start, points.f), steps)
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
-    return replace(trained, move=at.move), structure.changed(trained, moved, more)
+    return replace(model, displacement=at.displacement), structure.changed(model, moved, added)
 
 
 def stepped_once(
-    trained: Trained, structure: StructuredStructure | ChangedStructure, still: TrainingPoints,
-    more: FunctionSpaceStructure | None,
-) -> tuple[Trained, ChangedStructure]:  # fmt: skip
+    model: LinearizedModel, structure: StructuredStructure | ChangedStructure, unmoved_points: TrainingPoints,
+    added: FunctionSpaceStructure | None,
+) -> tuple[LinearizedModel, ChangedStructure]:  # fmt: skip
     """One joint Newton step of a structured posterior to changed training points.
 
     In the function space of those that changed, with the structure's own V = J_G H⁻¹ J_Gᵀ in place of the exact one:
@@ -191,9 +191,9 @@ def stepped_once(
 
     Parameters
     ----------
-    still : TrainingPoints
-        All points as they are now, outputs at the trained weights.
-    more : FunctionSpaceStructure, optional
+    unmoved_points : TrainingPoints
+        All points as they are now, outputs at the model weights.
+    added : FunctionSpaceStructure, optional
         Of the last of them, those that were added.
 
     Raises
@@ -201,18 +201,18 @@ def stepped_once(
     MemoryBudgetError
         If the points are too many.
     """
-    start = replace(trained, move=None)
+    start = replace(model, displacement=None)
     if isinstance(structure, ChangedStructure):
-        changed = structure.changed(start, still, more)
+        changed = structure.changed(start, unmoved_points, added)
     else:
-        changed = ChangedStructure(start, structure, still, HIGH_LEVERAGE, () if more is None else (more,))
+        changed = ChangedStructure(start, structure, unmoved_points, HIGH_LEVERAGE, () if added is None else (added,))
     move = changed.step(start)
-    curvature = changed.curvature(start)
-    if getattr(curvature, "partial", False):
+    precision = changed.precision(start)
+    if getattr(precision, "partial", False):
         warnings.warn(
-            f"the points that leave hold a leverage of {curvature.held:.3g} in this approximate curvature, above "
+            f"the points that leave hold a leverage of {precision.leverage:.3g} in this approximate precision, above "
             f"{HIGH_LEVERAGE}: nothing is taken out of it, so that the covariance stays, and the mean moves to first "
             "order",
             NTKLaplaceWarning, stacklevel=5,
         )  # fmt: skip
-    return replace(trained, move=move), changed
+    return replace(model, displacement=move), changed

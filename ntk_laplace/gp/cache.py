@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.data import refuse_input_gradients
-from ntk_laplace.factors import FactorPass, Rows
-from ntk_laplace.gp.inputs import InputForm
+from ntk_laplace.jacobian import JacobianPass, Jacobian
+from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.network import Network
 
 __all__ = ["CachedRows"]
@@ -19,29 +19,29 @@ _KEPT = 4  # training and test inputs, and the two of another fold
 
 
 class CachedRows:
-    """Rows J_nc of one frozen network at flat inputs.
+    """Jacobian J_nc of one frozen network at flat inputs.
 
     What it answers never changes, so copies of a kernel share it. A pickle of it holds the network and no inputs.
 
     Parameters
     ----------
     network : Network
-    form : InputForm
+    form : InputFormat
     dtype : torch.dtype
         Of the rows.
     """
 
-    def __init__(self, network: Network, form: InputForm, dtype: torch.dtype) -> None:
+    def __init__(self, network: Network, form: InputFormat, dtype: torch.dtype) -> None:
         self.network, self.form, self.dtype = network, form, dtype
-        self._factors = FactorPass(network, dtype)
-        self._kept: list[tuple[Tensor, Rows]] = []
+        self._factors = JacobianPass(network, dtype)
+        self._kept: list[tuple[Tensor, Jacobian]] = []
 
     @property
     def device(self) -> torch.device:
         """Where the network stands."""
         return self.network.device
 
-    def __call__(self, x: Tensor) -> Rows:
+    def __call__(self, x: Tensor) -> Jacobian:
         """Rows at x (n, d); the same object for the same content."""
         refuse_input_gradients(x)
         for place, (known, rows) in enumerate(self._kept):

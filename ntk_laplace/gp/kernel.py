@@ -11,8 +11,8 @@ from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.gp.cache import CachedRows
-from ntk_laplace.gp.contraction import Diagonal, Joint, weighted_by_prior
-from ntk_laplace.gp.inputs import InputForm
+from ntk_laplace.gp.gram_functions import FullGram, GramDiagonal, weighted_by_prior
+from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.priors import GaussianPrior
 
@@ -71,13 +71,13 @@ class NTKKernel(Kernel):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        door = Network(network, parameters, output)  # a plain object: nothing of the network is registered
-        dtype = door.dtype if dtype is None else dtype
+        frozen = Network(network, parameters, output)  # a plain object: nothing of the network is registered
+        dtype = frozen.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise UnsupportedError("dtype as a floating torch.dtype", repr(dtype),
                                    "Leave it out for the network's own.")
-        self._rows = CachedRows(door, InputForm.of(input_shape, input_dtype), dtype)
-        self.prior = GaussianPrior.of(prior).bind(door.shapes).to(door.device)
+        self._rows = CachedRows(frozen, InputFormat.of(input_shape, input_dtype), dtype)
+        self.prior = GaussianPrior.of(prior).bind(frozen.shapes).to(frozen.device)
         self.prior.log_precision.data = self.prior.log_precision.data.to(dtype)
 
     def __call__(self, x1: Tensor, x2: Tensor | None = None, *args: Any, **params: Any) -> Any:
@@ -104,7 +104,7 @@ class NTKKernel(Kernel):
             raise UnsupportedError("a kernel over whole inputs", "last_dim_is_batch=True",
                                    "Use active_dims to give the network some of the features.")
         left, right = self._rows(x1.reshape(-1, x1.shape[-1])), self._rows(x2.reshape(-1, x2.shape[-1]))
-        make = Diagonal if diag else Joint
+        make = GramDiagonal if diag else FullGram
         batch = torch.broadcast_shapes(x1.shape[:-2], x2.shape[:-2])
         values = [
             weighted_by_prior(make(one, None if one is two else two, self._rows.network.shapes), self.prior)
@@ -162,8 +162,8 @@ def _pairs(left: Any, right: Any, shape1: Size, shape2: Size, batch: Size) -> li
     places = [torch.arange(s[:-2].numel()).view(s[:-2]).expand(batch).flatten().tolist() for s in (shape1, shape2)]
     ours, theirs = {}, {}
     for place in set(places[0]):
-        ours[place] = left.part(slice(place * shape1[-2], (place + 1) * shape1[-2]))
+        ours[place] = left.subset(slice(place * shape1[-2], (place + 1) * shape1[-2]))
     for place in set(places[1]):
         same = left is right and shape1 == shape2
-        theirs[place] = ours[place] if same else right.part(slice(place * shape2[-2], (place + 1) * shape2[-2]))
+        theirs[place] = ours[place] if same else right.subset(slice(place * shape2[-2], (place + 1) * shape2[-2]))
     return [(ours[i], theirs[j]) for i, j in zip(*places, strict=True)]

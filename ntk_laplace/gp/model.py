@@ -17,7 +17,7 @@ from torch import Size, Tensor, nn
 from ntk_laplace.data import Inputs, refuse_input_gradients
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.fit import laplace
-from ntk_laplace.gp.inputs import InputForm
+from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.gp.likelihood import ResponseLikelihood
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
 from ntk_laplace.likelihoods import Likelihood
@@ -88,12 +88,12 @@ class LaplaceGP(ExactGP):
         **fit: Any,
     ) -> None:
         posterior = _posterior(source, data, likelihood, prior, fit)
-        f, rows = posterior.f, len(posterior.curvature.factor)
+        f, rows = posterior.f, len(posterior.precision.factor)
         numbers = torch.arange(rows, dtype=f.dtype, device=f.device).unsqueeze(-1)
         super().__init__(numbers, f.new_zeros(rows), ResponseLikelihood(posterior.likelihood, posterior.network.scalar))
         self.prior = posterior.prior
         self.posterior = posterior  # a plain object: the network's weights are no hyperparameters
-        self._form = InputForm.of(input_shape, input_dtype)
+        self._form = InputFormat.of(input_shape, input_dtype)
         self.register_added_loss_term("log_joint")
 
     @classmethod

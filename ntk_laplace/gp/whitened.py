@@ -47,8 +47,8 @@ class WhitenedGram(LinearOperator):
         return WhitenedGram(self._anchor, posterior=self._posterior, size=self._side, noise=True)
 
     @property
-    def _curvature(self) -> FunctionSpace:
-        return self._posterior.curvature
+    def _precision(self) -> FunctionSpace:
+        return self._posterior.precision
 
     # --- what GPyTorch asks for: exact
 
@@ -84,26 +84,26 @@ class WhitenedGram(LinearOperator):
         if self._noise:
             lower = self._lower()
             return (lower @ torch.randn(self._side, num_samples, dtype=self.dtype, device=self.device)).T
-        curvature = self._curvature
-        scale = curvature.flat_variance.sqrt()
+        precision = self._precision
+        scale = precision.flat_variance.sqrt()
         draws = []
         for _ in range(num_samples):
-            weights = (scale * torch.randn_like(scale)).split([shape.numel() for shape in curvature.shapes.values()])
-            named = {n: w.view(s) for w, (n, s) in zip(weights, curvature.shapes.items(), strict=True)}
-            draws.append(curvature.weighted.jvp(named).reshape(-1))
+            weights = (scale * torch.randn_like(scale)).split([shape.numel() for shape in precision.shapes.values()])
+            named = {n: w.view(s) for w, (n, s) in zip(weights, precision.shapes.items(), strict=True)}
+            draws.append(precision.weighted.jvp(named).reshape(-1))
         return self._value_alone(torch.stack(draws))
 
     def root_decomposition(self, method: str | None = None) -> LinearOperator:
         """B = L Lᵀ by the factor that stands; SᵀKS by its rows over √precision."""
         if self._noise:
             return RootLinearOperator(TriangularLinearOperator(self._lower()))
-        curvature = self._curvature
-        rows = curvature.weighted.dense(curvature.shapes).transpose(0, 1).flatten(0, 1)
-        return RootLinearOperator(self._value_alone(rows * curvature.flat_variance.sqrt()))
+        precision = self._precision
+        rows = precision.weighted.dense(precision.shapes).transpose(0, 1).flatten(0, 1)
+        return RootLinearOperator(self._value_alone(rows * precision.flat_variance.sqrt()))
 
     def to_dense(self) -> Tensor:
         """The matrix, (N*R, N*R); without a gradient, which it refuses instead."""
-        matrix = gram(self._curvature.weighted, None, self._curvature.variances)
+        matrix = gram(self._precision.weighted, None, self._precision.variances)
         if self._noise:
             matrix.diagonal().add_(1.0)
         return self._value_alone(matrix)
@@ -119,13 +119,13 @@ class WhitenedGram(LinearOperator):
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         right = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
-        weighted = self._curvature.weighted
-        product = multiply(weighted, weighted, self._curvature.variances, right)
+        weighted = self._precision.weighted
+        product = multiply(weighted, weighted, self._precision.variances, right)
         product = product + right if self._noise else product
         return product.squeeze(-1) if rhs.dim() == 1 else product
 
     def _diagonal(self) -> Tensor:
-        blocks = diagonal_blocks(self._curvature.weighted, self._curvature.variances)
+        blocks = diagonal_blocks(self._precision.weighted, self._precision.variances)
         return self._value_alone(blocks.diagonal(dim1=-2, dim2=-1).reshape(-1) + float(self._noise))
 
     def _size(self) -> Size:
@@ -161,7 +161,7 @@ class WhitenedGram(LinearOperator):
         if not self._noise:
             raise UnsupportedError(f"{what} of B = I + SᵀKS", f"{what} of SᵀKS, which may be singular",
                                    "Pass the distribution through gp.likelihood first.")
-        return self._curvature.factor
+        return self._precision.factor
 
     def _value_alone(self, value: Tensor) -> Tensor:
         return _Refuse.apply(value, self._anchor)

@@ -6,7 +6,7 @@ The caller's module is read once and never touched: everything behind this door 
 from ntk_laplace.network.caller import Caller
 from ntk_laplace.network.choice import ParameterChoice
 from ntk_laplace.network.copying import require_module
-from ntk_laplace.network.door import Network, preserved_rng
+from ntk_laplace.network.frozen import Network, preserved_rng
 from ntk_laplace.network.precision import outside_autocast
 
 __all__ = ["Caller", "Network", "ParameterChoice", "outside_autocast", "preserved_rng", "require_module"]

@@ -22,19 +22,19 @@ class EvidenceVerbs(Fitted):
 
     def log_likelihood(self) -> Tensor:
         """Σ log p(y_n given f_n) of the training points, nats; differentiable in the likelihood's hyperparameters."""
-        return scalar(self._structure.points.log_likelihood(self._trained.likelihood))
+        return scalar(self._structure.points.log_likelihood(self._model.likelihood))
 
     def log_joint(self) -> Tensor:
         """Σ log p(y_n given f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), the evidence's first part; differentiable like it."""
-        trained = self._trained
-        return scalar(evidence.log_joint(self._structure.points, trained.likelihood, trained.prior, trained.theta))
+        model = self._model
+        return scalar(evidence.log_joint(self._structure.points, model.likelihood, model.prior, model.theta))
 
     def log_det(self) -> Tensor:
         """log det B, from the factorization that stands; the evidence is `log_joint` less half of it."""
-        trained, curvature = self._trained, self.curvature
+        model, precision = self._model, self.precision
         return scalar(evidence.log_det(
-            self._structure.points, trained.likelihood, trained.prior, trained.root, curvature,
-            lambda: self._structure.sensitivity(trained, curvature),
+            self._structure.points, model.likelihood, model.prior, model.curvature_type, precision,
+            lambda: self._structure.sensitivity(model, precision),
         ))  # fmt: skip
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
@@ -56,9 +56,9 @@ class EvidenceVerbs(Fitted):
         value = joint - 0.5 * self.log_det().to(joint)  # [I21] Eq. 8
         if not correction:
             return value
-        trained, points = self._trained, self._structure.points
-        step = self._structure.newton_step(trained, self.curvature, self._joint_gradient())
-        added = evidence.correction(points, trained.likelihood, trained.prior, trained.theta, trained.root, step)
+        model, points = self._model, self._structure.points
+        step = self._structure.newton_step(model, self.precision, self._joint_gradient())
+        added = evidence.correction(points, model.likelihood, model.prior, model.theta, model.curvature_type, step)
         return value + added.to(value)
 
     def evidence_curve(self, factors: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class EvidenceVerbs(Fitted):
         Returns
         -------
         Tensor, (m,)
-            In nats, without correction, at the trained weights; each further factor costs as many operations as
+            In nats, without correction, at the model weights; each further factor costs as many operations as
             there are eigenvalues. The prior keeps its precisions.
 
         Raises
@@ -87,16 +87,16 @@ class EvidenceVerbs(Fitted):
             raise HyperparameterError("positive finite factors", repr(factors), remedy) from error
         if not bool(((factors > 0) & torch.isfinite(factors)).all()):
             raise HyperparameterError("positive finite factors", f"{factors.tolist()}", remedy)
-        trained, points = self._trained, self._structure.points
+        model, points = self._model, self._structure.points
         with torch.no_grad():
-            log_likelihood = points.log_likelihood(trained.likelihood)
-            energy = trained.prior.energy(trained.theta).to(log_likelihood)
-            log_det = self.curvature.log_dets(factors)
+            log_likelihood = points.log_likelihood(model.likelihood)
+            energy = model.prior.energy(model.theta).to(log_likelihood)
+            log_det = self.precision.log_det_curve(factors)
             return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
 
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros left out or not; None where a structure has no list of them."""
-        spectrum = getattr(self.curvature, "spectrum", None)
+        spectrum = getattr(self.precision, "spectrum", None)
         return None if spectrum is None else spectrum()
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
@@ -108,12 +108,12 @@ class EvidenceVerbs(Fitted):
         if len(self.prior.log_precision) == 1:
             spectrum = self.spectrum()
             return None if spectrum is None else [(spectrum.flatten(), 0)]
-        by_group = getattr(self.curvature, "group_spectra", None)
+        by_group = getattr(self.precision, "group_spectra", None)
         return None if by_group is None else by_group()
 
     def log_scale(self) -> Tensor | None:
         """Return log c, if all that the likelihood's hyperparameters do to the curvature is to multiply it by c."""
-        return self._trained.root.log_scale(self.likelihood)
+        return self._model.curvature_type.log_scale(self.likelihood)
 
     def fit_hyperparameters(
         self, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,
@@ -145,10 +145,10 @@ class EvidenceVerbs(Fitted):
         HyperparameterHistory
             Evidence and hyperparameters of each step.
         """
-        options.setdefault("progress", self._trained.settings.progress)
+        options.setdefault("progress", self._model.settings.progress)
         with torch.inference_mode(False):  # it needs gradients
-            return maximize(self, self._trained.theta, method, parameters, steps, tolerance, bounds, **options)
+            return maximize(self, self._model.theta, method, parameters, steps, tolerance, bounds, **options)
 
     def effective_parameters(self) -> Tensor:
         """γ_g, the number of parameters of each prior group that the data determine, (G,)."""
-        return self.curvature.effective_parameters()
+        return self.precision.effective_parameters()

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.data import Inputs, gather
+from ntk_laplace.data import Inputs, fill_buffer
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.explain import (
-    Asked,
+    ExplanationRequest,
     Explanation,
     LeaveOneOut,
     Ranking,
@@ -22,7 +22,7 @@ from ntk_laplace.explain import (
     leave_one_out,
     rank,
 )
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.fitted import Fitted
 
@@ -69,11 +69,11 @@ class ExplanationVerbs(Fitted):
         DataError, UnsupportedError
             If there is no such output or quantity, or the data cannot be read again.
         """
-        chunks, asked = self._chunks(x, batch_size), Asked(k, output, by, y)
+        chunks, request = self._chunks(x, batch_size), ExplanationRequest(k, output, by, y)
         if self.structure == "gp":
-            return joined(self._explained(chunks, asked), chunks.length or 0)
+            return joined(self._explained(chunks, request), chunks.length or 0)
         groups = _grouped(chunks.rows(), batch_size)
-        return joined(rank(self._trained, self._structure, self.curvature, groups, asked), chunks.length or 0)
+        return joined(rank(self._model, self._structure, self.precision, groups, request), chunks.length or 0)
 
     def removal_effects(
         self, x: Inputs, output: int | None = None, *, by: str = "output", y: Any = None,
@@ -91,13 +91,13 @@ class ExplanationVerbs(Fitted):
         Tensor, (n, N)
             The numbers that `explain` ranks by: with structure "gp" exact differences, elsewhere as it says there.
         """
-        chunks, asked = self._chunks(x, batch_size), Asked(1, output, by, y)
+        chunks, request = self._chunks(x, batch_size), ExplanationRequest(1, output, by, y)
         if self.structure == "gp":
-            found = (explanation.effect for explanation in self._explained(chunks, asked))
+            found = (explanation.effect for explanation in self._explained(chunks, request))
         else:
             groups = _grouped(chunks.rows(), batch_size)
-            found = effects(self._trained, self._structure, self.curvature, groups, asked)
-        return gather(found, chunks.length or 0).rows
+            found = effects(self._model, self._structure, self.precision, groups, request)
+        return fill_buffer(found, chunks.length or 0).rows
 
     def leave_one_out(self, *, strict: bool = True) -> LeaveOneOut:
         """What each training point's prediction would be without it, in closed form, and what it does to the fit.
@@ -106,7 +106,7 @@ class ExplanationVerbs(Fitted):
         are exact for one Newton step of the linearized model; the others take a point out of their own approximation
         of the curvature. `guarantees` says what holds, `reliability` what was measured, and a warning says so where
         that speaks against taking the numbers for retraining without the point: hyperparameters that the weights were
-        not trained with, a prior too vague to hold them, an approximate curvature.
+        not model with, a prior too vague to hold them, an approximate precision.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class ExplanationVerbs(Fitted):
         DataError
             If the data cannot be read again.
         UnsupportedError
-            If points have a leverage above 1 in an approximate curvature, which holds less of them than they have:
+            If points have a leverage above 1 in an approximate precision, which holds less of them than they have:
             there is no model without them.
         """
         found = self._left_out()
@@ -127,7 +127,7 @@ class ExplanationVerbs(Fitted):
             raise UnsupportedError(
                 "leverages of at most 1, as an exact curvature has them",
                 f"{above:,} of {self.num_examples:,} points above it, the largest {float(found.leverage.max()):.3g}, "
-                f"under structure={self.structure!r} and curvature={self._trained.root.curvature!r}",
+                f"under structure={self.structure!r} and curvature={self._model.curvature_type.kind!r}",
                 'Fit with structure="gp" or "full" and curvature="ggn", or use other data for a score; strict=False '
                 "gives numbers that rank the points.",
             )  # fmt: skip
@@ -137,25 +137,25 @@ class ExplanationVerbs(Fitted):
     # --- inside
 
     def _left_out(self) -> LeaveOneOut:
-        return leave_one_out(self._trained, self._structure, self.curvature)
+        return leave_one_out(self._model, self._structure, self.precision)
 
     def _warn_of(self, found: LeaveOneOut) -> None:
         if not found.trusted:
             warnings.warn(str(found.reliability), NTKLaplaceWarning, stacklevel=3)
 
-    def _explained(self, chunks: Chunks, asked: Asked) -> Iterator[Explanation]:
+    def _explained(self, chunks: Chunks, request: ExplanationRequest) -> Iterator[Explanation]:
         """In function space, a chunk at a time."""
-        structure, space = self._structure, self.curvature
-        return explain(self._trained, structure, space, chunks.rows(bytes_of_each(structure, space)), asked)
+        structure, space = self._structure, self.precision
+        return explain(self._model, structure, space, chunks.rows(bytes_of_each(structure, space)), request)
 
 
-def _grouped(chunks: Iterable[Rows], batch_size: int | None) -> Iterator[Rows]:
+def _grouped(chunks: Iterable[Jacobian], batch_size: int | None) -> Iterator[Jacobian]:
     """Chunks that go through the training data together: up to 512 MiB of rows, or each alone if its size was given."""
-    group: list[Rows] = []
+    group: list[Jacobian] = []
     for rows in chunks:
         group.append(rows)
         if batch_size is not None or sum(one.nbytes for one in group) + rows.nbytes > _TOGETHER:
-            yield Rows.concatenate(group)
+            yield Jacobian.concatenate(group)
             group.clear()
     if group:
-        yield Rows.concatenate(group)
+        yield Jacobian.concatenate(group)

@@ -1,4 +1,4 @@
-"""What a posterior is made of: a trained model, what is kept of its data, and the algebra at the present moment."""
+"""What a posterior is made of: a model model, what is kept of its data, and the algebra at the present moment."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Part, Root
+from ntk_laplace.curvature import ParameterBlock, CurvatureType
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.evidence import Curvature, joint_gradient
+from ntk_laplace.evidence import PosteriorPrecision, joint_gradient
 from ntk_laplace.explain import Indices, positions, refitted
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Gaussian, Likelihood, Tempered
 from ntk_laplace.network import Network
 from ntk_laplace.points import present_values, unmoved
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import Structure, Trained, posterior_record, require_place, write
+from ntk_laplace.structures import Structure, LinearizedModel, posterior_record, require_place, write
 
 __all__ = ["Fitted"]
 
 
 class Fitted:
-    """A trained model and a structure fitted to its data; the verbs of a posterior stand on this.
+    """A model model and a structure fitted to its data; the verbs of a posterior stand on this.
 
     Parameters
     ----------
-    trained : Trained
+    model : LinearizedModel
     structure : Structure
     reason : str
         Why "auto" chose it.
     """
 
-    def __init__(self, trained: Trained, structure: Structure, reason: str = "") -> None:
-        self._trained, self._structure = trained, structure
+    def __init__(self, model: LinearizedModel, structure: Structure, reason: str = "") -> None:
+        self._model, self._structure = model, structure
         self.reason = reason
-        self._curvature: Curvature | None = None
+        self._precision: PosteriorPrecision | None = None
         self._seen: tuple[Tensor, ...] = ()
         self._refit: tuple[tuple[Tensor, ...], Tensor] | None = None
 
@@ -47,17 +47,17 @@ class Fitted:
     @property
     def network(self) -> Network:
         """The private copy of the network."""
-        return self._trained.network
+        return self._model.network
 
     @property
     def likelihood(self) -> Likelihood:
         """The likelihood; its hyperparameters may be changed in place."""
-        return self._trained.likelihood
+        return self._model.likelihood
 
     @property
     def prior(self) -> GaussianPrior:
         """The prior; its precisions may be changed in place."""
-        return self._trained.prior
+        return self._model.prior
 
     @property
     def structure(self) -> str:
@@ -70,14 +70,14 @@ class Fitted:
         return self._structure
 
     @property
-    def root(self) -> Root:
-        """Which curvature."""
-        return self._trained.root
+    def curvature_type(self) -> CurvatureType:
+        """GGN, empirical Fisher or Monte-Carlo Fisher."""
+        return self._model.curvature_type
 
     @property
-    def parts(self) -> list[Part]:
+    def parameter_blocks(self) -> list[ParameterBlock]:
         """Which parameters share a factorization, and in which form; exact structures have none."""
-        return list(getattr(self._structure, "parts", []))
+        return list(getattr(self._structure, "parameter_blocks", []))
 
     @property
     def f(self) -> Tensor:
@@ -107,7 +107,7 @@ class Fitted:
     @property
     def dtype(self) -> torch.dtype:
         """Floating type of the algebra."""
-        return self._trained.factors.dtype
+        return self._model.jacobian_pass.dtype
 
     @property
     def num_parameters(self) -> int:
@@ -123,24 +123,24 @@ class Fitted:
 
     def _words(self) -> str:
         """What was changed by a what-if, for `repr`."""
-        changed = self._trained.move is not None or self._trained.held is not None
+        changed = self._model.displacement is not None or self._model.training_gradient is not None
         removed = int((self.weights == 0).sum()) if changed else 0
-        words = ["relinearized"] if self._trained.held is not None and self._trained.move is None else []
+        words = ["relinearized"] if self._model.training_gradient is not None and self._model.displacement is None else []
         words += [f"{removed} removed"] if removed else []
-        if not words and self._trained.move is not None:
+        if not words and self._model.displacement is not None:
             words = ["changed"]
         return f" ({', '.join(words)})" if words else ""
 
     @property
-    def curvature(self) -> Curvature:
+    def precision(self) -> PosteriorPrecision:
         """The algebra at the present hyperparameters; made anew when one of them has moved."""
         modules = self.prior, self.likelihood
-        if self._curvature is None or not unmoved(self._seen, *modules):
-            self._curvature = None  # the old factorization goes before the new one comes
+        if self._precision is None or not unmoved(self._seen, *modules):
+            self._precision = None  # the old factorization goes before the new one comes
             with torch.inference_mode(False):  # gradients may be asked of it later
-                self._curvature = self._structure.curvature(self._trained)
+                self._precision = self._structure.precision(self._model)
             self._seen = present_values(*modules)
-        return self._curvature
+        return self._precision
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Fitted:
         """Move to another device, or do the algebra in another floating type; in place, as modules do.
@@ -157,12 +157,12 @@ class Fitted:
         Posterior
             Itself. Nothing is computed again but the factorization.
         """
-        trained = self._trained
-        device = trained.network.device if device is None else torch.device(device)
-        dtype = trained.factors.dtype if dtype is None else dtype
-        self._trained = trained.to(device, dtype)
+        model = self._model
+        device = model.network.device if device is None else torch.device(device)
+        dtype = model.jacobian_pass.dtype if dtype is None else dtype
+        self._model = model.to(device, dtype)
         self._structure.to(device, dtype)
-        self._curvature, self._seen, self._refit = None, (), None
+        self._precision, self._seen, self._refit = None, (), None
         return self
 
     def save(self, path: str | os.PathLike[str], include_data: bool = False) -> None:
@@ -182,7 +182,7 @@ class Fitted:
             If no file can be written there.
         """
         require_place(path)
-        write(posterior_record(self._trained, self._structure, self.reason, include_data), path)
+        write(posterior_record(self._model, self._structure, self.reason, include_data), path)
 
     # --- more data
 
@@ -200,16 +200,16 @@ class Fitted:
         if not isinstance(other, Fitted):
             raise UnsupportedError("another posterior", f"a {type(other).__name__}",
                                    "Fit the other data with the same arguments; condition(data) takes data themselves.")
-        moved = [one for one in (self, other) if one._trained.move is not None]
+        moved = [one for one in (self, other) if one._model.displacement is not None]
         if moved:
             raise UnsupportedError("two posteriors of training data as they are", f"{moved[0]!r}",
                                    "Merge first, and ask what if afterwards.")
         same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
         same = same and self.network.output == other.network.output
-        if not same or self.structure != other.structure or self._trained.root != other._trained.root:
-            raise UnsupportedError("two posteriors of one trained network, structure and curvature",
+        if not same or self.structure != other.structure or self._model.curvature_type != other._model.curvature_type:
+            raise UnsupportedError("two posteriors of one model network, structure and curvature",
                                    f"{self!r} and {other!r}", "Fit both with the same arguments but the data.")
-        return type(self)(self._trained, self._structure.merged(self._trained, other._structure), self.reason)
+        return type(self)(self._model, self._structure.merged(self._model, other._structure), self.reason)
 
     def condition(self, data: Any) -> Fitted:
         """Posterior given new data as well, at the same weights; what was computed for the old is kept.
@@ -219,11 +219,11 @@ class Fitted:
         data : DataLoader, Dataset, (X, y), or a mapping
             As for `laplace`.
         """
-        network, settings = self.network, self._trained.settings
+        network, settings = self.network, self._model.settings
         batches = Batches(data, settings.batch_size, network.device, network.dtype, network.targets)
         with torch.inference_mode(False):
-            new = self._structure.another(self._trained, batches)
-            return type(self)(self._trained, self._structure.merged(self._trained, new), self.reason)
+            new = self._structure.refit_on(self._model, batches)
+            return type(self)(self._model, self._structure.merged(self._model, new), self.reason)
 
     def subset(self, index: Indices) -> Fitted:
         """Posterior given some of the training points alone, at the same weights and hyperparameters.
@@ -244,24 +244,24 @@ class Fitted:
             raise DataError(f"training points to keep, 0 to {self.num_examples - 1}, each once", "0 of them",
                             "Pass for example torch.arange(10).")
         with torch.inference_mode(False):
-            trained = self._trained.at(kept)
-            return type(self)(trained, self._structure.part(trained, kept), self.reason)
+            model = self._model.at(kept)
+            return type(self)(model, self._structure.subset(model, kept), self.reason)
 
     # --- what the verbs share
 
     def _joint_gradient(self) -> Tensor:
         """g, the gradient of the negative log joint, (P,)."""
-        trained, points = self._trained, self._structure.points
+        model, points = self._model, self._structure.points
         with torch.no_grad():
-            residual = points.residual(trained.likelihood)
-        return joint_gradient(self._structure.backproject(trained, residual), trained.prior, trained.theta)
+            residual = points.residual(model.likelihood)
+        return joint_gradient(self._structure.vjp(model, residual), model.prior, model.theta)
 
     def _newton_step(self) -> Tensor:
         """z = H⁻¹g, (P,): one Newton step, which a quadratic log likelihood needs to its optimum."""
-        return self.curvature.newton(self._joint_gradient())
+        return self.precision.solve(self._joint_gradient())
 
     def _chunks(self, x: Any, batch_size: int | None = None) -> Chunks:
-        return Chunks(self._trained, x, batch_size)
+        return Chunks(self._model, x, batch_size)
 
     def _refit_step(self) -> Tensor:
         """θ - θ̄, (P,), with θ̄ the optimum of the linearized model.
@@ -282,19 +282,19 @@ class Fitted:
                     step = self._newton_step()
                 else:
                     self._require_own_curvature()
-                    step = refitted(self._trained, self._structure)
+                    step = refitted(self._model, self._structure)
             self._refit = present_values(*modules), step
         return self._refit[1]
 
     def _require_own_curvature(self) -> None:
-        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
+        if self.structure not in ("gp", "full") or self._model.curvature_type.kind != "ggn":
             raise UnsupportedError(
                 'structure="gp" or "full" and curvature="ggn" for mean="posterior" of a likelihood that is not '
                 "Gaussian: the linearized model's optimum takes several Newton steps with its own curvature",
-                f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                f"structure={self.structure!r}, curvature={self._model.curvature_type.kind!r}",
                 'Fit one of them, or leave mean= out for the network\'s own outputs, "map".',
             )  # fmt: skip
 
-    def _rows(self, x: Any) -> Rows:
+    def _rows(self, x: Any) -> Jacobian:
         """Rows at all inputs together."""
-        return Rows.concatenate(list(self._chunks(x).rows()))
+        return Jacobian.concatenate(list(self._chunks(x).rows()))

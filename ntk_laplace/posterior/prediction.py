@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import Gathered, Inputs, gather
+from ntk_laplace.data import RowBuffer, Inputs, fill_buffer
 from ntk_laplace.errors import UnsupportedError, require_whole
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import gram
 from ntk_laplace.likelihoods import Likelihood, Response
 from ntk_laplace.linalg import symmetric_root
@@ -75,7 +75,7 @@ class PredictionVerbs(Fitted):
         """
         step, rows = self._step(mean), self._jointly(x)
         # a lazy covariance: torch would factor a dense one at once, and V may be singular
-        covariance = DenseLinearOperator(self.curvature.covariance(rows))
+        covariance = DenseLinearOperator(self.precision.covariance(rows))
         return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
     def latent_moments(
@@ -83,7 +83,7 @@ class PredictionVerbs(Fitted):
     ) -> tuple[Tensor, Tensor]:
         """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, never the joint ([T20] 3.13)."""
         chunks = self._chunks(x, batch_size)
-        means, blocks = Gathered(chunks.length or 0), Gathered(chunks.length or 0)
+        means, blocks = RowBuffer(chunks.length or 0), RowBuffer(chunks.length or 0)
         for f, covariance in self._moments(chunks, mean):
             means.append(f)
             blocks.append(covariance)
@@ -91,10 +91,10 @@ class PredictionVerbs(Fitted):
 
     def prior_latent(self, x: Inputs) -> MultitaskMultivariateNormal:
         """Joint prior of f at `x` under the linearized network: mean f + J(μ0-θ*), covariance K = J P0⁻¹ Jᵀ."""
-        rows, trained = self._rows(x), self._trained
+        rows, model = self._rows(x), self._model
         with torch.no_grad():
-            back = trained.prior.flat_mean().to(trained.theta) - trained.theta
-        covariance = gram(rows, None, prior_variances(trained.prior, self.network.shapes))
+            back = model.prior.flat_mean().to(model.theta) - model.theta
+        covariance = gram(rows, None, prior_variances(model.prior, self.network.shapes))
         return MultitaskMultivariateNormal(rows.f + rows.jvp(self.network.unflatten(back)), covariance)
 
     def predict(
@@ -136,7 +136,7 @@ class PredictionVerbs(Fitted):
         scalar = self.network.scalar
         if method == "nn":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
-            draws = WeightDraws(self._sampler(), samples, self.num_parameters, self._trained.theta, generator)
+            draws = WeightDraws(self._sampler(), samples, self.num_parameters, self._model.theta, generator)
             parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws))
             return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
         respond = Predictive(own, method, samples, generator, scalar)
@@ -162,32 +162,32 @@ class PredictionVerbs(Fitted):
         if x is None:
             return self._sampler()(count, generator)
         rows = self._jointly(x)
-        root = symmetric_root(self.curvature.covariance(rows))
+        root = symmetric_root(self.precision.covariance(rows))
         noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
         return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
 
     # --- inside
 
     def _outputs(self, chunks: Chunks) -> Tensor:
-        if self._trained.move is not None:
-            return gather((rows.f for rows in chunks.rows()), chunks.length or 0).rows
+        if self._model.displacement is not None:
+            return fill_buffer((rows.f for rows in chunks.rows()), chunks.length or 0).rows
         found = (self.network.without_grad(x, start).to(self.dtype) for start, x in chunks.inputs())
-        return gather(found, chunks.length or 0).rows
+        return fill_buffer(found, chunks.length or 0).rows
 
     def _moments(self, chunks: Chunks, mean: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Mean (m, C) and covariance blocks (m, C, C) of f at each chunk."""
         step = self._step(mean)
         for rows in chunks.rows(3 * self.num_outputs**2 * self.dtype.itemsize):
-            found = _moved(rows, step), self.curvature.moments(rows)
+            found = _moved(rows, step), self.precision.covariance_blocks(rows)
             del rows  # before the next are made
             yield found
 
-    def _jointly(self, x: Inputs) -> Rows:
+    def _jointly(self, x: Inputs) -> Jacobian:
         """Rows at all inputs, if their joint covariance fits."""
         chunks = self._chunks(x)
         if chunks.length is not None:
             self._require_joint(chunks.length)
-        rows = Rows.concatenate(list(chunks.rows()))
+        rows = Jacobian.concatenate(list(chunks.rows()))
         self._require_joint(rows.num_examples)
         return rows
 
@@ -197,7 +197,7 @@ class PredictionVerbs(Fitted):
         needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * self.dtype.itemsize
         require_memory(needed, self.network.device, f"the joint covariance of {size:,} outputs",
                        "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
-                       self._trained.settings.memory_budget)
+                       self._model.settings.memory_budget)
 
     def _step(self, mean: str) -> dict[str, Tensor] | None:
         """θ - θ̄ by parameter, from which the mean is asked for; None for the network's own outputs."""
@@ -208,7 +208,7 @@ class PredictionVerbs(Fitted):
         return self.network.unflatten(self._refit_step())
 
     def _sampler(self) -> Sampler:
-        draw: Sampler | None = getattr(self.curvature, "sample_weights", None)
+        draw: Sampler | None = getattr(self.precision, "sample_weights", None)
         if draw is None:
             raise UnsupportedError("a structure that has weight samples", f"structure={self.structure!r}",
                                    'Pass x for function samples, or fit in weight space ("full", "kfac", ...).')
@@ -221,7 +221,7 @@ class PredictionVerbs(Fitted):
             yield torch.stack([outputs(theta) for theta in draws]).to(self.dtype)
 
 
-def _moved(rows: Rows, step: dict[str, Tensor] | None) -> Tensor:
+def _moved(rows: Jacobian, step: dict[str, Tensor] | None) -> Tensor:
     """f + J(θ̄ - θ*), (n, C)."""
     return rows.f if step is None else rows.f - rows.jvp(step)
 

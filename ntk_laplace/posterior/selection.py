@@ -11,7 +11,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.explain import LeaveOneOut
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explanation import ExplanationVerbs
-from ntk_laplace.selection import LearningCurve, Sequence, average_score, orders, require_beginning
+from ntk_laplace.selection import LearningCurve, PrequentialEvidence, average_score, orders, require_beginning
 
 __all__ = ["SelectionVerbs"]
 
@@ -28,8 +28,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     ) -> Tensor:  # fmt: skip
         """Conditional evidence log p(the other points given m of them), averaged over orders ([L22] Eq. 5, 19).
 
-        At fixed weights: the linearized model is conditioned, the network is not trained anew. Its Jacobians have
-        seen all points that it was trained on; to hide the others, train on the first m, fit to all, and pass
+        At fixed weights: the linearized model is conditioned, the network is not model anew. Its Jacobians have
+        seen all points that it was model on; to hide the others, train on the first m, fit to all, and pass
         ``permutations=0``.
 
         Parameters
@@ -73,7 +73,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         chosen = orders(self.num_examples, permutations, seed)
         with torch.no_grad():
             if method == "average":
-                arguments = self._trained, self._structure
+                arguments = self._model, self._structure
                 scores = [average_score(*arguments, order, m, scale, samples) for order in chosen]
             elif self.structure == "gp":
                 sequence = self._sequence()
@@ -169,9 +169,9 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     # --- inside
 
     def _loo_score(self) -> tuple[Tensor, LeaveOneOut]:
-        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
+        if self.structure not in ("gp", "full") or self._model.curvature_type.kind != "ggn":
             raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
-                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                                   f"structure={self.structure!r}, curvature={self._model.curvature_type.kind!r}",
                                    "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
         found = self._left_out()
         return (self._structure.points.counts * found.log_density).sum(), found
@@ -182,12 +182,12 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             count = self.effective_parameters().sum().to(fit) if effective else self.num_parameters
             return fit - price * count
 
-    def _sequence(self) -> Sequence:
-        trained, structure = self._trained, self._structure
+    def _sequence(self) -> PrequentialEvidence:
+        model, structure = self._model, self._structure
         with torch.no_grad():
-            distance = structure.push(trained, trained.theta - trained.prior.flat_mean().to(trained.theta))
-        budget = trained.settings.memory_budget
-        return Sequence.of(self.curvature, structure.points, trained.likelihood, distance, budget)
+            distance = structure.jvp(model, model.theta - model.prior.flat_mean().to(model.theta))
+        budget = model.settings.memory_budget
+        return PrequentialEvidence.of(self.precision, structure.points, model.likelihood, distance, budget)
 
     def _evidence_of(self, index: Tensor) -> Tensor:
         if len(index) == 0:
@@ -197,13 +197,13 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     def _selection_method(self, method: str) -> str:
         if method not in _METHODS:
             raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method), "Choose one of these.")
-        drawn = self.structure == "full" and self._trained.root.curvature == "mc"  # other labels in every subset
+        drawn = self.structure == "full" and self._model.curvature_type.kind == "mc"  # other labels in every subset
         exact = self.structure in ("gp", "full") and not drawn
         if method == "evidence" and not exact:
             raise UnsupportedError(
                 'structure="gp" or "full" for method="evidence"'
                 + (', the second with curvature "ggn" or "ef"' if drawn else ""),
-                f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                f"structure={self.structure!r}, curvature={self._model.curvature_type.kind!r}",
                 'Use method="average", or fit in function space.',
             )
         return ("evidence" if exact else "average") if method == "auto" else method

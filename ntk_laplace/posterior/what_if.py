@@ -40,7 +40,7 @@ class WhatIfVerbs(Fitted):
 
     Structures "gp" and "full" answer for the linearized model itself. The structured ones ("kfac" and so on) answer for
     theirs: one Newton step in the function space of the points that change, V = J H⁻¹ Jᵀ with the structure's H, which
-    is no refit; changes that follow one another are there one joint step from the trained weights. Where H holds too
+    is no refit; changes that follow one another are there one joint step from the model weights. Where H holds too
     little of what is to leave, a leverage above 0.9, nothing is taken out of it, as in a ranking; a warning says so.
     """
 
@@ -120,7 +120,7 @@ class WhatIfVerbs(Fitted):
             If a target does not fit the likelihood.
         """
         chosen = positions(indices, self.num_examples)
-        return self._moved(relabeled(self._trained, self._points(), chosen, y), steps)
+        return self._moved(relabeled(self._model, self._points(), chosen, y), steps)
 
     def add(self, x: Inputs, y: Any, steps: int | None = 1) -> WhatIfVerbs:
         """Posterior given new training points as well, whose pull on the mean is followed, unlike in `condition`.
@@ -144,22 +144,22 @@ class WhatIfVerbs(Fitted):
         DataError, TargetError, UnsupportedError
             If inputs and targets do not fit the network and the likelihood.
         """
-        if self._trained.root.curvature == "mc":
+        if self._model.curvature_type.kind == "mc":
             raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", whose labels are drawn',
                                    "Fit with one of the two; the other changes are there.")
-        trained = self._trained if self.structure in ("gp", "full") else replace(self._trained, move=None)
-        batches = Batches((x, y), trained.settings.batch_size, trained.network.device, trained.network.dtype)
+        model = self._model if self.structure in ("gp", "full") else replace(self._model, displacement=None)
+        batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.dtype)
         with torch.inference_mode(False):
             read = FullStructure if self.structure == "full" else FunctionSpaceStructure
-            more = read(trained, batches)
-            return self._moved(self._points().joined(trained.likelihood, more.points), steps, more)
+            added = read(model, batches)
+            return self._moved(self._points().joined(model.likelihood, added.points), steps, added)
 
     def relinearize(self, x: Inputs | None = None, steps: int = 1) -> WhatIfVerbs:
         """Let a copy of the network follow this what-if, and linearize it where it arrives.
 
         The first step takes it to the weights that the what-if implies, each further one to the optimum of the network
         linearized where it is then: Gauss-Newton steps, halved until the objective of the changed data falls. Many of
-        them are training; the result can go on with `relinearize`, and be asked what if again. What training had left
+        them are training; the result can go on with `relinearize`, and be request what if again. What training had left
         undone stays held, as it is by `remove`. The caller's network, and this posterior, stay as they are.
 
         Parameters
@@ -185,24 +185,24 @@ class WhatIfVerbs(Fitted):
         UnsupportedError
             If nothing was changed, or the structure is not "gp" or "full", or the curvature not the GGN.
         """
-        if self.structure not in ("gp", "full") or self._trained.root.curvature != "ggn":
+        if self.structure not in ("gp", "full") or self._model.curvature_type.kind != "ggn":
             raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for Gauss-Newton steps',
-                                   f"structure={self.structure!r}, curvature={self._trained.root.curvature!r}",
+                                   f"structure={self.structure!r}, curvature={self._model.curvature_type.kind!r}",
                                    "Fit one of them, or train the network again.")
         with torch.inference_mode(False):
-            trained, structure = relinearized(self._trained, self._structure, x, steps)
-        return type(self)(trained, structure, self.reason)
+            model, structure = relinearized(self._model, self._structure, x, steps)
+        return type(self)(model, structure, self.reason)
 
     def _points(self) -> TrainingPoints:
         """The points to change: where the next step starts."""
         structure = self._structure
-        return structure.still if isinstance(structure, ChangedStructure) else structure.points
+        return structure.unmoved_points if isinstance(structure, ChangedStructure) else structure.points
 
     def _warn_of_nothing(self, points: TrainingPoints, steps: int | None) -> None:
         """Say that several steps are no refit where no training point is, or was, changed."""
         now = self._points()
         same = len(points.f) == len(now.f) and torch.equal(points.counts, now.counts)
-        if steps == 1 or self._trained.move is not None or not same or not torch.equal(points.targets, now.targets):
+        if steps == 1 or self._model.displacement is not None or not same or not torch.equal(points.targets, now.targets):
             return
         warnings.warn(
             "no training point is changed, so nothing moves: a what-if holds what training left undone. The posterior "
@@ -210,18 +210,18 @@ class WhatIfVerbs(Fitted):
             "linearized model", NTKLaplaceWarning, stacklevel=5,
         )  # fmt: skip
 
-    def _moved(self, points: TrainingPoints, steps: int | None, more: Any = None) -> WhatIfVerbs:
+    def _moved(self, points: TrainingPoints, steps: int | None, added: Any = None) -> WhatIfVerbs:
         require_steps(steps)
         self._warn_of_nothing(points, steps)
         exact = self.structure in ("gp", "full")
-        if steps != 1 and not (exact and self._trained.root.curvature == "ggn"):
+        if steps != 1 and not (exact and self._model.curvature_type.kind == "ggn"):
             raise UnsupportedError(
-                f'steps=1 for structure={self.structure!r} and curvature={self._trained.root.curvature!r}',
+                f'steps=1 for structure={self.structure!r} and curvature={self._model.curvature_type.kind!r}',
                 f"steps={steps}", 'Fit with structure="gp" (or "full") and curvature="ggn" for more of them.',
             )  # fmt: skip
         with torch.inference_mode(False):
             if exact:
-                trained, structure = stepped(self._trained, self._structure, points, more, steps)
+                model, structure = stepped(self._model, self._structure, points, added, steps)
             else:
-                trained, structure = stepped_once(self._trained, self._structure, points, more)
-        return type(self)(trained, structure, self.reason)
+                model, structure = stepped_once(self._model, self._structure, points, added)
+        return type(self)(model, structure, self.reason)

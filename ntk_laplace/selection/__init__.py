@@ -3,6 +3,6 @@
 from ntk_laplace.selection.average import average_score
 from ntk_laplace.selection.curve import LearningCurve, require_beginning
 from ntk_laplace.selection.orders import orders
-from ntk_laplace.selection.sequence import Sequence
+from ntk_laplace.selection.prequential import PrequentialEvidence
 
-__all__ = ["LearningCurve", "Sequence", "average_score", "orders", "require_beginning"]
+__all__ = ["LearningCurve", "PrequentialEvidence", "average_score", "orders", "require_beginning"]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError
-from ntk_laplace.evidence import Curvature, joint_gradient
+from ntk_laplace.evidence import PosteriorPrecision, joint_gradient
 from ntk_laplace.predictive import predictive
-from ntk_laplace.structures import Structure, Trained
+from ntk_laplace.structures import Structure, LinearizedModel
 
 __all__ = ["average_score"]
 
@@ -19,13 +19,13 @@ SCALES = torch.logspace(-3, 1, 17, dtype=torch.float64)
 
 
 def average_score(
-    trained: Trained, structure: Structure, order: Tensor, m: int, scale: float | None, samples: int
+    model: LinearizedModel, structure: Structure, order: Tensor, m: int, scale: float | None, samples: int
 ) -> Tensor:
     """Σ log p(y_i | first m of the order) over the other points, each averaged over the posterior, nats.
 
     Parameters
     ----------
-    trained : Trained
+    model : LinearizedModel
     structure : Structure
         Fitted to all points.
     order : Tensor, (N,)
@@ -46,7 +46,7 @@ def average_score(
                                   "Leave it out, to have it chosen by held-out points.")  # fmt: skip
     held = 0 if scale is not None else max(1, round(m / _TUNED))
     fitted, tuned, rest = (part.sort().values for part in order.split([m - held, held, len(order) - m]))
-    fit = _Fit(trained, structure, fitted)
+    fit = _Fit(model, structure, fitted)
     if scale is not None:
         return fit.score(rest, [scale], samples)[0]
     scores = fit.score(tuned, SCALES.tolist(), samples)
@@ -56,26 +56,26 @@ def average_score(
 class _Fit:
     """The linearized network given some of the points, its mean refitted to those: the others are unseen."""
 
-    def __init__(self, trained: Trained, structure: Structure, index: Tensor) -> None:
-        self.trained, self.structure = trained, structure
-        own, part = trained.at(index), structure.part(trained.at(index), index)
-        self.curvature: Curvature = part.curvature(own)
+    def __init__(self, model: LinearizedModel, structure: Structure, index: Tensor) -> None:
+        self.model, self.structure = model, structure
+        own, part = model.at(index), structure.subset(model.at(index), index)
+        self.precision: PosteriorPrecision = part.precision(own)
         with torch.no_grad():
             residual = part.points.residual(own.likelihood)
-        gradient = joint_gradient(part.backproject(own, residual), own.prior, own.theta)
-        self.step = trained.network.unflatten(self.curvature.newton(gradient))  # θ* - θ̄
+        gradient = joint_gradient(part.vjp(own, residual), own.prior, own.theta)
+        self.step = model.network.unflatten(self.precision.solve(gradient))  # θ* - θ̄
 
     def score(self, index: Tensor, scales: list[float], samples: int) -> Tensor:
         """Σ log density at unseen points, for each factor of the covariance."""
         total, seen = torch.zeros(len(scales), dtype=torch.float64), 0
         points = self.structure.points
-        for rows in self.structure.rows_at(self.trained, index):
+        for rows in self.structure.rows_at(self.model, index):
             here = index[seen : seen + rows.num_examples].to(points.f.device)
             seen += rows.num_examples
-            mean, covariance = self.trained.outputs(rows) - rows.jvp(self.step), self.curvature.moments(rows)
+            mean, covariance = self.model.outputs(rows) - rows.jvp(self.step), self.precision.covariance_blocks(rows)
             targets, counts = points.targets[here], points.counts[here]
             with torch.no_grad():
-                likelihood = self.trained.likelihood.at(here)
+                likelihood = self.model.likelihood.at(here)
                 for number, scale in enumerate(scales):
                     found = predictive(likelihood, mean, scale * covariance, "glm", samples)
                     total[number] += (counts * found.log_prob(targets)).sum().double().cpu()

@@ -1,10 +1,10 @@
 """Structures: what is kept of the training data so that every later question is algebra."""
 
-from ntk_laplace.curvature import FORMS
+from ntk_laplace.curvature import STRUCTURE_SPECS
 from ntk_laplace.structures.accumulation import Accumulation
-from ntk_laplace.structures.base import Settings, Structure, Trained
+from ntk_laplace.structures.base import Settings, Structure, LinearizedModel
 from ntk_laplace.structures.changed import ChangedStructure, rows_of
-from ntk_laplace.structures.coalescing import coalesced
+from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.full import FullStructure
 from ntk_laplace.structures.gp import FunctionSpaceStructure
 from ntk_laplace.structures.records import opened, require_place, resumed, write
@@ -14,7 +14,7 @@ from ntk_laplace.structures.structured import StructuredStructure
 RESTORE = {
     "gp": FunctionSpaceStructure.restored,
     "full": FullStructure.restored,
-} | {name: StructuredStructure.restored for name in FORMS}
+} | {name: StructuredStructure.restored for name in STRUCTURE_SPECS}
 
 __all__ = [
     "RESTORE",
@@ -25,8 +25,8 @@ __all__ = [
     "Settings",
     "Structure",
     "StructuredStructure",
-    "Trained",
-    "coalesced",
+    "LinearizedModel",
+    "merged_batches",
     "opened",
     "posterior_record",
     "require_place",

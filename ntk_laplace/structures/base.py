@@ -1,4 +1,4 @@
-"""What a structure is: how training data become curvature, and what is kept of them."""
+"""What a structure is: how training data become precision, and what is kept of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Root
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Source
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
-from ntk_laplace.evidence import Curvature, NewtonStep
-from ntk_laplace.factors import FactorPass, Rows
+from ntk_laplace.evidence import PosteriorPrecision, NewtonStep
+from ntk_laplace.jacobian import JacobianPass, Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
-from ntk_laplace.points import ForgottenPoints, TrainingPoints
+from ntk_laplace.points import UnsavedPoints, TrainingPoints
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["ExactStructure", "Settings", "Structure", "Trained", "require_unchanged"]
+__all__ = ["ExactStructure", "Settings", "Structure", "LinearizedModel", "require_unchanged"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained network and the model it was trained under.
+class LinearizedModel:
+    """A model network and the model it was model under.
 
     Attributes
     ----------
@@ -81,14 +81,14 @@ class Trained:
         The private copy at θ*.
     likelihood : Likelihood
     prior : GaussianPrior
-    root : Root
-        Which curvature.
-    factors : FactorPass
+    curvature_type : CurvatureType
+        Which precision.
+    jacobian_pass : JacobianPass
         Makes rows at inputs.
     settings : Settings
-    move : Tensor, (P,), optional
+    displacement : Tensor, (P,), optional
         θ - θ*, how far a what-if has moved the weights of the linearized model; the network itself stays.
-    held : Tensor, (P,), optional
+    training_gradient : Tensor, (P,), optional
         Once the network itself has followed a what-if (relinearized), the gradient that training had left.
     fitted_at : tuple of Tensor, optional
         The hyperparameters at the fit, as `present_values` gives them.
@@ -97,37 +97,37 @@ class Trained:
     network: Network
     likelihood: Likelihood
     prior: GaussianPrior
-    root: Root
-    factors: FactorPass
+    curvature_type: CurvatureType
+    jacobian_pass: JacobianPass
     settings: Settings
-    move: Tensor | None = None
-    held: Tensor | None = None
+    displacement: Tensor | None = None
+    training_gradient: Tensor | None = None
     fitted_at: tuple[Tensor, ...] | None = None
 
     @property
     def theta(self) -> Tensor:
         """Weights of the linearized model, (P,), in the algebra's floating type: θ*, or where a what-if moved them."""
-        theta = self.network.theta.to(self.factors.dtype)
-        return theta if self.move is None else theta + self.move
+        theta = self.network.theta.to(self.jacobian_pass.dtype)
+        return theta if self.displacement is None else theta + self.displacement
 
-    def outputs(self, rows: Rows) -> Tensor:
+    def outputs(self, rows: Jacobian) -> Tensor:
         """f of the linearized model at rows of J, (n, C): the network's outputs, or f + J(θ - θ*) after a move."""
-        return rows.f if self.move is None else rows.f + rows.jvp(self.network.unflatten(self.move))
+        return rows.f if self.displacement is None else rows.f + rows.jvp(self.network.unflatten(self.displacement))
 
-    def at(self, index: Tensor) -> Trained:
+    def at(self, index: Tensor) -> LinearizedModel:
         """The same model of some of the training points: noise per point is theirs alone."""
         with torch.no_grad():  # a part of a parameter is none, and must not hold on to its graph
             likelihood = self.likelihood.at(index)
         settings = replace(self.settings, checkpoint=None, resume=None)  # those belong to the whole fit
         return replace(self, likelihood=likelihood, settings=settings)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Trained:
+    def to(self, device: torch.device, dtype: torch.dtype) -> LinearizedModel:
         """The same on another device, its algebra in another floating type; hyperparameters move in place."""
         network = self.network.to(device)
         for module in (self.prior, self.likelihood):
             module.to(device)
-        move, held = (None if v is None else v.to(device, dtype) for v in (self.move, self.held))
-        return replace(self, network=network, factors=self.factors.on(network, dtype), move=move, held=held)
+        displacement, training_gradient = (None if v is None else v.to(device, dtype) for v in (self.displacement, self.training_gradient))
+        return replace(self, network=network, jacobian_pass=self.jacobian_pass.on(network, dtype), displacement=displacement, training_gradient=training_gradient)
 
 
 class Structure(Protocol):
@@ -141,43 +141,43 @@ class Structure(Protocol):
     """
 
     name: str
-    points: TrainingPoints | ForgottenPoints
+    points: TrainingPoints | UnsavedPoints
 
-    def curvature(self, trained: Trained) -> Curvature:
+    def precision(self, model: LinearizedModel) -> PosteriorPrecision:
         """Algebra at the present hyperparameters."""
 
-    def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr over the training points, (P,)."""
 
-    def push(self, trained: Trained, vector: Tensor) -> Tensor:
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
         """J v at the training points, (N, C)."""
 
-    def sensitivity(self, trained: Trained, curvature: Curvature) -> Tensor:
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C): V at the training points, where the curvature is exact."""
 
-    def newton_step(self, trained: Trained, curvature: Curvature, gradient: Tensor) -> NewtonStep:
+    def newton_step(self, model: LinearizedModel, precision: PosteriorPrecision, gradient: Tensor) -> NewtonStep:
         """z = H⁻¹g with what the correction asks of it."""
 
-    def merged(self, trained: Trained, other: Structure) -> Structure:
+    def merged(self, model: LinearizedModel, other: Structure) -> Structure:
         """The structure of both data sets together."""
 
-    def another(self, trained: Trained, batches: Source) -> Structure:
+    def refit_on(self, model: LinearizedModel, batches: Source) -> Structure:
         """The same structure fitted to other data, so that the two can be merged."""
 
-    def part(self, trained: Trained, index: Tensor) -> Structure:
-        """The same structure of some of its examples, ascending; `trained` is the model of those."""
+    def subset(self, model: LinearizedModel, index: Tensor) -> Structure:
+        """The same structure of some of its examples, ascending; `model` is the model of those."""
 
-    def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
+    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """Rows of J at some of its examples, ascending, in pieces."""
 
-    def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
+    def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """What is kept, at the present hyperparameters, as plain containers of tensors."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is kept."""
 
 
-def require_unchanged(trained: Trained, base: TrainingPoints | None) -> None:
+def require_unchanged(model: LinearizedModel, base: TrainingPoints | None) -> None:
     """Refuse to write down a what-if; `base` are the points before it, if there was one.
 
     Raises
@@ -185,7 +185,7 @@ def require_unchanged(trained: Trained, base: TrainingPoints | None) -> None:
     UnsupportedError
         If there was, or if the network itself has followed one.
     """
-    if base is not None or trained.held is not None:
+    if base is not None or model.training_gradient is not None:
         raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
                                "Save the original, and ask what if again after loading it.")
 
@@ -197,29 +197,29 @@ class ExactStructure:
     ----------
     points : TrainingPoints
     base : TrainingPoints or None
-        The points the network was trained on, if a what-if has changed them since.
+        The points the network was model on, if a what-if has changed them since.
     """
 
-    points: TrainingPoints | ForgottenPoints
+    points: TrainingPoints | UnsavedPoints
     base: TrainingPoints | None = None
 
-    def _merged_base(self, trained: Trained, other: ExactStructure) -> TrainingPoints | None:
+    def _merged_base(self, model: LinearizedModel, other: ExactStructure) -> TrainingPoints | None:
         """After a what-if too, new points leave the weights where they are: all of their pull is held."""
         if self.base is None:
             return None
-        added = self.points.part(slice(self.base.num_examples, None))
+        added = self.points.subset(slice(self.base.num_examples, None))
         added = replace(added, weights=added.f.new_zeros(len(added.f)))  # of those that a what-if added, nothing is
-        return self.base.joined(trained.likelihood, added).joined(trained.likelihood, other.points)
+        return self.base.joined(model.likelihood, added).joined(model.likelihood, other.points)
 
     def _base_at(self, index: Tensor) -> TrainingPoints | None:
         """Of some points; those that were added come last, and belong to no base."""
-        return None if self.base is None else self.base.part(index[index < self.base.num_examples])
+        return None if self.base is None else self.base.subset(index[index < self.base.num_examples])
 
-    def newton_step(self, trained: Trained, curvature: Curvature, gradient: Tensor) -> NewtonStep:
+    def newton_step(self, model: LinearizedModel, precision: PosteriorPrecision, gradient: Tensor) -> NewtonStep:
         """z = H⁻¹g and J z."""
-        z = curvature.newton(gradient)
-        return NewtonStep(z, self.push(trained, z))
+        z = precision.solve(gradient)
+        return NewtonStep(z, self.jvp(model, z))
 
-    def another(self, trained: Trained, batches: Source) -> Structure:
+    def refit_on(self, model: LinearizedModel, batches: Source) -> Structure:
         """The same of other data."""
-        return type(self)(trained, batches)
+        return type(self)(model, batches)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import ChangedWeightSpace, Part, StructuredWeightSpace, group_numbers
+from ntk_laplace.curvature import ChangedWeightSpace, ParameterBlock, StructuredWeightSpace, group_numbers
 from ntk_laplace.data import Source
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import NewtonStep
-from ntk_laplace.factors import Rows
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures.base import Trained, require_unchanged
+from ntk_laplace.structures.base import LinearizedModel, require_unchanged
 from ntk_laplace.structures.gp import FunctionSpaceStructure
 from ntk_laplace.structures.structured import StructuredStructure
 
@@ -32,27 +32,27 @@ class MovedPoints:
 
     Parameters
     ----------
-    still : TrainingPoints
-        The same points at the trained weights, where the curvature stays.
+    unmoved_points : TrainingPoints
+        The same points at the model weights, where the curvature stays.
     outputs : callable
         Gives the outputs (N, C).
     """
 
-    def __init__(self, still: TrainingPoints, outputs: Callable[[], Tensor]) -> None:
-        self._still, self._outputs = still, outputs
-        self.num_examples, self.num_outputs = still.num_examples, still.num_outputs
-        self.targets, self.counts = still.targets, still.counts
+    def __init__(self, unmoved_points: TrainingPoints, outputs: Callable[[], Tensor]) -> None:
+        self._unmoved, self._outputs = unmoved_points, outputs
+        self.num_examples, self.num_outputs = unmoved_points.num_examples, unmoved_points.num_outputs
+        self.targets, self.counts = unmoved_points.targets, unmoved_points.counts
 
     @cached_property
-    def settled(self) -> TrainingPoints:
+    def finalized(self) -> TrainingPoints:
         """Plain points."""
         with torch.no_grad():
-            return replace(self._still, f=self._outputs(), expanded=self._still.f)
+            return replace(self._unmoved, f=self._outputs(), expanded=self._unmoved.f)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.settled, name)
+        return getattr(self.finalized, name)
 
 
 class ChangedStructure:
@@ -60,51 +60,51 @@ class ChangedStructure:
 
     Its curvature is the structure's own, with these points taken out and put in; or put in alone, where it holds too
     little of those that leave. All changes are one joint Newton step
-    from the trained weights, whether they were asked for together or one after the other.
+    from the model weights, whether they were asked for together or one after the other.
 
     Parameters
     ----------
-    trained : Trained
+    model : LinearizedModel
         Before any move.
     inner : StructuredStructure
         As it was fitted.
-    still : TrainingPoints
-        All points as they are now, outputs at the trained weights.
-    most : float
-        Leverage above which no point is taken out of the curvature.
-    more : sequence of FunctionSpaceStructure
+    unmoved_points : TrainingPoints
+        All points as they are now, outputs at the model weights.
+    max_leverage : float
+        Leverage above which no point is taken out of the precision.
+    added : sequence of FunctionSpaceStructure
         Of the points that were added, in their order.
     """
 
     def __init__(
-        self, trained: Trained, inner: StructuredStructure, still: TrainingPoints, most: float,
-        more: Sequence[FunctionSpaceStructure] = (),
+        self, model: LinearizedModel, inner: StructuredStructure, unmoved_points: TrainingPoints, max_leverage: float,
+        added: Sequence[FunctionSpaceStructure] = (),
     ) -> None:  # fmt: skip
-        self.inner, self.still, self.most, self.more = inner, still, most, tuple(more)
+        self.inner, self.unmoved_points, self.max_leverage, self.added = inner, unmoved_points, max_leverage, tuple(added)
         self.base = inner.points
-        before = trained.likelihood.in_form_of(self.base.targets, still.targets)
-        self._targets = torch.cat([before, still.targets[len(before) :]])  # before the change, and those added
+        before = model.likelihood.in_form_of(self.base.targets, unmoved_points.targets)
+        self._targets = torch.cat([before, unmoved_points.targets[len(before) :]])  # before the change, and those added
         self.index = self._changed()
-        self.rows = self._read(trained)
-        self.points: MovedPoints | TrainingPoints = still
+        self.rows = self._read(model)
+        self.points: MovedPoints | TrainingPoints = unmoved_points
         self._found: tuple[StructuredWeightSpace | ChangedWeightSpace, tuple[Tensor, ...]] | None = None
 
     def _changed(self) -> Tensor:
         """Numbers of the points that are not as they were, those that were added last, (m,)."""
-        base, still, n = self.base, self.still, len(self.base.f)
-        now, before = still.targets[:n], self._targets[:n]
+        base, unmoved_points, n = self.base, self.unmoved_points, len(self.base.f)
+        now, before = unmoved_points.targets[:n], self._targets[:n]
         other = ((now != before) & ~(now.isnan() & before.isnan())).reshape(n, -1).any(1)  # NaN is a missing target
-        touched = torch.ones(len(still.f), dtype=torch.bool, device=still.f.device)
-        touched[:n] = other | (still.counts[:n] != base.counts)
+        touched = torch.ones(len(unmoved_points.f), dtype=torch.bool, device=unmoved_points.f.device)
+        touched[:n] = other | (unmoved_points.counts[:n] != base.counts)
         return touched.nonzero().squeeze(1)
 
-    def _read(self, trained: Trained) -> Rows | None:
+    def _read(self, model: LinearizedModel) -> Jacobian | None:
         """Rows of J at the points that changed; None if there are none."""
         n = len(self.base.f)
         old = self.index[self.index < n]
-        parts = [rows_of(trained, self.inner, old)] if len(old) else []
-        parts += [one.rows for one in self.more]
-        return Rows.concatenate(parts) if parts else None
+        parts = [rows_of(model, self.inner, old)] if len(old) else []
+        parts += [one.rows for one in self.added]
+        return Jacobian.concatenate(parts) if parts else None
 
     @property
     def name(self) -> str:
@@ -112,33 +112,33 @@ class ChangedStructure:
         return self.inner.name
 
     @property
-    def parts(self) -> list[Part]:
-        """What shares a factorization, and in which form."""
-        return self.inner.parts
+    def parameter_blocks(self) -> list[ParameterBlock]:
+        """What shares a factorization, and in which spec."""
+        return self.inner.parameter_blocks
 
     def changed(
-        self, trained: Trained, still: TrainingPoints, more: FunctionSpaceStructure | None = None
+        self, model: LinearizedModel, unmoved_points: TrainingPoints, added: FunctionSpaceStructure | None = None
     ) -> ChangedStructure:
         """Other points again, from the same sums."""
-        together = self.more if more is None else (*self.more, more)
-        return ChangedStructure(trained, self.inner, still, self.most, together)
+        together = self.added if added is None else (*self.added, added)
+        return ChangedStructure(model, self.inner, unmoved_points, self.max_leverage, together)
 
-    def step(self, trained: Trained) -> Tensor:
+    def step(self, model: LinearizedModel) -> Tensor:
         """θ - θ* after one joint Newton step, H'⁻¹ J_Gᵀ(r' - r), (P,), and `points` there."""
         with torch.no_grad():
             if self.rows is None:
-                move = torch.zeros_like(trained.theta)
+                move = torch.zeros_like(model.theta)
             else:
-                after, before = (points.residual(trained.likelihood) for points in (self.still, self.base))
+                after, before = (points.residual(model.likelihood) for points in (self.unmoved_points, self.base))
                 before = torch.cat([before, before.new_zeros(len(after) - len(before), after.shape[1])])
                 pull = (after - before)[self.index].to(self.rows.f)
-                move = self.curvature(trained).newton(self.rows.vjp(pull, trained.network.shapes))
-        self.points = MovedPoints(self.still, lambda: self.still.f + self.push(trained, move))
+                move = self.precision(model).solve(self.rows.vjp(pull, model.network.shapes))
+        self.points = MovedPoints(self.unmoved_points, lambda: self.unmoved_points.f + self.jvp(model, move))
         return move
 
     # --- algebra
 
-    def curvature(self, trained: Trained) -> StructuredWeightSpace | ChangedWeightSpace:
+    def precision(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
         """Algebra at the present hyperparameters.
 
         Raises
@@ -146,30 +146,30 @@ class ChangedStructure:
         MemoryBudgetError
             If the points that changed are too many.
         """
-        modules = trained.prior, trained.likelihood
+        modules = model.prior, model.likelihood
         if self._found is None or not unmoved(self._found[1], *modules):
-            self._found = self._factored(replace(trained, move=None)), present_values(*modules)
+            self._found = self._factored(replace(model, displacement=None)), present_values(*modules)
         moved = copy.copy(self._found[0])
-        moved.theta = trained.theta  # around which samples are drawn; nothing else knows of a move
+        moved.theta = model.theta  # around which samples are drawn; nothing else knows of a move
         return moved
 
-    def _factored(self, trained: Trained) -> StructuredWeightSpace | ChangedWeightSpace:
-        base = self.inner.curvature(trained)
-        where, root, signs = self._difference(trained)
+    def _factored(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
+        base = self.inner.precision(model)
+        where, root, signs = self._difference(model)
         if len(where) == 0:
             return base
-        groups = group_numbers(trained.prior, trained.network.shapes).to(trained.theta.device)
-        return ChangedWeightSpace(base, self.rows.part(where).weighted(root), signs, groups,
-                                  trained.settings.memory_budget, self.most)
+        groups = group_numbers(model.prior, model.network.shapes).to(model.theta.device)
+        return ChangedWeightSpace(base, self.rows.subset(where).weighted(root), signs, groups,
+                                  model.settings.memory_budget, self.max_leverage)
 
-    def _difference(self, trained: Trained) -> tuple[Tensor, Tensor, Tensor]:
+    def _difference(self, model: LinearizedModel) -> tuple[Tensor, Tensor, Tensor]:
         """T (m, C, R) with T D Tᵀ = Λ' - Λ at those of `rows` where it is not zero, their places, and D (m, R)."""
-        weights = self.still.counts[self.index]
+        weights = self.unmoved_points.counts[self.index]
         old = self.index[self.index < len(self.base.f)]
         was = torch.zeros_like(weights)
         was[: len(old)] = self.base.counts[old]
-        after = self._roots(trained, self.still)
-        before = self._roots(trained, replace(self.still, targets=self._targets))
+        after = self._roots(model, self.unmoved_points)
+        before = self._roots(model, replace(self.unmoved_points, targets=self._targets))
         if torch.equal(after, before):
             gain = weights - was
             root, signs = after * gain.abs().sqrt().view(-1, 1, 1), gain.sign().unsqueeze(1).expand(-1, after.shape[2])
@@ -180,40 +180,40 @@ class ChangedStructure:
         where = (root != 0).flatten(1).any(1).nonzero().squeeze(1)
         return where, root[where], signs[where]
 
-    def _roots(self, trained: Trained, points: TrainingPoints) -> Tensor:
+    def _roots(self, model: LinearizedModel, points: TrainingPoints) -> Tensor:
         """S at the points that changed, each counted once, (m, C, R)."""
         with torch.no_grad():
             # labels that are drawn are drawn for all points at once
-            return replace(points, weights=None).root(trained.root, trained.likelihood)[self.index].detach()
+            return replace(points, weights=None).root(model.curvature_type, model.likelihood)[self.index].detach()
 
     # --- further passes
 
-    def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr, (P,)."""
-        total = self.inner.backproject(trained, residual[: len(self.base.f)])
+        total = self.inner.vjp(model, residual[: len(self.base.f)])
         start = len(self.base.f)
-        for one in self.more:
+        for one in self.added:
             part = residual[start : start + one.points.num_examples]
-            total += one.rows.vjp(part.to(one.rows.f), trained.network.shapes)
+            total += one.rows.vjp(part.to(one.rows.f), model.network.shapes)
             start += len(part)
         return total
 
-    def push(self, trained: Trained, vector: Tensor) -> Tensor:
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
         """J v, (N, C)."""
-        named = trained.network.unflatten(vector)
-        return torch.cat([self.inner.push(trained, vector), *(one.rows.jvp(named) for one in self.more)])
+        named = model.network.unflatten(vector)
+        return torch.cat([self.inner.jvp(model, vector), *(one.rows.jvp(named) for one in self.added)])
 
-    def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
+    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """From another pass; those that were added are kept."""
-        n, index = len(self.base.f), index.to(self.still.f.device)
+        n, index = len(self.base.f), index.to(self.unmoved_points.f.device)
         old = index[index < n]
         if len(old):
-            yield from self.inner.rows_at(trained, old)
+            yield from self.inner.rows_at(model, old)
         added = index[index >= n] - n
         if len(added):
-            yield Rows.concatenate([one.rows for one in self.more]).part(added)
+            yield Jacobian.concatenate([one.rows for one in self.added]).subset(added)
 
-    def sensitivity(self, trained: Trained, curvature: Any) -> Tensor:
+    def sensitivity(self, model: LinearizedModel, precision: Any) -> Tensor:
         """Not there: how the structure's sums follow Λ is known before a change alone."""
         raise UnsupportedError(
             "a posterior of the data it was fitted to, for the evidence's gradient in the likelihood's hyperparameters",
@@ -221,47 +221,47 @@ class ChangedStructure:
             "Fit them first, and ask what if afterwards; or use an exact structure.",
         )
 
-    def newton_step(self, trained: Trained, curvature: Any, gradient: Tensor) -> NewtonStep:
+    def newton_step(self, model: LinearizedModel, precision: Any, gradient: Tensor) -> NewtonStep:
         """z = H'⁻¹g; zᵀ(H' - P0)z is this structure's own."""
-        z = curvature.newton(gradient)
-        own = *curvature.quadratic(z), lambda: self.sensitivity(trained, curvature)
-        return NewtonStep(z, self.push(trained, z), own)
+        z = precision.solve(gradient)
+        own = *precision.quadratic(z), lambda: self.sensitivity(model, precision)
+        return NewtonStep(z, self.jvp(model, z), own)
 
     # --- what a change does not go together with
 
-    def another(self, trained: Trained, batches: Source) -> StructuredStructure:
+    def refit_on(self, model: LinearizedModel, batches: Source) -> StructuredStructure:
         """Refused."""
         raise UnsupportedError("a structured posterior of the data it was fitted to, to condition",
                                "one that a what-if changed", "Condition first; or take new points in with add(x, y).")
 
-    merged = another
+    merged = refit_on
 
-    def part(self, trained: Trained, index: Tensor) -> ChangedStructure:
+    def subset(self, model: LinearizedModel, index: Tensor) -> ChangedStructure:
         """Refused."""
         raise UnsupportedError("a structured posterior of the data it was fitted to, to take a part of",
                                "one that a what-if changed", "Take the part first, and ask what if afterwards.")
 
-    def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
+    def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """Refused."""
-        require_unchanged(trained, self.base)
+        require_unchanged(model, self.base)
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the sums, the rows and the points."""
-        points = self.points.settled if isinstance(self.points, MovedPoints) else self.points
+        points = self.points.finalized if isinstance(self.points, MovedPoints) else self.points
         self.inner = self.inner.copied()  # the posterior that was asked keeps its own
         self.inner.to(device, dtype)
         self.base = self.inner.points
-        self.still, self.points = self.still.to(device, dtype), points.to(device, dtype)
-        self._targets = self._targets.to(self.still.targets)
+        self.unmoved_points, self.points = self.unmoved_points.to(device, dtype), points.to(device, dtype)
+        self._targets = self._targets.to(self.unmoved_points.targets)
         self.index = self.index.to(device)
         self.rows = None if self.rows is None else self.rows.to(dtype, device)
-        for one in self.more:
+        for one in self.added:
             one.to(device, dtype)
         self._found = None
 
 
-def rows_of(trained: Trained, structure: Any, index: Tensor) -> Rows:
+def rows_of(model: LinearizedModel, structure: Any, index: Tensor) -> Jacobian:
     """Rows of J at a few training points, ascending, from another pass; kept.
 
     Raises
@@ -271,13 +271,13 @@ def rows_of(trained: Trained, structure: Any, index: Tensor) -> Rows:
     DataError
         If the data cannot be read again.
     """
-    parts: list[Rows] = []
-    for rows in structure.rows_at(trained, index):
+    parts: list[Jacobian] = []
+    for rows in structure.rows_at(model, index):
         if not parts:
             require_memory(rows.nbytes * len(index) // rows.num_examples, rows.f.device,
                            f"the rows of {len(index):,} training points", "Ask about fewer points at a time.",
-                           trained.settings.memory_budget)  # fmt: skip
+                           model.settings.memory_budget)  # fmt: skip
         parts.append(rows)
     if not parts:
         raise DataError(f"{len(index):,} training points", "none", "Pass the data of the fit.")
-    return Rows.concatenate(parts)
+    return Jacobian.concatenate(parts)

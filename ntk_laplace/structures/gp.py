@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
-from ntk_laplace.data import Batches, Gathered
+from ntk_laplace.data import Batches, RowBuffer
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.factors import Rows, rows_from, rows_record
-from ntk_laplace.points import ForgottenPoints, TrainingPoints
+from ntk_laplace.jacobian import Jacobian, jacobian_from_record, jacobian_record
+from ntk_laplace.points import UnsavedPoints, TrainingPoints
 from ntk_laplace.resources import format_bytes, require_memory
-from ntk_laplace.structures.base import ExactStructure, Trained, require_unchanged
-from ntk_laplace.structures.reading import read_batches
+from ntk_laplace.structures.base import ExactStructure, LinearizedModel, require_unchanged
+from ntk_laplace.structures.data_passes import read_batches
 
 __all__ = ["FunctionSpaceStructure"]
 
@@ -26,124 +26,124 @@ class FunctionSpaceStructure(ExactStructure):
 
     Parameters
     ----------
-    trained : Trained
+    model : LinearizedModel
     batches : Batches
         Read once.
 
     Attributes
     ----------
-    rows : Rows
+    rows : Jacobian
         Of J at the training points.
     """
 
     name = "gp"
 
-    def __init__(self, trained: Trained, batches: Batches) -> None:
-        parts: list[Rows] = []
-        targets = Gathered(batches.length or 0)
-        for x, y in read_batches(trained, batches, "Jacobians"):
-            parts.append(trained.factors.rows(x, batch_size=trained.settings.batch_size, offset=_count(parts)))
+    def __init__(self, model: LinearizedModel, batches: Batches) -> None:
+        parts: list[Jacobian] = []
+        targets = RowBuffer(batches.length or 0)
+        for x, y in read_batches(model, batches, "Jacobians"):
+            parts.append(model.jacobian_pass.rows(x, batch_size=model.settings.batch_size, offset=_count(parts)))
             targets.append(y)
             if len(parts) == 1:
-                self.require_memory_for(trained, batches.length or parts[0].num_examples, parts[0])
-        self.rows = Rows.concatenate(parts)
+                self.require_memory_for(model, batches.length or parts[0].num_examples, parts[0])
+        self.rows = Jacobian.concatenate(parts)
         parts.clear()
-        f = trained.outputs(self.rows)
-        self.points = TrainingPoints.checked(trained.likelihood, f, targets.rows, batches.weights)
-        self.require_memory_for(trained, self.rows.num_examples, None)
+        f = model.outputs(self.rows)
+        self.points = TrainingPoints.checked(model.likelihood, f, targets.rows, batches.weights)
+        self.require_memory_for(model, self.rows.num_examples, None)
 
     @staticmethod
-    def require_memory_for(trained: Trained, n: int, first: Rows | None) -> None:
+    def require_memory_for(model: LinearizedModel, n: int, first: Jacobian | None) -> None:
         """Refuse N examples if B, which is N R x N R, does not fit, and rows like the first ones on top."""
-        c = trained.network.num_outputs
-        size = trained.root.columns(trained.likelihood, c) * n
-        element = trained.factors.dtype.itemsize
+        c = model.network.num_outputs
+        size = model.curvature_type.columns(model.likelihood, c) * n
+        element = model.jacobian_pass.dtype.itemsize
         rows = 0 if first is None else 2 * first.nbytes * n // max(1, first.num_examples)
-        p = trained.network.num_parameters
+        p = model.network.num_parameters
         full = 2 * p * p * element
         require_memory(
-            size * size * element + rows, trained.network.device,
+            size * size * element + rows, model.network.device,
             f"B of {size:,} x {size:,} (N = {n:,}, C = {c}) and its rows",
             f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
             'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
             "dtype=torch.float32.",
-            trained.settings.memory_budget,
+            model.settings.memory_budget,
         )  # fmt: skip
 
-    def curvature(self, trained: Trained) -> FunctionSpace:
+    def precision(self, model: LinearizedModel) -> FunctionSpace:
         """Factor B at the present hyperparameters, without a new Jacobian."""
-        root = self.points.root(trained.root, trained.likelihood).detach()
-        return FunctionSpace(self.rows, root, trained.prior, trained.network.shapes)
+        root = self.points.root(model.curvature_type, model.likelihood).detach()
+        return FunctionSpace(self.rows, root, model.prior, model.network.shapes)
 
-    def backproject(self, trained: Trained, residual: Tensor) -> Tensor:
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr, (P,)."""
-        return self.rows.vjp(residual, trained.network.shapes)
+        return self.rows.vjp(residual, model.network.shapes)
 
-    def push(self, trained: Trained, vector: Tensor) -> Tensor:
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
         """J v, (N, C)."""
-        return self.rows.jvp(trained.network.unflatten(vector))
+        return self.rows.jvp(model.network.unflatten(vector))
 
-    def sensitivity(self, trained: Trained, curvature: FunctionSpace) -> Tensor:
+    def sensitivity(self, model: LinearizedModel, precision: FunctionSpace) -> Tensor:
         """∂ log det B/∂Λ_n = V_nn, (N, C, C), or what stands for it where Λ_n keeps its range."""
-        left_inverse = self.points.left_inverse(trained.root, trained.likelihood)
-        return curvature.moments(self.rows) if left_inverse is None else curvature.sensitivity(left_inverse)
+        left_inverse = self.points.left_inverse(model.curvature_type, model.likelihood)
+        return precision.covariance_blocks(self.rows) if left_inverse is None else precision.sensitivity(left_inverse)
 
-    def merged(self, trained: Trained, other: FunctionSpaceStructure) -> FunctionSpaceStructure:
+    def merged(self, model: LinearizedModel, other: FunctionSpaceStructure) -> FunctionSpaceStructure:
         """Rows of both data sets."""
         total = copy.copy(self)
-        total.rows = Rows.concatenate([self.rows, other.rows])
-        total.points = self.points.joined(trained.likelihood, other.points)
-        total.base = self._merged_base(trained, other)
-        total.require_memory_for(trained, total.rows.num_examples, None)
+        total.rows = Jacobian.concatenate([self.rows, other.rows])
+        total.points = self.points.joined(model.likelihood, other.points)
+        total.base = self._merged_base(model, other)
+        total.require_memory_for(model, total.rows.num_examples, None)
         return total
 
     def changed(
-        self, trained: Trained, points: TrainingPoints, more: FunctionSpaceStructure | None = None
+        self, model: LinearizedModel, points: TrainingPoints, added: FunctionSpaceStructure | None = None
     ) -> FunctionSpaceStructure:
         """The same model of other points, the last of them those of `more`; what the network saw stays known."""
         other = copy.copy(self)
-        other.rows = self.rows if more is None else Rows.concatenate([self.rows, more.rows])
+        other.rows = self.rows if added is None else Jacobian.concatenate([self.rows, added.rows])
         other.points = points
         other.base = self.points if self.base is None else self.base
         return other
 
-    def newton_at(self, trained: Trained, points: TrainingPoints, gradient: Tensor) -> Tensor:
+    def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
         """H⁻¹g with the curvature of these points, (P,); points that count for nothing take no part."""
-        root = points.root(trained.root, trained.likelihood)
+        root = points.root(model.curvature_type, model.likelihood)
         active = (points.counts > 0).nonzero().squeeze(1)
         everything = len(active) == len(root)
-        rows = self.rows if everything else self.rows.part(active)
+        rows = self.rows if everything else self.rows.subset(active)
         root = root if everything else root[active]
-        return FunctionSpace(rows, root, trained.prior, trained.network.shapes).newton(gradient)
+        return FunctionSpace(rows, root, model.prior, model.network.shapes).solve(gradient)
 
-    def part(self, trained: Trained, index: Tensor) -> FunctionSpaceStructure:
+    def subset(self, model: LinearizedModel, index: Tensor) -> FunctionSpaceStructure:
         """Their rows; no new pass."""
         some = copy.copy(self)
-        some.rows, some.points = self.rows.part(index), self.points.part(index)
+        some.rows, some.points = self.rows.subset(index), self.points.subset(index)
         some.base = self._base_at(index)
         return some
 
-    def rows_at(self, trained: Trained, index: Tensor) -> Iterator[Rows]:
+    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """Rows that are kept."""
-        yield self.rows.part(index)
+        yield self.rows.subset(index)
 
-    def state(self, trained: Trained, include_data: bool) -> dict[str, Any]:
+    def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The rows."""
-        require_unchanged(trained, self.base)
+        require_unchanged(model, self.base)
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",
                 "Function space is made of its training points: their rows hold the inputs of the first layer.",
             )  # fmt: skip
-        return rows_record(self.rows)
+        return jacobian_record(self.rows)
 
     @classmethod
     def restored(
-        cls, trained: Trained, saved: dict[str, Any], points: TrainingPoints | ForgottenPoints, batches: Batches | None
+        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints, batches: Batches | None
     ) -> FunctionSpaceStructure:
         """From a checkpoint."""
         made = cls.__new__(cls)
-        made.rows, made.points = rows_from(saved), points
+        made.rows, made.points = jacobian_from_record(saved), points
         return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -152,5 +152,5 @@ class FunctionSpaceStructure(ExactStructure):
         self.base = None if self.base is None else self.base.to(device, dtype)
 
 
-def _count(parts: list[Rows]) -> int:
+def _count(parts: list[Jacobian]) -> int:
     return sum(part.num_examples for part in parts)

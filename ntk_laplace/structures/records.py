@@ -11,29 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FORMS, Form, Frame, Part, Side, Summary
-from ntk_laplace.data import gather
+from ntk_laplace.curvature import STRUCTURE_SPECS, StructureSpec, Eigenbasis, ParameterBlock, FactorEigen, Summary
+from ntk_laplace.data import fill_buffer
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.structures.accumulation import Accumulation
 
 __all__ = [
-    "form_from", "form_record", "form_words", "from_record", "opened", "record", "require_place", "resumed", "write",
+    "spec_from", "spec_record", "spec_words", "from_record", "opened", "record", "require_place", "resumed", "write",
 ]  # fmt: skip
 
 
 def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
     """An accumulation; outputs, targets and weights, which are training data, only if asked for."""
     return {
-        "form": form_record(gathered.form),
-        "model": dict(gathered.model),
+        "form": spec_record(gathered.spec),
+        "model": dict(gathered.signature),
         "stage": gathered.stage,
         "batches_done": gathered.batches_done,
         "examples_done": gathered.examples_done,
-        "parts": [asdict(part) | {"entries": list(part.entries)} for part in gathered.parts],
+        "parts": [asdict(part) | {"entries": list(part.entries)} for part in gathered.parameter_blocks],
         "sums": [dict(summary.sums) for summary in gathered.summaries],
-        "frames": [
+        "eigenbases": [
             {"basis_left": f.basis.left, "basis_right": f.basis.right, "left": f.left, "right": f.right}
-            for f in gathered.frames
+            for f in gathered.eigenbases
         ],
         "f": [gathered.f.rows] if include_data and len(gathered.f) else [],
         "targets": [gathered.targets.rows] if include_data and len(gathered.targets) else [],
@@ -43,37 +43,37 @@ def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
 
 def from_record(saved: Mapping[str, Any]) -> Accumulation:
     """The accumulation that was recorded."""
-    parts = [Part(**(dict(part) | {"entries": tuple(part["entries"])})) for part in saved["parts"]]
+    parts = [ParameterBlock(**(dict(part) | {"entries": tuple(part["entries"])})) for part in saved["parts"]]
     sums = saved["sums"]
-    frames = [_frame(own) for own in saved["frames"]]
+    eigenbases = [_eigenbasis(own) for own in saved["eigenbases"]]
     return Accumulation(
-        form_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
-        parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], frames,
-        gather(saved["f"]), gather(saved["targets"]), gather(saved.get("weights", [])),
+        spec_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
+        parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], eigenbases,
+        fill_buffer(saved["f"]), fill_buffer(saved["targets"]), fill_buffer(saved.get("weights", [])),
     )  # fmt: skip
 
 
-def _frame(saved: Mapping[str, Tensor | None]) -> Frame:
+def _eigenbasis(saved: Mapping[str, Tensor | None]) -> Eigenbasis:
     if saved["right"] is None:
-        return Frame()
-    return Frame(Side(None, saved["left"], saved["basis_left"]), Side(None, saved["right"], saved["basis_right"]))
+        return Eigenbasis()
+    return Eigenbasis(FactorEigen(None, saved["left"], saved["basis_left"]), FactorEigen(None, saved["right"], saved["basis_right"]))
 
 
-def form_record(form: Form) -> dict[str, Any]:
-    """Name and options of a form; a borrowed basis is in the frames."""
-    options = {name: value for name, value in vars(form).items() if name != "basis"}
-    return {"name": form.name, "options": options}
+def spec_record(spec: StructureSpec) -> dict[str, Any]:
+    """Name and options of a form; a borrowed basis is in the eigenbases."""
+    options = {name: value for name, value in vars(spec).items() if name != "basis"}
+    return {"name": spec.name, "options": options}
 
 
-def form_from(saved: Mapping[str, Any]) -> Form:
+def spec_from(saved: Mapping[str, Any]) -> StructureSpec:
     """The form that was recorded."""
-    return FORMS[saved["name"]](**saved["options"])
+    return STRUCTURE_SPECS[saved["name"]](**saved["options"])
 
 
 def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Save, all or nothing: a reader never meets half a file."""
     path = Path(path)
-    partial = path.with_name(path.name + ".part")
+    partial = path.with_name(path.name + ".block")
     torch.save(dict(content), partial)
     partial.replace(path)
 
@@ -111,7 +111,7 @@ def require_place(path: Any) -> None:
         raise DataError("a checkpoint in a folder that is there and can be written to", f"{path}", remedy)
 
 
-def resumed(resume: Any, form: Form, device: torch.device) -> Accumulation | None:
+def resumed(resume: Any, spec: StructureSpec, device: torch.device) -> Accumulation | None:
     """The accumulation to go on with, from a file or an interruption's `state`.
 
     Raises
@@ -126,16 +126,16 @@ def resumed(resume: Any, form: Form, device: torch.device) -> Accumulation | Non
     if not isinstance(resume, Accumulation):
         raise DataError("the state of an interrupted fit, or the file it was saved to", f"a {type(resume).__name__}",
                         "Pass Settings(resume=error.state) of a FitInterrupted, or its checkpoint's path.")
-    if form_record(resume.form) != form_record(form):
-        raise UnsupportedError(f"to resume {form_words(resume.form)}, which was interrupted", form_words(form),
+    if spec_record(resume.spec) != spec_record(spec):
+        raise UnsupportedError(f"to resume {spec_words(resume.spec)}, which was interrupted", spec_words(spec),
                                "Pass the same structure with the same options.")
     return resume.copy()
 
 
-def form_words(form: Form) -> str:
+def spec_words(spec: StructureSpec) -> str:
     """A form as one would write it."""
-    options = ", ".join(f"{k}={v!r}" for k, v in form_record(form)["options"].items())
-    return f"{type(form).__name__}({options})"
+    options = ", ".join(f"{k}={v!r}" for k, v in spec_record(spec)["options"].items())
+    return f"{type(spec).__name__}({options})"
 
 
 def _loaded(path: Path, device: torch.device) -> Accumulation:

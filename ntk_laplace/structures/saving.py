@@ -10,17 +10,17 @@ from torch import Tensor
 
 from ntk_laplace.likelihoods import Gaussian, Likelihood
 from ntk_laplace.likelihoods.per_output import PerOutput
-from ntk_laplace.points import ForgottenPoints
+from ntk_laplace.points import UnsavedPoints
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures.base import Structure, Trained
-from ntk_laplace.structures.reading import digest
+from ntk_laplace.structures.base import Structure, LinearizedModel
+from ntk_laplace.structures.data_passes import digest
 
 __all__ = ["FORMAT", "VERSION", "posterior_record"]
 
 FORMAT, VERSION = "ntk_laplace posterior", 1
 
 
-def posterior_record(trained: Trained, structure: Structure, reason: str, include_data: bool) -> dict[str, Any]:
+def posterior_record(model: LinearizedModel, structure: Structure, reason: str, include_data: bool) -> dict[str, Any]:
     """Everything but the network's weights and, unless asked for, the training data.
 
     Raises
@@ -28,42 +28,42 @@ def posterior_record(trained: Trained, structure: Structure, reason: str, includ
     UnsupportedError
         If the structure is made of its training data and they are not to be kept.
     """
-    network = trained.network
+    network = model.network
     return {
         "format": FORMAT,
         "version": VERSION,
         "structure": structure.name,
         "reason": reason,
-        "dtype": trained.factors.dtype,
-        "root": asdict(trained.root),
+        "dtype": model.jacobian_pass.dtype,
+        "root": asdict(model.curvature_type),
         "shapes": {name: list(shape) for name, shape in network.shapes.items()},
         "digest": digest(network.theta),
         "output": network.output,
         "targets": network.targets,
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
-        "form": _plain(network.form),
-        "likelihood": _likelihood_record(trained.likelihood),
-        "prior": _prior_record(trained.prior),
-        "fitted_at": trained.fitted_at,
-        "state": structure.state(trained, include_data),
-        "points": _points_record(trained, structure, include_data),
+        "form": _plain(network.spec),
+        "likelihood": _likelihood_record(model.likelihood),
+        "prior": _prior_record(model.prior),
+        "fitted_at": model.fitted_at,
+        "state": structure.state(model, include_data),
+        "points": _points_record(model, structure, include_data),
     }
 
 
-def _plain(form: Any) -> Any:
+def _plain(spec: Any) -> Any:
     """The form of the network's inputs in plain containers; None if something else is in it."""
-    if form is None or isinstance(form, (Tensor, str, int, float)):
-        return form
-    if not isinstance(form, (Mapping, tuple, list)):
+    if spec is None or isinstance(spec, (Tensor, str, int, float)):
+        return spec
+    if not isinstance(spec, (Mapping, tuple, list)):
         return None
-    keys, values = (form.keys(), form.values()) if isinstance(form, Mapping) else ([], form)
+    keys, values = (spec.keys(), spec.values()) if isinstance(spec, Mapping) else ([], spec)
     found = [_plain(value) for value in values]
     if not all(isinstance(key, str) for key in keys) or any(
         one is None and value is not None for one, value in zip(found, values, strict=True)
     ):
         return None
-    return dict(zip(keys, found, strict=True)) if isinstance(form, Mapping) else found
+    return dict(zip(keys, found, strict=True)) if isinstance(spec, Mapping) else found
 
 
 def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
@@ -85,11 +85,11 @@ def _prior_record(prior: GaussianPrior) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _points_record(trained: Trained, structure: Structure, include_data: bool) -> dict[str, Any]:
+def _points_record(model: LinearizedModel, structure: Structure, include_data: bool) -> dict[str, Any]:
     points = structure.points
-    value = points.log_likelihood(trained.likelihood).detach()
-    total = points.total(trained.likelihood)
+    value = points.log_likelihood(model.likelihood).detach()
+    total = points.total(model.likelihood)
     found: dict[str, Any] = {"num_examples": points.num_examples, "log_likelihood": value, "total": total}
-    if include_data and not isinstance(points, ForgottenPoints):
+    if include_data and not isinstance(points, UnsavedPoints):
         found |= {"f": points.f, "targets": points.targets, "weights": points.weights}
     return found

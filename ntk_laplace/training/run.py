@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import Form, Root
+from ntk_laplace.curvature import StructureSpec, CurvatureType
 from ntk_laplace.errors import (
     DataError,
     NonFiniteError,
@@ -56,8 +56,8 @@ class Model:
     likelihood: Likelihood
     prior: GaussianPrior
     data: Any
-    structure: str | Form
-    curvature: Root
+    structure: str | StructureSpec
+    curvature: CurvatureType
     dtype: torch.dtype | None
     settings: Settings
     output: str | int | None = None

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import Form, Root
+from ntk_laplace.curvature import StructureSpec, CurvatureType
 from ntk_laplace.data import Batches, Inputs, take
 from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInterrupted, UnsupportedError, is_whole
-from ntk_laplace.fit import form_of
+from ntk_laplace.fit import spec_of
 from ntk_laplace.hyperparameters import Variables
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Caller, Network
@@ -37,8 +37,8 @@ def train_with_evidence(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structure: str | Form = "kfac",
-    curvature: str | Root = "ggn",
+    structure: str | StructureSpec = "kfac",
+    curvature: str | CurvatureType = "ggn",
     *,
     optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     epochs: int,
@@ -62,7 +62,7 @@ def train_with_evidence(
     Parameters
     ----------
     network : nn.Module
-        Trained in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
+        LinearizedModel in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
         Parameters with ``requires_grad=False`` stay, and have no prior.
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
         A loader keeps its batches and its order. The loss divides by the number of examples, so that learning rates
@@ -125,27 +125,27 @@ def train_with_evidence(
     if settings.checkpoint is not None:
         require_place(settings.checkpoint)
     likelihood = Likelihood.of(likelihood)
-    form_of(structure)
-    door = Network(network, None, output, targets)
-    device, dtype_of_inputs = door.device, door.dtype
-    prior = GaussianPrior.of(prior, groups="layer").bind(door.shapes)
+    spec_of(structure)
+    frozen = Network(network, None, output, targets)
+    device, dtype_of_inputs = frozen.device, frozen.dtype
+    prior = GaussianPrior.of(prior, groups="layer").bind(frozen.shapes)
     for module in (prior, likelihood):
         module.to(device)
     read = data if evidence_data is None else evidence_data
     batches = Batches(read, settings.batch_size, device, dtype_of_inputs, targets)
     minibatches = Minibatches(data, batch_size, device, dtype_of_inputs, targets)
     n = count_examples(read, batches)
-    few = _probe(door, batches, likelihood, n)
+    few = _probe(frozen, batches, likelihood, n)
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
-    model = Model(network, likelihood, prior, read, structure, Root.of(curvature), dtype, quiet, output, targets)
+    model = Model(network, likelihood, prior, read, structure, CurvatureType.of(curvature), dtype, quiet, output, targets)
     optimizer = _optimizer(optimizer, network)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     scheduler = _scheduler(scheduler, optimizer, by_batch)
     objective = Objective(
-        Caller(network, output, targets), likelihood, prior, n, door.num_outputs, sum_of_weights(batches)
+        Caller(network, output, targets), likelihood, prior, n, frozen.num_outputs, sum_of_weights(batches)
     )
     run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule)
-    del door
+    del frozen
     _rehearse(model, few, n, run.ascent.which)
     if settings.resume is not None:
         run.restore(state.read(settings.resume, device))
@@ -217,7 +217,7 @@ def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool)
         run.stopped = seen.stopped
 
 
-def _probe(door: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor] | None:
+def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor] | None:
     """Hold outputs, targets and the likelihood against each other before the first epoch.
 
     Returns
@@ -225,15 +225,15 @@ def _probe(door: Network, batches: Batches, likelihood: Likelihood, n: int) -> t
     tuple, or None
         The first two examples that have a target; None if the first batch has none of them.
     """
-    door.module.eval()
+    frozen.module.eval()
     x, y = next(iter(batches))
     with torch.no_grad():
-        door.without_grad(take(x, slice(0, 2)))
-    likelihood.bind(n, door.num_outputs)
+        frozen.without_grad(take(x, slice(0, 2)))
+    likelihood.bind(n, frozen.num_outputs)
     if likelihood.at(slice(0, 1)) is not likelihood:
         raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
                                "Minibatches do not know which points they hold: give one variance, or one per output.")
-    observed = likelihood.observed(likelihood.targets(y, len(y), door.num_outputs))
+    observed = likelihood.observed(likelihood.targets(y, len(y), frozen.num_outputs))
     if observed is None:
         return take(x, slice(0, 2)), y[:2]
     there = observed.reshape(len(y), -1).any(1).nonzero().squeeze(1)[:2]
@@ -256,7 +256,7 @@ def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: S
         return
     Variables(posterior, moving)
     if isinstance(posterior.fitted, FunctionSpaceStructure):
-        posterior.fitted.require_memory_for(posterior._trained, n, posterior.fitted.rows)
+        posterior.fitted.require_memory_for(posterior._model, n, posterior.fitted.rows)
 
 
 def _require_length(run: Run, epochs: int) -> None:

@@ -1,0 +1,224 @@
+"""Summaries: what structured weight space keeps of the rows of SᵀJ. Sums over examples, so that two of them add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.block_rows import LookupRows, OuterRows, BlockRows, FusedBlockSums
+from ntk_laplace.curvature.parameter_blocks import ParameterBlock
+from ntk_laplace.errors import NonFiniteError, UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.linalg import add_outer_lower_
+
+__all__ = ["SHARING", "Basis", "Products", "Summary"]
+
+SHARING = ("expand", "reduce")
+_LARGEST_SHARED = 1024  # columns of a product that a bias's block and a weight's factor may share
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Orthonormal eigenvectors of a part: left ⊗ right.
+
+    Attributes
+    ----------
+    left : Tensor, (G, o, o), or None
+        None is the identity.
+    right : Tensor, (G, i, i), or None
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+
+    def turn(self, values: Tensor) -> Tensor:
+        """(left ⊗ right)ᵀ values, (..., G, o, i)."""
+        values = values if self.left is None else self.left.mT @ values
+        return values if self.right is None else values @ self.right
+
+    def back(self, values: Tensor) -> Tensor:
+        """(left ⊗ right) values, (..., G, o, i)."""
+        values = values if self.left is None else self.left @ values
+        return values if self.right is None else values @ self.right.mT
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
+        """The same basis elsewhere."""
+        left, right = (None if side is None else side.to(device, dtype) for side in (self.left, self.right))
+        return Basis(left, right)
+
+
+class Products:
+    """Σ v vᵀ over the rows of matrices of one batch, lower triangles, each made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def add_to(self, total: Tensor, rows: Tensor) -> None:
+        """total (p, p) += the product of rows (m, p)."""
+        if rows.shape[1] > _LARGEST_SHARED:
+            add_outer_lower_(total, rows)
+            return
+        where = rows.data_ptr(), rows.shape, rows.stride()
+        if where not in self._made:
+            product = torch.zeros_like(total)
+            add_outer_lower_(product, rows)
+            self._made[where] = rows, product  # the rows stay, so that no other tensor takes their place in memory
+        total += self._made[where][1]
+
+
+@dataclass
+class Summary:
+    """Sums of one part.
+
+    Attributes
+    ----------
+    block : ParameterBlock
+    sums : dict of str to Tensor
+        Of a Kronecker part: "left" Σ b bᵀ (G, o, o) and "right" Σ a aᵀ (G, i, i), lower triangles, and "count", the
+        number of terms of "right"; "moments" (G, o, i) in a basis; "squares" (G, o, i), the exact diagonal. Of a
+        block: "block" (p, p), lower triangle. Of a diagonal: "squares". An example that counts w times adds its terms
+        w times.
+    """
+
+    block: ParameterBlock
+    sums: dict[str, Tensor]
+
+    def add_factors(self, rows: Jacobian, sharing: str, products: Products, counts: Tensor | None = None) -> None:
+        """One batch of rows of SᵀJ: the factors, the block or the diagonal.
+
+        A bias's exact block and its weight's output factor are the same product where a layer has one position:
+        `products` are those of this batch, for all parts. The root S holds the examples' `counts` (N,) already; a
+        layer's inputs know them from here.
+        """
+        sums = self.block.sums(rows)
+        if sums is not None:
+            self._add_sums(sums, counts)
+            return
+        own = self.block.rows(rows)
+        if self.block.kind == "diagonal":
+            self._add("squares", own.squares())
+        elif self.block.kind == "block":
+            flat = _as_matrix(own.written(slice(None)).flatten(2))
+            products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
+        elif isinstance(own, OuterRows):
+            self._add_outer(own, sharing, products, counts)
+        elif isinstance(own, LookupRows):
+            self._add_lookup(own, counts)
+        else:
+            raise UnsupportedError(
+                f"every batch to reach {self.block.weight!r} through its layer",
+                "a batch whose graph takes another way",
+                'Use structure="diag", "full" or "gp", which follow any graph.',
+            )
+
+    def _add_outer(self, rows: OuterRows, sharing: str, products: Products, counts: Tensor | None) -> None:
+        g, o, i = rows.entries
+        a, b = rows.inputs, rows.b
+        if sharing == "reduce" and not rows.single:
+            a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
+        left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
+        each = None if counts is None else counts.repeat_interleave(a.shape[2])
+        for number in range(g):
+            products.add_to(left[number], _as_matrix(b[:, :, number]))
+            _add_inputs_(right[number], a[:, number].reshape(-1, a.shape[3]), each)
+        self._count(a.shape[0] * a.shape[2] if each is None else each.sum(), a)
+
+    def _add_sums(self, sums: FusedBlockSums, counts: Tensor | None) -> None:
+        """One batch of a layer whose output gradients came added up; its bias may stand apart."""
+        if sums.squared:
+            self._add("squares", sums.squares(ones=self.block.bias is not None))
+        elif self.block.kind == "kronecker":
+            self._add("left", sums.outputs.unsqueeze(0))
+            i = self.block.entries[2]
+            _add_inputs_(self._zeros("right", sums.inputs, 1, i, i)[0], sums.inputs, counts)
+            self._count(len(sums.inputs) if counts is None else counts.sum(), sums.inputs)
+        elif self.block.kind == "block":
+            self._add("block", sums.outputs)
+        else:
+            self._add("squares", sums.outputs.diagonal().reshape(self.block.entries))
+
+    def _add_lookup(self, rows: LookupRows, counts: Tensor | None) -> None:
+        # the table's side is one-hot: Σ onehot onehotᵀ is the diagonal of the tokens' counts
+        places = rows.tokens != rows.padding  # padding is no position
+        tokens = rows.tokens[places]
+        each = None if counts is None else counts.unsqueeze(1).expand_as(places)[places]
+        self._add("left", torch.bincount(tokens, each, minlength=rows.vocabulary).to(rows.b.dtype).unsqueeze(0))
+        d = rows.b.shape[3]
+        add_outer_lower_(self._zeros("right", rows.b, 1, d, d)[0], rows.b.reshape(-1, d))
+        self._count(tokens.numel() if each is None else each.sum(), rows.b)
+
+    def _count(self, terms: float | Tensor, like: Tensor) -> None:
+        # in double precision: float32 counts no further than 2**24
+        self._add("count", torch.tensor(float(terms), dtype=torch.float64, device=like.device))
+
+    def add_second_moments(self, rows: Jacobian, basis: Basis, squares: bool) -> None:
+        """One batch of rows of SᵀJ: second moments in a basis, and the exact diagonal if it is wanted."""
+        own: BlockRows = self.block.rows(rows)
+        self._add("moments", own.rotated(basis.left, basis.right).squares())
+        if squares:
+            self._add("squares", own.squares())
+
+    def require_finite(self) -> None:
+        """Refuse sums that have overflowed.
+
+        Raises
+        ------
+        NonFiniteError
+        """
+        for values in self.sums.values():
+            # a finite sum says that all are, in one pass
+            if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
+                raise NonFiniteError(
+                    f"finite sums over the data for {self.block.weight!r}", "sums that overflow",
+                    "Use dtype=torch.float64 for the algebra, or look for huge inputs or diverged weights.",
+                )  # fmt: skip
+
+    def merged(self, other: Summary) -> Summary:
+        """Sums over both data sets; factors that one of them did not need, its eigenbasis being another's, go."""
+        both = self.sums.keys() & other.sums.keys()
+        return Summary(self.block, {name: self.sums[name] + other.sums[name] for name in sorted(both)})
+
+    def scaled(self, factor: float) -> Summary:
+        """Sums for Λ multiplied by a number: the layers' inputs know nothing of it."""
+        return Summary(self.block, {
+            name: value if name in self._inputs() else value * factor for name, value in self.sums.items()
+        })
+
+    def _inputs(self) -> Sequence[str]:
+        return ("count", "left") if self.block.table else ("count", "right")
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Summary:
+        """The same sums elsewhere."""
+        return Summary(self.block, {
+            name: value.to(device, torch.float64 if name == "count" else dtype) for name, value in self.sums.items()
+        })
+
+    def _zeros(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        if name not in self.sums:
+            self.sums[name] = like.new_zeros(shape)
+        return self.sums[name]
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self._zeros(name, values, *values.shape).add_(values)
+
+
+def _add_inputs_(total: Tensor, inputs: Tensor, counts: Tensor | None) -> None:
+    """Σ w a aᵀ of inputs (m, i), lower triangle, in place; where `total` is larger, another input of 1 follows."""
+    m, i = inputs.shape
+    ones = inputs.new_ones(m)
+    if counts is not None:
+        ones = counts.to(inputs).sqrt()
+        inputs = inputs * ones.unsqueeze(1)
+    if len(total) > i:  # the bias's input is 1: its row of A is the sum of the others, which it warms for the product
+        total[-1, :-1] += ones @ inputs
+        total[-1, -1] += m if counts is None else ones @ ones
+    add_outer_lower_(total[:i, :i], inputs)
+
+
+def _as_matrix(values: Tensor) -> Tensor:
+    """(..., o) -> (m, o), its rows in the order in which they lie in memory: a sum over them needs no copy."""
+    order = sorted(range(values.ndim - 1), key=lambda axis: -values.stride(axis))
+    return values.permute(*order, values.ndim - 1).reshape(-1, values.shape[-1])

@@ -1,0 +1,91 @@
+"""Roots: what S is for each curvature. GGN, empirical Fisher and Monte-Carlo Fisher differ here alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.network import preserved_rng
+
+__all__ = ["CURVATURES", "CurvatureType"]
+
+CURVATURES = ("ggn", "ef", "mc")
+
+
+@dataclass(frozen=True)
+class CurvatureType:
+    """The root of the output Hessian, by name of the curvature.
+
+    Attributes
+    ----------
+    kind : str
+        "ggn": S Sᵀ = Λ. "ef": S = r, the empirical Fisher. "mc": M gradients at labels drawn from the model,
+        over √M, whose S Sᵀ has expectation Λ.
+    samples : int
+        M.
+    seed : int
+        Of the drawn labels, so that they stay the same when a hyperparameter moves.
+    """
+
+    kind: str = "ggn"
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in CURVATURES:
+            raise UnsupportedError(f"curvature among {', '.join(CURVATURES)}", repr(self.kind),
+                                   "Use 'ggn' for the exact Laplace-GGN.")
+        require_whole("samples", self.samples, 1, "Pass for instance CurvatureType('mc', 1).")
+        require_whole("seed", self.seed, 0, "Pass for instance CurvatureType('mc', 1, seed=0).")
+
+    @classmethod
+    def of(cls, curvature: str | CurvatureType) -> CurvatureType:
+        """A curvature type as it is, or by its name."""
+        return curvature if isinstance(curvature, CurvatureType) else cls(curvature)
+
+    def columns(self, likelihood: Likelihood, num_outputs: int) -> int:
+        """R, the number of columns."""
+        return {"ggn": likelihood.rank(num_outputs), "ef": 1, "mc": self.samples}[self.kind]
+
+    def root(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        """S, (N, C, R)."""
+        if self.kind == "ggn":
+            return likelihood.root(f, targets)
+        return self._gradients(likelihood, f, targets)
+
+    def left_inverse(self, likelihood: Likelihood, f: Tensor) -> Tensor | None:
+        """L (N, R, C) with L S = I, if the range of S Sᵀ is the same at all hyperparameters; else None."""
+        with torch.no_grad():
+            return likelihood.left_inverse(f) if self.kind == "ggn" else None
+
+    def hessian(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        """S Sᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
+        if self.kind == "ggn":
+            return likelihood.hessian(f, targets)
+        root = self._gradients(likelihood, f, targets)
+        return root @ root.mT
+
+    def log_scale(self, likelihood: Likelihood) -> Tensor | None:
+        """Return log c, if all that the likelihood's hyperparameters do to S Sᵀ is to multiply it by a number c."""
+        scale = likelihood.log_curvature_scale()
+        # r = Λ (y - f) with the data's own y; a drawn y - f grows with the noise, and its r rᵀ goes as Λ
+        return 2.0 * scale if scale is not None and self.kind == "ef" else scale
+
+    def _gradients(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+        # an example that counts w times has the gradient w r, and w times r rᵀ
+        share = likelihood.weight**0.5
+        if self.kind == "ef":
+            return likelihood.residual(f, targets).unsqueeze(-1) / share
+        with preserved_rng(f.device):
+            torch.manual_seed(self.seed)
+            response = likelihood.distribution(f)
+            # real labels move with the noise they are drawn with, and S with both
+            drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
+        observed = likelihood.observed(targets)
+        drawn = drawn if observed is None else [likelihood.hidden(y, observed) for y in drawn]
+        columns = [likelihood.residual(f, y) for y in drawn]
+        return torch.stack(columns, -1) / (share * self.samples**0.5)  # E[S Sᵀ] = Λ

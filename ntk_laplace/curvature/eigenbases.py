@@ -1,0 +1,110 @@
+"""Frames: the eigenvalues and eigenvectors of a part's factors, made when they are first asked for.
+
+Eigenvalues alone cost less than both, and an evidence asks for no more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.block_summary import Basis, Summary
+
+__all__ = ["Eigenbasis", "FactorEigen"]
+
+
+class FactorEigen:
+    """Eigendecomposition of semidefinite matrices: of one factor of a part, or of an exact block.
+
+    Parameters
+    ----------
+    lower : Tensor, (..., p, p), optional
+        The matrices' lower triangles. Not needed where values and vectors are known, or are all that there is.
+    values : Tensor, (..., p), optional
+        Eigenvalues, if they are known.
+    vectors : Tensor, (..., p, p), optional
+    """
+
+    def __init__(self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | None = None) -> None:
+        self.lower, self._values, self._vectors = lower, values, vectors
+
+    @property
+    def values(self) -> Tensor | None:
+        """Eigenvalues, ascending, at least zero: rounding leaves those of a semidefinite matrix a little below."""
+        if self._values is None and self.lower is not None:
+            self._values = torch.linalg.eigvalsh(self.lower, UPLO="L").clamp_min(0.0)
+        return self._values
+
+    @property
+    def vectors(self) -> Tensor | None:
+        """Eigenvectors; None for the identity."""
+        if self._vectors is None and self.lower is not None:
+            values, self._vectors = torch.linalg.eigh(self.lower, UPLO="L")
+            if self._values is None:  # else answers were given with those
+                self._values = values.clamp_min(0.0)
+        return self._vectors
+
+    @property
+    def made(self) -> bool:
+        """Whether eigenvectors are there, or will never be."""
+        return self._vectors is not None or self.lower is None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> FactorEigen:
+        """The same elsewhere."""
+        return FactorEigen(*(None if v is None else v.to(device, dtype) for v in (self.lower, self._values, self._vectors)))
+
+
+class Eigenbasis:
+    """Eigenvectors of a part, and KFAC's eigenvalues in them.
+
+    Parameters
+    ----------
+    outer, inner : FactorEigen, optional
+        Of Σ b bᵀ and Σ a aᵀ of a Kronecker part; None for other parts.
+    scales : tuple of float
+        What the eigenvalues of either are multiplied by.
+    """
+
+    def __init__(
+        self, outer: FactorEigen | None = None, inner: FactorEigen | None = None, scales: tuple[float, float] = (1.0, 1.0)
+    ) -> None:
+        self._outer, self._inner, self._scales = outer, inner, scales
+
+    @classmethod
+    def of(cls, summary: Summary) -> Eigenbasis:
+        """Of a summary's factors; a block or a diagonal has none."""
+        if summary.block.kind != "kronecker":
+            return cls()
+        left, right = summary.sums["left"], FactorEigen(summary.sums["right"])
+        return cls(FactorEigen(None, left) if summary.block.table else FactorEigen(left), right)
+
+    @property
+    def basis(self) -> Basis:
+        """U_B ⊗ U_A."""
+        return Basis(*(None if side is None else side.vectors for side in (self._outer, self._inner)))
+
+    @property
+    def left(self) -> Tensor | None:
+        """Eigenvalues of Σ b bᵀ, (G, o)."""
+        return None if self._outer is None else self._outer.values * self._scales[0]
+
+    @property
+    def right(self) -> Tensor | None:
+        """Eigenvalues of Σ a aᵀ, (G, i)."""
+        return None if self._inner is None else self._inner.values * self._scales[1]
+
+    @property
+    def made(self) -> bool:
+        """Whether eigenvectors are there."""
+        return all(side is None or side.made for side in (self._outer, self._inner))
+
+    def scaled(self, table: bool, factor: float) -> Eigenbasis:
+        """For Λ multiplied by a number; of a `table`, the inner side knows of it."""
+        outer, inner = self._scales
+        scales = (outer, inner * factor) if table else (outer * factor, inner)
+        return Eigenbasis(self._outer, self._inner, scales)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Eigenbasis:
+        """The same eigenbasis elsewhere."""
+        sides = (None if side is None else side.to(device, dtype) for side in (self._outer, self._inner))
+        return Eigenbasis(*sides, self._scales)

@@ -1,0 +1,266 @@
+"""Parts: which parameters share a factorization, and in which form.
+
+A layer's weight, and its bias if both stand under one precision, is a Kronecker part; whatever has no such form is
+an exact block if it is small, an exact diagonal if not. Parts are independent of each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.contractions import clusters
+from ntk_laplace.curvature.block_rows import DenseRows, LookupRows, OuterRows, BlockRows, FusedBlockSums
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.jacobian import FusedSums, FusedLayer, Lookup, Outer, Jacobian
+from ntk_laplace.jacobian.blocks import Block
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["ParameterBlock", "find_parameter_blocks"]
+
+_LARGEST_BLOCK = 1024  # entries of a tensor that gets an exact block
+
+
+@dataclass(frozen=True)
+class ParameterBlock:
+    """Entries of θ that one factorization covers, in the eigenbasis (G, o, i), i running fastest.
+
+    Attributes
+    ----------
+    kind : str
+        "kronecker", "block" or "diagonal".
+    weight : str
+        The parameter.
+    bias : str or None
+        The bias that is its last column.
+    entries : tuple of int
+        (G, o, i), the bias's column included.
+    numel : int
+        Entries of the whole weight.
+    index : Tensor or None, (G*o*i,)
+        Where the weight's entries lie in its flat order, if elsewhere.
+    group : int or None
+        The one of all groups of a grouped convolution that this part is; None for all of them.
+    table : bool
+        The weight is an embedding: o runs over tokens, and that side's factor is diagonal.
+    """
+
+    kind: str
+    weight: str
+    bias: str | None
+    entries: tuple[int, int, int]
+    numel: int
+    index: Tensor | None = None
+    group: int | None = None
+    table: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters it covers."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        g, o, i = self.entries
+        return g * o * i
+
+    @property
+    def numbers(self) -> int:
+        """Numbers kept for it at most: sums, eigenvectors, second moments and an exact diagonal."""
+        g, o, i = self.entries
+        left = o if self.table else o * o
+        return {
+            "kronecker": 2 * g * (left + i * i) + 3 * self.size,
+            "block": 2 * self.size**2,
+            "diagonal": 2 * self.size,
+        }[self.kind]
+
+    def __str__(self) -> str:
+        g, o, i = self.entries
+        form = {"kronecker": f"{o} x {i}", "block": f"{i} x {i}", "diagonal": f"{self.size:,}"}[self.kind]
+        times = f"{g} times " if g > 1 else ""
+        return f"{' + '.join(self.names)}: {self.kind} {times}{form}"
+
+    # --- between θ and the eigenbasis
+
+    def gather(self, vector: dict[str, Tensor]) -> Tensor:
+        """Entries of tensors by name, (..., P's own shapes), in the eigenbasis: (..., G, o, i)."""
+        weight = vector[self.weight]
+        columns = self.entries[2] - (self.bias is not None)
+        weight = weight if self.index is None else weight[..., self.index]
+        weight = self._own(weight.reshape(*weight.shape[:-1], -1, self.entries[1], columns))
+        if self.bias is None:
+            return weight
+        bias = vector[self.bias]
+        bias = self._own(bias.reshape(*bias.shape[:-1], -1, self.entries[1], 1))
+        return torch.cat([weight, bias], -1)
+
+    def scatter_(self, vector: dict[str, Tensor], values: Tensor) -> None:
+        """Write values (..., G, o, i) to their places in flat tensors by name, in place."""
+        columns = self.entries[2] - (self.bias is not None)
+        self._write(vector[self.weight], values[..., :columns].flatten(-2), self.index)
+        if self.bias is not None:
+            self._write(vector[self.bias], values[..., columns], None)
+
+    def _own(self, values: Tensor) -> Tensor:
+        """Of (..., all groups, o, i), this part's groups."""
+        return values if self.group is None else values[..., self.group : self.group + 1, :, :]
+
+    def _write(self, target: Tensor, values: Tensor, index: Tensor | None) -> None:
+        values = values.flatten(-2)
+        start = 0 if self.group is None else self.group * values.shape[-1]
+        run = slice(start, start + values.shape[-1])
+        target[..., run if index is None else index[run]] = values
+
+    # --- rows
+
+    def rows(self, rows: Jacobian) -> BlockRows:
+        """Rows of a data set, those entries alone."""
+        mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
+        own = [block for block in mine if self._has_form_of(block)]
+        if len(own) == 1 and (len(mine) == 1 or self.index is not None):
+            return self._factored(own[0])
+        return self._written(rows, mine)
+
+    def sums(self, rows: Jacobian) -> FusedBlockSums | None:
+        """Of a layer whose output gradients came added up: those sums; None where its rows are at hand.
+
+        Raises
+        ------
+        UnsupportedError
+            If the graph reaches these parameters in several ways, and one of them came added up.
+        """
+        mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
+        if not any(isinstance(block, FusedSums) for block in mine):
+            return None
+        if len(mine) > 1:
+            raise UnsupportedError(
+                f"every batch to reach {self.weight!r} through its layer", "a batch whose graph takes another way",
+                'Use structure="full" or "gp", which follow any graph.',
+            )  # fmt: skip
+        return FusedBlockSums(mine[0].sums, mine[0].squared, mine[0].a)
+
+    @property
+    def layer(self) -> FusedLayer | None:
+        """The layer whose added-up output gradients are enough, its bias with it; None if there is none."""
+        return None if self.index is not None else FusedLayer(self.entries[1], (self.bias,))
+
+    def _has_form_of(self, block: Block) -> bool:
+        if isinstance(block, Lookup):
+            return self.table
+        if not isinstance(block, Outer) or block.weight != self.weight or self.table:
+            return False
+        if (block.index is None) != (self.index is None) or block.b.shape[4] != self.entries[1]:
+            return False
+        if self.bias is not None and block.bias != self.bias:
+            return False  # this batch's graph takes the bias elsewhere, or not at all
+        return self.index is None or block.index is self.index or torch.equal(block.index, self.index)
+
+    def _factored(self, block: Outer | Lookup) -> BlockRows:
+        if isinstance(block, Lookup):
+            return LookupRows(block.b, block.tokens, block.vocabulary, block.padding)
+        b, a = block.full_b(), block.a
+        if self.group is not None:
+            b, a = b[:, :, self.group : self.group + 1], a[:, self.group : self.group + 1]
+        return OuterRows(b, a, ones=self.bias is not None)
+
+    def _written(self, rows: Jacobian, mine: list[Block]) -> DenseRows:
+        """Whatever form the rows have: written out, added up over blocks."""
+        total: dict[str, Tensor] = {}
+        for block in mine:
+            for name, values in _written_names(block, set(self.names)).items():
+                total[name] = total[name] + values if name in total else values
+        k, n = rows.num_cotangents, rows.num_examples
+        if not total:
+            return DenseRows(rows.f.new_zeros(n, k, *self.entries))
+        columns = self.entries[2] - (self.bias is not None)
+        for name in self.names:
+            if name not in total:
+                total[name] = rows.f.new_zeros(k, n, self.numel if name == self.weight else self.numel // columns)
+        return DenseRows(self.gather(total).transpose(0, 1))
+
+
+def _written_names(block: Block, names: set[str]) -> dict[str, Tensor]:
+    """Written-out rows (K, N, p) of some of a block's parameters; a bias alone needs no product."""
+    if isinstance(block, Outer) and block.bias in names and block.weight not in names:
+        return {block.bias: block.sums()}
+    return {name: rows for name, rows in block.dense().items() if name in names}
+
+
+def diagonal_block(name: str, size: int) -> ParameterBlock:
+    """The exact diagonal of one parameter, whatever its form."""
+    return ParameterBlock("diagonal", name, None, (1, 1, size), size)
+
+
+def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str, split_groups: bool = False) -> list[ParameterBlock]:
+    """Parts of the parameters that some rows name.
+
+    Parameters
+    ----------
+    rows : Jacobian
+        Of a few examples, with their factors kept.
+    prior : GaussianPrior
+        A weight and its bias share a Kronecker part only under one precision.
+    form : str
+        "kronecker": factors where there are some. "diagonal": no off-diagonal entry at all.
+    split_groups : bool
+        One part for each group of a grouped convolution.
+    """
+    parts: list[ParameterBlock] = []
+    for cluster in clusters(rows.blocks):
+        parts += _parts_of(cluster, prior, form)
+    if split_groups:
+        parts = [single for part in parts for single in _split(part)]
+    large = [part for part in parts if part.kind == "diagonal"]
+    if form == "kronecker" and large:
+        warnings.warn(
+            f"no Kronecker factors fit {', '.join(part.weight for part in large)} (a parameter used in several ways, "
+            f"or not by a layer with inputs), and more than {_LARGEST_BLOCK:,} entries are too many for an exact "
+            "block: their exact diagonal is kept", NTKLaplaceWarning, stacklevel=2,
+        )  # fmt: skip
+    return parts
+
+
+def _parts_of(cluster: tuple[Block, ...], prior: GaussianPrior, form: str) -> Iterator[ParameterBlock]:
+    block = cluster[0]
+    if len(cluster) == 1 and isinstance(block, Lookup):
+        kind = "diagonal" if form == "diagonal" else "kronecker"
+        entries = 1, block.vocabulary, block.b.shape[3]
+        yield ParameterBlock(kind, block.weight, None, entries, entries[1] * entries[2], table=True)
+        return
+    if isinstance(block, FusedSums):
+        block = block.sample
+    if len(cluster) == 1 and isinstance(block, Outer):
+        kind = "diagonal" if form == "diagonal" else "kronecker"
+        g, o, i = block.b.shape[2], block.b.shape[4], block.a.shape[3]
+        together = block.bias is not None and (form == "diagonal" or _one_group(prior, block.weight, block.bias))
+        bias = block.bias if together else None
+        yield ParameterBlock(kind, block.weight, bias, (g, o, i + together), block.size, block.index)
+        if block.bias is not None and not together:
+            yield _plain(block.bias, g * o, form)
+        return
+    sizes = {name: size for member in cluster for name, size in member.sizes().items()}
+    for name, size in sizes.items():
+        yield _plain(name, size, form)
+
+
+def _one_group(prior: GaussianPrior, first: str, second: str) -> bool:
+    one, other = prior.group_of(first), prior.group_of(second)
+    return isinstance(one, int) and one == other
+
+
+def _plain(name: str, size: int, form: str) -> ParameterBlock:
+    block = form == "kronecker" and size <= _LARGEST_BLOCK
+    return ParameterBlock("block" if block else "diagonal", name, None, (1, 1, size), size)
+
+
+def _split(part: ParameterBlock) -> list[ParameterBlock]:
+    g, o, i = part.entries
+    if part.kind != "kronecker" or g == 1:
+        return [part]
+    return [replace(part, entries=(1, o, i), group=number) for number in range(g)]

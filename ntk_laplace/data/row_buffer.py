@@ -1,0 +1,78 @@
+"""Gathering: the few numbers that each batch leaves behind, in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+
+__all__ = ["RowBuffer", "fill_buffer"]
+
+
+class RowBuffer:
+    """Rows that arrive batch by batch, in one tensor with room for more.
+
+    Small tensors that stayed, one from each batch, would lie between the large ones that come and go. An allocator
+    then cannot give those the same place again, and memory grows with the number of batches.
+
+    Parameters
+    ----------
+    room : int
+        Rows to expect, if known; room grows by doubling otherwise.
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        self._room, self._count = room, 0
+        self._rows: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def append(self, rows: Tensor) -> None:
+        """Copy the rows of one batch, (n, ...).
+
+        Raises
+        ------
+        DataError
+            If a row has another shape than those before.
+        """
+        end = self._count + len(rows)
+        if self._rows is None:
+            self._rows = rows.new_empty(max(self._room, end), *rows.shape[1:])
+        if rows.shape[1:] != self._rows.shape[1:]:
+            raise DataError(f"rows of shape {tuple(self._rows.shape[1:])}, as in the batches before",
+                            f"{tuple(rows.shape[1:])}", "Give targets, and network outputs, one shape in all batches.")
+        dtype = torch.promote_types(rows.dtype, self._rows.dtype)
+        if end > len(self._rows) or dtype != self._rows.dtype:
+            grown = self._rows.new_empty(max(len(self._rows), 2 * end), *rows.shape[1:], dtype=dtype)
+            grown[: self._count] = self._rows[: self._count]
+            self._rows = grown
+        self._rows[self._count : end] = rows
+        self._count = end
+
+    @property
+    def rows(self) -> Tensor:
+        """All rows so far, (N, ...), in memory of their own size."""
+        if self._rows is None:
+            return torch.empty(0)
+        return self._rows if self._count == len(self._rows) else self._rows[: self._count].clone()
+
+    @property
+    def so_far(self) -> Tensor:
+        """The same, where they lie: memory in which there may be room for more."""
+        return torch.empty(0) if self._rows is None else self._rows[: self._count]
+
+    def copy(self) -> RowBuffer:
+        """The same rows, to go on with while these stay."""
+        return fill_buffer([self.rows] if self._count else [], self._room)
+
+
+def fill_buffer(parts: Iterable[Tensor], room: int = 0) -> RowBuffer:
+    """All rows of some tensors, one after the other as they come."""
+    found = RowBuffer(room)
+    for part in parts:
+        found.append(part)
+    return found

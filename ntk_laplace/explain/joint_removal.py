@@ -1,0 +1,128 @@
+"""Leaving out several training points at once, another group for every prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ntk_laplace.curvature import ChangedWeightSpace, FunctionSpace, group_numbers, prior_variances
+from ntk_laplace.evidence import PosteriorPrecision
+from ntk_laplace.explain.algebra import is_exact
+from ntk_laplace.explain.ranked import HIGH_LEVERAGE
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.gram import cross_gram
+from ntk_laplace.structures import Structure, LinearizedModel, rows_of
+
+__all__ = ["GroupRemoval", "JointRemoval"]
+
+
+class JointRemoval:
+    """Change of predictions when a group of training points leaves, in one Newton step, in function space.
+
+    Parameters
+    ----------
+    space : FunctionSpace
+    residual : Tensor, (N, C)
+        r at the training points.
+    """
+
+    def __init__(self, space: FunctionSpace, residual: Tensor) -> None:
+        self._space = space
+        n, r = space.weighted.num_examples, space.weighted.num_cotangents
+        own = space.rows.weighted(residual.unsqueeze(-1))
+        self._columns = cross_gram(space.weighted, own, space.variances).view(n * r, n)  # SᵀKr, one column per point
+
+    def effects(self, test: Jacobian, contributions: Tensor, groups: Sequence[Tensor]) -> Tensor:
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's own group G, (n, C).
+
+        Written, as for a single point, without an inverse of Λ: V_xG r_G is the group's contribution less K_xS D with
+        D = B⁻¹SᵀK_G r_G, and (I - Λ_GV_GG)⁻¹ r_G = r_G + S_G [B⁻¹]_GG⁻¹ D_G.
+
+        Parameters
+        ----------
+        test : Jacobian
+            Of the n inputs.
+        contributions : Tensor, (n, N, C)
+            k(x, x_i) r_i.
+        groups : sequence of Tensor
+            Training indices that leave.
+        """
+        space = self._space
+        n, r = space.weighted.num_examples, space.weighted.num_cotangents
+        to_train = space.cross(test).T.reshape(test.num_examples, -1, n * r)  # K_xS
+        changes = []
+        for i, group in enumerate(groups):
+            places = (group[:, None] * r + torch.arange(r, device=group.device)).flatten()
+            solved = space.inverse @ self._columns[:, group].sum(1)  # D
+            seen = contributions[i, group].sum(0) - to_train[i] @ solved  # V_xG r_G
+            columns = space.inverse[:, places]
+            amplified = torch.linalg.solve(columns[places], solved[places])
+            changes.append(-(seen + to_train[i] @ (columns @ amplified)))
+        return torch.stack(changes)
+
+
+class GroupRemoval:
+    """The same in weight space: the groups' rows are read, and taken out of the structure's own precision.
+
+    Parameters
+    ----------
+    model : LinearizedModel
+    structure : Structure
+    precision : PosteriorPrecision
+    members : Tensor
+        Training points that may leave, ascending; a few, whose rows are kept.
+    """
+
+    def __init__(self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, members: Tensor) -> None:
+        self._model, self._precision, self._members = model, precision, members
+        self._exact = is_exact(model, structure)
+        self._rows = rows_of(model, structure, members)
+        with torch.no_grad():
+            self._residual = structure.points.residual(model.likelihood)[members]
+            self._root = structure.points.root(model.curvature_type, model.likelihood)[members]
+        self._groups = group_numbers(model.prior, model.network.shapes).to(members.device)
+
+    def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's own group G, with the structure's V.
+
+        Parameters
+        ----------
+        test : Jacobian
+            Of the n inputs.
+        groups : sequence of Tensor
+            Training indices that leave.
+
+        Returns
+        -------
+        change : Tensor, (n, C)
+        leverage : Tensor, (n,)
+            Largest eigenvalue of S_GᵀV_GGS_G: how much of the curvature the group holds.
+        trusted : Tensor of bool, (n,)
+            Where it does not hold too much of an approximate curvature. Elsewhere nothing is taken out, and the change
+            is the one of first order, -V_xG r_G.
+        """
+        found = [self._one(test.subset(slice(i, i + 1)), group) for i, group in enumerate(groups)]
+        changes, leverages, trusted = zip(*found, strict=True)
+        return torch.cat(changes), torch.tensor(leverages), torch.tensor(trusted)
+
+    def _one(self, test: Jacobian, group: Tensor) -> tuple[Tensor, float, bool]:
+        if len(group) == 0:
+            return torch.zeros_like(test.f), 0.0, True
+        model, here = self._model, torch.searchsorted(self._members, group)
+        rows, root = self._rows.subset(here), self._root[here]
+        without = ChangedWeightSpace(
+            self._precision, rows.weighted(root), -torch.ones_like(root[:, 0]), self._groups,
+            model.settings.memory_budget, None if self._exact else HIGH_LEVERAGE,
+        )  # fmt: skip
+        step = without.solve(rows.vjp(self._residual[here].to(rows.f), model.network.shapes))
+        return -test.jvp(model.network.unflatten(step)), without.leverage, not without.partial
+
+    def contributions(self, test: Jacobian, output: Tensor) -> Tensor:
+        """k(x, x_j) r_j of one output of each input, for all members, (n, m)."""
+        model = self._model
+        chosen = one_hot(output, test.f.shape[1]).to(test.f).unsqueeze(-1)
+        own = self._rows.weighted(self._residual.to(self._rows.f).unsqueeze(-1))
+        return cross_gram(test.weighted(chosen), own, prior_variances(model.prior, model.network.shapes))

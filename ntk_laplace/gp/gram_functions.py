@@ -1,0 +1,160 @@
+"""Gram matrices as functions of the log precisions, with exact first derivatives from the same rows.
+
+K(δ) = Σ_g K_g/δ_g, so ∂/∂log δ_g of <G, K> is -<G, K_g>/δ_g: no new Jacobian, and no K_g
+that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Size, Tensor
+
+from ntk_laplace.curvature import prior_variances
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.gram import Variances, diagonal_blocks, gram, gram_tiles
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["GramDiagonal", "FullGram", "weighted_by_prior"]
+
+_PANEL = 128 * 2**20  # bytes of written-out rows at a time
+
+
+class GramFunction(Protocol):
+    """Something linear in the prior variances, Σ_p v_p (...)_p.
+
+    Attributes
+    ----------
+    shapes : dict of str to torch.Size
+        The parameters, in order.
+    """
+
+    shapes: dict[str, Size]
+
+    def value(self, variances: Variances) -> Tensor:
+        """The sum itself."""
+
+    def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
+        """``<upstream, value(variances)>``, a scalar."""
+
+    def by_parameter(self, upstream: Tensor) -> Tensor:
+        """``<upstream, derivative in v_p>`` for every parameter, (P,)."""
+
+
+@dataclass(frozen=True)
+class FullGram:
+    """K between two sets of rows, interleaved; `right` None means `left` again."""
+
+    left: Jacobian
+    right: Jacobian | None
+    shapes: dict[str, Size]
+
+    def value(self, variances: Variances) -> Tensor:
+        """K, (N1*C, N2*C)."""
+        return gram(self.left, self.right, variances)
+
+    def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
+        """Tile by tile, so that no second K is held."""
+        grid, total = self._grid(upstream), upstream.new_zeros(())
+        for rows, columns, tile in gram_tiles(self.left, self.right, variances):
+            part = grid[rows, :, columns]
+            if self.right is None and rows != columns:
+                part = part + grid[columns, :, rows].permute(2, 3, 0, 1)  # the tile's mirror image
+            total += (part * tile).sum()
+        return total
+
+    def by_parameter(self, upstream: Tensor) -> Tensor:
+        """Σ_ij G_ij J_ip J_jp = Σ_i J_ip (G J)_ip."""
+        grid, other = self._grid(upstream), self.left if self.right is None else self.right
+        total = upstream.new_zeros(_count(self.shapes))
+        for rows, one in _panels(self.left, self.shapes):
+            for columns, two in _panels(other, self.shapes):
+                total += (one * (grid[rows, :, columns].reshape(len(one), len(two)) @ two)).sum(0)
+        return total
+
+    def _grid(self, upstream: Tensor) -> Tensor:
+        other = self.left if self.right is None else self.right
+        return upstream.view(self.left.num_examples, self.left.num_cotangents, other.num_examples, other.num_cotangents)
+
+
+@dataclass(frozen=True)
+class GramDiagonal:
+    """The diagonal of K between rows paired one to one, (N*C,); `right` None means `left` again."""
+
+    left: Jacobian
+    right: Jacobian | None
+    shapes: dict[str, Size]
+
+    def value(self, variances: Variances) -> Tensor:
+        """k of each example and output with its partner."""
+        if self.right is None:
+            return diagonal_blocks(self.left, variances).diagonal(dim1=-2, dim2=-1).reshape(-1)
+        like = self.left.f
+        flat = torch.cat([_entries(variances.get(name), shape, like) for name, shape in self.shapes.items()])
+        return torch.cat([(one * two) @ flat for _, one, two in self._pairs()])
+
+    def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
+        """The upstream derivative times the value."""
+        return upstream @ self.value(variances)
+
+    def by_parameter(self, upstream: Tensor) -> Tensor:
+        """Σ_i G_i J_ip J'_ip."""
+        grid, total = upstream.view(-1, self.left.num_cotangents), upstream.new_zeros(_count(self.shapes))
+        for rows, one, two in self._pairs():
+            total += (grid[rows].reshape(-1, 1) * one * two).sum(0)
+        return total
+
+    def _pairs(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        for rows, one in _panels(self.left, self.shapes):
+            yield rows, one, one if self.right is None else _written_out(self.right.subset(rows), self.shapes)
+
+
+def weighted_by_prior(gram_function: GramFunction, prior: GaussianPrior) -> Tensor:
+    """The gram_function at the prior's variances, differentiable (once) in ``prior.log_precision``."""
+    return _Weighted.apply(prior.log_precision, gram_function, prior)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_precision: Tensor, gram_function: GramFunction, prior: GaussianPrior) -> Tensor:
+        ctx.gram_function, ctx.like = gram_function, log_precision
+        ctx.variances = prior_variances(prior, gram_function.shapes)
+        ctx.groups = {name: prior.group_of(name) for name in gram_function.shapes}
+        return gram_function.value(ctx.variances)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        slope, upstream = torch.zeros_like(ctx.like), upstream.contiguous()
+        if any(isinstance(group, slice) for group in ctx.groups.values()):
+            variance = torch.cat([_entries(ctx.variances[n], s, upstream) for n, s in ctx.gram_function.shapes.items()])
+            return slope - (variance * ctx.gram_function.by_parameter(upstream)).to(slope), None, None
+        for group in range(len(slope)):
+            own = {name: v for name, v in ctx.variances.items() if ctx.groups[name] == group}
+            # ∂ K / ∂ log δ_g = -K_g / δ_g
+            slope[group] -= ctx.gram_function.contract(upstream, own).to(slope)
+        return slope, None, None
+
+
+def _panels(rows: Jacobian, shapes: dict[str, Size]) -> Iterator[tuple[slice, Tensor]]:
+    """Jacobian written out, some examples at a time."""
+    step = max(1, _PANEL // max(1, rows.num_cotangents * _count(shapes) * rows.f.element_size()))
+    for start in range(0, rows.num_examples, step):
+        part = slice(start, min(start + step, rows.num_examples))
+        yield part, _written_out(rows.subset(part), shapes)
+
+
+def _written_out(rows: Jacobian, shapes: dict[str, Size]) -> Tensor:
+    """(n*K, P), interleaved."""
+    return rows.dense(shapes).transpose(0, 1).flatten(0, 1)
+
+
+def _count(shapes: dict[str, Size]) -> int:
+    return sum(shape.numel() for shape in shapes.values())
+
+
+def _entries(variance: Tensor | None, shape: Size, like: Tensor) -> Tensor:
+    return like.new_zeros(shape.numel()) if variance is None else variance.to(like).expand(shape.numel())

@@ -1,0 +1,83 @@
+"""The door for GPyTorch's inputs: (N, features) as the host has them, and what the network takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, UnsupportedError, is_whole
+from ntk_laplace.network import Network
+
+__all__ = ["InputFormat"]
+
+
+@dataclass(frozen=True)
+class InputFormat:
+    """How a row of features becomes one input of the network.
+
+    Attributes
+    ----------
+    shape : tuple of int, optional
+        Of one input, without the example axis, such as (1, 28, 28); by default the row of features itself.
+    dtype : torch.dtype, optional
+        Such as torch.long for token ids, which GPyTorch carries as floats; by default the network's own for
+        floating inputs, and that of integers as they come.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...] | torch.Size | None, dtype: torch.dtype | None) -> InputFormat:
+        """Read the arguments ``input_shape`` and ``input_dtype``.
+
+        Raises
+        ------
+        UnsupportedError
+            If they are no shape and no type.
+        """
+        if shape is not None and not (isinstance(shape, (tuple, list)) and all(is_whole(size, 1) for size in shape)):
+            raise UnsupportedError("input_shape as a tuple of whole numbers", repr(shape),
+                                   "Pass the shape of one input without the axis of examples, such as (1, 28, 28).")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise UnsupportedError("input_dtype as a torch.dtype", repr(dtype), "Pass torch.long for token ids.")
+        return cls(None if shape is None else tuple(int(size) for size in shape), dtype)
+
+    @property
+    def num_features(self) -> int | None:
+        """Features of a row, if the shape says so."""
+        return None if self.shape is None else torch.Size(self.shape).numel()
+
+    def restore(self, x: Tensor, network: Network) -> Tensor:
+        """Inputs of the network from rows of features (n, d).
+
+        Raises
+        ------
+        DataError
+            If there are none, or they do not have this shape, or are not the integers that `dtype` asks for.
+        """
+        if not len(x):
+            raise DataError("at least one input", "none", "Pass one or more inputs.")
+        if self.shape is not None:
+            if x.shape[-1] != self.num_features:
+                raise DataError(
+                    f"rows of {self.num_features} features, input_shape {self.shape} flattened",
+                    f"shape {tuple(x.shape)}",
+                    "Pass x.flatten(1); GPyTorch reads further axes as batches.",
+                )
+            x = x.reshape(len(x), *self.shape)
+        return self.cast(x, network)
+
+    def cast(self, x: Tensor, network: Network) -> Tensor:
+        """The same values on the network's device, in the type it takes."""
+        if self.dtype is None:
+            return x.to(network.device, network.dtype if x.is_floating_point() else x.dtype)
+        cast = x.to(self.dtype)
+        if x.is_floating_point() and not self.dtype.is_floating_point:
+            wrong = (cast.to(x.dtype) != x).flatten(1).any(1)
+            if bool(wrong.any()):
+                raise DataError(f"whole numbers, to be read as {self.dtype}",
+                                f"others at example {int(wrong.nonzero()[0])}", "Pass ids, or leave input_dtype out.")
+        return cast.to(network.device)

@@ -1,0 +1,124 @@
+"""A batch on its way through the network, and the proof of the rows that are read from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.data import Inputs, check_finite, take
+from ntk_laplace.errors import MixedExamplesError
+from ntk_laplace.jacobian.blocks import Block, Dense
+from ntk_laplace.jacobian.fused import FusedSums
+from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
+from ntk_laplace.network import Network
+
+__all__ = ["Batch", "all_finite", "mixed"]
+
+_MOST, _FEWEST = 64, 4  # an eighth of a batch's examples, at most and at least, is held against autograd
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a batch's rows are read from.
+
+    Attributes
+    ----------
+    network : Network
+    parameters : dict of str to nn.Parameter
+        Those that have rows.
+    x : tensor, tuple or dict of tensors
+    out : Tensor, (N, C)
+        Outputs with their graph.
+    cotangents : Tensor, (K, N, C)
+        Of the backward passes.
+    offset : int
+        Index of the first example, for messages.
+    """
+
+    network: Network
+    parameters: dict[str, nn.Parameter]
+    x: Inputs
+    out: Tensor
+    cotangents: Tensor
+    offset: int
+
+    @cached_property
+    def sample(self) -> Tensor | None:
+        """Random examples, in order, that the proof looks at; None for all of them."""
+        n = len(self.out)
+        count = max(_FEWEST, min(_MOST, n // 8))
+        if n <= count:
+            return None
+        return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values.to(self.out.device)
+
+    def disagreeing(self, blocks: Sequence[Block], whole: bool = False) -> tuple[str, ...]:
+        """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
+
+        One more backward pass; random weights make rows of the wrong example, and mixing, show. Of all
+        but the smallest batches, random examples are taken, and evaluated by themselves: mixing shows then too.
+        Whatever they show is looked into on the `whole` batch.
+
+        Raises
+        ------
+        NonFiniteError
+            If rows are NaN or infinite, with the index of the example.
+        """
+        if not whole and self.sample is not None and self.sample_agrees(blocks):
+            self._require_finite(blocks)
+            return ()
+        wrong = self._sums_disagree(blocks, self.out, self.cotangents)
+        if wrong is None:
+            self._require_finite(blocks)
+        return tuple(self.parameters) if wrong is None else wrong
+
+    def sample_agrees(self, blocks: Sequence[Block | FusedSums]) -> bool:
+        """Whether rows of the examples `some` agree with autograd's gradient of these examples alone.
+
+        Their outputs alone must be those of the batch: rows of a fallback, made one example at a time, mix nothing.
+
+        Raises
+        ------
+        MixedExamplesError
+            If they are not.
+        """
+        few = [block.sample if isinstance(block, FusedSums) else block.subset(self.sample) for block in blocks]
+        alone = self.network.evaluate(take(self.x, self.sample), self.offset)
+        own, there = alone.detach(), self.out.detach()[self.sample]
+        size = float(there.abs().max())
+        if not agree(own, there, size, size, self.network.precision):
+            gap = float((own - there).abs().max())
+            raise mixed(f"outputs that change by {gap:.2g} with the other examples of the batch")
+        return self._sums_disagree(few, alone, self.cotangents[:, self.sample]) == ()
+
+    def _sums_disagree(self, blocks: Sequence[Block], out: Tensor, cotangents: Tensor) -> tuple[str, ...] | None:
+        """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
+        generator = torch.Generator().manual_seed(len(out))
+        weights = torch.randn(cotangents.shape[:2], generator=generator, dtype=torch.float64).to(cotangents)
+        truth = GradientCheck(out, cotangents, weights, self.parameters, self.network.precision)
+        return truth.disagreeing(blocks) if truth.finite else None
+
+    def _require_finite(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            check_finite(_values(block).transpose(0, 1), "Jacobians", "Look at that input, or at diverged weights.",
+                         self.offset)
+
+
+def all_finite(blocks: Sequence[Block | FusedSums]) -> bool:
+    """Whether all entries are; of sums of products, their diagonal shows it."""
+    return all(bool(torch.isfinite(_values(block).sum())) for block in blocks)
+
+
+def mixed(got: str) -> MixedExamplesError:
+    """The error of a network in which examples meet, to be raised."""
+    return MixedExamplesError("a network whose outputs depend on their own example alone", got,
+                              "Call network.eval() before the fit, or remove the operation that looks across examples.")
+
+
+def _values(block: Block | FusedSums) -> Tensor:
+    if isinstance(block, FusedSums):
+        return block.sums if block.squared else block.sums.diagonal()
+    return block.rows if isinstance(block, Dense) else block.b

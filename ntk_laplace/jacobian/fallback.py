@@ -1,0 +1,76 @@
+"""Rows of parameters that no rule covers: exact, one example at a time, vectorized where torch can."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp, vmap
+
+from ntk_laplace.data import Inputs, map_tensors, num_examples, take
+from ntk_laplace.jacobian.blocks import Dense
+from ntk_laplace.jacobian.graph import rows_dtype
+from ntk_laplace.network import Network
+
+__all__ = ["Fallback"]
+
+
+class Fallback:
+    """Per-example rows by `vmap` over vector-Jacobian products, or by a plain loop where a layer has no batching rule.
+
+    Parameters
+    ----------
+    network : Network
+    names : tuple of str
+        The parameters to differentiate.
+    """
+
+    def __init__(self, network: Network, names: tuple[str, ...]) -> None:
+        self.network, self.names = network, names
+        self.vectorized = True
+
+    def rows(self, x: Inputs, cotangents: Tensor, careful: bool = False) -> list[Dense]:
+        """Jacobian (K, N, p) of every named parameter for cotangents (K, N, C); `careful` ones by the loop."""
+        if self.vectorized and not careful:
+            try:
+                return self._dense(self._by_vmap(x, cotangents))
+            except (RuntimeError, NotImplementedError, ValueError, TypeError):
+                # no batching rule, data-dependent control flow, or a custom function without `setup_context`
+                self.vectorized = False
+        return self._dense(self._by_loop(x, cotangents))
+
+    def _by_vmap(self, x: Inputs, cotangents: Tensor) -> list[Tensor]:
+        network = self.network
+        chosen = {name: network.parameters[name].detach() for name in self.names}
+
+        def outputs(values: dict[str, Tensor], example: Inputs) -> Tensor:
+            single = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
+            return functional_call(network.caller, {f"module.{n}": v for n, v in values.items()}, (single,)).reshape(-1)
+
+        def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
+            _, pull = vjp(lambda values: outputs(values, example), chosen)
+            # a plain loop over cotangents: a vmap within a vmap is slower, and torch gets sample layers wrong there
+            found = [pull(cotangent)[0] for cotangent in cotangents]
+            return {name: torch.stack([rows[name] for rows in found]) for name in self.names}
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # slow, exact, and announced
+            found = vmap(one, in_dims=(map_tensors(lambda tensor: 0, x), 1))(x, cotangents)
+        return [found[name].transpose(0, 1).reshape(*cotangents.shape[:2], -1).detach() for name in self.names]
+
+    def _by_loop(self, x: Inputs, cotangents: Tensor) -> list[Tensor]:
+        parameters = [self.network.parameters[name] for name in self.names]
+        found = [parameter.new_zeros(*cotangents.shape[:2], parameter.numel()) for parameter in parameters]
+        for example in range(num_examples(x)):
+            out = self.network.evaluate(take(x, slice(example, example + 1)))
+            for k, cotangent in enumerate(cotangents[:, example : example + 1]):
+                gradients = torch.autograd.grad(out, parameters, cotangent, retain_graph=True, allow_unused=True)
+                for rows, gradient in zip(found, gradients, strict=True):
+                    if gradient is not None:
+                        rows[k, example] = gradient.flatten()
+        return found
+
+    def _dense(self, rows: list[Tensor]) -> list[Dense]:
+        dtype = rows_dtype(self.network.parameters)
+        return [Dense(name, values.to(dtype)) for name, values in zip(self.names, rows, strict=True)]

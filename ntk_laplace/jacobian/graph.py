@@ -1,0 +1,152 @@
+"""The autograd graph as a map: nodes in a fixed order, who consumes whom, and the way from a parameter to its use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+__all__ = [
+    "Graph", "Step", "is_view", "node_kind", "output_shape", "pull_back", "rows_dtype", "uncast", "view_positions",
+]  # fmt: skip
+
+# nodes that move entries of a parameter about, drop or convert sample, and do nothing else
+_CAST = "ToCopyBackward"
+_VIEWS = {
+    "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Slice", "Select",
+    "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Alias", "Clone", "Narrow",
+    "ToCopy",
+}  # fmt: skip
+_DIGIT = 256  # positions travel through a view in base 256: exact in every floating dtype
+
+
+def node_kind(node: Any) -> str:
+    """Name of a node without its version: ``AddmmBackward0`` -> ``AddmmBackward``."""
+    return node.name().split("::")[-1].rstrip("0123456789")
+
+
+def is_view(node: Any) -> bool:
+    """Whether the node only moves entries about, or converts them to another floating type."""
+    return node_kind(node).removesuffix("Backward") in _VIEWS
+
+
+def uncast(node: Any, output: int) -> tuple[Any, int]:
+    """The node's output (or parameter) before conversions to other floating types, as autocast makes them."""
+    while node_kind(node) == _CAST:
+        node, output = node.next_functions[0]
+    return node, output
+
+
+def rows_dtype(parameters: dict[str, nn.Parameter]) -> torch.dtype:
+    """Floating type in which rows are made: the parameters' own, and float32 at least.
+
+    A layer's inputs and output gradients may come in others, and not in the same; products are made in this one.
+    """
+    first = next(iter(parameters.values()), None)
+    return torch.promote_types(torch.float32, torch.float32 if first is None else first.dtype)
+
+
+def output_shape(node: Any, output: int) -> torch.Size:
+    """Shape of one output of a node (of the parameter, for its accumulator)."""
+    if hasattr(node, "variable"):
+        return node.variable.shape
+    return torch.Size(node._input_metadata[output].shape)
+
+
+@dataclass(frozen=True)
+class Step:
+    """`consumer` reads output `output` of the node before it as its input number `operand`."""
+
+    consumer: int
+    operand: int
+    output: int
+
+
+class Graph:
+    """Nodes behind a network's output, numbered in an order that depends on the graph's shape alone.
+
+    Attributes
+    ----------
+    nodes : list
+        Autograd nodes; the output's own node comes first.
+    accumulators : dict of str to int
+        Number of the node where each parameter enters.
+    consumers : list of list of Step
+        Who reads a node's outputs.
+    dtype : torch.dtype
+        Floating type of the rows that are made of it.
+    """
+
+    def __init__(self, out: Tensor, parameters: dict[str, nn.Parameter]) -> None:
+        self.dtype = rows_dtype(parameters)
+        self.nodes: list[Any] = []
+        numbers: dict[Any, int] = {}
+        stack = [out.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node is None or node in numbers:
+                continue
+            numbers[node] = len(self.nodes)
+            self.nodes.append(node)
+            stack.extend(before for before, _ in node.next_functions)
+        self.consumers: list[list[Step]] = [[] for _ in self.nodes]
+        for number, node in enumerate(self.nodes):
+            for operand, (before, output) in enumerate(node.next_functions):
+                if before is not None:
+                    self.consumers[numbers[before]].append(Step(number, operand, output))
+        by_identity = {id(parameter): name for name, parameter in parameters.items()}
+        self.accumulators = {
+            by_identity[id(node.variable)]: number
+            for number, node in enumerate(self.nodes)
+            if hasattr(node, "variable") and id(node.variable) in by_identity
+        }
+
+    def shape(self, number: int) -> torch.Size:
+        """Shape of a node's first output."""
+        return output_shape(self.nodes[number], 0)
+
+    def signature(self) -> tuple:
+        """What must agree for a plan made on one batch to hold on another."""
+        return tuple((node.name(), len(self.consumers[i])) for i, node in enumerate(self.nodes))
+
+
+def pull_back(node: Any, output: int, parameter: Tensor, rows: Tensor) -> Tensor:
+    """Jacobian (M, *shape of the node's output) back to the parameter's flat order, (M, p).
+
+    The nodes between are functions of the parameter alone: a view, an exponential, a weight normalization.
+    """
+    edge = GradientEdge(node, output)
+    pulled = []
+    for row in rows:
+        # one row at a time: not every backward node has a batching rule, and these tensors are parameter-sized
+        (gradient,) = torch.autograd.grad([edge], [parameter], [row], retain_graph=True)
+        pulled.append(gradient.flatten().to(row.dtype))
+    return torch.stack(pulled)
+
+
+def view_positions(node: Any, output: int, parameter: Tensor) -> Tensor | None:
+    """Where each entry of a view of a parameter lies in its flat order; None if it is not such a view.
+
+    The entries' numbers are sent back through the view as gradients, digit by digit.
+    """
+    shape = output_shape(node, output)
+    numbers = torch.arange(1, shape.numel() + 1, device=parameter.device)
+    digits = []
+    while bool((numbers > 0).any()):
+        digits.append((numbers % _DIGIT).to(parameter.dtype).reshape(shape))
+        numbers = numbers // _DIGIT
+    back = pull_back(node, output, parameter, torch.stack(digits)).round().long()
+    values = torch.zeros_like(back[0])
+    for digit in reversed(back):
+        values = values * _DIGIT + digit
+    covered = values.nonzero().squeeze(1)
+    if len(covered) != shape.numel() or not torch.equal(
+        values[covered].sort().values, torch.arange(1, shape.numel() + 1, device=values.device)
+    ):
+        return None
+    positions = torch.empty(shape.numel(), dtype=torch.long, device=parameter.device)
+    positions[values[covered] - 1] = covered
+    return positions

@@ -1,0 +1,167 @@
+"""Jacobian: a data set's Jacobian rows, in blocks, with the few verbs that all algebra needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, Wide
+from ntk_laplace.jacobian.concatenation import concatenate_examples
+
+__all__ = ["Jacobian", "compact", "contracts_positions"]
+
+_ROOM, _LITTLE_ROOM = 8, 2  # times the factors' memory that written-out rows may take
+_FEW_POSITIONS = 64
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """Rows J_nk of N examples and K cotangents: outputs if K = C and cotangents are the identity, else columns of a root.
+
+    Attributes
+    ----------
+    blocks : tuple of Block
+        Each parameter's rows are the sum over the blocks that name it; a parameter in none has zero rows.
+    num_cotangents, num_examples : int
+    f : Tensor, (N, C)
+        Network outputs.
+    """
+
+    blocks: tuple[Block, ...]
+    num_cotangents: int
+    num_examples: int
+    f: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the algebra."""
+        return self.f.dtype
+
+    def weighted(self, root: Tensor) -> Jacobian:
+        """Rows of SᵀJ for root S (N, C, R); these rows must be those of J."""
+        return replace(self, blocks=tuple(block.weighted(root) for block in self.blocks), num_cotangents=root.shape[-1])
+
+    def subset(self, index: slice | Tensor) -> Jacobian:
+        """Rows of sample of the examples."""
+        f = self.f[index]
+        return replace(self, blocks=tuple(b.subset(index) for b in self.blocks), num_examples=len(f), f=f)
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Jacobian:
+        """The same rows in another floating type, or on another device."""
+        blocks = tuple(block.to(dtype, device) for block in self.blocks)
+        return replace(self, blocks=blocks, f=self.f.to(device, dtype))
+
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        """J v for parameter tensors v by name: (N, K)."""
+        total = self.f.new_zeros(self.num_cotangents, self.num_examples)
+        for block in self.blocks:
+            total += block.jvp(vector)
+        return total.T
+
+    def vjp(self, cotangent: Tensor, shapes: dict[str, torch.Size]) -> Tensor:
+        """Jᵀ c for cotangents c (N, K), flat (P,), in the order of `shapes`."""
+        total = {name: self.f.new_zeros(shape.numel()) for name, shape in shapes.items()}
+        for block in self.blocks:
+            for name, values in block.vjp(cotangent.T).items():
+                total[name] += values
+        return torch.cat(list(total.values()))
+
+    def dense(self, shapes: dict[str, torch.Size]) -> Tensor:
+        """The rows written out, (K, N, P), parameters in the order of `shapes`."""
+        total = {}
+        for block in self.blocks:
+            for name, values in block.dense().items():
+                total[name] = total[name] + values if name in total else values
+        k, n = self.num_cotangents, self.num_examples
+        rows = [total[m] if m in total else self.f.new_zeros(k, n, s.numel()) for m, s in shapes.items()]
+        return torch.cat(rows, -1)
+
+    def products(self, vectors: dict[str, Tensor]) -> Tensor:
+        """J v for many parameter tensors v at once, flat (m, p) by name: (K, N, m); one block written out at a time."""
+        count = len(next(iter(vectors.values())))
+        total = self.f.new_zeros(self.num_cotangents, self.num_examples, count)
+        for block in self.blocks:
+            for name, values in block.dense().items():
+                total += values @ vectors[name].T
+        return total
+
+    @staticmethod
+    def concatenate(parts: Sequence[Jacobian]) -> Jacobian:
+        """Rows of several batches as one."""
+        if len(parts) == 1:
+            return parts[0]
+        if len({tuple(block.kind for block in part.blocks) for part in parts}) != 1:
+            # batches of other lengths, or through other branches of the network: the dense form is common to all
+            sizes = {n: size for part in parts for block in part.blocks for n, size in block.sizes().items()}
+            parts = [part.densified(sizes) for part in parts]
+        blocks = tuple(concatenate_examples(list(same)) for same in zip(*(part.blocks for part in parts), strict=True))
+        f = torch.cat([part.f for part in parts])
+        return Jacobian(blocks, parts[0].num_cotangents, len(f), f)
+
+    def densified(self, sizes: dict[str, int]) -> Jacobian:
+        """Every parameter of `sizes` written out; one that no block names has zero rows."""
+        total = {name: self.f.new_zeros(self.num_cotangents, self.num_examples, size) for name, size in sizes.items()}
+        for block in self.blocks:
+            for name, values in block.dense().items():
+                total[name] = total[name] + values
+        return replace(self, blocks=(Wide.of([Dense(name, rows) for name, rows in total.items()]),))
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Of a pair of examples: multiply-adds, and of one example: numbers held, with rows written out and without."""
+
+    dense: int
+    dense_size: int
+    factors: int
+    factors_size: int
+
+    @classmethod
+    def of(cls, block: Outer | Lookup) -> _Costs:
+        k = block.shape[0]
+        if isinstance(block, Lookup):
+            t, d = block.b.shape[2:]
+            rows = k * block.vocabulary * d
+            return cls(k * rows, rows, t * t * (1 + k * d) + k * k * t * d, k * t * d)
+        g, t, o = block.b.shape[2:]
+        i = block.a.shape[3]
+        rows = k * g * o * i
+        return cls(k * rows, rows, g * (t * t * (i + k * o) + k * k * t * o), g * t * (k * o + i))
+
+
+def contracts_positions(block: Outer | Lookup) -> bool:
+    """Whether pairs of positions are cheaper than rows; they move more memory per operation, so by a factor of two."""
+    costs = _Costs.of(block)
+    return costs.dense > 2 * costs.factors
+
+
+def compact(block: Block) -> list[Block]:
+    """Keep shared positions as factors, or write the rows out, whichever makes a pair of examples cheaper.
+
+    Multiply-adds per pair: written out K² o i; contracted T² (i + K o) + K² T o. Rows that would take sample times the
+    factors' memory are kept as factors in any case, and written out a few columns at a time where they meet others:
+    two times the memory where positions are few, so that this is little work, eight times where they are many.
+    """
+    if isinstance(block, (Dense, Wide)) or (isinstance(block, Outer) and block.single):
+        return [block]
+    if contracts_positions(block):
+        return [_cotangents_last(block)]
+    costs = _Costs.of(block)
+    room = _LITTLE_ROOM if block.b.shape[-2] <= _FEW_POSITIONS else _ROOM
+    if isinstance(block, Outer) and costs.dense_size > room * costs.factors_size:
+        return [block]
+    return [Dense(name, rows) for name, rows in block.dense().items()]
+
+
+def _cotangents_last(block: Outer | Lookup) -> Block:
+    """The same block, in memory as the contraction of positions reads it."""
+    b = block.b.movedim(0, -1).contiguous().movedim(-1, 0)
+    return replace(block, b=b) if isinstance(block, Lookup) else replace(block, b=b, a=block.a.contiguous())

@@ -1,0 +1,300 @@
+"""One pass over data: from inputs to rows. The only place that differentiates the network."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.data import Inputs, differentiable, num_examples, take
+from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
+from ntk_laplace.jacobian.blocks import Block
+from ntk_laplace.jacobian.fallback import Fallback
+from ntk_laplace.jacobian.storage import apart_from, compacted, side_by_side
+from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedLayers, FusedSums, FusedAccumulation
+from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
+from ntk_laplace.jacobian.graph import Graph
+from ntk_laplace.jacobian.plan import Plan
+from ntk_laplace.jacobian.jacobian import Jacobian
+from ntk_laplace.jacobian.search import Search, make_plan
+from ntk_laplace.network import Network, outside_autocast, preserved_rng
+
+__all__ = ["JacobianPass", "RootFunction"]
+
+_WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
+_WARM = 32 * 2**20  # and of one of them: larger tensors are given back to the system, and come cold
+_FORWARD = 8  # times as much, of all layers' outputs, where no graph holds them
+
+
+class RootFunction(Protocol):
+    """A root that is known once the outputs are, as in one pass over streaming data.
+
+    Attributes
+    ----------
+    columns : int
+        R.
+    """
+
+    columns: int
+
+    def __call__(self, f: Tensor, part: slice) -> Tensor:
+        """S (n, C, R) for outputs (n, C) of the examples `part` of the batch."""
+
+
+class JacobianPass:
+    """Turns inputs into rows of the Jacobian, or of SᵀJ, of one network.
+
+    Parameters
+    ----------
+    network : Network
+    dtype : torch.dtype
+        Floating type of the rows; the network itself runs in its own.
+    keep_factors : bool
+        Leave every layer's inputs and output gradients as they are, for Kronecker factors; by default rows are
+        written out where a Gram matrix is cheaper from them.
+    """
+
+    def __init__(self, network: Network, dtype: torch.dtype, keep_factors: bool = False) -> None:
+        self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
+        # a layer without inputs or outputs has a weight without entries, and that no rows
+        self._parameters = {name: p for name, p in network.parameters.items() if p.numel()}
+        self._plans: dict[tuple, Plan] = {}
+        self._fallbacks: dict[tuple[str, ...], Fallback] = {}
+        self._edges: list[_Edge] | None = None
+
+    def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
+        """The same pass over a network that has moved, or in another floating type."""
+        return JacobianPass(network, dtype, self.keep_factors)
+
+    def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0) -> Jacobian:
+        """Rows of all examples of `x`.
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors
+        root : Tensor, (N, C, R), optional
+            Columns cotangent the backward passes, so that the rows are those of SᵀJ; by default the identity.
+        batch_size : int, optional
+            Examples per pass; by default as many as fit a working set of 128 MiB.
+        offset : int
+            Index of the first example, for messages.
+
+        Raises
+        ------
+        NonFiniteError
+            If an output or a row is NaN or infinite, with the index of the example.
+        """
+        parts = [apart_from(rows, x) for rows in self.batches(x, root, batch_size, offset)]
+        return Jacobian.concatenate(parts)
+
+    def batches(
+        self, x: Inputs, root: Tensor | RootFunction | None, batch_size: int | None, offset: int = 0,
+        fused_layers: FusedLayers = NO_FUSED_LAYERS,
+    ) -> Iterator[Jacobian]:
+        """The same, a batch at a time; a `root` that depends on the outputs is a `RootFunction`.
+
+        A first layer's inputs may be the memory of `x` itself: for use at once. Blocks of layers of which sums are
+        enough may come as `FusedSums`.
+        """  # fmt: skip
+        self.prepare(x)
+        n, cotangents = num_examples(x), _columns(root, self.network)
+        most = _examples_at_once(self._edges, cotangents, fused_layers)
+        step = min(most, batch_size or most)
+        for start in range(0, n, step):
+            part = slice(start, min(start + step, n))
+            own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
+            yield self._batch(take(x, part), own, offset + start, fused_layers)
+
+    def examples_at_once(self, x: Inputs, cotangents: int, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> int:
+        """As many examples like those of `x` as a pass takes at a time with so many cotangents."""
+        self.prepare(x)
+        return _examples_at_once(self._edges, cotangents, fused_layers)
+
+    def evaluated_at_once(self) -> int | None:
+        """As many examples as a forward pass without a graph takes at a time; None as long as no plan is made."""
+        return None if self._edges is None else _FORWARD * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS)
+
+    def prepare(self, x: Inputs) -> None:
+        """Probe the network and make its plan on a few examples, once.
+
+        Raises
+        ------
+        NonDeterministicError, MixedExamplesError
+            As `Network.probe`.
+        """
+        if self._edges is not None:
+            return
+        with _passing(self.network):
+            out = self.network.probe(differentiable(x))
+        with _passing(self.network):  # whose precision the probe has found out
+            graph = Graph(out, self._parameters)
+            plan = self._plan(graph, out, x)
+            extractions = plan.extractions(graph, len(out))
+            kept, plain = kept_whole(extractions), {use.step.consumer: use.name for use in plan.uses if use.plain}
+            element = torch.promote_types(out.dtype, graph.dtype).itemsize
+            sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(extractions)}
+        self._edges = [_Edge(max(1, size), number in kept, plain.get(number)) for number, size in sizes.items()]
+
+    def _plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
+        signature = graph.signature()
+        if signature not in self._plans or confirm:
+            search = Search(graph, out, self._parameters, self.network.precision, partial(self._another, x, len(out)))
+            self._plans[signature] = make_plan(search, self.keep_factors, confirm)
+        return self._plans[signature]
+
+    def _another(self, x: Inputs, n: int) -> tuple[Graph, int]:
+        """The graph of a few of the examples of `x`, and how many: not n."""
+        m = 2 if n != 2 else 3
+        few = take(x, torch.arange(m) % num_examples(x))
+        return Graph(self.network.evaluate(few), self._parameters), m
+
+    def _fallback(self, names: tuple[str, ...]) -> Fallback:
+        if names not in self._fallbacks:
+            self._fallbacks[names] = Fallback(self.network, names)
+            self._announce(names)
+        return self._fallbacks[names]
+
+    def _announce(self, names: tuple[str, ...]) -> None:
+        modules = dict(self.network.module.named_modules())
+        owners = sorted({f"{type(modules[name.rpartition('.')[0]]).__name__} {name!r}" for name in names})
+        count = sum(self.network.parameters[name].numel() for name in names)
+        warnings.warn(
+            f"no factor rule covers {', '.join(owners)}: their {count:,} parameters take the exact per-example "
+            f"fallback, which costs one backward pass per example and output and stores N x C x {count:,} numbers",
+            NTKLaplaceWarning, stacklevel=2,
+        )  # fmt: skip
+
+    def _batch(
+        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers
+    ) -> Jacobian:
+        self.prepare(x)
+        network = self.network
+        with _passing(network):
+            x = differentiable(x)
+            out = network.evaluate(x, offset)
+            n, c = out.shape
+            if root is not None and not isinstance(root, Tensor):
+                root = root(out.detach())
+            if root is None:
+                cotangents = torch.eye(c).to(out)[:, None].expand(c, n, c)
+            else:
+                cotangents = root.movedim(-1, 0).to(out)
+                # each cotangent starts a pass of its own: a matrix, either way round
+                cotangents = cotangents if cotangents.mT.is_contiguous() else cotangents.contiguous()
+            if not out.requires_grad:
+                return Jacobian((), len(cotangents), n, out.detach().to(self.dtype))
+            blocks = self._blocks(Batch(network, self._parameters, x, out, cotangents, offset), fused_layers)
+        of_dtype = (block.to(self.dtype) for block in blocks) if self.keep_factors else side_by_side(blocks, self.dtype)
+        return Jacobian(tuple(of_dtype), len(cotangents), n, out.detach().to(self.dtype, copy=True))
+
+    def _blocks(self, batch: Batch, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> list[Block | FusedSums]:
+        graph = Graph(batch.out, self._parameters)
+        if len(batch.out) == 1 and graph.signature() not in self._plans:
+            # a single example says nothing about where examples lie in a tensor
+            twice = take(batch.x, torch.zeros(2, dtype=torch.long))
+            out, cotangents = self.network.evaluate(twice), batch.cotangents.expand(-1, 2, -1)
+            return [block.subset(slice(0, 1)) for block in self._blocks(replace(batch, x=twice, out=out, cotangents=cotangents))]
+        plan = self._plan(graph, batch.out, batch.x)
+        if batch.sample is not None and any(use.plain and use.name in fused_layers.weights for use in plan.uses):
+            blocks = self._planned_blocks(batch, graph, plan, FusedAccumulation(fused_layers, batch.sample, self.dtype))
+            if batch.sample_agrees(blocks) and all_finite(blocks):
+                return blocks  # else it is looked into with all rows at hand
+        blocks = self._planned_blocks(batch, graph, plan)
+        wrong = batch.disagreeing(blocks)
+        if wrong:
+            # a rule does not hold, or the probe's few examples did not show where this batch's lie: plan on the batch
+            blocks = self._planned_blocks(batch, graph, self._plan(graph, batch.out, batch.x, confirm=True))
+            wrong = batch.disagreeing(blocks, whole=True)
+        if wrong:
+            redone = _touching(wrong, blocks)
+            blocks = [block for block in blocks if not set(block.names) & redone]
+            names = tuple(name for name in self._parameters if name in redone)
+            blocks += self._fallback(names).rows(batch.x, batch.cotangents, careful=True)
+            wrong = batch.disagreeing(blocks, whole=True)
+        if wrong:
+            raise mixed(f"gradients of {', '.join(wrong[:3])} over the batch that differ from the examples' own")
+        return blocks
+
+    def _planned_blocks(
+        self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None = None
+    ) -> list[Block | FusedSums]:
+        gradients = self._gradients(batch, graph, plan, accumulation)
+        wrong = plan.contradicted(gradients)
+        if wrong:  # where its examples lie shows in this batch
+            plan = self._plan(graph, batch.out, batch.x, confirm=True)
+            gradients = self._gradients(batch, graph, plan, accumulation)
+            wrong = plan.contradicted(gradients)
+        if wrong:
+            plan = plan.without(wrong)
+            gradients = self._gradients(batch, graph, plan, accumulation)
+        blocks = plan.blocks(graph, gradients, self._parameters)
+        own = self._fallback(plan.unmatched).rows(batch.x, batch.cotangents) if plan.unmatched else []
+        return compacted(chain(blocks, own), self.keep_factors)
+
+    def _gradients(self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None) -> Gradients:
+        extractions = plan.extractions(graph, len(batch.out), accumulation)
+        return Gradients(graph, extractions, batch.cotangents, self.keep_factors, accumulation).collect(batch.out)
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """A node whose output gradient is read: its bytes per example, whether for all cotangents, and what can be fused."""
+
+    size: int
+    kept: bool
+    plain: str | None
+
+    def held(self, cotangents: int, fused_layers: FusedLayers) -> int:
+        """Bytes held per example."""
+        return self.size * cotangents if self.kept and self.plain not in fused_layers.weights else self.size
+
+
+def _examples_at_once(edges: list[_Edge], cotangents: int, fused_layers: FusedLayers) -> int:
+    held = [edge.held(cotangents, fused_layers) for edge in edges]
+    return max(1, min(_WORKING_SET // max(1, sum(held)), _WARM // max(held, default=1)))
+
+
+def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
+    """The named parameters, and all that share a block with one of them."""
+    found = set(names)
+    while True:
+        more = {name for block in blocks if set(block.names) & found for name in block.names}
+        if more <= found:
+            return found
+        found |= more
+
+
+def _columns(root: Tensor | RootFunction | None, network: Network) -> int:
+    if root is None:
+        return network.num_outputs
+    return root.shape[2] if isinstance(root, Tensor) else root.columns
+
+
+@contextlib.contextmanager
+def _passing(network: Network) -> Iterator[None]:
+    """What forward and backward passes run in."""
+    with (
+        torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module),
+        outside_autocast(), network.arithmetic(),
+    ):  # fmt: skip
+        yield
+
+
+@contextlib.contextmanager
+def _plain_kernels(module: nn.Module) -> Iterator[None]:
+    """Recurrent layers run from their matrix products, not as one opaque kernel, so that rules see their weights."""
+    if not any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+        yield
+        return
+    with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=False):
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch warns of its own flag context
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield

@@ -1,0 +1,254 @@
+"""A plan: which node and which rule gives each parameter's rows, made once per graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.jacobian.fused import FusedSums, FusedAccumulation
+from ntk_laplace.jacobian.gradients import Gradients, Extraction
+from ntk_laplace.jacobian.graph import (
+    Graph,
+    Step,
+    is_view,
+    node_kind,
+    output_shape,
+    pull_back,
+    uncast,
+    view_positions,
+)
+from ntk_laplace.jacobian.concatenation import join_positions
+from ntk_laplace.jacobian.layout import Layout
+from ntk_laplace.jacobian.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Extractor, Use
+
+__all__ = ["Plan", "UsePlan", "joined", "extractor_of", "use_block"]
+
+
+@dataclass(frozen=True)
+class UsePlan:
+    """One use of one parameter.
+
+    Attributes
+    ----------
+    name : str
+        The parameter.
+    step : Step
+        The consuming node, its operand, and which output of `source` it reads.
+    source : int
+        Number of the node just before it on the parameter's side.
+    layout : Layout
+        Where the examples lie in the consumer's output.
+    at_once : bool
+        Its rows are made of one cotangent's gradient at a time.
+    plain : bool
+        An example's b is a row of the node's output gradient as it is: one position, one group, not too wide.
+    by_shape : bool
+        Its output gradient was zero when the plan was made, and its layout was read off shapes: it holds for zeros.
+    idle : bool
+        The same, while another use of the parameter had one: it gives no rows, and is watched.
+    """
+
+    name: str
+    step: Step
+    source: int
+    layout: Layout
+    at_once: bool = False
+    plain: bool = False
+    by_shape: bool = False
+    idle: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Uses of the parameters that rules cover, and the names of those they do not.
+
+    Attributes
+    ----------
+    uses : tuple of UsePlan
+    unmatched : tuple of str
+    partners : dict of str to str
+        Bias by the name of its weight, where an addition of its own brings it in, as behind a matrix product.
+    """
+
+    uses: tuple[UsePlan, ...]
+    unmatched: tuple[str, ...]
+    partners: dict[str, str] = field(default_factory=dict)
+
+    def extractions(self, graph: Graph, n: int, accumulation: FusedAccumulation | None = None) -> list[Extraction]:
+        """What reads each use's rows, in the order of `uses`, from a batch of n examples."""
+        found = [_extraction(use, graph, n) for use in self.uses]
+        for index in self._fused_uses(graph, n, accumulation):
+            found[index] = replace(found[index], fused=True)
+        return found
+
+    def contradicted(self, gradients: Gradients) -> set[str]:
+        """Parameters with a gradient that the plan knows as zero alone."""
+        return {use.name for index, use in enumerate(self.uses) if use.by_shape and gradients.any(index)}
+
+    def without(self, names: set[str]) -> Plan:
+        """The same with these parameters left to the fallback, and the partners of their weights."""
+        left = names | {self.partners[name] for name in names if name in self.partners}
+        partners = {name: partner for name, partner in self.partners.items() if name not in left}
+        return Plan(tuple(use for use in self.uses if use.name not in left), (*self.unmatched, *sorted(left)), partners)
+
+    def _fused_uses(self, graph: Graph, n: int, accumulation: FusedAccumulation | None) -> list[int]:
+        """Uses whose gradients may be added up as they come: nothing else reads that node, or that parameter.
+
+        A product of fewer examples than outputs would be the extraction of its total, cotangent after cotangent.
+        """
+        if accumulation is None:
+            return []
+        alone = [family[0] for family in self._families() if len(family) == 1]
+        found = []
+        for index in alone:
+            use = self.uses[index]
+            if use.plain:
+                o = graph.shape(use.step.consumer)[-1]
+                if accumulation.fused_layers.suits(use.name, o, self.partners.get(use.name)) and (accumulation.fused_layers.squared or o <= n):
+                    found.append(index)
+        return found
+
+    def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
+        """Rows of every matched parameter, uses of one parameter joined; gradients are freed as they are used up.
+
+        Parameters
+        ----------
+        graph : Graph
+        gradients : Gradients
+            Of the plan's extractions.
+        parameters : dict of str to nn.Parameter
+        """
+        for family in self._families():
+            if gradients.extractions[family[0]].fused:
+                yield self._fused_block(graph, gradients, parameters, family[0])
+                gradients.forget(family)
+                continue
+            found = [
+                use_block(self.uses[index], graph, gradients.rows(index), parameters[self.uses[index].name])
+                for index in family if not self.uses[index].idle
+            ]  # fmt: skip
+            gradients.forget(family)
+            for block in joined(found):
+                whole = isinstance(block, Outer) and block.index is None
+                partner = self.partners.get(block.weight) if whole else None
+                yield block if partner is None else replace(block, bias=partner)
+
+    def _fused_block(
+        self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter], index: int
+    ) -> FusedSums:
+        use, accumulation = self.uses[index], gradients.accumulation
+        sums, kept = gradients.fused_sums(index)
+        unread = kept.new_zeros(()).expand(1, *graph.shape(use.step.consumer))  # the inputs alone are looked for
+        whole = use_block(use, graph, gradients.extractions[index].extract(unread), parameters[use.name])
+        b, a = kept[:, :, None, None], whole.a[accumulation.sample]
+        rows = Outer(use.name, self.partners.get(use.name), b, a, None, whole.size)
+        return FusedSums(sums, accumulation.fused_layers.squared, whole.a[:, 0, 0], rows)
+
+    def _families(self) -> list[list[int]]:
+        """Indices of uses, those with a parameter or a consuming node in common together."""
+        families: list[tuple[set[str | int], list[int]]] = []
+        for index, use in enumerate(self.uses):
+            ties, members = {use.name, use.step.consumer}, [index]
+            for family in [family for family in families if family[0] & ties]:
+                families.remove(family)
+                ties, members = ties | family[0], family[1] + members
+            families.append((ties, members))
+        return [members for _, members in families]
+
+
+def joined(blocks: Iterable[Block]) -> list[Block]:
+    """Blocks of several uses of one parameter, those of one form as one."""
+    found: dict[tuple, Block] = {}
+    for block in blocks:
+        found[block.kind] = join_positions(found[block.kind], block) if block.kind in found else block
+    return list(found.values())
+
+
+def _extraction(use: UsePlan, graph: Graph, n: int) -> Extraction:
+    if use.idle:
+        return Extraction(use.step.consumer, use.layout.dim, None)
+    extract = extractor_of(use, graph, n).extract
+    if use.at_once:
+        extract = _written_out(extract, output_shape(graph.nodes[use.source], use.step.output))
+    return Extraction(use.step.consumer, use.layout.dim, extract, use.at_once)
+
+
+def _written_out(extract: Callable[[Tensor], OperandRows], shape: torch.Size) -> Callable[[Tensor], OperandDense]:
+    """The same rows of an operand of this shape, without their factors."""
+    return lambda gradient: OperandDense(_operand_dense(extract(gradient), shape))
+
+
+def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:
+    """What reads the use's rows from a batch of n examples; None where no rule knows the node."""
+    node = graph.nodes[use.step.consumer]
+    rule = RULES.get(node_kind(node))
+    shape = output_shape(graph.nodes[use.source], use.step.output)
+    output = graph.shape(use.step.consumer)
+    if rule is None:
+        return None
+    extractor = rule(Use(node, use.step.operand, shape, output, use.layout, n, graph.dtype))
+    return None if extractor is None else replace(extractor, extract=lambda gradient: extractor.extract(gradient.to(graph.dtype)))
+
+
+def use_block(use: UsePlan, graph: Graph, rows: OperandRows, parameter: nn.Parameter) -> Block:
+    """Rows of the parameter from those of the operand that the node reads."""
+    source, output = uncast(graph.nodes[use.source], use.step.output)
+    shape = output_shape(source, output)
+    if hasattr(source, "variable"):
+        return _plain_block(use.name, rows, parameter)
+    if isinstance(rows, OperandOuter):
+        transposed = node_kind(source) == "TBackward" and _direct(source)
+        if rows.order == "gio" and transposed and shape.numel() == parameter.numel():
+            return Outer(use.name, None, rows.b, rows.a, None, parameter.numel())
+        positions = view_positions(source, output, parameter) if _all_views(source) else None
+        if positions is not None:
+            index = positions[_order(rows)] if rows.order == "gio" else positions
+            return Outer(use.name, None, rows.b, rows.a, _unless_identity(index, parameter), parameter.numel())
+    dense = _operand_dense(rows, shape)
+    flat = dense.flatten(0, 1).reshape(-1, *shape)
+    return Dense(use.name, pull_back(source, output, parameter, flat).reshape(*dense.shape[:2], -1))
+
+
+def _direct(node: object) -> bool:
+    return hasattr(uncast(*node.next_functions[0])[0], "variable")
+
+
+def _all_views(node: object) -> bool:
+    while not hasattr(node, "variable"):
+        if not is_view(node):
+            return False
+        node = node.next_functions[0][0]
+    return True
+
+
+def _order(rows: OperandOuter) -> Tensor:
+    """Flat operand position of (g, o, i) where the operand runs (g, i, o)."""
+    g, o, i = rows.b.shape[2], rows.b.shape[4], rows.a.shape[3]
+    return torch.arange(g * o * i, device=rows.b.device).reshape(g, i, o).transpose(1, 2).flatten()
+
+
+def _unless_identity(index: Tensor, parameter: nn.Parameter) -> Tensor | None:
+    whole = len(index) == parameter.numel()
+    return None if whole and torch.equal(index, torch.arange(len(index), device=index.device)) else index
+
+
+def _plain_block(name: str, rows: OperandRows, parameter: nn.Parameter) -> Block:
+    if isinstance(rows, OperandDense):
+        return Dense(name, rows.rows)
+    if isinstance(rows, OperandLookup):
+        return Lookup(name, rows.b, rows.tokens, parameter.shape[0], rows.padding)
+    index = _unless_identity(_order(rows), parameter) if rows.order == "gio" else None
+    return Outer(name, None, rows.b, rows.a, index, parameter.numel())
+
+
+def _operand_dense(rows: OperandRows, shape: torch.Size) -> Tensor:
+    if isinstance(rows, OperandDense):
+        return rows.rows
+    if isinstance(rows, OperandLookup):
+        return Lookup("", rows.b, rows.tokens, shape[0]).dense()[""]
+    index = _order(rows) if rows.order == "gio" else None
+    return Outer("", None, rows.b, rows.a, index, shape.numel()).dense()[""]

@@ -1,0 +1,248 @@
+"""The search for a plan: made of a small batch's graph, and checked against autograd.
+
+From a parameter's accumulator the search climbs to the first nodes whose output gradients belong to examples; what
+lies between is a function of the parameter alone (a transpose, a slice, a weight normalization). A plan is believed
+until a batch's rows disagree with autograd's gradient; it is then made anew, and each parameter's rows are compared,
+for two cotangents: what does not agree is left to the fallback.
+
+An output gradient may be zero, as before a zero-initialized head. It says nothing of its examples then; where they lie
+is read off the shapes that the node has for another number of examples. Such rows are zero in whichever order, and a
+batch in which they are not is planned anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from ntk_laplace.jacobian.blocks import Block, Dense, Outer
+from ntk_laplace.jacobian.graph import Graph, is_view, node_kind, uncast
+from ntk_laplace.jacobian.layout import Layout, find_layout, shape_layout
+from ntk_laplace.jacobian.plan import Plan, UsePlan, joined, extractor_of, use_block
+from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
+from ntk_laplace.jacobian.rules import Extractor
+
+__all__ = ["Search", "make_plan"]
+
+_WIDEST = 1024  # outputs of a layer whose products are worth making a cotangent at a time: wider ones dwarf a copy
+
+
+@dataclass
+class Search:
+    """What a plan is looked for in.
+
+    Attributes
+    ----------
+    graph : Graph
+        Of a small batch.
+    out : Tensor, (N, C)
+        Outputs of at least two examples, with their graph.
+    parameters : dict of str to nn.Parameter
+    precision : torch.dtype
+        Coarsest floating type of the computation.
+    other : callable
+        A graph of the same network for another number of examples, and that number; made when it is needed.
+    """
+
+    graph: Graph
+    out: Tensor
+    parameters: dict[str, nn.Parameter]
+    precision: torch.dtype
+    other: Callable[[], tuple[Graph, int]]
+    _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    def draw(self, *shape: int) -> Tensor:
+        """Standard normal numbers where the outputs are."""
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.out)
+
+    @cached_property
+    def shapes(self) -> tuple[list[torch.Size], int] | None:
+        """Shapes of the nodes for another number of examples, and that number; None if the graph is another one."""
+        graph, m = self.other()
+        if graph.signature() != self.graph.signature():
+            return None
+        return [graph.shape(number) for number in range(len(graph.nodes))], m
+
+    def layout_by_shape(self, number: int) -> Layout | None:
+        """Where examples lie at a node whose output gradient is zero."""
+        if self.shapes is None:
+            return None
+        shapes, m = self.shapes
+        return shape_layout(self.graph.shape(number), len(self.out), shapes[number], m)
+
+
+def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) -> Plan:
+    """Search the graph of a small batch, and keep what autograd confirms.
+
+    Parameters
+    ----------
+    search : Search
+    keep_factors : bool
+        Rows that have factors are wanted as such.
+    confirm : bool
+        Compare each parameter's rows with autograd's gradient, at the cost of another backward pass.
+    """
+    graph, out, parameters = search.graph, search.out, search.parameters
+    n = len(out)
+    weights = 1.0 + 0.7 * torch.arange(n, dtype=torch.float64) * (-1.0) ** torch.arange(n)
+    cotangent, weights = search.draw(*out.shape), weights.to(out)
+    cotangents = torch.stack([cotangent, cotangent * weights[:, None]])
+    uses, lost, found = _find_uses(search, cotangents, weights)
+    numbers = {use.step.consumer for plans in uses.values() for use in plans}
+    gradients = {number: torch.stack(found[number]) for number in numbers}
+    truth = GradientCheck(out, cotangents, search.draw(2, n), parameters, search.precision) if confirm else None
+    blocks: dict[str, list[Block]] = {}
+    good: list[UsePlan] = []
+    unmatched: list[str] = []
+    for name, parameter in parameters.items():
+        if name not in uses:  # the outputs do not depend on it: its rows are zero
+            continue
+        speaking = [use for use in uses[name] if not use.by_shape] or uses[name]
+        extractors, own = ([], []) if name in lost else _extract(speaking, graph, gradients, parameter, n)
+        if own and (truth is None or not truth.disagreeing(own, [name])):
+            blocks[name] = own
+            good += [replace(use, idle=True) for use in uses[name] if use not in speaking]
+            for use, extractor in zip(speaking, extractors, strict=True):
+                short = extractor.short and not keep_factors and _is_whole(graph, use)
+                plain = keep_factors and len(own) == 1 and _is_plain(own[0], gradients[use.step.consumer])
+                good.append(replace(use, at_once=extractor.summed or short, plain=plain))
+        else:
+            unmatched.append(name)
+    partners = _find_partners(blocks, good, graph, search.precision)
+    covered = set(partners.values())  # by their weights' blocks
+    return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
+
+
+def _find_uses(
+    search: Search, cotangents: Tensor, weights: Tensor
+) -> tuple[dict[str, list[UsePlan]], set[str], dict[int, tuple[Tensor, Tensor]]]:
+    """Climb from each parameter to where its examples part.
+
+    Returns
+    -------
+    uses : dict of str to list of UsePlan
+    lost : set of str
+        Parameters with a way to the output on which no such node was found.
+    gradients : dict of int to pair of Tensor
+        Output gradients of both `cotangents` at the nodes that were looked at; the second cotangent is the first, each example
+        of it times its own of `weights`.
+    """
+    graph = search.graph
+    gradients: dict[int, tuple[Tensor, Tensor]] = {}
+    layouts: dict[int, Layout | None] = {}
+    uses: dict[str, list[UsePlan]] = {name: [] for name in graph.accumulators}
+    lost: set[str] = set()
+    frontier = [(name, number) for name, number in graph.accumulators.items()]
+    visited: set[tuple[str, int]] = set()
+    while frontier:
+        steps = [(name, source, step) for name, source in frontier for step in graph.consumers[source]]
+        lost |= {name for name, source in frontier if not graph.consumers[source]}
+        wanted = {step.consumer for _, _, step in steps}
+        gradients |= _probe(search, cotangents, weights, wanted, layouts)
+        frontier = []
+        for name, source, step in steps:
+            layout = layouts[step.consumer]
+            if layout is not None:
+                by_shape = not bool(gradients[step.consumer][0].any())
+                uses[name].append(UsePlan(name, step, source, layout, by_shape=by_shape))
+            elif (name, step.consumer) not in visited:
+                visited.add((name, step.consumer))
+                frontier.append((name, step.consumer))
+    return uses, lost, gradients
+
+
+def _probe(
+    search: Search, cotangents: Tensor, weights: Tensor, numbers: set[int], layouts: dict
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Find the layout at each node, with two backward passes for all of them; views of a parameter have none."""
+    graph, wanted = search.graph, []
+    for number in sorted(numbers - layouts.keys()):
+        layouts[number] = None
+        if not is_view(graph.nodes[number]):
+            wanted.append(number)
+    if not wanted:
+        return {}
+    edges = [GradientEdge(graph.nodes[number], 0) for number in wanted]
+    passes = [torch.autograd.grad(search.out, edges, cotangent, retain_graph=True, allow_unused=True) for cotangent in cotangents]
+    found = {}
+    for number, plain, scaled in zip(wanted, *passes, strict=True):
+        if plain is None and len(graph.nodes[number]._input_metadata) == 1:
+            plain = scaled = search.out.new_zeros(graph.shape(number))  # a backward function's word for zero
+        if plain is None:
+            continue
+        found[number] = plain, scaled
+        known = bool(plain.any())
+        layouts[number] = (
+            find_layout(plain, scaled, weights, search.precision) if known else search.layout_by_shape(number)
+        )
+    return found
+
+
+def _extract(
+    uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, n: int
+) -> tuple[list[Extractor], list[Block]]:
+    """Readers of a parameter's uses and their rows, joined; none if a rule does not know how a node is laid out."""
+    extractors, found = [], []
+    for use in uses:
+        try:
+            extractor = extractor_of(use, graph, n)
+            rows = None if extractor is None else extractor.extract(gradients[use.step.consumer])
+            block = None if rows is None else use_block(use, graph, rows, parameter)
+        except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
+            return [], []  # the fallback is exact
+        if block is None or block.shape != (2, n):
+            return [], []
+        extractors.append(extractor)
+        found.append(block)
+    return extractors, joined(found)
+
+
+def _is_whole(graph: Graph, use: UsePlan) -> bool:
+    """Whether the node reads the parameter itself, or a conversion of it."""
+    return hasattr(uncast(graph.nodes[use.source], use.step.output)[0], "variable")
+
+
+def _is_plain(block: Block, gradient: Tensor) -> bool:
+    if not isinstance(block, Outer) or block.index is not None or not block.single or gradient.ndim != 3:
+        return False
+    return gradient.shape[2] <= _WIDEST and torch.equal(block.b[:, :, 0, 0], gradient.to(block.b))
+
+
+def _find_partners(
+    blocks: dict[str, list[Block]], uses: Sequence[UsePlan], graph: Graph, precision: torch.dtype
+) -> dict[str, str]:
+    """Biases whose rows are the sums of a weight's output gradients, by the weight's name: its block holds them too.
+
+    Looked for among the weights that enter where the bias does, and those of its module: an addition of its own may
+    bring it in. A weight whose rows are made at once has no such gradients. Rows that are zero equal any others that
+    are: where they are not told by their values, it has to be an addition.
+    """
+    enters: dict[str, set[int]] = {}
+    for use in uses:
+        enters.setdefault(use.name, set()).add(use.step.consumer)
+    silent = [use for use in uses if use.by_shape and not use.idle]
+    zero = {use.name for use in silent if node_kind(graph.nodes[use.step.consumer]) != "AddBackward"}
+    early = {use.name for use in uses if use.at_once}
+    kept = [block for name in blocks if name not in early for block in blocks[name]]
+    weights = [block for block in kept if isinstance(block, Outer) and block.index is None]
+    found: dict[str, str] = {}
+    for name, own in blocks.items():
+        if len(own) != 1 or not isinstance(own[0], Dense):
+            continue
+        rows, module = own[0].rows, name.rpartition(".")[0]
+        beside = [w for w in weights if enters[w.weight] == enters[name]]
+        if name not in zero:
+            beside += [w for w in weights if w.weight.rpartition(".")[0] == module and enters[w.weight] != enters[name]]
+        for weight in beside:
+            sums = weight.sums()
+            same = weight.weight not in found and sums.shape == rows.shape
+            size = float(sums.abs().max()) if same else 0.0
+            if same and agree(rows.flatten(), sums.flatten(), size, size, precision):
+                found[weight.weight] = name
+                break
+    return found
