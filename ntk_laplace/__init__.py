@@ -1,4 +1,4 @@
-"""LinearizedModel networks as Gaussian processes: exact evidence, posteriors and explanations."""
+"""Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
 from ntk_laplace import attribution, gp
 from ntk_laplace.checkpoint import load
@@ -11,7 +11,7 @@ from ntk_laplace.comparison import (
     compare_evidence,
     compare_models,
 )
-from ntk_laplace.curvature import EKFAC, INF, KFAC, Diagonal, CurvatureType
+from ntk_laplace.curvature import EKFAC, INF, KFAC, CurvatureType, Diagonal
 from ntk_laplace.errors import (
     DataError,
     FitInterrupted,
@@ -55,6 +55,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "ComparisonInterrupted",
+    "CurvatureType",
     "CustomLikelihood",
     "DataError",
     "Diagonal",
@@ -87,7 +88,6 @@ __all__ = [
     "Posterior",
     "Ranking",
     "Reliability",
-    "CurvatureType",
     "Settings",
     "StructureEvidence",
     "TargetError",

@@ -16,10 +16,10 @@ from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from ntk_laplace.network import Network, require_module
-from ntk_laplace.points import UnsavedPoints, TrainingPoints, present_values
+from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import RESTORE, Settings, LinearizedModel, opened
+from ntk_laplace.structures import RESTORE, LinearizedModel, Settings, opened
 from ntk_laplace.structures.data_passes import digest, read_outputs
 from ntk_laplace.structures.saving import FORMAT, VERSION
 
@@ -71,7 +71,8 @@ def load(
         module.to(frozen.device)
     exact = saved["structure"] in ("gp", "full")
     factors = JacobianPass(frozen, saved["dtype"], keep_factors=not exact)
-    model = LinearizedModel(frozen, own, prior, CurvatureType(**saved["root"]), factors, settings, fitted_at=saved.get("fitted_at"))
+    model = LinearizedModel(frozen, own, prior, CurvatureType(**saved["root"]), factors, settings,
+                            fitted_at=saved.get("fitted_at"))
     with torch.inference_mode(False):
         batches = None
         if data is not None:
@@ -134,7 +135,7 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")
     frozen.num_outputs, frozen.scalar = saved["num_outputs"], saved["scalar"]
-    frozen.form = saved.get("form")  # of older checkpoints nothing is known
+    frozen.input_format = saved.get("form")  # of older checkpoints nothing is known
     return frozen
 
 

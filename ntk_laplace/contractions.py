@@ -176,7 +176,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, variance: Tensor, fre
 
 
 def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh: bool) -> bool:
-    """Jacobian side by side: one product for each run of columns of one prior variance; returns whether `out` is unset."""
+    """One product for each run of columns with one prior variance; returns whether `out` is still uninitialized."""
     ours, theirs = left.rows.flatten(0, 1), right.rows.flatten(0, 1)
     for start, stop, variance in _runs(left, variances):
         _add_product(out, ours[:, start:stop], theirs[:, start:stop], variance, fresh)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import UnsavedPoints, TrainingPoints
+from ntk_laplace.points import TrainingPoints, UnsavedPoints
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = [
-    "PosteriorPrecision",
     "NewtonStep",
+    "PosteriorPrecision",
     "correction",
     "joint_gradient",
     "log_det",
@@ -62,7 +62,8 @@ class _LogDet(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, log_precision: Tensor, hessian: Tensor, precision: PosteriorPrecision, blocks: Callable[[], Tensor] | None
+        ctx: Any, log_precision: Tensor, hessian: Tensor, precision: PosteriorPrecision, blocks: Callable[[],
+                                                                                                          Tensor] | None
     ):
         ctx.precision, ctx.blocks = precision, blocks
         ctx.like = log_precision, hessian
@@ -181,7 +182,8 @@ class _Curve(torch.autograd.Function):
 
 
 def correction(
-    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor, curvature_type: CurvatureType, step: NewtonStep
+    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor,
+    curvature_type: CurvatureType, step: NewtonStep
 ) -> Tensor:
     """½ gᵀH⁻¹g ([I21] A.1), differentiable in the hyperparameters.
 

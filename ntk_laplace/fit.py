@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ntk_laplace.curvature import STRUCTURE_SPECS, StructureSpec, CurvatureType
+from ntk_laplace.curvature import STRUCTURE_SPECS, CurvatureType, StructureSpec
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, JacobianPass
@@ -22,14 +22,14 @@ from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import (
     FullStructure,
     FunctionSpaceStructure,
+    LinearizedModel,
     Settings,
     Structure,
     StructuredStructure,
-    LinearizedModel,
     resumed,
 )
 
-__all__ = ["STRUCTURES", "spec_of", "laplace"]
+__all__ = ["STRUCTURES", "laplace", "spec_of"]
 
 EXACT = {"gp": FunctionSpaceStructure, "full": FullStructure}
 STRUCTURES = (*EXACT, *STRUCTURE_SPECS)
@@ -55,7 +55,7 @@ def laplace(
     Parameters
     ----------
     network : nn.Module
-        LinearizedModel, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
+        Trained, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
         is copied and comes back untouched.
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
         The training data. Batches are pairs (inputs, targets), triples with example weights, or mappings with the
@@ -113,8 +113,10 @@ def laplace(
         x, _ = batches.first()
         factors.prepare(x)
         if isinstance(spec, StructureSpec):
-            fused_layers = NO_FUSED_LAYERS if spec.second_pass else spec.fused_layers(dict.fromkeys(frozen.names))  # moments ask for all rows
-            batches.limit_batch_size(factors.examples_at_once(x, curvature_type.columns(likelihood, frozen.num_outputs), fused_layers))
+            fused_layers = NO_FUSED_LAYERS if spec.second_pass else spec.fused_layers(dict.fromkeys(frozen.names))
+            batches.limit_batch_size(factors.examples_at_once(x, curvature_type.columns(likelihood,
+                                                                                        frozen.num_outputs),
+                                                                                        fused_layers))
         fitted, reason = _fit(spec, model, batches)
         fitted.points.require_information(likelihood)
         model = replace(model, fitted_at=present_values(prior, likelihood))  # the fit binds it to its data

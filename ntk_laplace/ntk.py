@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.data import Inputs, as_tensors, to_device
-from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.gram import gram
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.priors import GaussianPrior
 

@@ -12,7 +12,7 @@ from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.likelihoods import Likelihood
 
-__all__ = ["UnsavedPoints", "TrainingPoints", "present_values", "unmoved"]
+__all__ = ["TrainingPoints", "UnsavedPoints", "present_values", "unmoved"]
 
 
 def present_values(*modules: nn.Module) -> tuple[Tensor, ...]:

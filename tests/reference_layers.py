@@ -90,7 +90,7 @@ def _where(tensor: Tensor | None, places: dict[int, tuple[Tensor, Tensor]]) -> T
 
 
 @dataclass(frozen=True)
-class FusedLayer:
+class Layer:
     """Rows of one application for one example: J_c = Σ_t b_ct ⊗ a_t, group by group.
 
     `index` (G, o, i) and `bias` (G, o) say where entries lie in the flat order; a is (G, T, i), b is (C, G, T, o).
@@ -103,20 +103,20 @@ class FusedLayer:
     b: Tensor
 
 
-def _linear(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> FusedLayer:
+def _linear(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> Layer:
     a, b = use.x.reshape(1, -1, use.x.shape[-1]), g.reshape(len(g), 1, -1, g.shape[-1])
-    return FusedLayer("linear", index[None], None if bias is None else bias[None], a, b)
+    return Layer("linear", index[None], None if bias is None else bias[None], a, b)
 
 
-def _embedding(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> FusedLayer:
+def _embedding(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> Layer:
     a, b = F.one_hot(use.x.reshape(-1), len(index)).to(g), g.reshape(len(g), 1, -1, g.shape[-1])
     if use.padding is not None:  # autograd leaves it out: neither a token nor a gradient
         padding = use.x.reshape(-1) == use.padding
         a[padding], b[:, :, padding] = 0.0, 0.0
-    return FusedLayer("embedding", index.T[None], None, a[None], b)
+    return Layer("embedding", index.T[None], None, a[None], b)
 
 
-def _convolution(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> FusedLayer:
+def _convolution(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> Layer:
     """Inputs of a convolution by what it makes of one-hot weights: out[o, t] = Σ_i w[o, i] a[t, i]."""
     o, groups = len(index) // use.groups, use.groups
     inputs = index[0].numel()
@@ -125,10 +125,10 @@ def _convolution(use: Application, g: Tensor, index: Tensor, bias: Tensor | None
     seen = torch.stack([use.apply(use.x, w.view(use.weight.shape))[0] for w in one_hot])  # (i, G * o, *space)
     a = seen.unflatten(1, (groups, o))[:, :, 0].flatten(2).permute(1, 2, 0)
     b = g[:, 0].flatten(2).unflatten(1, (groups, o)).transpose(2, 3)
-    return FusedLayer("linear", index.reshape(groups, o, inputs), None if bias is None else bias.view(groups, o), a, b)
+    return Layer("linear", index.reshape(groups, o, inputs), None if bias is None else bias.view(groups, o), a, b)
 
 
-def _transposed(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> FusedLayer:
+def _transposed(use: Application, g: Tensor, index: Tensor, bias: Tensor | None) -> Layer:
     """A transposed convolution's positions are those of its input: each throws a window onto the output.
 
     Its bias belongs to the output's positions, which are others, so that the two share no factor.
@@ -144,10 +144,10 @@ def _transposed(use: Application, g: Tensor, index: Tensor, bias: Tensor | None)
         rows.append(thrown.unflatten(1, (use.groups, channels))[:, :, 0].flatten(2))  # (C, G, o * kernel)
     index = index.reshape(use.groups, channels, -1).transpose(1, 2)
     a = use.x[0].flatten(1).unflatten(0, (use.groups, channels)).transpose(1, 2)
-    return FusedLayer("linear", index, None, a, torch.stack(rows, 2))
+    return Layer("linear", index, None, a, torch.stack(rows, 2))
 
 
-def layers_of_example(run: Callable[[Any], Tensor], x: Any, places: dict[int, tuple[Tensor, Tensor]]) -> list[FusedLayer]:
+def layers_of_example(run: Callable[[Any], Tensor], x: Any, places: dict[int, tuple[Tensor, Tensor]]) -> list[Layer]:
     """Every application of a trained weight for a batch of one."""
     with recorded() as uses:
         f = run(x).reshape(-1)
@@ -162,5 +162,5 @@ def layers_of_example(run: Callable[[Any], Tensor], x: Any, places: dict[int, tu
         build = build or {"linear": _linear, "embedding": _embedding}[use.name]
         with torch.enable_grad():
             layer = build(use, g, _where(use.weight, places), _where(use.bias, places))
-        layers.append(FusedLayer(layer.kind, layer.index, layer.bias, layer.a.detach().double(), layer.b.double()))
+        layers.append(Layer(layer.kind, layer.index, layer.bias, layer.a.detach().double(), layer.b.double()))
     return layers

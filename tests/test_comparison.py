@@ -395,9 +395,9 @@ def test_table_of_a_small_case_is_eighty_wide() -> None:
 
 def test_frame_and_json_hold_every_digit() -> None:
     found = comparison()
-    eigenbasis = found.to_dataframe()
-    assert list(eigenbasis["structure"]) == ["gp", "full", "kfac"] and eigenbasis["evidence"][0] == -1234567.891234
-    assert pandas.isna(eigenbasis["evidence"][1]) and eigenbasis["note"][1].startswith("refused")
+    frame = found.to_dataframe()
+    assert list(frame["structure"]) == ["gp", "full", "kfac"] and frame["evidence"][0] == -1234567.891234
+    assert pandas.isna(frame["evidence"][1]) and frame["note"][1].startswith("refused")
     read = json.loads(found.to_json())
     assert [ntkl.StructureEvidence(**row) for row in read.pop("rows")] == list(found.rows)
     assert read == {"exact": "gp", "num_examples": 60_000, "num_outputs": 10, "num_parameters": 1_234_567,

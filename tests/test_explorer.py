@@ -257,7 +257,8 @@ def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None
             if "held" in now:
                 first_order += 1
                 residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()[gone]
-                rows, new = posterior._model.jacobian_pass.rows(x[gone]), posterior._model.jacobian_pass.rows(x_new[i : i + 1])
+                make = posterior._model.jacobian_pass.rows
+                rows, new = make(x[gone]), make(x_new[i : i + 1])
                 step = posterior.precision.solve(rows.vjp(residual, posterior.network.shapes))
                 f = new.f - new.jvp(posterior.network.unflatten(step))
             else:

@@ -535,7 +535,8 @@ def test_output_gradients_are_added_up_where_sums_are_enough(dtype, squared):
             truth = summed(torch.einsum("ncr,nco->rno", root, own))
             assert relative_error(sums, truth) < (1e-12 if dtype == torch.float64 else 1e-5)
     assert not any(isinstance(block, FusedSums) for block in factors.rows(x, root).blocks)
-    few = next(factors.batches(x[:4], root[:4], None, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared)))
+    few = next(factors.batches(x[:4], root[:4], None, fused_layers=FusedLayers(dict.fromkeys(factors.network.names),
+                                                                               squared)))
     assert not any(isinstance(block, FusedSums) for block in few.blocks)  # all four are held against autograd anyway
 
 
@@ -585,7 +586,8 @@ def test_an_example_without_finite_rows_is_named_when_sums_are_made(squared):
     factors = JacobianPass(Network(network), torch.float64, keep_factors=True)
     x[17] = 0.0
     with pytest.raises(NonFiniteError, match="example 117"):
-        list(factors.batches(x, None, None, offset=100, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared)))
+        list(factors.batches(x, None, None, offset=100, fused_layers=FusedLayers(dict.fromkeys(factors.network.names),
+                                                                                 squared)))
 
 
 # ---------------------------------------------------------------------------------------- networks that are refused

@@ -20,8 +20,8 @@ from gpytorch.test.base_kernel_test_case import BaseKernelTestCase
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.gp import NTKKernel
+from ntk_laplace.jacobian import JacobianPass
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, fresh
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import function_space
-from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.gp import LaplaceGP
+from ntk_laplace.jacobian import JacobianPass
 from reference import Dense, differentiate, jacobian, outputs, relative_error
 from registry import PRIORS, Problem, fresh
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ntk_laplace import contractions
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
-from ntk_laplace.jacobian import JacobianPass, Jacobian, storage
+from ntk_laplace.jacobian import Jacobian, JacobianPass, storage
 from ntk_laplace.jacobian.blocks import Lookup, Outer, Wide
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
@@ -189,7 +189,7 @@ def test_positions_and_tokens_without_rows(tied, prior, cache, monkeypatch):
 
 
 class Several(nn.Module):
-    """Jacobian a few times larger than their factors: with a bias and without, in groups, and of a transposed weight."""
+    """Rows a few times larger than their factors: with a bias and without, in groups, and of a transposed weight."""
 
     def __init__(self) -> None:
         super().__init__()

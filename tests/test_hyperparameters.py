@@ -314,8 +314,8 @@ def test_wrong_requests(regression) -> None:
 
 def test_a_history_for_people(regression) -> None:
     history = fit(regression, "kfac", 10.0).fit_hyperparameters()
-    eigenbasis = history.to_dataframe()
-    assert list(eigenbasis.columns) == ["evidence", "precision[0]", "precision[2]", "noise"] and len(eigenbasis) == len(history)
+    frame = history.to_dataframe()
+    assert list(frame.columns) == ["evidence", "precision[0]", "precision[2]", "noise"] and len(frame) == len(history)
     assert "converged after" in str(history) and "nats" in str(history)
     assert json.loads(json.dumps(history.to_dict()))["method"] == "lbfgs"
     top, bottom = history.plot().axes

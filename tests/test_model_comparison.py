@@ -101,13 +101,13 @@ def test_every_number_is_that_of_its_verb():
 
 
 def test_rank_correlations_are_those_of_the_ranks():
-    eigenbasis = four().to_dataframe()
+    frame = four().to_dataframe()
     for criterion in ("evidence", "conditional", "loo", "bic", "aic"):
-        ranks = [rankdata(eigenbasis[name]) for name in (criterion, "test_log_likelihood")]
+        ranks = [rankdata(frame[name]) for name in (criterion, "test_log_likelihood")]
         assert four().spearman(criterion) == pytest.approx(np.corrcoef(*ranks)[0, 1], abs=1e-12)
     # less is better: the sign is turned
     assert four().spearman("evidence", "test_rmse") == pytest.approx(
-        np.corrcoef(rankdata(eigenbasis["evidence"]), rankdata(-eigenbasis["test_rmse"]))[0, 1], abs=1e-12
+        np.corrcoef(rankdata(frame["evidence"]), rankdata(-frame["test_rmse"]))[0, 1], abs=1e-12
     )
     assert np.isnan(quietly([posterior(2), posterior(4)], data()[2:]).spearman())
 

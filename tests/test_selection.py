@@ -176,7 +176,8 @@ def of_classes(structure: object, data: object = None, **options) -> ntkl.Poster
 def one_step(posterior: ntkl.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean after one Newton step of the linear model, and covariance blocks."""
     rows = posterior._rows(x)
-    return rows.f - rows.jvp(posterior.network.unflatten(posterior._newton_step())), posterior.precision.covariance_blocks(rows)
+    mean = rows.f - rows.jvp(posterior.network.unflatten(posterior._newton_step()))
+    return mean, posterior.precision.covariance_blocks(rows)
 
 
 def by_hand(structure: object, fitted: Tensor, asked: Tensor, scale: float) -> float:
@@ -404,14 +405,14 @@ def test_a_budget_is_kept():
 
 def test_the_learning_curve_as_table_and_picture():
     curve = of_classes("gp").learning_curve(permutations=5)
-    eigenbasis = curve.to_dataframe()
-    assert list(eigenbasis["n"]) == list(range(1, 41))
-    assert eigenbasis["log_density"].to_numpy() == pytest.approx(curve.terms.mean(0).numpy())
-    assert eigenbasis["standard_error"].to_numpy() == pytest.approx(curve.terms.std(0).numpy() / 5**0.5)
-    assert eigenbasis["evidence_so_far"].iloc[-1] == pytest.approx(curve.evidence)
+    frame = curve.to_dataframe()
+    assert list(frame["n"]) == list(range(1, 41))
+    assert frame["log_density"].to_numpy() == pytest.approx(curve.terms.mean(0).numpy())
+    assert frame["standard_error"].to_numpy() == pytest.approx(curve.terms.std(0).numpy() / 5**0.5)
+    assert frame["evidence_so_far"].iloc[-1] == pytest.approx(curve.evidence)
     assert (curve.terms.sum(1) - curve.evidence).abs().max() < 1e-9  # no order changes the evidence
     top, bottom = curve.plot().axes
-    assert top.lines[0].get_ydata() == pytest.approx(eigenbasis["log_density"].to_numpy())
+    assert top.lines[0].get_ydata() == pytest.approx(frame["log_density"].to_numpy())
     assert bottom.lines[0].get_ydata()[-1] == pytest.approx(curve.evidence)
     with warnings.catch_warnings():  # one order has no deviation, which is no reason to warn
         warnings.simplefilter("error")

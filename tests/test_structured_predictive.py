@@ -107,14 +107,15 @@ def test_samples_have_the_covariance(structure):
 
 
 PIECES = {
-    "curvature.block_rows": ("_PANEL", "_WARM"), "curvature.changed": ("_PANEL",), "structures.data_passes": ("_CHUNK",),
+    "curvature.block_rows": ("_PANEL", "_WARM"), "curvature.changed": ("_PANEL",),
+    "structures.data_passes": ("_CHUNK",),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("structure", CHOSEN)
 @pytest.mark.parametrize("network", ["deep_mlp", "cnn_groups", "shared_positions", "decoder_dict"])
 def test_pieces_change_nothing(network, structure, monkeypatch):
-    """Jacobian, products of rows and sums are made one example, or one output of a layer, at a time where memory asks."""
+    """Rows, products of rows and sums are made one example, or one output of a layer, at a time where memory asks."""
 
     def answers() -> list[torch.Tensor]:
         posterior = fresh_fit(network, "categorical", "layer", "ggn", structure)

@@ -671,11 +671,11 @@ def test_training_goes_on_where_it_ended(tmp_path) -> None:
 
 def test_a_history_for_people() -> None:
     history = train(mlp(1, 5, 1)).history
-    eigenbasis = history.to_dataframe()
-    assert list(eigenbasis.columns) == [
+    frame = history.to_dataframe()
+    assert list(frame.columns) == [
         "epoch", "evidence", "evidence_before", "loss", "precision[0]", "precision[2]", "noise"
     ]  # fmt: skip
-    assert list(eigenbasis["epoch"]) == [2, 4, 6] and eigenbasis["loss"].iloc[-1] == history.loss[-1] and len(history.loss) == 6
+    assert list(frame["epoch"]) == [2, 4, 6] and frame["loss"].iloc[-1] == history.loss[-1] and len(history.loss) == 6
     assert json.loads(json.dumps(history.to_dict()))["epochs"] == [2, 4, 6]
     top, bottom = history.plot().axes
     assert len(top.get_lines()) == 3 and len(bottom.get_lines()) == 3 and bottom.get_xlabel() == "epoch"

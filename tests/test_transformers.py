@@ -39,7 +39,7 @@ class Case:
     ----------
     build : callable
     head : str
-        LinearizedModel beside the adapters.
+        Trained beside the adapters.
     adapted : tuple of str
         Endings of names of layers that get adapters; both ways in which releases of transformers name them.
     images : bool

@@ -41,7 +41,8 @@ def job(network_name: str, structure: str, options: argparse.Namespace) -> dict[
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # large norm layers keep their diagonal, INF shrinks
         posterior = ntkl.laplace(
-            network, (x, y), ntkl.Categorical(), structure=chosen, curvature=ntkl.CurvatureType("mc", 1), dtype=torch.float32
+            network, (x, y), ntkl.Categorical(), structure=chosen, curvature=ntkl.CurvatureType("mc", 1),
+            dtype=torch.float32
         )
     fitted, fitted_cpu = time.perf_counter() - start, time.process_time() - start_cpu
     drawn, drawn_cpu, floor = [], [], []

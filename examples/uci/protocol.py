@@ -43,7 +43,7 @@ import torch
 from _batched import STRUCTURES, Networks, Problem, Protocol, evidence, train_with_evidence
 from torch import Tensor
 from torch.distributions import Categorical, Normal
-from uci import STRUCTURE_SPECS, PAPER, mean_and_error, standardised
+from uci import PAPER, STRUCTURE_SPECS, mean_and_error, standardised
 
 import ntk_laplace as ntkl
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.data import Inputs, in_words, take
+from ntk_laplace.data import Inputs, describe_inputs, take
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError
 from ntk_laplace.network import Caller
 
@@ -120,7 +120,7 @@ def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None
     except NTKLaplaceError:
         raise
     except Exception as cause:
-        remedy, words = "Give X the network's shape.", f"arrays {in_words(few)}"
+        remedy, words = "Give X the network's shape.", f"arrays {describe_inputs(few)}"
         remedy += " One that makes float32 tensors of its own needs --float32."
         if isinstance(x, Tensor):
             words = f"X of shape {(2, *x.shape[1:])} and type {x.dtype}"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ntk_laplace.comparison.table import EvidenceComparison, StructureEvidence
-from ntk_laplace.curvature import StructureSpec, CurvatureType
+from ntk_laplace.curvature import CurvatureType, StructureSpec
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import (
     HyperparameterError,
@@ -159,7 +159,8 @@ def _label(structure: str | StructureSpec) -> str:
 
 
 def _examine(
-    frozen: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType, settings: Settings
+    frozen: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType,
+    settings: Settings
 ) -> tuple[EvidenceComparison, Batches]:  # fmt: skip
     """What is wrong with network, prior or data shows here, before any structure; a comparison without rows.
 
@@ -198,7 +199,8 @@ def _tell(text: str, settings: Settings) -> None:
 
 
 def _warm_up(
-    structure: str | StructureSpec, curvature_type: CurvatureType, correction: bool, device: torch.device, dtype: torch.dtype | None
+    structure: str | StructureSpec, curvature_type: CurvatureType, correction: bool, device: torch.device,
+    dtype: torch.dtype | None
 ) -> None:
     """Fit to a toy problem, so that libraries and threads that come with first use are there."""
     with preserved_rng(device), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["DenseRows", "LookupRows", "OuterRows", "BlockRows", "FusedBlockSums"]
+__all__ = ["BlockRows", "DenseRows", "FusedBlockSums", "LookupRows", "OuterRows"]
 
 _PANEL = 64 * 2**20  # bytes of written-out rows at a time
 _WARM = 2 * 2**20  # bytes of inputs that are squared at a time
@@ -201,7 +201,8 @@ class OuterRows(_Written):
         """J_nk v for vectors (m, G, o, i): (K, N, m)."""
         if not self.single:
             return super().products(vectors)
-        a, out = self.a[:, :, 0].transpose(0, 1), self.held.new_empty(self.num_cotangents, self.num_examples, len(vectors))
+        a, out = self.a[:, :, 0].transpose(0, 1), self.held.new_empty(self.num_cotangents, self.num_examples,
+                                                                      len(vectors))
         for place, vector in enumerate(vectors):  # bᵀ V a: a row written out would cost as much as the product
             inputs = a @ vector.mT  # (G, N, o)
             out[:, :, place] = torch.einsum("kngo,gno->kn", self.b[:, :, :, 0], inputs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.block_rows import LookupRows, OuterRows, BlockRows, FusedBlockSums
+from ntk_laplace.curvature.block_rows import BlockRows, FusedBlockSums, LookupRows, OuterRows
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.errors import NonFiniteError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian

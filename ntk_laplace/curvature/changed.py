@@ -137,11 +137,13 @@ class ChangedWeightSpace:
 
     @cached_property
     def _cross_covariances(self) -> list[CrossCovariance]:
-        return [self.base.cross_covariance(self._one_cotangent(self.rows, cotangent)) for cotangent in range(self.rows.num_cotangents)]
+        each = (self._one_cotangent(self.rows, number) for number in range(self.rows.num_cotangents))
+        return [self.base.cross_covariance(rows) for rows in each]
 
     def _cross(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ JᵀT, (K, n, m R)."""
-        return torch.stack([cross_covariance.products(rows) for cross_covariance in self._cross_covariances], -1).flatten(2)
+        return torch.stack([cross_covariance.products(rows) for cross_covariance in self._cross_covariances],
+                           -1).flatten(2)
 
     def _back(self, values: Tensor) -> Tensor:
         """H⁻¹ JᵀT v for v (m R,), (P,)."""

@@ -51,7 +51,8 @@ class FactorEigen:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorEigen:
         """The same elsewhere."""
-        return FactorEigen(*(None if v is None else v.to(device, dtype) for v in (self.lower, self._values, self._vectors)))
+        return FactorEigen(*(None if v is None else v.to(device, dtype) for v in (self.lower, self._values,
+                                                                                  self._vectors)))
 
 
 class Eigenbasis:
@@ -66,7 +67,8 @@ class Eigenbasis:
     """
 
     def __init__(
-        self, outer: FactorEigen | None = None, inner: FactorEigen | None = None, scales: tuple[float, float] = (1.0, 1.0)
+        self, outer: FactorEigen | None = None, inner: FactorEigen | None = None, scales: tuple[float, float] = (1.0,
+                                                                                                                 1.0)
     ) -> None:
         self._outer, self._inner, self._scales = outer, inner, scales
 

@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
+from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.linalg import (
     cholesky_,
     cholesky_log_det,

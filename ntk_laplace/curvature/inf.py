@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.block_summary import Basis
+from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.errors import HyperparameterError, NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import cholesky_log_det, cholesky_of, solve_lower
@@ -130,7 +130,8 @@ class InfBlock:
     homogeneous = True
 
     def __init__(
-        self, block: ParameterBlock, low: LowRank, moments: Tensor, exact: Tensor, precision: Tensor, violation: str = "shrink"
+        self, block: ParameterBlock, low: LowRank, moments: Tensor, exact: Tensor, precision: Tensor,
+        violation: str = "shrink"
     ) -> None:
         self.block, self.low, self.violation = block, low, violation
         self.kept = moments[0][low.rows][:, low.columns]  # (p, q)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.contractions import clusters
-from ntk_laplace.curvature.block_rows import DenseRows, LookupRows, OuterRows, BlockRows, FusedBlockSums
+from ntk_laplace.curvature.block_rows import BlockRows, DenseRows, FusedBlockSums, LookupRows, OuterRows
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.jacobian import FusedSums, FusedLayer, Lookup, Outer, Jacobian
+from ntk_laplace.jacobian import FusedLayer, FusedSums, Jacobian, Lookup, Outer
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.priors import GaussianPrior
 
@@ -197,7 +197,8 @@ def diagonal_block(name: str, size: int) -> ParameterBlock:
     return ParameterBlock("diagonal", name, None, (1, 1, size), size)
 
 
-def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str, split_groups: bool = False) -> list[ParameterBlock]:
+def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
+                          split_groups: bool = False) -> list[ParameterBlock]:
     """Parts of the parameters that some rows name.
 
     Parameters

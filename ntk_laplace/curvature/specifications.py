@@ -10,16 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.block_summary import SHARING, Basis, Summary
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.inf import InfBlock, LowRank, check_rank
 from ntk_laplace.curvature.spectral import DenseParameterBlock, KroneckerBlock, SpectralBlock
 from ntk_laplace.curvature.structured import BlockPrecision
-from ntk_laplace.curvature.block_summary import SHARING, Basis, Summary
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.jacobian import FusedLayers, FusedLayer
+from ntk_laplace.jacobian import FusedLayer, FusedLayers
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["EKFAC", "STRUCTURE_SPECS", "INF", "KFAC", "Diagonal", "StructureSpec"]
+__all__ = ["EKFAC", "INF", "KFAC", "STRUCTURE_SPECS", "Diagonal", "StructureSpec"]
 
 
 @dataclass(frozen=True)

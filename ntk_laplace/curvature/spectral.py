@@ -8,11 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_laplace.curvature.block_rows import BlockRows, LookupRows, OuterRows
+from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
-from ntk_laplace.curvature.block_rows import LookupRows, OuterRows, BlockRows
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.structured import CrossCovariance, dense_cross_covariance
-from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import cross_approximation
@@ -244,7 +244,8 @@ class KroneckerBlock(SpectralBlock):
 
         def products(other: Jacobian) -> Tensor:
             theirs = self.block.rows(other)
-            return theirs.separated(left, right) if _factors(theirs) else dense_cross_covariance(self, rows).products(other)
+            return theirs.separated(left, right) if _factors(theirs) else dense_cross_covariance(self,
+                                                                                                 rows).products(other)
 
         return CrossCovariance(products, left.numel() + right.numel())
 

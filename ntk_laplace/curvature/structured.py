@@ -14,7 +14,7 @@ from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["BlockPrecision", "StructuredWeightSpace", "CrossCovariance", "group_numbers", "dense_cross_covariance"]
+__all__ = ["BlockPrecision", "CrossCovariance", "StructuredWeightSpace", "dense_cross_covariance", "group_numbers"]
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,8 @@ class StructuredWeightSpace:
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between rows that come later and these, of one seed."""
-        found = [getattr(part, "cross_covariance", partial(dense_cross_covariance, part))(rows) for part in self.algebras]
+        found = [getattr(part, "cross_covariance", partial(dense_cross_covariance,
+                                                           part))(rows) for part in self.algebras]
 
         def products(other: Jacobian) -> Tensor:
             start = other.f.new_zeros(other.num_cotangents, other.num_examples, rows.num_examples)

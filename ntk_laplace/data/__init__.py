@@ -11,9 +11,8 @@ from ntk_laplace.data.batches import (
     generators_of,
     kept_or_missing,
 )
-from ntk_laplace.data.input_format import format_of, describe_inputs, input_remedy, same_input_format
-from ntk_laplace.data.row_buffer import RowBuffer, fill_buffer
 from ntk_laplace.data.input_batches import InputBatches
+from ntk_laplace.data.input_format import describe_inputs, format_of, input_remedy, same_input_format
 from ntk_laplace.data.inputs import (
     Inputs,
     alike,
@@ -30,16 +29,17 @@ from ntk_laplace.data.inputs import (
     take,
     to_device,
 )
+from ntk_laplace.data.row_buffer import RowBuffer, fill_buffer
 from ntk_laplace.data.weights import example_weights
 
 __all__ = [
     "BATCH_BYTES",
     "Batches",
-    "RowBuffer",
     "InputBatches",
     "Inputs",
     "Joined",
     "Missing",
+    "RowBuffer",
     "Selected",
     "Source",
     "alike",
@@ -48,19 +48,19 @@ __all__ = [
     "as_tensors",
     "check_finite",
     "concatenate",
+    "describe_inputs",
     "differentiable",
     "example_weights",
-    "format_of",
     "fill_buffer",
+    "format_of",
     "generators_of",
-    "describe_inputs",
+    "input_remedy",
     "kept_or_missing",
     "leaves",
     "map_tensors",
     "num_bytes",
     "num_examples",
     "refuse_input_gradients",
-    "input_remedy",
     "same_input_format",
     "take",
     "to_device",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from ntk_laplace.data.row_buffer import RowBuffer
 from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_bytes, num_examples, take, to_device
+from ntk_laplace.data.row_buffer import RowBuffer
 from ntk_laplace.data.weights import example_weights
 from ntk_laplace.errors import DataError
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ntk_laplace.data.inputs import Inputs, leaves, map_tensors
 
-__all__ = ["format_of", "describe_inputs", "input_remedy", "same_input_format"]
+__all__ = ["describe_inputs", "format_of", "input_remedy", "same_input_format"]
 
 
 def format_of(x: Inputs) -> Inputs:

@@ -1,6 +1,7 @@
 """Explain: which training points make a prediction, and what it would be without them."""
 
-from ntk_laplace.explain.explanation import ExplanationRequest, Explanation, bytes_of_each, explain
+from ntk_laplace.explain.explanation import Explanation, ExplanationRequest, bytes_of_each, explain
+from ntk_laplace.explain.joint_removal import GroupRemoval, JointRemoval
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
 from ntk_laplace.explain.newton import refitted
 from ntk_laplace.explain.quantity import SPREADS
@@ -8,7 +9,6 @@ from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Ranked, joined
 from ntk_laplace.explain.ranking import Ranking, effects, rank
 from ntk_laplace.explain.reliability import Reliability
 from ntk_laplace.explain.relinearize import relinearized
-from ntk_laplace.explain.joint_removal import GroupRemoval, JointRemoval
 from ntk_laplace.explain.what_if import (
     Indices,
     positions,
@@ -22,8 +22,8 @@ from ntk_laplace.explain.what_if import (
 __all__ = [
     "HIGH_LEVERAGE",
     "SPREADS",
-    "ExplanationRequest",
     "Explanation",
+    "ExplanationRequest",
     "GroupRemoval",
     "Indices",
     "JointRemoval",

@@ -9,15 +9,23 @@ from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
-from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import cross_gram, diagonal_blocks
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import TrainingPoints
-from ntk_laplace.structures import Structure, LinearizedModel
+from ntk_laplace.structures import LinearizedModel, Structure
 
 __all__ = [
-    "Decomposition", "SingleRemovals", "RemovalTerms", "contributions", "is_exact", "leverages",
-    "similarities", "removal_terms", "widening", "without_each",
+    "Decomposition",
+    "RemovalTerms",
+    "SingleRemovals",
+    "contributions",
+    "is_exact",
+    "leverages",
+    "removal_terms",
+    "similarities",
+    "widening",
+    "without_each",
 ]  # fmt: skip
 
 

@@ -21,11 +21,11 @@ from ntk_laplace.explain.algebra import (
 )
 from ntk_laplace.explain.quantity import Quantity, quantity_of
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted, strongest
-from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import diagonal_blocks
-from ntk_laplace.structures import Structure, LinearizedModel
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.structures import LinearizedModel, Structure
 
-__all__ = ["ExplanationRequest", "Explanation", "bytes_of_each", "explain"]
+__all__ = ["Explanation", "ExplanationRequest", "bytes_of_each", "explain"]
 
 _EXACT = (
     "offset, contributions and gap add up to the prediction exactly",
@@ -212,7 +212,8 @@ class Explanation(Ranked):
 
 
 def explain(
-    model: LinearizedModel, structure: Structure, space: FunctionSpace, chunks: Iterable[Jacobian], request: ExplanationRequest
+    model: LinearizedModel, structure: Structure, space: FunctionSpace, chunks: Iterable[Jacobian],
+    request: ExplanationRequest
 ) -> Iterator[Explanation]:
     """Decompose predictions and rank the training points behind them.
 

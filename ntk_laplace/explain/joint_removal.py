@@ -12,9 +12,9 @@ from ntk_laplace.curvature import ChangedWeightSpace, FunctionSpace, group_numbe
 from ntk_laplace.evidence import PosteriorPrecision
 from ntk_laplace.explain.algebra import is_exact
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
-from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import cross_gram
-from ntk_laplace.structures import Structure, LinearizedModel, rows_of
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.structures import LinearizedModel, Structure, rows_of
 
 __all__ = ["GroupRemoval", "JointRemoval"]
 
@@ -76,7 +76,8 @@ class GroupRemoval:
         Training points that may leave, ascending; a few, whose rows are kept.
     """
 
-    def __init__(self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, members: Tensor) -> None:
+    def __init__(self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision,
+                 members: Tensor) -> None:
         self._model, self._precision, self._members = model, precision, members
         self._exact = is_exact(model, structure)
         self._rows = rows_of(model, structure, members)

@@ -15,7 +15,7 @@ from ntk_laplace.explain.algebra import is_exact, leverages, removal_terms, with
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, counted
 from ntk_laplace.explain.reliability import Reliability, reliability
 from ntk_laplace.predictive import predictive
-from ntk_laplace.structures import Structure, LinearizedModel
+from ntk_laplace.structures import LinearizedModel, Structure
 
 if TYPE_CHECKING:
     import pandas

@@ -66,7 +66,8 @@ class Objective:
         self.precision = model.prior.flat_precision().to(model.theta)
 
     @classmethod
-    def tilted(cls, model: LinearizedModel, structure: Exact, points: TrainingPoints, base: TrainingPoints) -> Objective:
+    def tilted(cls, model: LinearizedModel, structure: Exact, points: TrainingPoints,
+               base: TrainingPoints) -> Objective:
         """For changed points; θ* is optimal for `base`, the points as they were."""
         held = base.residual(model.likelihood)
         held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
@@ -158,4 +159,4 @@ def refitted(model: LinearizedModel, structure: Exact) -> Tensor:
         problem = Objective.own(model, structure)
         start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
         _, end = descend(problem, Place(start, problem.points.f), None)
-    return start - end.move
+    return start - end.displacement

@@ -22,7 +22,7 @@ from ntk_laplace.explain.quantity import SPREADS, Quantity
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures import Structure, LinearizedModel
+from ntk_laplace.structures import LinearizedModel, Structure
 
 __all__ = ["Ranking", "effects", "rank"]
 
@@ -142,7 +142,8 @@ class _Strongest:
 
 
 def rank(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian], request: ExplanationRequest
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian],
+    request: ExplanationRequest
 ) -> Iterator[Ranking]:
     """Rank the training points behind predictions, in a pass over the data for each chunk.
 
@@ -157,7 +158,8 @@ def rank(
 
 
 def _rank(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian, quantity: Quantity, k: int
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian, quantity: Quantity,
+    k: int
 ) -> Ranking:
     points = structure.points
     sides = {side: [] for side in quantity.sides}
@@ -189,7 +191,8 @@ def _rank(
 
 
 def effects(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian], request: ExplanationRequest
+    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian],
+    request: ExplanationRequest
 ) -> Iterator[Tensor]:
     """Change of the quantity for each chunk's inputs and every training point, (n, N), by the same passes."""
     for test, quantity, _ in request.of_each(model, chunks, structure.points.num_examples):
@@ -215,11 +218,13 @@ class _Passing:
     """One pass over the training data for a few inputs."""
 
     def __init__(
-        self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian, quantity: Quantity
+        self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian,
+        quantity: Quantity
     ) -> None:
         self.model, self.structure, self.precision, self.quantity = model, structure, precision, quantity
         with torch.no_grad():
-            self.cross_covariance = precision.cross_covariance(test.weighted(quantity.direction(test.f).unsqueeze(-1)))  # V_·x c_x
+            direction = quantity.direction(test.f).unsqueeze(-1)
+            self.cross_covariance = precision.cross_covariance(test.weighted(direction))  # V_·x c_x
         self.leverage = test.f.new_zeros(structure.points.num_examples)
         self.backprojected = torch.zeros_like(model.theta)  # Jᵀr
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ntk_laplace.evidence import PosteriorPrecision, joint_gradient
 from ntk_laplace.explain.ranked import HIGH_LEVERAGE
 from ntk_laplace.points import present_values
-from ntk_laplace.structures import Structure, LinearizedModel
+from ntk_laplace.structures import LinearizedModel, Structure
 
 __all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
 

@@ -29,7 +29,8 @@ __all__ = ["relinearized"]
 _HALVINGS = 40
 
 
-def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, steps: int) -> tuple[LinearizedModel, Exact]:
+def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, steps: int) -> tuple[LinearizedModel,
+                                                                                                  Exact]:
     """The model and its points after so many steps of the network itself.
 
     Parameters

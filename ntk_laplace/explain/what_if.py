@@ -31,8 +31,8 @@ from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import (
     ChangedStructure,
     FunctionSpaceStructure,
-    StructuredStructure,
     LinearizedModel,
+    StructuredStructure,
 )
 
 __all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted", "stepped", "stepped_once"]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.data import refuse_input_gradients
-from ntk_laplace.jacobian import JacobianPass, Jacobian
 from ntk_laplace.gp.input_format import InputFormat
+from ntk_laplace.jacobian import Jacobian, JacobianPass
 from ntk_laplace.network import Network
 
 __all__ = ["CachedRows"]

@@ -14,11 +14,11 @@ import torch
 from torch import Size, Tensor
 
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import Variances, diagonal_blocks, gram, gram_tiles
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["GramDiagonal", "FullGram", "weighted_by_prior"]
+__all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
 
 _PANEL = 128 * 2**20  # bytes of written-out rows at a time
 

@@ -37,7 +37,8 @@ def _over_cotangents(cotangent: Tensor, b: Tensor) -> Tensor:
 def _position_product(left: Tensor, right: Tensor) -> Tensor:
     """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, as `Wide` wants them.
 
-    One product per example for all cotangents: no copy where the cotangents lie next to the examples, as `Gradients` puts them.
+    One product per example for all cotangents: no copy where the cotangents lie next to the examples, as `Gradients`
+    puts them.
     """
     k, n, g, t, o = left.shape
     if t == 1:

@@ -1,7 +1,7 @@
-"""FusedAccumulation: sums of a layer's output gradients in place of its rows, where sums over the data are all that is wanted.
+"""Fused accumulation: sums of a layer's output gradients, for structures that need no rows of the Jacobian.
 
-A layer of one position and one use then comes as `FusedSums`: what is summed is added up as each backward pass goes by,
-and the gradients of a few examples stay, which the batch's proof holds against autograd.
+A layer with one position and one use becomes a `FusedSums`. The sums are accumulated during the backward passes. The
+gradients of a few examples are kept, for the gradient check.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks import Outer
 
-__all__ = ["NO_FUSED_LAYERS", "FusedLayers", "FusedSums", "FusedAccumulation", "FusedLayer"]
+__all__ = ["NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums"]
 
 
 @dataclass(frozen=True)

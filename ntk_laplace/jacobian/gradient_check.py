@@ -61,7 +61,8 @@ class GradientCheck:
     """
 
     def __init__(
-        self, out: Tensor, cotangents: Tensor, weights: Tensor, parameters: dict[str, nn.Parameter], precision: torch.dtype
+        self, out: Tensor, cotangents: Tensor, weights: Tensor, parameters: dict[str, nn.Parameter],
+        precision: torch.dtype
     ) -> None:
         found = torch.autograd.grad(
             out, list(parameters.values()), torch.einsum("kn,knc->nc", weights, cotangents), retain_graph=True,

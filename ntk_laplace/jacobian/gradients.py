@@ -1,10 +1,10 @@
 """Gradients: one backward pass per cotangent, and each node's output gradient put where rows are made from it.
 
-A plain loop over cotangents beats one batched pass on CPUs. What a layer's factors need is kept for all cotangents, laid out for
-what comes next: cotangents inside the examples where rows are written out, so that each example's gradients are one
-matrix, and a cotangent after the other where factors are summed. Rows that are plain sums are made at once from the one
-gradient at hand, which is then gone; and so are the sums Σ g gᵀ, or Σ g² over the cotangents, where nothing else of a
-layer's gradients is wanted, which spares a copy of them all.
+A plain loop over cotangents beats one batched pass on CPUs. What a layer's factors need is kept for all cotangents,
+laid out for what comes next: cotangents inside the examples where rows are written out, so that each example's
+gradients are one matrix, and a cotangent after the other where factors are summed. Rows that are plain sums are made at
+once from the one gradient at hand, which is then gone; and so are the sums Σ g gᵀ, or Σ g² over the cotangents, where
+nothing else of a layer's gradients is wanted, which spares a copy of them all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ntk_laplace.jacobian.graph import Graph
 from ntk_laplace.jacobian.rules import OperandDense, OperandRows
 from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["Gradients", "Extraction", "edges", "kept_whole"]
+__all__ = ["Extraction", "Gradients", "edges", "kept_whole"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def edges(extractions: Sequence[Extraction]) -> list[int]:
 
 def kept_whole(extractions: Sequence[Extraction]) -> set[int]:
     """Nodes whose gradients are kept for all cotangents: one extractor that needs it is enough."""
-    return {extraction.consumer for extraction in extractions if extraction.extract and not (extraction.at_once or extraction.fused)}
+    return {each.consumer for each in extractions if each.extract and not (each.at_once or each.fused)}
 
 
 class Gradients:
@@ -78,7 +78,8 @@ class Gradients:
         self, graph: Graph, extractions: Sequence[Extraction], cotangents: Tensor, cotangents_first: bool = False,
         accumulation: FusedAccumulation | None = None,
     ) -> None:  # fmt: skip
-        self.graph, self.extractions, self.cotangents, self.cotangents_first = graph, list(extractions), cotangents, cotangents_first
+        self.graph, self.extractions = graph, list(extractions)
+        self.cotangents, self.cotangents_first = cotangents, cotangents_first
         self.accumulation = accumulation
         self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by extraction
@@ -129,7 +130,8 @@ class Gradients:
         if index not in self._sums:
             n, o = self.graph.shape(self.extractions[index].consumer)
             self._sums[index] = self.cotangents.new_zeros(n if squared else o, o, dtype=dtype)
-            self._some[index] = self.cotangents.new_zeros(len(self.cotangents), len(self.accumulation.sample), o, dtype=self.graph.dtype)
+            self._some[index] = self.cotangents.new_zeros(len(self.cotangents), len(self.accumulation.sample), o,
+                                                          dtype=self.graph.dtype)
         if gradient is None:
             return
         self._some[index][k] = gradient[self.accumulation.sample]
@@ -171,9 +173,9 @@ class Gradients:
 
 
 def _room(values: Tensor, num_cotangents: int, axis: int) -> Tensor:
-    """Room for (K, *shape of values), in memory in the order of `values`, the cotangents just outside the axis after `axis`.
+    """An empty tensor (K, *shape of values) in the memory order of `values`, cotangents just outside the next axis.
 
-    That axis holds channels: then channels of all cotangents are one axis of a matrix, and positions the other.
+    The axis after `axis` holds channels: channels of all cotangents are then one axis of a matrix, positions the other.
     """
     order = sorted(range(values.ndim), key=lambda d: -values.stride(d)) if _dense(values) else list(range(values.ndim))
     order.insert(order.index(axis + 1) if axis + 1 < values.ndim else 0, -1)

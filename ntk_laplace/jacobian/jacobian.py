@@ -19,7 +19,7 @@ _FEW_POSITIONS = 64
 
 @dataclass(frozen=True)
 class Jacobian:
-    """Rows J_nk of N examples and K cotangents: outputs if K = C and cotangents are the identity, else columns of a root.
+    """Rows J_nk of N examples and K cotangents, which are outputs (the identity) or columns of a root.
 
     Attributes
     ----------

@@ -18,13 +18,13 @@ from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.fallback import Fallback
-from ntk_laplace.jacobian.storage import apart_from, compacted, side_by_side
-from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedLayers, FusedSums, FusedAccumulation
+from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
 from ntk_laplace.jacobian.graph import Graph
-from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.jacobian import Jacobian
+from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.search import Search, make_plan
+from ntk_laplace.jacobian.storage import apart_from, compacted, side_by_side
 from ntk_laplace.network import Network, outside_autocast, preserved_rng
 
 __all__ = ["JacobianPass", "RootFunction"]
@@ -201,7 +201,8 @@ class JacobianPass:
             # a single example says nothing about where examples lie in a tensor
             twice = take(batch.x, torch.zeros(2, dtype=torch.long))
             out, cotangents = self.network.evaluate(twice), batch.cotangents.expand(-1, 2, -1)
-            return [block.subset(slice(0, 1)) for block in self._blocks(replace(batch, x=twice, out=out, cotangents=cotangents))]
+            return [block.subset(slice(0, 1)) for block in self._blocks(replace(batch, x=twice, out=out,
+                                                                                cotangents=cotangents))]
         plan = self._plan(graph, batch.out, batch.x)
         if batch.sample is not None and any(use.plain and use.name in fused_layers.weights for use in plan.uses):
             blocks = self._planned_blocks(batch, graph, plan, FusedAccumulation(fused_layers, batch.sample, self.dtype))
@@ -246,7 +247,7 @@ class JacobianPass:
 
 @dataclass(frozen=True)
 class _Edge:
-    """A node whose output gradient is read: its bytes per example, whether for all cotangents, and what can be fused."""
+    """A node whose output gradient is read: bytes per example, whether for all cotangents, what can be fused."""
 
     size: int
     kept: bool

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
-from ntk_laplace.jacobian.fused import FusedSums, FusedAccumulation
-from ntk_laplace.jacobian.gradients import Gradients, Extraction
+from ntk_laplace.jacobian.concatenation import join_positions
+from ntk_laplace.jacobian.fused import FusedAccumulation, FusedSums
+from ntk_laplace.jacobian.gradients import Extraction, Gradients
 from ntk_laplace.jacobian.graph import (
     Graph,
     Step,
@@ -21,11 +22,10 @@ from ntk_laplace.jacobian.graph import (
     uncast,
     view_positions,
 )
-from ntk_laplace.jacobian.concatenation import join_positions
 from ntk_laplace.jacobian.layout import Layout
-from ntk_laplace.jacobian.rules import RULES, OperandDense, OperandLookup, OperandOuter, OperandRows, Extractor, Use
+from ntk_laplace.jacobian.rules import RULES, Extractor, OperandDense, OperandLookup, OperandOuter, OperandRows, Use
 
-__all__ = ["Plan", "UsePlan", "joined", "extractor_of", "use_block"]
+__all__ = ["Plan", "UsePlan", "extractor_of", "joined", "use_block"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class Plan:
             use = self.uses[index]
             if use.plain:
                 o = graph.shape(use.step.consumer)[-1]
-                if accumulation.fused_layers.suits(use.name, o, self.partners.get(use.name)) and (accumulation.fused_layers.squared or o <= n):
+                wanted = accumulation.fused_layers
+                if wanted.suits(use.name, o, self.partners.get(use.name)) and (wanted.squared or o <= n):
                     found.append(index)
         return found
 
@@ -191,7 +192,8 @@ def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:
     if rule is None:
         return None
     extractor = rule(Use(node, use.step.operand, shape, output, use.layout, n, graph.dtype))
-    return None if extractor is None else replace(extractor, extract=lambda gradient: extractor.extract(gradient.to(graph.dtype)))
+    return None if extractor is None else replace(extractor,
+                                                  extract=lambda gradient: extractor.extract(gradient.to(graph.dtype)))
 
 
 def use_block(use: UsePlan, graph: Graph, rows: OperandRows, parameter: nn.Parameter) -> Block:

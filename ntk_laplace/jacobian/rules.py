@@ -1,8 +1,8 @@
 """Rules: from an autograd node to a extractor, which turns output gradients into rows of the operand a parameter feeds.
 
 A rule looks at what the node saved for its own backward pass (`_saved_*`, semi-private: tests pin them) once per
-batch, and returns None where it does not apply; its extractor may be handed the gradients of all cotangents, or of one at a
-time. Nothing here is trusted blindly: the plan checks every parameter's rows against autograd before it uses them,
+batch, and returns None where it does not apply; its extractor may be handed the gradients of all cotangents, or of one
+at a time. Nothing here is trusted blindly: the plan checks every parameter's rows against autograd before it uses them,
 and an unmatched parameter takes the fallback.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.layout import Layout
 
-__all__ = ["RULES", "OperandDense", "OperandLookup", "OperandOuter", "OperandRows", "Extractor", "Use"]
+__all__ = ["RULES", "Extractor", "OperandDense", "OperandLookup", "OperandOuter", "OperandRows", "Use"]
 
 _SHORT = 16  # times a convolution's rows must fit into its output's gradient to be made from it at once
 
@@ -90,11 +90,11 @@ class Extractor:
     extract : callable
         Jacobian for gradients (K, *output shape); None if they are laid out in a way the rule does not know.
     summed : bool
-        The rows are sums over positions and keep no factor: read one cotangent at a time, while its gradient is at hand,
-        they spare the memory of all cotangents' gradients.
+        The rows are sums over positions and keep no factor: read one cotangent at a time, while its gradient is at
+        hand, they spare the memory of all cotangents' gradients.
     short : bool
-        The rows have factors, and are far shorter than the gradients: read one cotangent at a time as well, unless it is
-        the factors that are wanted.
+        The rows have factors, and are far shorter than the gradients: read one cotangent at a time as well, unless it
+        is the factors that are wanted.
     """
 
     extract: Callable[[Tensor], OperandRows | None]

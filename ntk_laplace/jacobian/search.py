@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
+from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.jacobian.graph import Graph, is_view, node_kind, uncast
 from ntk_laplace.jacobian.layout import Layout, find_layout, shape_layout
-from ntk_laplace.jacobian.plan import Plan, UsePlan, joined, extractor_of, use_block
-from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
+from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined, use_block
 from ntk_laplace.jacobian.rules import Extractor
 
 __all__ = ["Search", "make_plan"]
@@ -129,8 +129,8 @@ def _find_uses(
     lost : set of str
         Parameters with a way to the output on which no such node was found.
     gradients : dict of int to pair of Tensor
-        Output gradients of both `cotangents` at the nodes that were looked at; the second cotangent is the first, each example
-        of it times its own of `weights`.
+        Output gradients of both `cotangents` at the nodes that were looked at; the second cotangent is the first, each
+        example of it times its own of `weights`.
     """
     graph = search.graph
     gradients: dict[int, tuple[Tensor, Tensor]] = {}
@@ -168,7 +168,8 @@ def _probe(
     if not wanted:
         return {}
     edges = [GradientEdge(graph.nodes[number], 0) for number in wanted]
-    passes = [torch.autograd.grad(search.out, edges, cotangent, retain_graph=True, allow_unused=True) for cotangent in cotangents]
+    passes = [torch.autograd.grad(search.out, edges, cotangent, retain_graph=True,
+                                  allow_unused=True) for cotangent in cotangents]
     found = {}
     for number, plain, scaled in zip(wanted, *passes, strict=True):
         if plain is None and len(graph.nodes[number]._input_metadata) == 1:

@@ -13,10 +13,10 @@ from ntk_laplace.data import (
     Inputs,
     check_finite,
     concatenate,
-    format_of,
     describe_inputs,
-    num_examples,
+    format_of,
     input_remedy,
+    num_examples,
     same_input_format,
     take,
 )
@@ -142,7 +142,7 @@ class Network:
         """Keys, shapes and types of inputs that it took, without an example; None as long as it took none."""
         return self._input_format
 
-    @form.setter
+    @input_format.setter
     def input_format(self, form: Inputs | None) -> None:
         self._input_format = form
 
@@ -347,9 +347,9 @@ class Network:
                 raise
             like = "" if self._input_format is None else f", such as {describe_inputs(self._input_format, 'n')}"
             where = f" in the batch from example {offset:,} on" if offset else ""
-            raise DataError(f"inputs that the network takes{like}",
-                            f"{describe_inputs(x)}{where}, which raise {type(cause).__name__}: {_first_line(cause)}",
-                            (self._input_format is None and self.caller.remedy(x)) or input_remedy(x, self._input_format)) from cause
+            remedy = (self._input_format is None and self.caller.remedy(x)) or input_remedy(x, self._input_format)
+            got = f"{describe_inputs(x)}{where}, which raise {type(cause).__name__}: {_first_line(cause)}"
+            raise DataError(f"inputs that the network takes{like}", got, remedy) from cause
         if not out.is_floating_point() or out.ndim not in (1, 2) or len(out) != n:
             raise self._wrong_outputs(f"({n}, C) or ({n},), floating point", f"{tuple(out.shape)} ({out.dtype})", x)
         c = out.shape[1] if out.ndim == 2 else 1
@@ -368,7 +368,8 @@ class Network:
         if self._input_format is None or same_input_format(x, self._input_format):
             return NetworkError(f"network outputs of shape {expected}", got,
                                 "Wrap the network in a module that returns one row of outputs per example.")
-        return DataError(f"network outputs of shape {expected}, from inputs such as {describe_inputs(self._input_format, 'n')}",
+        known = describe_inputs(self._input_format, "n")
+        return DataError(f"network outputs of shape {expected}, from inputs such as {known}",
                          f"{got} from {describe_inputs(x)}", input_remedy(x, self._input_format))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ntk_laplace.data import Inputs, fill_buffer
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.explain import (
-    ExplanationRequest,
     Explanation,
+    ExplanationRequest,
     LeaveOneOut,
     Ranking,
     bytes_of_each,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import ParameterBlock, CurvatureType
+from ntk_laplace.curvature import CurvatureType, ParameterBlock
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.evidence import PosteriorPrecision, joint_gradient
@@ -19,7 +19,7 @@ from ntk_laplace.network import Network
 from ntk_laplace.points import present_values, unmoved
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import Structure, LinearizedModel, posterior_record, require_place, write
+from ntk_laplace.structures import LinearizedModel, Structure, posterior_record, require_place, write
 
 __all__ = ["Fitted"]
 
@@ -125,7 +125,8 @@ class Fitted:
         """What was changed by a what-if, for `repr`."""
         changed = self._model.displacement is not None or self._model.training_gradient is not None
         removed = int((self.weights == 0).sum()) if changed else 0
-        words = ["relinearized"] if self._model.training_gradient is not None and self._model.displacement is None else []
+        model = self._model
+        words = ["relinearized"] if model.training_gradient is not None and model.displacement is None else []
         words += [f"{removed} removed"] if removed else []
         if not words and self._model.displacement is not None:
             words = ["changed"]

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import RowBuffer, Inputs, fill_buffer
+from ntk_laplace.data import Inputs, RowBuffer, fill_buffer
 from ntk_laplace.errors import UnsupportedError, require_whole
-from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.gram import gram
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood, Response
 from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.posterior.chunks import Chunks

@@ -202,7 +202,8 @@ class WhatIfVerbs(Fitted):
         """Say that several steps are no refit where no training point is, or was, changed."""
         now = self._points()
         same = len(points.f) == len(now.f) and torch.equal(points.counts, now.counts)
-        if steps == 1 or self._model.displacement is not None or not same or not torch.equal(points.targets, now.targets):
+        if steps == 1 or self._model.displacement is not None or not same or not torch.equal(points.targets,
+                                                                                             now.targets):
             return
         warnings.warn(
             "no training point is changed, so nothing moves: a what-if holds what training left undone. The posterior "

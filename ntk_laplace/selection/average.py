@@ -10,7 +10,7 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.evidence import PosteriorPrecision, joint_gradient
 from ntk_laplace.predictive import predictive
-from ntk_laplace.structures import Structure, LinearizedModel
+from ntk_laplace.structures import LinearizedModel, Structure
 
 __all__ = ["average_score"]
 

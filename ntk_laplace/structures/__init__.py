@@ -2,9 +2,9 @@
 
 from ntk_laplace.curvature import STRUCTURE_SPECS
 from ntk_laplace.structures.accumulation import Accumulation
-from ntk_laplace.structures.base import Settings, Structure, LinearizedModel
-from ntk_laplace.structures.changed import ChangedStructure, rows_of
+from ntk_laplace.structures.base import LinearizedModel, Settings, Structure
 from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.changed import ChangedStructure, rows_of
 from ntk_laplace.structures.full import FullStructure
 from ntk_laplace.structures.gp import FunctionSpaceStructure
 from ntk_laplace.structures.records import opened, require_place, resumed, write
@@ -22,10 +22,10 @@ __all__ = [
     "ChangedStructure",
     "FullStructure",
     "FunctionSpaceStructure",
+    "LinearizedModel",
     "Settings",
     "Structure",
     "StructuredStructure",
-    "LinearizedModel",
     "merged_batches",
     "opened",
     "posterior_record",

@@ -13,10 +13,18 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import StructureSpec, Eigenbasis, ParameterBlock, Products, Summary, find_parameter_blocks, diagonal_block
-from ntk_laplace.data import RowBuffer, Inputs, Source, num_examples
+from ntk_laplace.curvature import (
+    Eigenbasis,
+    ParameterBlock,
+    Products,
+    StructureSpec,
+    Summary,
+    diagonal_block,
+    find_parameter_blocks,
+)
+from ntk_laplace.data import Inputs, RowBuffer, Source, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError, UnsupportedError
-from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayers, FusedLayer, Jacobian
+from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import LinearizedModel
@@ -92,7 +100,8 @@ class Accumulation:
         For a `copy`: what there was is gone, should the pass not come to its end.
         """
         self.stage, self.batches_done, self.examples_done = FIRST, 0, 0
-        self.parameter_blocks, self.summaries = list(self.parameter_blocks), [Summary(part, {}) for part in self.parameter_blocks]
+        self.parameter_blocks = list(self.parameter_blocks)
+        self.summaries = [Summary(block, {}) for block in self.parameter_blocks]
         self.forget(batches.length)
         self._pass(model, batches, "curvature", partial(self._first, borrowed=self.spec.second_pass))
         self._complete(model)
@@ -126,7 +135,8 @@ class Accumulation:
     def copy(self) -> Accumulation:
         """The same, to go on with while this one stays."""
         summaries = [Summary(s.block, {name: value.clone() for name, value in s.sums.items()}) for s in self.summaries]
-        return replace(self, summaries=summaries, parameter_blocks=list(self.parameter_blocks), eigenbases=list(self.eigenbases), f=self.f.copy(),
+        return replace(self, summaries=summaries, parameter_blocks=list(self.parameter_blocks),
+                       eigenbases=list(self.eigenbases), f=self.f.copy(),
                        targets=self.targets.copy(), weights=self.weights.copy())
 
     def _first(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
@@ -210,14 +220,16 @@ class Accumulation:
         self, model: LinearizedModel, roots: _Roots, x: Inputs, targets: Tensor, seen: int, counts: Tensor | None,
         fused_layers: FusedLayers = NO_FUSED_LAYERS,
     ) -> Iterator[Jacobian]:  # fmt: skip
-        return model.jacobian_pass.batches(x, roots.at(targets, seen, counts), model.settings.batch_size, seen, fused_layers)
+        return model.jacobian_pass.batches(x, roots.at(targets, seen, counts), model.settings.batch_size, seen,
+                                           fused_layers)
 
     def _fused_layers(self, model: LinearizedModel) -> FusedLayers:
         """Sums are enough of parts of the form's own kind, on the first batch of all."""
         if not self.parameter_blocks:
             return self.spec.fused_layers(dict.fromkeys(model.network.names))
-        plain = {part.weight for part in self.parameter_blocks if part.kind == "block"}  # biases with parts of their own
-        layers = {part.weight: part.layer for part in self.parameter_blocks if part.kind == self.spec.kind and part.layer}
+        blocks, kind = self.parameter_blocks, self.spec.kind
+        plain = {block.weight for block in blocks if block.kind == "block"}  # biases with blocks of their own
+        layers = {block.weight: block.layer for block in blocks if block.kind == kind and block.layer}
         if plain:
             layers = {
                 name: layer if layer.biases != (None,) else FusedLayer(layer.outputs, {None, *plain})

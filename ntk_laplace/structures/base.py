@@ -13,14 +13,14 @@ from torch import Tensor
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Source
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
-from ntk_laplace.evidence import PosteriorPrecision, NewtonStep
-from ntk_laplace.jacobian import JacobianPass, Jacobian
+from ntk_laplace.evidence import NewtonStep, PosteriorPrecision
+from ntk_laplace.jacobian import Jacobian, JacobianPass
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
-from ntk_laplace.points import UnsavedPoints, TrainingPoints
+from ntk_laplace.points import TrainingPoints, UnsavedPoints
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["ExactStructure", "Settings", "Structure", "LinearizedModel", "require_unchanged"]
+__all__ = ["ExactStructure", "LinearizedModel", "Settings", "Structure", "require_unchanged"]
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,10 @@ class LinearizedModel:
         network = self.network.to(device)
         for module in (self.prior, self.likelihood):
             module.to(device)
-        displacement, training_gradient = (None if v is None else v.to(device, dtype) for v in (self.displacement, self.training_gradient))
-        return replace(self, network=network, jacobian_pass=self.jacobian_pass.on(network, dtype), displacement=displacement, training_gradient=training_gradient)
+        displacement, training_gradient = (None if v is None else v.to(device, dtype) for v in (self.displacement,
+                                                                                                self.training_gradient))
+        return replace(self, network=network, jacobian_pass=self.jacobian_pass.on(network, dtype),
+                       displacement=displacement, training_gradient=training_gradient)
 
 
 class Structure(Protocol):

@@ -80,7 +80,8 @@ class ChangedStructure:
         self, model: LinearizedModel, inner: StructuredStructure, unmoved_points: TrainingPoints, max_leverage: float,
         added: Sequence[FunctionSpaceStructure] = (),
     ) -> None:  # fmt: skip
-        self.inner, self.unmoved_points, self.max_leverage, self.added = inner, unmoved_points, max_leverage, tuple(added)
+        self.inner, self.unmoved_points = inner, unmoved_points
+        self.max_leverage, self.added = max_leverage, tuple(added)
         self.base = inner.points
         before = model.likelihood.in_form_of(self.base.targets, unmoved_points.targets)
         self._targets = torch.cat([before, unmoved_points.targets[len(before) :]])  # before the change, and those added

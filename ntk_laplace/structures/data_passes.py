@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import RowBuffer, Inputs, Selected, Source, fill_buffer, num_examples
+from ntk_laplace.data import Inputs, RowBuffer, Selected, Source, fill_buffer, num_examples
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import TrainingPoints, present_values, unmoved
@@ -18,13 +18,13 @@ from ntk_laplace.structures.batch_merging import merged_batches
 
 __all__ = [
     "ModelSignature",
-    "vjp",
     "common_factor",
     "digest",
     "jvp",
     "read_batches",
     "read_rows",
     "selected",
+    "vjp",
 ]
 
 _CHUNK = 4096  # examples whose output Hessians are compared at a time

@@ -18,10 +18,10 @@ from ntk_laplace.data import Batches, Joined, Source, fill_buffer, kept_or_missi
 from ntk_laplace.evidence import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import UnsavedPoints, TrainingPoints, present_values, unmoved
+from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.base import ExactStructure, LinearizedModel, require_unchanged
-from ntk_laplace.structures.data_passes import vjp, common_factor, jvp, read_outputs, read_rows, selected
+from ntk_laplace.structures.data_passes import common_factor, jvp, read_outputs, read_rows, selected, vjp
 
 __all__ = ["FullStructure"]
 
@@ -172,7 +172,8 @@ class FullStructure(ExactStructure):
 
     @classmethod
     def restored(
-        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints, batches: Batches | None
+        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints,
+        batches: Batches | None
     ) -> FullStructure:
         """From a checkpoint."""
         made = cls.__new__(cls)

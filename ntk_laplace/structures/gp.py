@@ -13,7 +13,7 @@ from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.data import Batches, RowBuffer
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian, jacobian_from_record, jacobian_record
-from ntk_laplace.points import UnsavedPoints, TrainingPoints
+from ntk_laplace.points import TrainingPoints, UnsavedPoints
 from ntk_laplace.resources import format_bytes, require_memory
 from ntk_laplace.structures.base import ExactStructure, LinearizedModel, require_unchanged
 from ntk_laplace.structures.data_passes import read_batches
@@ -139,7 +139,8 @@ class FunctionSpaceStructure(ExactStructure):
 
     @classmethod
     def restored(
-        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints, batches: Batches | None
+        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints,
+        batches: Batches | None
     ) -> FunctionSpaceStructure:
         """From a checkpoint."""
         made = cls.__new__(cls)

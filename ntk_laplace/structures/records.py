@@ -11,13 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import STRUCTURE_SPECS, StructureSpec, Eigenbasis, ParameterBlock, FactorEigen, Summary
+from ntk_laplace.curvature import STRUCTURE_SPECS, Eigenbasis, FactorEigen, ParameterBlock, StructureSpec, Summary
 from ntk_laplace.data import fill_buffer
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.structures.accumulation import Accumulation
 
 __all__ = [
-    "spec_from", "spec_record", "spec_words", "from_record", "opened", "record", "require_place", "resumed", "write",
+    "from_record",
+    "opened",
+    "record",
+    "require_place",
+    "resumed",
+    "spec_from",
+    "spec_record",
+    "spec_words",
+    "write",
 ]  # fmt: skip
 
 
@@ -56,7 +64,8 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
 def _eigenbasis(saved: Mapping[str, Tensor | None]) -> Eigenbasis:
     if saved["right"] is None:
         return Eigenbasis()
-    return Eigenbasis(FactorEigen(None, saved["left"], saved["basis_left"]), FactorEigen(None, saved["right"], saved["basis_right"]))
+    return Eigenbasis(FactorEigen(None, saved["left"], saved["basis_left"]), FactorEigen(None, saved["right"],
+                                                                                         saved["basis_right"]))
 
 
 def spec_record(spec: StructureSpec) -> dict[str, Any]:

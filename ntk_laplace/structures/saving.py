@@ -12,7 +12,7 @@ from ntk_laplace.likelihoods import Gaussian, Likelihood
 from ntk_laplace.likelihoods.per_output import PerOutput
 from ntk_laplace.points import UnsavedPoints
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures.base import Structure, LinearizedModel
+from ntk_laplace.structures.base import LinearizedModel, Structure
 from ntk_laplace.structures.data_passes import digest
 
 __all__ = ["FORMAT", "VERSION", "posterior_record"]
@@ -42,7 +42,7 @@ def posterior_record(model: LinearizedModel, structure: Structure, reason: str, 
         "targets": network.targets,
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
-        "form": _plain(network.spec),
+        "form": _plain(network.input_format),
         "likelihood": _likelihood_record(model.likelihood),
         "prior": _prior_record(model.prior),
         "fitted_at": model.fitted_at,

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import StructureSpec, Eigenbasis, LowRank, ParameterBlock, StructuredWeightSpace
+from ntk_laplace.curvature import Eigenbasis, LowRank, ParameterBlock, StructuredWeightSpace, StructureSpec
 from ntk_laplace.data import Batches, Joined, Source, fill_buffer, kept_or_missing
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.evidence import NewtonStep
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.points import UnsavedPoints, TrainingPoints
+from ntk_laplace.points import TrainingPoints, UnsavedPoints
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.base import LinearizedModel
-from ntk_laplace.structures.data_passes import ModelSignature, vjp, common_factor, jvp, read_rows, selected
-from ntk_laplace.structures.records import spec_record, spec_words, from_record, record
+from ntk_laplace.structures.data_passes import ModelSignature, common_factor, jvp, read_rows, selected, vjp
+from ntk_laplace.structures.records import from_record, record, spec_record, spec_words
 
 __all__ = ["StructuredStructure"]
 
@@ -158,7 +158,8 @@ class StructuredStructure:
 
     def refit_on(self, model: LinearizedModel, batches: Source) -> StructuredStructure:
         """The same form fitted to other data, in this eigenbasis."""
-        accumulated = Accumulation(self.spec, signature=ModelSignature(model), parameter_blocks=list(self.parameter_blocks))
+        accumulated = Accumulation(self.spec, signature=ModelSignature(model),
+                                   parameter_blocks=list(self.parameter_blocks))
         if self.spec.second_pass:
             accumulated.eigenbases = list(self.eigenbases)
         return StructuredStructure(model, batches, self.spec, accumulated)
@@ -216,7 +217,8 @@ class StructuredStructure:
 
     @classmethod
     def restored(
-        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints, batches: Batches | None
+        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints,
+        batches: Batches | None
     ) -> StructuredStructure:
         """From a checkpoint."""
         made = cls.__new__(cls)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import StructureSpec, CurvatureType
+from ntk_laplace.curvature import CurvatureType, StructureSpec
 from ntk_laplace.errors import (
     DataError,
     NonFiniteError,

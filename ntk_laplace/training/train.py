@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import StructureSpec, CurvatureType
+from ntk_laplace.curvature import CurvatureType, StructureSpec
 from ntk_laplace.data import Batches, Inputs, take
 from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInterrupted, UnsupportedError, is_whole
 from ntk_laplace.fit import spec_of
@@ -62,7 +62,7 @@ def train_with_evidence(
     Parameters
     ----------
     network : nn.Module
-        LinearizedModel in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
+        Trained in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
         Parameters with ``requires_grad=False`` stay, and have no prior.
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
         A loader keeps its batches and its order. The loss divides by the number of examples, so that learning rates
@@ -137,7 +137,8 @@ def train_with_evidence(
     n = count_examples(read, batches)
     few = _probe(frozen, batches, likelihood, n)
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
-    model = Model(network, likelihood, prior, read, structure, CurvatureType.of(curvature), dtype, quiet, output, targets)
+    model = Model(network, likelihood, prior, read, structure, CurvatureType.of(curvature), dtype, quiet, output,
+                  targets)
     optimizer = _optimizer(optimizer, network)
     by_batch = scheduler is not None and scheduler_interval == "batch"
     scheduler = _scheduler(scheduler, optimizer, by_batch)
