@@ -121,7 +121,7 @@ def laplace(
         fitted.points.require_information(likelihood)
         model = replace(model, fitted_at=present_values(prior, likelihood))  # the fit binds it to its data
         posterior = Posterior(model, fitted, reason)
-        posterior.precision  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
+        posterior.posterior_precision  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
     return posterior
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from reference import Dense, call, jacobian, num_examples, take
-from reference_layers import FusedLayer, layers_of_example
+from reference_layers import Layer, layers_of_example
 
 LARGEST_BLOCK = 1024  # entries of a tensor whose exact block is kept; of a larger one the diagonal is
 
@@ -101,7 +101,7 @@ def parts_of(
 
 
 def _kronecker(
-    name: str, span: Tensor, uses: list[list[FusedLayer]], jac: Tensor
+    name: str, span: Tensor, uses: list[list[Layer]], jac: Tensor
 ) -> list[tuple[Kronecker, Tensor | None]]:
     """The Kronecker parts of one weight, each with its bias's place; none if calls do not explain its Jacobian."""
     if not uses[0] or len({layer.kind for layer in uses[0]}) > 1 or not jac[:, :, span].any():

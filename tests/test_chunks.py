@@ -394,7 +394,7 @@ def test_what_a_checkpoint_knows_of_inputs(tmp_path):
     want = own.predict((x["words"], x["mask"])).probs
     close(ntkl.load(tmp_path / "p.pt", network).predict(pairs).probs, want)
     old = ntkl.load(tmp_path / "p.pt", network)
-    old.network.form = None
+    old.network.input_format = None
     with pytest.raises(DataError, match="missing 1 required"):
         old.predict(pairs)
     close(old.predict(Pairs([(pair, 0) for pair in zip(x["words"], x["mask"], strict=True)])).probs, want)

@@ -259,7 +259,7 @@ def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None
                 residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()[gone]
                 make = posterior._model.jacobian_pass.rows
                 rows, new = make(x[gone]), make(x_new[i : i + 1])
-                step = posterior.precision.solve(rows.vjp(residual, posterior.network.shapes))
+                step = posterior.posterior_precision.solve(rows.vjp(residual, posterior.network.shapes))
                 f = new.f - new.jvp(posterior.network.unflatten(step))
             else:
                 f = posterior.remove(gone).outputs(x_new[i : i + 1])

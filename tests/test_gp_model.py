@@ -249,7 +249,7 @@ def test_the_prior_over_whitened_rows() -> None:
     gp = build("linear_model", "categorical", "layer")
     reference, rows = truth("linear_model", "categorical", "layer"), gp.train()(*gp.train_inputs)
     assert type(rows.mean) is Tensor and isinstance(rows, MultivariateNormal) and rows.batch_shape == torch.Size()
-    root = gp.posterior.precision.root
+    root = gp.posterior.posterior_precision.root
     n, c, r = root.shape
     assert r == c - 1 and rows.event_shape == (n * r,)
     whitened = torch.einsum("ncr,ncp->nrp", root, reference.jac).flatten(0, 1)

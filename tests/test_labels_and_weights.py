@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_laplace as ntkl
 from ntk_laplace.comparison import compare_models
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.explorer.gather import Naming, fill_buffer
+from ntk_laplace.explorer.gather import Naming, gather
 from ntk_laplace.likelihoods import Likelihood, Tempered
 from ntk_laplace.metrics import held_out_scores, mean_log_likelihood
 from ntk_laplace.predictive import predictive
@@ -454,7 +454,7 @@ def test_the_page_says_missing(kind: str) -> None:
         y[GONE] = NAN
         posterior = fit("scalar_outputs", ntkl.Bernoulli(missing="nan"), (own.x, y))
         asked = torch.tensor([1, NAN, 0.2, 1])
-    record = fill_buffer(posterior, own.x_new, own.x, asked, 2, Naming(), progress=False)
+    record = gather(posterior, own.x_new, own.x, asked, 2, Naming(), progress=False)
     for place, shown in enumerate(record["training"]["target"]):
         assert (shown is None) == (place in GONE)
     assert [point.get("target") for point in record["points"]] == ([1, None, 0, 1] if kind == "bernoulli" else

@@ -47,7 +47,7 @@ class ModelOutput(OrderedDict):
             raise AttributeError(name) from None
 
 
-STRUCTURE_SPECS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str | int]] = {
+FORMS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str | int]] = {
     "dict": (lambda h, f: {"hidden": h, "logits": f}, "logits"),
     "mapping": (lambda h, f: UserDict(hidden=h, logits=f), "logits"),
     "model output": (lambda h, f: ModelOutput(loss=None, logits=f, hidden=h), "logits"),
@@ -72,7 +72,7 @@ class Several(nn.Module):
         assert labels is None, "the network was given its labels"
         hidden = torch.tanh(self.first((self.words(words) * mask[..., None]).sum(1)))
         outputs = self.last(hidden)
-        return outputs if self.form is None else STRUCTURE_SPECS[self.form][0](hidden, outputs)
+        return outputs if self.form is None else FORMS[self.form][0](hidden, outputs)
 
 
 def several(form: str | None) -> Several:
@@ -114,7 +114,7 @@ NAMED: dict[str, Any] = {"output": "logits", "targets": "labels"}
 def fit(structure: str = "gp", form: str = "dict", data: Any = None, **options: Any) -> ntkl.Posterior:
     """Of the network that returns several things, from a loader of dicts."""
     data = DataLoader(rows(), batch_size=4) if data is None else data
-    options = NAMED | {"output": STRUCTURE_SPECS[form][1]} | options
+    options = NAMED | {"output": FORMS[form][1]} | options
     return ntkl.laplace(several(form), data, ntkl.Categorical(), prior(), structure, **options)
 
 
@@ -137,7 +137,7 @@ def same(one: ntkl.Posterior, other: ntkl.Posterior) -> None:
 # --- the fit
 
 
-@pytest.mark.parametrize("form", STRUCTURE_SPECS)
+@pytest.mark.parametrize("form", FORMS)
 def test_whatever_a_network_returns_the_named_output_is_linearized(form: str) -> None:
     """Against dense matrices of the wrapped network, in function space and in weight space."""
     network = several(None)

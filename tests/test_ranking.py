@@ -165,9 +165,10 @@ def test_covariances_towards_given_inputs(kind, structure):
     posterior = ntkl.laplace(network, (x, torch.arange(12) % 3), ntkl.Categorical(), structure=structure)
     rows, given = posterior._rows(x), posterior._rows(x_new)
     direction, root = torch.randn(5, 3, 1).double(), torch.randn(12, 3, 2).double()
-    joint = posterior.precision.covariance(posterior._rows(torch.cat([x, x_new]))).view(17, 3, 17, 3)[:12, :, 12:]
+    joint = posterior.posterior_precision.covariance(posterior._rows(torch.cat([x, x_new]))).view(17, 3, 17, 3)[:12,
+                                                                                                                :, 12:]
     expected = torch.einsum("ncxd,ncr,xd->rnx", joint, root, direction[..., 0])
-    cross_covariance = posterior.precision.cross_covariance(given.weighted(direction))
+    cross_covariance = posterior.posterior_precision.cross_covariance(given.weighted(direction))
     assert relative_error(cross_covariance.products(rows.weighted(root)), expected) < 1e-10
     sizes = {name: shape.numel() for name, shape in posterior.network.shapes.items()}
     assert relative_error(cross_covariance.products(rows.weighted(root).densified(sizes)), expected) < 1e-10

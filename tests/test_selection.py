@@ -177,7 +177,7 @@ def one_step(posterior: ntkl.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean after one Newton step of the linear model, and covariance blocks."""
     rows = posterior._rows(x)
     mean = rows.f - rows.jvp(posterior.network.unflatten(posterior._newton_step()))
-    return mean, posterior.precision.covariance_blocks(rows)
+    return mean, posterior.posterior_precision.covariance_blocks(rows)
 
 
 def by_hand(structure: object, fitted: Tensor, asked: Tensor, scale: float) -> float:

@@ -69,7 +69,7 @@ def ids(case: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize("case", CASES, ids=ids)
 def test_information_is_the_dense_matrix(case):
-    found = fit(*case).precision.information()
+    found = fit(*case).posterior_precision.information()
     assert relative_error(found, information(*case)) < tolerance(case[0], 1e-9)
 
 
@@ -174,7 +174,7 @@ def test_a_tensor_beyond_the_largest_block_keeps_its_diagonal_and_is_named():
     assert kinds[("small",)] == "block" and kinds[("large",)] == "diagonal"
     curvature = torch.eye(2).double().expand(3, 2, 2)
     dense = Structured(parts_of(network, x, lambda *_: True), jacobian(network, x), curvature)
-    assert relative_error(posterior.precision.information(), dense.kfac()) < 1e-10
+    assert relative_error(posterior.posterior_precision.information(), dense.kfac()) < 1e-10
 
 
 def test_a_bias_apart_that_is_too_large_for_a_block_keeps_its_diagonal(monkeypatch):
@@ -187,7 +187,7 @@ def test_a_bias_apart_that_is_too_large_for_a_block_keeps_its_diagonal(monkeypat
     kinds = {part.names: part.kind for part in posterior.parameter_blocks}
     assert kinds[("0.bias",)] == "diagonal" and kinds[("2.bias",)] == "block"
     exact = torch.einsum("ncp,ncq->pq", jacobian(network, x), jacobian(network, x))
-    found, first, last = posterior.precision.information(), slice(12, 16), slice(24, 26)
+    found, first, last = posterior.posterior_precision.information(), slice(12, 16), slice(24, 26)
     assert relative_error(found[first, first], exact[first, first].diagonal().diag()) < 1e-12
     assert relative_error(found[last, last], exact[last, last]) < 1e-12
 
@@ -202,7 +202,7 @@ def test_diagonal_is_the_diagonal_of_the_full_matrix(network, curvature):
     likelihood = CHOSEN[network][0]
     exact = structured(network, likelihood, "scalar", curvature).exact.diagonal()
     for structure in ("diag", ntkl.INF(rank=1), ntkl.INF(rank=0.7)):
-        found = fresh_fit(network, likelihood, "scalar", curvature, structure).precision.information()
+        found = fresh_fit(network, likelihood, "scalar", curvature, structure).posterior_precision.information()
         assert relative_error(found.diagonal(), exact) < 1e-9
 
 
@@ -217,7 +217,7 @@ def test_ekfac_holds_the_exact_second_moments_of_kfacs_basis(network, sharing):
     dense = structured(network, likelihood, "scalar", "ggn")
     options = ntkl.KFAC(sharing=sharing), ntkl.EKFAC(sharing=sharing)
     kfac, ekfac = (
-        fresh_fit(network, likelihood, "scalar", "ggn", each).precision.information() for each in options
+        fresh_fit(network, likelihood, "scalar", "ggn", each).posterior_precision.information() for each in options
     )
     for part in dense.parts:
         index = part.index.flatten()
@@ -239,7 +239,7 @@ def test_kfac_of_one_example_is_exact(curvature, sharing):
     case, y = problem("deep_mlp"), targets(LIKELIHOODS["categorical"], problem("deep_mlp"))
     data = case.x[:1], y[:1]
     posterior = fresh_fit("deep_mlp", "categorical", "scalar", curvature, ntkl.KFAC(sharing=sharing), data=data)
-    jac, found = jacobians("deep_mlp")[0][:1], posterior.precision.information()
+    jac, found = jacobians("deep_mlp")[0][:1], posterior.posterior_precision.information()
     weight = output_curvature("deep_mlp", "categorical", curvature)[:1] if curvature != "mc" else None
     for part in structured("deep_mlp", "categorical", "scalar", "ggn").parts:
         index = part.index.flatten()
@@ -262,7 +262,7 @@ def test_kfac_of_a_linear_model_is_exact(groups):
     exact = torch.einsum("ncp,cd,ndq->pq", jac, torch.linalg.inv(noise), jac)
     if groups == "tensor":  # weight and bias apart, and independent
         exact[:12, 12:] = exact[12:, :12] = 0.0
-    assert relative_error(posterior.precision.information(), exact) < 1e-12
+    assert relative_error(posterior.posterior_precision.information(), exact) < 1e-12
 
 
 def test_sharing_is_exact_where_its_setting_says_so():
@@ -276,7 +276,7 @@ def test_sharing_is_exact_where_its_setting_says_so():
         errors = {}
         for sharing in heads:
             posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(noise=0.5), structure=ntkl.KFAC(sharing=sharing))
-            errors[sharing] = relative_error(posterior.precision.information(), 2.0 * jac.T @ jac)
+            errors[sharing] = relative_error(posterior.posterior_precision.information(), 2.0 * jac.T @ jac)
         assert errors.pop(setting) < 1e-12
         assert min(errors.values()) > 1e-2
 
@@ -293,7 +293,7 @@ def raising(network: str, curvature: str, rank) -> torch.Tensor:
     return ntkl.laplace(
         case.network, data, LIKELIHOODS[likelihood].build(), prior=ntkl.GaussianPrior(precision=1e4),
         structure=ntkl.INF(rank=rank, violation="raise"), curvature=curvature,
-    ).precision.information()  # fmt: skip
+    ).posterior_precision.information()  # fmt: skip
 
 
 LEMMAS = ("deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "layer_twice")
@@ -305,7 +305,7 @@ def test_errors_are_in_the_order_of_lemma_one(network, curvature):
     """[S20] Lemma 1, Corollary 1: ‖I - I_inf‖ <= ‖I - I_efb‖ <= ‖I - I_kfac‖ in every part, at full rank."""
     dense = structured(network, CHOSEN[network][0], "scalar", curvature)
     found = [raising(network, curvature, 1.0)]
-    found += [fit(network, CHOSEN[network][0], "scalar", curvature, each).precision.information()
+    found += [fit(network, CHOSEN[network][0], "scalar", curvature, each).posterior_precision.information()
               for each in ("ekfac", "kfac")]  # fmt: skip
     norms = []
     for part in dense.parts:
@@ -323,7 +323,7 @@ def test_diagonals_are_exact_at_every_rank(network):
     """[S20] Proposition 1, Lemma 2; and the matrix is UΛ_LUᵀ + D with the eigenvectors that the top K hit."""
     dense = structured(network, CHOSEN[network][0], "scalar", "ggn")
     diagonal = dense.exact.diagonal()
-    efb = fit(network, CHOSEN[network][0], "scalar", "ggn", "ekfac").precision.information().diagonal()
+    efb = fit(network, CHOSEN[network][0], "scalar", "ggn", "ekfac").posterior_precision.information().diagonal()
     assert (efb - diagonal).norm() > 1e-3 * diagonal.norm(), "EKFAC's diagonal is exact as well: nothing to correct"
     for rank in RANKS:
         found = raising(network, "ggn", rank)
@@ -365,7 +365,8 @@ def test_all_non_zero_eigenvalues_are_as_good_as_all():
     assert alive < 0.6 * len(values)
     index = part.index.flatten()
     found = [
-        fresh_fit("conv3d", "bernoulli", "scalar", "ef", ntkl.INF(rank=rank)).precision.information()[index][:, index]
+        fresh_fit("conv3d", "bernoulli", "scalar", "ef",
+                  ntkl.INF(rank=rank)).posterior_precision.information()[index][:, index]
         for rank in (alive / len(values), 1.0)
     ]
     assert relative_error(*found) < 1e-9

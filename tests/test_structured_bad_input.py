@@ -100,7 +100,7 @@ def test_a_diagonal_that_the_low_rank_part_exceeds():
     weak = ntkl.GaussianPrior(precision=1e-6)
     with pytest.warns(ntkl.NTKLaplaceWarning, match=r"exceeds the exact diagonal .*0\.weight \(\d+ of 24 entries"):
         shrunk = ntkl.laplace(case.network, data, ntkl.Categorical(), prior=weak, structure=ntkl.INF(rank=1.0))
-    precision = shrunk.precision.information() + 1e-6 * torch.eye(case.theta.numel(), dtype=torch.float64)
+    precision = shrunk.posterior_precision.information() + 1e-6 * torch.eye(case.theta.numel(), dtype=torch.float64)
     assert torch.linalg.eigvalsh(precision).min() > 0
     asked = ntkl.INF(rank=1.0, violation="raise")
     with refused(NumericalError, "positive diagonal correction", r"\d+ of \d+ entries", "shrink"):

@@ -38,7 +38,7 @@ def loader(x, y, **options) -> DataLoader:
 def answers(posterior, x) -> list[Tensor]:
     evidences = [posterior.log_marginal_likelihood(), posterior.log_marginal_likelihood(correction=True)]
     moments = posterior.latent_moments(x)[1], posterior._newton_step()
-    return [posterior.precision.information(), posterior.effective_parameters(), *evidences, *moments]
+    return [posterior.posterior_precision.information(), posterior.effective_parameters(), *evidences, *moments]
 
 
 def assert_same(posterior, other, x, limit: float = 1e-9) -> None:
@@ -158,9 +158,10 @@ def test_drawn_labels_stay_with_their_examples_in_a_shuffled_loader(structure):
         case.network, data, ntkl.Categorical(), structure=structure, curvature=ntkl.CurvatureType("mc", samples=400),
         settings=ntkl.Settings(batch_size=2),
     )  # fmt: skip
-    exact = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), structure=structure).precision.information()
+    exact = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(),
+                         structure=structure).posterior_precision.information()
     # SSᵀ has expectation Λ: with so many draws only a mix-up of examples is further off
-    assert (posterior.precision.information() - exact).norm() < 0.2 * exact.norm()
+    assert (posterior.posterior_precision.information() - exact).norm() < 0.2 * exact.norm()
 
 
 # --------------------------------------------------------------------------------------------- merging and conditioning
@@ -263,7 +264,7 @@ def test_eigenvectors_are_made_when_they_are_asked_for(monkeypatch, tmp_path):
     assert len(made) == 2 * 2 * layers  # each factor once, of either posterior, whatever was asked of them
     assert relative_error(ntkl.load(tmp_path / "merged.pt", case.network).log_det(), whole.log_det()) < 1e-9
     older = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
-    algebra = older.precision
+    algebra = older.posterior_precision
     with torch.no_grad():
         older.likelihood.log_temperature += 0.5
     assert relative_error(older.log_det(), whole.log_det()) > 1e-3
@@ -632,7 +633,7 @@ def test_padding_is_no_position():
     dense = Structured(parts_of(network, x, lambda *_: True), jacobian(network, x), curvature)
     for structure, want in (("kfac", dense.kfac()), ("ekfac", dense.ekfac()), ("diag", dense.diagonal)):
         posterior = ntkl.laplace(network, (x, torch.randn(6, 2).double()), ntkl.Gaussian(), structure=structure)
-        found = posterior.precision.information()
+        found = posterior.posterior_precision.information()
         assert found[:3].abs().max() == 0
         assert relative_error(found, want) < 1e-10
 

@@ -257,7 +257,7 @@ def test_noise_of_every_shape(noise, structure):
         case.network, (case.x, y), ntkl.Gaussian(noise=value), prior=PRIORS["tensor"].build(case),
         structure=structure, settings=ntkl.Settings(batch_size=3),
     )  # fmt: skip
-    assert relative_error(posterior.precision.information(), dense) < 1e-10
+    assert relative_error(posterior.posterior_precision.information(), dense) < 1e-10
     for correction in (False, True):
         assert relative_error(posterior.log_marginal_likelihood(correction), reference.evidence(correction)) < 1e-10
 
@@ -294,8 +294,8 @@ def test_the_last_layer_alone(network, structure):
         torch.full((p.numel(),), name in posterior.network.shapes) for name, p in problem(network).parameters.items()
     ])  # fmt: skip
     assert 0 < chosen.sum() == posterior.num_parameters < len(chosen)
-    whole = fit(network, likelihood, "scalar", "ggn", structure).precision.information()
-    assert relative_error(posterior.precision.information(), whole[chosen][:, chosen]) < 1e-9
+    whole = fit(network, likelihood, "scalar", "ggn", structure).posterior_precision.information()
+    assert relative_error(posterior.posterior_precision.information(), whole[chosen][:, chosen]) < 1e-9
     precision = 0.7 * torch.eye(int(chosen.sum()), dtype=torch.float64) + whole[chosen][:, chosen]
     log_det = torch.linalg.slogdet(precision / 0.7).logabsdet
     assert relative_error(posterior.log_det(), log_det) < 1e-9

@@ -62,7 +62,7 @@ FACTORS = [*CASES[::3], *[case for case in CASES if case[4] == "inf"]]
 def test_the_sampler_s_factor_is_a_root_of_the_covariance(case):
     """F Fᵀ = H⁻¹, F read off by sending unit vectors through the sampler's transform."""
     posterior, reference = fit(*case), truth(*case)
-    factor = posterior.precision.factor(torch.eye(len(reference.precision), dtype=torch.float64)).T
+    factor = posterior.posterior_precision.factor(torch.eye(len(reference.precision), dtype=torch.float64)).T
     assert relative_error(factor @ factor.T, reference.covariance) < tolerance(case[0], 1e-8)
 
 
@@ -78,11 +78,11 @@ def test_factors_of_the_variants(structure):
     prior = ntkl.GaussianPrior(precision=40.0)
     posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(), prior=prior, structure=structure)
     eye = torch.eye(case.theta.numel(), dtype=torch.float64)
-    factor = posterior.precision.factor(eye).T
-    inverse = torch.stack([posterior.precision.solve(column) for column in eye])
+    factor = posterior.posterior_precision.factor(eye).T
+    inverse = torch.stack([posterior.posterior_precision.solve(column) for column in eye])
     assert relative_error(factor @ factor.T, inverse) < 1e-10
     if not isinstance(structure, ntkl.KFAC):
-        precision = posterior.precision.information() + 40.0 * eye
+        precision = posterior.posterior_precision.information() + 40.0 * eye
         assert relative_error(inverse, torch.linalg.inv(precision)) < 1e-10
 
 

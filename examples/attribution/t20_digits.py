@@ -144,7 +144,8 @@ class Objective:
         weights = list(self.own.parameters())
         for _ in range(rounds):
             data, prior = (self.x, self.y), ntkl.GaussianPrior(self.precision)
-            factor = ntkl.laplace(self.own, data, ntkl.Bernoulli(), prior, "full").precision.factor  # H = L Lᵀ
+            factor = ntkl.laplace(self.own, data, ntkl.Bernoulli(), prior,
+                                  "full").posterior_precision.factor  # H = L Lᵀ
             start = nn.utils.parameters_to_vector(weights).detach()
 
             def whitened(z: np.ndarray, start: Tensor = start, factor: Tensor = factor) -> tuple[float, np.ndarray]:

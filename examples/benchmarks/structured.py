@@ -112,7 +112,7 @@ def fit(network: nn.Module, x: Tensor, y: Tensor, structure: str, groups: str = 
 
 def eigenvectors(posterior: ntkl.Posterior) -> list[Any]:
     """Those of all layers, which would be made when they are first needed."""
-    return [frame.basis for frame in posterior.fitted.frames]
+    return [eigenbasis.basis for eigenbasis in posterior.fitted.eigenbases]
 
 
 def with_hooks(network: nn.Module, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def dense_agreement(python: str, threads: int) -> dict[str, float]:
     pairs = {"separate": "tensor", "joint": "all"}
     found = {}
     for name, groups in pairs.items():
-        information = fit(case.network, case.x, case.y, "kfac", groups).precision.information()
+        information = fit(case.network, case.x, case.y, "kfac", groups).posterior_precision.information()
         found[f"curvlinops dense matrix, {name}"] = gap(information, theirs[name])
     return found
 

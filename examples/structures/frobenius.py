@@ -101,7 +101,7 @@ def structured(network: nn.Module, x: Tensor, y: Tensor, structure: Any, precisi
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # of shrinking, which is what is looked at here
         posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(noise=NOISE), prior, structure)
-    return posterior.precision.information()
+    return posterior.posterior_precision.information()
 
 
 def errors(information: Tensor, estimate: Tensor, places: dict[str, Tensor]) -> dict[str, float]:

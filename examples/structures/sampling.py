@@ -56,7 +56,7 @@ def job(network_name: str, structure: str, options: argparse.Namespace) -> dict[
         floor.append(time.process_time() - start_cpu)
     if not bool(torch.isfinite(sample).all()):
         raise ArithmeticError(f"{structure} on {network_name} drew a sample that is not finite")
-    low = [algebra.low.size for algebra in posterior.precision.algebras if hasattr(algebra, "low")]
+    low = [algebra.low.size for algebra in posterior.posterior_precision.algebras if hasattr(algebra, "low")]
     # the first draw makes what later ones reuse
     return {
         "parameters": posterior.num_parameters, "fit_seconds": fitted, "fit_cpu_seconds": fitted_cpu,

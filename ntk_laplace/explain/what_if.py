@@ -207,7 +207,7 @@ def stepped_once(
     else:
         changed = ChangedStructure(start, structure, unmoved_points, HIGH_LEVERAGE, () if added is None else (added,))
     move = changed.step(start)
-    precision = changed.precision(start)
+    precision = changed.posterior_precision(start)
     if getattr(precision, "partial", False):
         warnings.warn(
             f"the points that leave hold a leverage of {precision.leverage:.3g} in this approximate precision, above "

@@ -82,7 +82,7 @@ def gather(
     shown = set()
     find = _from_rows if posterior.structure == "gp" else _from_data
     points, guarantees = find(posterior, x, k, progress)
-    left_out = leave_one_out(posterior._model, posterior.fitted, posterior.precision)
+    left_out = leave_one_out(posterior._model, posterior.fitted, posterior.posterior_precision)
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
             point |= {} if truth is None else {"target": _rounded(truth)}
@@ -175,7 +175,7 @@ def _from_rows(
     """One record per input, and what holds of them, in function space."""
     n, c = num_examples(x), posterior.num_outputs
     with torch.no_grad():
-        removal = JointRemoval(posterior.precision, posterior.fitted.points.residual(posterior.likelihood))
+        removal = JointRemoval(posterior.posterior_precision, posterior.fitted.points.residual(posterior.likelihood))
     records: list[dict[str, Any]] = []
     step = max(1, _AT_ONCE // (posterior.num_examples * c))
     for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
@@ -211,7 +211,7 @@ def _from_data(
         members = torch.cat(groups["both"][here]).unique()
         if len(members) == 0:
             members = torch.zeros(1, dtype=torch.long, device=found.f.device)
-        removal = GroupRemoval(posterior._model, posterior.fitted, posterior.precision, members)
+        removal = GroupRemoval(posterior._model, posterior.fitted, posterior.posterior_precision, members)
         few, signs = rows.subset(here), asked.sign[here]
         share = removal.contributions(few, found.output[here]) * signs.to(found.f)[:, None]
         place = {int(j): slot for slot, j in enumerate(members)}

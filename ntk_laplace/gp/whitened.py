@@ -48,7 +48,7 @@ class WhitenedGram(LinearOperator):
 
     @property
     def _precision(self) -> FunctionSpace:
-        return self._posterior.precision
+        return self._posterior.posterior_precision
 
     # --- what GPyTorch asks for: exact
 

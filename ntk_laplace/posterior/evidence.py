@@ -31,7 +31,7 @@ class EvidenceVerbs(Fitted):
 
     def log_det(self) -> Tensor:
         """log det B, from the factorization that stands; the evidence is `log_joint` less half of it."""
-        model, precision = self._model, self.precision
+        model, precision = self._model, self.posterior_precision
         return scalar(evidence.log_det(
             self._structure.points, model.likelihood, model.prior, model.curvature_type, precision,
             lambda: self._structure.sensitivity(model, precision),
@@ -57,7 +57,7 @@ class EvidenceVerbs(Fitted):
         if not correction:
             return value
         model, points = self._model, self._structure.points
-        step = self._structure.newton_step(model, self.precision, self._joint_gradient())
+        step = self._structure.newton_step(model, self.posterior_precision, self._joint_gradient())
         added = evidence.correction(points, model.likelihood, model.prior, model.theta, model.curvature_type, step)
         return value + added.to(value)
 
@@ -91,12 +91,12 @@ class EvidenceVerbs(Fitted):
         with torch.no_grad():
             log_likelihood = points.log_likelihood(model.likelihood)
             energy = model.prior.energy(model.theta).to(log_likelihood)
-            log_det = self.precision.log_det_curve(factors)
+            log_det = self.posterior_precision.log_det_curve(factors)
             return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
 
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros left out or not; None where a structure has no list of them."""
-        spectrum = getattr(self.precision, "spectrum", None)
+        spectrum = getattr(self.posterior_precision, "spectrum", None)
         return None if spectrum is None else spectrum()
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
@@ -108,7 +108,7 @@ class EvidenceVerbs(Fitted):
         if len(self.prior.log_precision) == 1:
             spectrum = self.spectrum()
             return None if spectrum is None else [(spectrum.flatten(), 0)]
-        by_group = getattr(self.precision, "group_spectra", None)
+        by_group = getattr(self.posterior_precision, "group_spectra", None)
         return None if by_group is None else by_group()
 
     def log_scale(self) -> Tensor | None:
@@ -151,4 +151,4 @@ class EvidenceVerbs(Fitted):
 
     def effective_parameters(self) -> Tensor:
         """γ_g, the number of parameters of each prior group that the data determine, (G,)."""
-        return self.precision.effective_parameters()
+        return self.posterior_precision.effective_parameters()

@@ -73,7 +73,7 @@ class ExplanationVerbs(Fitted):
         if self.structure == "gp":
             return joined(self._explained(chunks, request), chunks.length or 0)
         groups = _grouped(chunks.rows(), batch_size)
-        return joined(rank(self._model, self._structure, self.precision, groups, request), chunks.length or 0)
+        return joined(rank(self._model, self._structure, self.posterior_precision, groups, request), chunks.length or 0)
 
     def removal_effects(
         self, x: Inputs, output: int | None = None, *, by: str = "output", y: Any = None,
@@ -96,7 +96,7 @@ class ExplanationVerbs(Fitted):
             found = (explanation.effect for explanation in self._explained(chunks, request))
         else:
             groups = _grouped(chunks.rows(), batch_size)
-            found = effects(self._model, self._structure, self.precision, groups, request)
+            found = effects(self._model, self._structure, self.posterior_precision, groups, request)
         return fill_buffer(found, chunks.length or 0).rows
 
     def leave_one_out(self, *, strict: bool = True) -> LeaveOneOut:
@@ -137,7 +137,7 @@ class ExplanationVerbs(Fitted):
     # --- inside
 
     def _left_out(self) -> LeaveOneOut:
-        return leave_one_out(self._model, self._structure, self.precision)
+        return leave_one_out(self._model, self._structure, self.posterior_precision)
 
     def _warn_of(self, found: LeaveOneOut) -> None:
         if not found.trusted:
@@ -145,7 +145,7 @@ class ExplanationVerbs(Fitted):
 
     def _explained(self, chunks: Chunks, request: ExplanationRequest) -> Iterator[Explanation]:
         """In function space, a chunk at a time."""
-        structure, space = self._structure, self.precision
+        structure, space = self._structure, self.posterior_precision
         return explain(self._model, structure, space, chunks.rows(bytes_of_each(structure, space)), request)
 
 

@@ -133,13 +133,13 @@ class Fitted:
         return f" ({', '.join(words)})" if words else ""
 
     @property
-    def precision(self) -> PosteriorPrecision:
+    def posterior_precision(self) -> PosteriorPrecision:
         """The algebra at the present hyperparameters; made anew when one of them has moved."""
         modules = self.prior, self.likelihood
         if self._precision is None or not unmoved(self._seen, *modules):
             self._precision = None  # the old factorization goes before the new one comes
             with torch.inference_mode(False):  # gradients may be asked of it later
-                self._precision = self._structure.precision(self._model)
+                self._precision = self._structure.posterior_precision(self._model)
             self._seen = present_values(*modules)
         return self._precision
 
@@ -259,7 +259,7 @@ class Fitted:
 
     def _newton_step(self) -> Tensor:
         """z = H⁻¹g, (P,): one Newton step, which a quadratic log likelihood needs to its optimum."""
-        return self.precision.solve(self._joint_gradient())
+        return self.posterior_precision.solve(self._joint_gradient())
 
     def _chunks(self, x: Any, batch_size: int | None = None) -> Chunks:
         return Chunks(self._model, x, batch_size)

@@ -75,7 +75,7 @@ class PredictionVerbs(Fitted):
         """
         step, rows = self._step(mean), self._jointly(x)
         # a lazy covariance: torch would factor a dense one at once, and V may be singular
-        covariance = DenseLinearOperator(self.precision.covariance(rows))
+        covariance = DenseLinearOperator(self.posterior_precision.covariance(rows))
         return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
     def latent_moments(
@@ -162,7 +162,7 @@ class PredictionVerbs(Fitted):
         if x is None:
             return self._sampler()(count, generator)
         rows = self._jointly(x)
-        root = symmetric_root(self.precision.covariance(rows))
+        root = symmetric_root(self.posterior_precision.covariance(rows))
         noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
         return rows.f + (root @ noise).T.reshape(count, *rows.f.shape)
 
@@ -178,7 +178,7 @@ class PredictionVerbs(Fitted):
         """Mean (m, C) and covariance blocks (m, C, C) of f at each chunk."""
         step = self._step(mean)
         for rows in chunks.rows(3 * self.num_outputs**2 * self.dtype.itemsize):
-            found = _moved(rows, step), self.precision.covariance_blocks(rows)
+            found = _moved(rows, step), self.posterior_precision.covariance_blocks(rows)
             del rows  # before the next are made
             yield found
 
@@ -208,7 +208,7 @@ class PredictionVerbs(Fitted):
         return self.network.unflatten(self._refit_step())
 
     def _sampler(self) -> Sampler:
-        draw: Sampler | None = getattr(self.precision, "sample_weights", None)
+        draw: Sampler | None = getattr(self.posterior_precision, "sample_weights", None)
         if draw is None:
             raise UnsupportedError("a structure that has weight samples", f"structure={self.structure!r}",
                                    'Pass x for function samples, or fit in weight space ("full", "kfac", ...).')

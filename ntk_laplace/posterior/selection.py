@@ -187,7 +187,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         with torch.no_grad():
             distance = structure.jvp(model, model.theta - model.prior.flat_mean().to(model.theta))
         budget = model.settings.memory_budget
-        return PrequentialEvidence.of(self.precision, structure.points, model.likelihood, distance, budget)
+        return PrequentialEvidence.of(self.posterior_precision, structure.points, model.likelihood, distance, budget)
 
     def _evidence_of(self, index: Tensor) -> Tensor:
         if len(index) == 0:

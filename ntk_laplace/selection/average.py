@@ -59,7 +59,7 @@ class _Fit:
     def __init__(self, model: LinearizedModel, structure: Structure, index: Tensor) -> None:
         self.model, self.structure = model, structure
         own, part = model.at(index), structure.subset(model.at(index), index)
-        self.precision: PosteriorPrecision = part.precision(own)
+        self.precision: PosteriorPrecision = part.posterior_precision(own)
         with torch.no_grad():
             residual = part.points.residual(own.likelihood)
         gradient = joint_gradient(part.vjp(own, residual), own.prior, own.theta)

@@ -145,7 +145,7 @@ class Structure(Protocol):
     name: str
     points: TrainingPoints | UnsavedPoints
 
-    def precision(self, model: LinearizedModel) -> PosteriorPrecision:
+    def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
         """Algebra at the present hyperparameters."""
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:

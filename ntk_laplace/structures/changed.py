@@ -133,13 +133,13 @@ class ChangedStructure:
                 after, before = (points.residual(model.likelihood) for points in (self.unmoved_points, self.base))
                 before = torch.cat([before, before.new_zeros(len(after) - len(before), after.shape[1])])
                 pull = (after - before)[self.index].to(self.rows.f)
-                move = self.precision(model).solve(self.rows.vjp(pull, model.network.shapes))
+                move = self.posterior_precision(model).solve(self.rows.vjp(pull, model.network.shapes))
         self.points = MovedPoints(self.unmoved_points, lambda: self.unmoved_points.f + self.jvp(model, move))
         return move
 
     # --- algebra
 
-    def precision(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
+    def posterior_precision(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
         """Algebra at the present hyperparameters.
 
         Raises
@@ -155,7 +155,7 @@ class ChangedStructure:
         return moved
 
     def _factored(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
-        base = self.inner.precision(model)
+        base = self.inner.posterior_precision(model)
         where, root, signs = self._difference(model)
         if len(where) == 0:
             return base

@@ -60,7 +60,7 @@ class FullStructure(ExactStructure):
         """The data, to be read again."""
         return self._batches
 
-    def precision(self, model: LinearizedModel) -> FullWeightSpace:
+    def posterior_precision(self, model: LinearizedModel) -> FullWeightSpace:
         """Factor H at the present hyperparameters."""
         self._follow(model)
         return FullWeightSpace(self._ggn, model.prior, model.network.shapes, model.theta)
@@ -150,7 +150,7 @@ class FullStructure(ExactStructure):
 
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
         """H⁻¹g with the curvature of these points, (P,)."""
-        return self.changed(model, points).precision(model).solve(gradient)
+        return self.changed(model, points).posterior_precision(model).solve(gradient)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> FullStructure:
         """JᵀΛJ of those, from another pass."""

@@ -70,7 +70,7 @@ class FunctionSpaceStructure(ExactStructure):
             model.settings.memory_budget,
         )  # fmt: skip
 
-    def precision(self, model: LinearizedModel) -> FunctionSpace:
+    def posterior_precision(self, model: LinearizedModel) -> FunctionSpace:
         """Factor B at the present hyperparameters, without a new Jacobian."""
         root = self.points.root(model.curvature_type, model.likelihood).detach()
         return FunctionSpace(self.rows, root, model.prior, model.network.shapes)

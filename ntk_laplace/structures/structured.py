@@ -100,7 +100,7 @@ class StructuredStructure:
 
     # --- algebra
 
-    def precision(self, model: LinearizedModel) -> StructuredWeightSpace:
+    def posterior_precision(self, model: LinearizedModel) -> StructuredWeightSpace:
         """Algebra at the present hyperparameters."""
         self._follow(model)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The order of the rooms: data flow from network to explanation, and imports only point backwards.
+"""The import order of the packages: data flow from network to explanation, and imports only point backwards.
 
 Read from the source with ``ast``, so a function-level import counts as well.
 """
@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ntk_laplace"
 
-# Each line is a room, or rooms that know nothing of each other; a room may import from earlier lines alone.
-HOUSE = [
+# Each line is a package or module, or several that are independent; each imports from earlier lines only.
+ORDER = [
     ["errors"],
     ["linalg", "scalars", "resources", "progress", "meter"],
     ["data"],
@@ -37,12 +37,12 @@ HOUSE = [
     ["metrics"],
     ["plotting", "report"],
     ["comparison", "explorer", "attribution"],
-    [""],  # ntk_laplace/__init__.py; what stands below calls the library as you do
+    [""],  # ntk_laplace/__init__.py; later packages call the public interface
     ["demo"],
     ["cli"],
     ["__main__"],
 ]
-FLOOR = {room: level for level, rooms in enumerate(HOUSE) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(ORDER) for package in packages}
 FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
@@ -67,23 +67,24 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-def room_of(module: str) -> str:
-    """The first name below the package, or the empty name for the package itself."""
+def package_of(module: str) -> str:
+    """The first name below ntk_laplace, or the empty name for ntk_laplace itself."""
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_module_has_its_room() -> None:
-    rooms = {room_of(module) for module in MODULES}
-    assert rooms == set(FLOOR), f"not in the house: {rooms - set(FLOOR)}; empty rooms: {set(FLOOR) - rooms}"
+def test_every_package_is_in_the_order() -> None:
+    packages = {package_of(module) for module in MODULES}
+    missing, unknown = packages - set(LEVEL), set(LEVEL) - packages
+    assert packages == set(LEVEL), f"not in ORDER: {missing}; in ORDER without a module: {unknown}"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_backwards(module: str) -> None:
-    here = room_of(module)
+    here = package_of(module)
     for name, line in imported(MODULES[module]):
-        there = room_of(name)
-        backwards = there == here or FLOOR[there] < FLOOR[here]
-        assert backwards, f"{module}:{line} imports {name}, which does not stand before it"
+        there = package_of(name)
+        backwards = there == here or LEVEL[there] < LEVEL[here]
+        assert backwards, f"{module}:{line} imports {name}, which is not earlier in ORDER"
 
 
 def test_no_circles_between_modules() -> None:
