@@ -306,7 +306,7 @@ def test_scores_of_selection_count_weights() -> None:
     value = ExactMarginalLogLikelihood(gp.likelihood, gp)(gp(*gp.train_inputs), gp.train_targets)
     assert relative_error(value * len(gp.train_targets), found.log_marginal_likelihood()) < 1e-9
     plain = fitted("deep_mlp", "categorical", "gp")
-    with pytest.raises(ntkl.DataError, match="other weights of the points"):
+    with pytest.raises(ntkl.DataError, match="or other example weights, for"):
         compare_models({"a": found, "b": plain})
     x, y = data_of("deep_mlp", "categorical")
     with pytest.raises(ntkl.DataError, match="every example of which counts once"):

@@ -118,7 +118,8 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
         elif not _same(first.targets, posterior.targets):
             got = f"other targets, or another order of them, for {other!r} than for {name!r}"
         elif not _same(first.fitted.points.counts, posterior.fitted.points.counts):
-            got = f"other weights of the points, of the data or by a what-if, for {other!r} than for {name!r}"
+            got = (f"points that a what-if removed or reweighted, or other example weights, for {other!r} or "
+                   f"{name!r}")
         else:
             got = ""
         if got:
