@@ -35,7 +35,8 @@ class LinearizedResponse(Response):
         self, likelihood: Likelihood, mean: Tensor, latent: Tensor, noise: Tensor, scalar: bool = False
     ) -> None:
         self.loc, self.covariance_matrix, self.scalar = mean, latent + noise, scalar
-        parts = (latent.diagonal(dim1=-2, dim2=-1), noise.diagonal(dim1=-2, dim2=-1))
+        # copies: views would hold on to both matrices
+        parts = (latent.diagonal(dim1=-2, dim2=-1).clone(), noise.diagonal(dim1=-2, dim2=-1).clone())
         self._own(likelihood, mean.shape[-1], *(self._drop(part) for part in parts))
         super().__init__(mean.shape[:1], Size() if scalar else mean.shape[1:], validate_args=False)
 
@@ -81,10 +82,10 @@ class LinearizedResponse(Response):
 
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
-        first, covariance = parts[0], torch.cat([part.covariance_matrix for part in parts])
-        nothing = covariance.new_zeros(()).expand_as(covariance)
-        whole = cls(first.likelihood, torch.cat([part.loc for part in parts]), covariance, nothing, first.scalar)
-        for name in ("epistemic", "aleatoric"):  # which the sum does not tell apart
+        first, mean = parts[0], torch.cat([part.loc for part in parts])
+        nothing = mean.new_zeros(()).expand(*mean.shape, mean.shape[-1])
+        whole = cls(first.likelihood, mean, nothing, nothing, first.scalar)
+        for name in ("covariance_matrix", "epistemic", "aleatoric"):  # the sum does not tell its parts apart
             setattr(whole, name, torch.cat([getattr(part, name) for part in parts]))
         return whole
 
