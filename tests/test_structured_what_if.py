@@ -224,7 +224,8 @@ def test_what_a_changed_structure_says_of_its_points(structure):
                 for j, c in zip(expected.jac, expected.hessian, strict=True)]  # fmt: skip
     assert relative_error(found.leave_one_out(strict=False).leverage, torch.stack(leverage)) < 1e-7
     # a draw of N(0, H⁻¹) is turned into one of N(0, H'⁻¹): columns of a root of the one make a root of the other
-    changed, root = found.posterior_precision, torch.linalg.cholesky(torch.linalg.inv(expected.reference.posterior_precision))
+    changed = found.posterior_precision
+    root = torch.linalg.cholesky(torch.linalg.inv(expected.reference.posterior_precision))
     theta = changed.base.theta
     draws = found.sample(3)
     assert draws.shape == (3, len(theta)) and torch.isfinite(draws).all()
