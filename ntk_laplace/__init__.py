@@ -28,6 +28,7 @@ from ntk_laplace.errors import (
     TrainingInterrupted,
     UnsupportedError,
 )
+from ntk_laplace.evidence import Evidence
 from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.fit import laplace
@@ -59,6 +60,7 @@ __all__ = [
     "CustomLikelihood",
     "DataError",
     "Diagonal",
+    "Evidence",
     "EvidenceComparison",
     "EvidenceHistory",
     "EvidenceSchedule",

@@ -18,6 +18,7 @@ from ntk_laplace.points import TrainingPoints, UnsavedPoints
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = [
+    "Evidence",
     "NewtonStep",
     "PosteriorPrecision",
     "correction",
@@ -25,6 +26,48 @@ __all__ = [
     "log_det",
     "log_joint",
 ]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """An evidence and its terms, in nats: value = log_likelihood + log_prior - ½ log_det + correction ([I21] Eq. 8).
+
+    Attributes
+    ----------
+    value : Tensor, ()
+    standard_error : float
+        Of a stochastic estimate of `value`; 0 where `log_det` is computed without sampling.
+    lower, upper : float
+        Certain bounds on the evidence of the linearized model: `value` itself for the exact structures with
+        curvature type "ggn", and -inf and inf for an approximation, which bounds nothing.
+    log_likelihood : Tensor, ()
+        Σ log p(y_n given f_n).
+    log_prior : Tensor, ()
+        -½ (θ*-μ0)ᵀP0(θ*-μ0); the prior's normalizer is part of `log_det`.
+    log_det : Tensor, ()
+        log det B = log det H - log det P0.
+    correction : Tensor, ()
+        ½ gᵀH⁻¹g ([I21] A.1), or 0 where it was not asked for.
+    """
+
+    value: Tensor
+    standard_error: float
+    lower: float
+    upper: float
+    log_likelihood: Tensor
+    log_prior: Tensor
+    log_det: Tensor
+    correction: Tensor
+
+    def __float__(self) -> float:
+        return float(self.value.detach())
+
+    def __str__(self) -> str:
+        error = f" ± {self.standard_error:.3g}" if self.standard_error else ""
+        terms = f"log likelihood {float(self.log_likelihood.detach()):,.3f}, "
+        terms += f"log prior {float(self.log_prior.detach()):,.3f}, log det {float(self.log_det.detach()):,.3f}"
+        added = float(self.correction.detach())
+        return f"{float(self):,.3f}{error} nats ({terms}" + (f", correction {added:,.3f})" if added else ")")
 
 
 class PosteriorPrecision(Protocol):

@@ -1,4 +1,4 @@
-"""Fit: from a model network and its data to a posterior."""
+"""Fit: from a trained network and its data to a posterior."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def laplace(
     output: str | int | None = None,
     targets: str | None = None,
 ) -> Posterior:
-    """Laplace-GGN posterior of a model network: a Gaussian process with the network's own Jacobians as kernel.
+    """Laplace-GGN posterior of a trained network: a Gaussian process with the network's own Jacobians as kernel.
 
     Parameters
     ----------

@@ -104,6 +104,36 @@ def test_factors_of_the_curve_are_positive():
 # ------------------------------------------------------------------------------------------------ other curvatures
 
 
+@pytest.mark.parametrize("structure", [*STRUCTURES, "kfac"])
+@pytest.mark.parametrize("correction", [False, True])
+def test_the_terms_of_the_evidence(structure, correction):
+    """Each term against the dense reference, their sum against the value, and the gradient through all of them."""
+    want = truth(CASE, "categorical", "tensor")
+    posterior = ntkl.laplace(
+        problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
+        prior=PRIORS["tensor"].build(problem(CASE)), structure=structure,
+    )  # fmt: skip
+    found = posterior.evidence(correction)
+    assert torch.equal(found.value, posterior.log_marginal_likelihood(correction)) and found.standard_error == 0.0
+    assert relative_error(found.log_likelihood, want.log_prob.sum()) < 1e-12
+    energy = (want.precision * want.offset.square()).sum()
+    assert relative_error(found.log_prior, -0.5 * energy) < 1e-12
+    parts = found.log_likelihood + found.log_prior - 0.5 * found.log_det + found.correction
+    assert relative_error(parts, found.value) < 1e-12
+    (whole,), (summed,) = (
+        torch.autograd.grad(v, [posterior.prior.log_precision], retain_graph=True) for v in (found.value, parts)
+    )
+    assert relative_error(summed, whole) < 1e-12
+    assert bool(found.correction > 0) == correction
+    if structure == "kfac":
+        assert (found.lower, found.upper) == (-float("inf"), float("inf"))
+        return
+    expected = want.regression_evidence() if correction else want.evidence()
+    assert relative_error(found.value, expected) < 1e-9
+    assert found.lower == found.upper == float(found)
+    assert f"{float(found):,.3f} nats" in str(found) and ("correction" in str(found)) == correction
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_empirical_fisher_has_the_gradients_as_root(likelihood, structure):

@@ -1,7 +1,7 @@
 """What if: other weights, labels or points, answered by Newton's method on the linearized model, without retraining.
 
 The linearized network f + J(θ - θ*) with a log-concave likelihood has one optimum. A change of the data moves it, and
-one Newton step, or several, from the model weights follow it. What training itself had left undone, the gradient at
+one Newton step, or several, from the trained weights follow it. What training itself had left undone, the gradient at
 θ*, is held fixed: where nothing changes, nothing moves. In function space, with r* the residuals of training and w, r
 those after the change, the model's weights minimize
 
@@ -192,7 +192,7 @@ def stepped_once(
     Parameters
     ----------
     unmoved_points : TrainingPoints
-        All points as they are now, outputs at the model weights.
+        All points as they are now, outputs at the trained weights.
     added : FunctionSpaceStructure, optional
         Of the last of them, those that were added.
 

@@ -29,7 +29,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 @_outside_autocast
 class Posterior(SelectionVerbs, PredictionVerbs, WhatIfVerbs):
-    """Laplace-GGN posterior of a model network.
+    """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The network's Jacobians at the training points are computed once; the prior's and
     likelihood's hyperparameters may change at any time and every later answer sees it.
@@ -37,7 +37,7 @@ class Posterior(SelectionVerbs, PredictionVerbs, WhatIfVerbs):
     Attributes
     ----------
     network : Network
-        Private copy of the network at its model weights θ*.
+        Private copy of the network at its trained weights θ*.
     likelihood : Likelihood
     prior : GaussianPrior
     structure : str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ntk_laplace import evidence
 from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.evidence import Evidence
 from ntk_laplace.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.scalars import scalar
@@ -52,14 +54,33 @@ class EvidenceVerbs(Fitted):
             In nats, summed over the data; differentiable (once) in ``prior.log_precision`` and in the likelihood's
             hyperparameters. ``float(value)`` is its value.
         """
-        joint = self.log_joint()
-        value = joint - 0.5 * self.log_det().to(joint)  # [I21] Eq. 8
-        if not correction:
-            return value
+        return self.evidence(correction).value
+
+    def evidence(self, correction: bool = False) -> Evidence:
+        """Laplace-GGN evidence with its terms ([I21] Eq. 3, 8).
+
+        Parameters
+        ----------
+        correction : bool
+            As in `log_marginal_likelihood`, which is the `value` of this.
+
+        Returns
+        -------
+        Evidence
+            Its terms are tensors (), differentiable like the value.
+        """
         model, points = self._model, self._structure.points
-        step = self._structure.newton_step(model, self.posterior_precision, self._joint_gradient())
-        added = evidence.correction(points, model.likelihood, model.prior, model.theta, model.curvature_type, step)
-        return value + added.to(value)
+        log_likelihood, log_det = self.log_likelihood(), self.log_det()
+        log_prior = scalar(-model.prior.energy(model.theta).to(log_likelihood))
+        value = log_likelihood + log_prior - 0.5 * log_det.to(log_likelihood)  # [I21] Eq. 8
+        added = torch.zeros_like(value, requires_grad=False)
+        if correction:
+            step = self._structure.newton_step(model, self.posterior_precision, self._joint_gradient())
+            added = evidence.correction(points, model.likelihood, model.prior, model.theta, model.curvature_type, step)
+            value = value + added.to(value)
+        exact = self.structure in ("gp", "full") and model.curvature_type.kind == "ggn"
+        bounds = (float(value), float(value)) if exact else (-math.inf, math.inf)
+        return Evidence(value, 0.0, *bounds, log_likelihood, log_prior, log_det, scalar(added))
 
     def evidence_curve(self, factors: Tensor) -> Tensor:
         """Evidence with all prior precisions multiplied by each of many factors, from one eigendecomposition.
@@ -72,7 +93,7 @@ class EvidenceVerbs(Fitted):
         Returns
         -------
         Tensor, (m,)
-            In nats, without correction, at the model weights; each further factor costs as many operations as
+            In nats, without correction, at the trained weights; each further factor costs as many operations as
             there are eigenvalues. The prior keeps its precisions.
 
         Raises

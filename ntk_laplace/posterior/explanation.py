@@ -106,7 +106,7 @@ class ExplanationVerbs(Fitted):
         are exact for one Newton step of the linearized model; the others take a point out of their own approximation
         of the curvature. `guarantees` says what holds, `reliability` what was measured, and a warning says so where
         that speaks against taking the numbers for retraining without the point: hyperparameters that the weights were
-        not model with, a prior too vague to hold them, an approximate precision.
+        not trained with, a prior too vague to hold them, an approximate precision.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What a posterior is made of: a model model, what is kept of its data, and the algebra at the present moment."""
+"""What a posterior is made of: a trained model, what is kept of its data, and the algebra at the present moment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Fitted"]
 
 
 class Fitted:
-    """A model model and a structure fitted to its data; the verbs of a posterior stand on this.
+    """a trained model and a structure fitted to its data; the verbs of a posterior stand on this.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ class Fitted:
         same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
         same = same and self.network.output == other.network.output
         if not same or self.structure != other.structure or self._model.curvature_type != other._model.curvature_type:
-            raise UnsupportedError("two posteriors of one model network, structure and curvature",
+            raise UnsupportedError("two posteriors of one trained network, structure and curvature",
                                    f"{self!r} and {other!r}", "Fit both with the same arguments but the data.")
         return type(self)(self._model, self._structure.merged(self._model, other._structure), self.reason)
 

@@ -28,8 +28,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     ) -> Tensor:  # fmt: skip
         """Conditional evidence log p(the other points given m of them), averaged over orders ([L22] Eq. 5, 19).
 
-        At fixed weights: the linearized model is conditioned, the network is not model anew. Its Jacobians have
-        seen all points that it was model on; to hide the others, train on the first m, fit to all, and pass
+        At fixed weights: the linearized model is conditioned, the network is not trained anew. Its Jacobians have
+        seen all points that it was trained on; to hide the others, train on the first m, fit to all, and pass
         ``permutations=0``.
 
         Parameters

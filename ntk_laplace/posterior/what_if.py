@@ -40,7 +40,7 @@ class WhatIfVerbs(Fitted):
 
     Structures "gp" and "full" answer for the linearized model itself. The structured ones ("kfac" and so on) answer for
     theirs: one Newton step in the function space of the points that change, V = J H⁻¹ Jᵀ with the structure's H, which
-    is no refit; changes that follow one another are there one joint step from the model weights. Where H holds too
+    is no refit; changes that follow one another are there one joint step from the trained weights. Where H holds too
     little of what is to leave, a leverage above 0.9, nothing is taken out of it, as in a ranking; a warning says so.
     """
 

@@ -73,7 +73,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class LinearizedModel:
-    """A model network and the model it was model under.
+    """A trained network and the model it was trained under.
 
     Attributes
     ----------
@@ -199,7 +199,7 @@ class ExactStructure:
     ----------
     points : TrainingPoints
     base : TrainingPoints or None
-        The points the network was model on, if a what-if has changed them since.
+        The points the network was trained on, if a what-if has changed them since.
     """
 
     points: TrainingPoints | UnsavedPoints

@@ -33,7 +33,7 @@ class MovedPoints:
     Parameters
     ----------
     unmoved_points : TrainingPoints
-        The same points at the model weights, where the curvature stays.
+        The same points at the trained weights, where the curvature stays.
     outputs : callable
         Gives the outputs (N, C).
     """
@@ -60,7 +60,7 @@ class ChangedStructure:
 
     Its curvature is the structure's own, with these points taken out and put in; or put in alone, where it holds too
     little of those that leave. All changes are one joint Newton step
-    from the model weights, whether they were asked for together or one after the other.
+    from the trained weights, whether they were asked for together or one after the other.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class ChangedStructure:
     inner : StructuredStructure
         As it was fitted.
     unmoved_points : TrainingPoints
-        All points as they are now, outputs at the model weights.
+        All points as they are now, outputs at the trained weights.
     max_leverage : float
         Leverage above which no point is taken out of the precision.
     added : sequence of FunctionSpaceStructure
