@@ -64,17 +64,20 @@ class Adapters(nn.Module):
 
 
 class Layers(nn.Module):
-    """Convolution, batch norm, embedding, layer norm and linear layers, all trained."""
+    """Convolution, batch norm, embedding, attention, layer norm and linear layers, all trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.first = nn.Embedding(7, 5), nn.Conv1d(5, 4, 2)
         self.batch_norm, self.norm = nn.BatchNorm1d(4), nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.linear, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = torch.tanh(self.batch_norm(self.first(self.table(tokens).transpose(1, 2))))
-        x = torch.tanh(self.linear(self.norm(x.transpose(1, 2))))
+        x = x.transpose(1, 2)
+        x = self.attention(self.norm(x), x, x, need_weights=False)[0] + x  # reads slices of one weight
+        x = torch.tanh(self.linear(self.norm(x)))
         return self.head(x.mean(1))
 
 
@@ -296,6 +299,16 @@ def test_the_algebra_is_not_autocast(structure, data):
         found = answers()
     for own, truth in zip(found, expected, strict=True):
         assert own.dtype == truth.dtype and torch.equal(own, truth)
+
+
+def test_casts_of_weights_are_not_kept():
+    """Autocast's cache would hand the cast of an earlier pass, with its graph, to a later one."""
+    with torch.autocast("cpu", torch.bfloat16):
+        network, x = Network(nn.Linear(3, 2)), torch.randn(5, 3)
+        before = network.evaluate(x)
+        for parameter in network.parameters.values():
+            parameter.data.mul_(2.0)
+        assert torch.equal(network.evaluate(x), 2.0 * before)
 
 
 def test_the_kernel_is_not_autocast(data):

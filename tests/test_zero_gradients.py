@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass, search
+from ntk_laplace.jacobian.layout import shape_layout
 from ntk_laplace.network import Network
 from reference import Dense, differentiate, jacobian, outputs, relative_error
 from registry import LIKELIHOODS
@@ -204,11 +205,21 @@ def test_a_layout_read_off_shapes_holds_for_zeros_alone(keep_factors, loud):
         assert not any(plan.unmatched for plan in factors._plans.values())
 
 
+def test_the_axis_that_grows_with_the_examples():
+    def axis(shape: tuple[int, ...], other: tuple[int, ...]) -> int | None:
+        layout = shape_layout(torch.Size(shape), 2, torch.Size(other), 3)
+        return None if layout is None else layout.dim
+
+    assert axis((2, 5), (3, 5)) == 0 and axis((4, 8), (4, 12)) == 1 and axis((7, 2, 2), (7, 2, 3)) == 2
+    assert axis((6, 2), (6, 2)) is None  # a parameter's own
+    assert axis((2, 2), (3, 3)) is None and axis((4, 5), (5, 5)) is None and axis((2, 5), (3, 1, 5)) is None
+
+
 def test_what_no_plan_knows_takes_the_fallback(monkeypatch):
     """Where a plan finds zeros again and the batch has none, its rows are still exact."""
     network, x = Gated().double(), torch.randn(40, 4, 3).double()
     x = x - x.mean((1, 2), keepdim=True) - 1.0
-    x[[9, 23]] += 2.0
+    x[[4, 23]] += 2.0  # none that the check of the whole batch looks at
     monkeypatch.setattr(search.Search, "draw", lambda self, *shape: self.out.new_zeros(shape))
     door = Network(network)
     with pytest.warns(ntkl.NTKLaplaceWarning, match="no factor rule covers"):

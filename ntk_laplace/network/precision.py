@@ -42,8 +42,8 @@ class Autocast:
     def entered(self) -> Iterator[None]:
         """Run a block in this state, whatever the present one is.
 
-        Weights are cast anew at each use: the cache of an outer context would keep casts that were made without a
-        graph, and a later pass would find no gradient behind them.
+        Weights are cast anew at each use: the cache of an outer context would hand casts of an earlier pass, with
+        their graph, to a later one.
         """
         cached = torch.is_autocast_cache_enabled()
         with ExitStack() as stack:
