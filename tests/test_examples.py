@@ -39,6 +39,15 @@ def test_the_structured_benchmark(tmp_path: Path) -> None:
     assert "KFAC predictive of 100" in printed
 
 
+def test_the_memory_of_a_prediction(monkeypatch) -> None:
+    """What the processes of the benchmark measure; they themselves take longer than a test may."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))
+    prediction = importlib.import_module("prediction")
+    for structure, method in (("kfac", "nn"), ("gp", "glm")):
+        found = prediction.measure(structure, method, 20, 4)
+        assert found["peak_bytes"] >= found["base_bytes"] > 2**20 and found["seconds"] > 0
+
+
 def test_the_frobenius_errors(tmp_path: Path) -> None:
     run("structures/frobenius.py", tmp_path, "--out", "out")
     found = figures(tmp_path / "out" / "frobenius.json")
