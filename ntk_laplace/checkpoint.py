@@ -76,7 +76,7 @@ def load(
     with torch.inference_mode(False):
         batches = None
         if data is not None:
-            batches = Batches(data, settings.batch_size, frozen.device, frozen.dtype, frozen.targets)
+            batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
         points = _points(saved, model, batches)
         structure = RESTORE[saved["structure"]](model, saved["state"], points, batches)
         return Posterior(model, structure, saved["reason"])

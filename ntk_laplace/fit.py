@@ -105,7 +105,7 @@ def laplace(
     likelihood = Likelihood.of(likelihood)
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters live where the network does
-    batches = Batches.of(data, settings.batch_size, frozen.device, frozen.dtype, targets)
+    batches = Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets)
     spec = spec_of(structure)
     factors = JacobianPass(frozen, dtype, keep_factors=isinstance(spec, StructureSpec))
     model = LinearizedModel(frozen, likelihood, prior, curvature_type, factors, settings)

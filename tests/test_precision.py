@@ -358,3 +358,32 @@ def test_products_of_either_kind_give_the_same(case, helps, data, monkeypatch):
         found = ntkl.laplace(rounded, data, ntkl.Categorical(), structure="kfac").log_det()
     exact = ntkl.laplace(plain.double(), data, ntkl.Categorical(), structure="kfac").log_det()
     assert relative_error(found, exact) < ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("structure", ["gp", "kfac"])
+def test_inputs_keep_the_types_of_the_network_s_own_weights(structure, given):
+    """A bfloat16 layer takes bfloat16 inputs although the linearized head is in float32; float64 becomes float32."""
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 6).bfloat16(), Cast(torch.float32)).requires_grad_(False)
+    if given == torch.float32:
+        base = nn.Sequential(Cast(torch.bfloat16), base)
+    network, x = nn.Sequential(base, nn.Tanh(), nn.Linear(6, 2)), torch.randn(9, 4)
+    y = torch.arange(9) % 2
+    own = x.to(given) if given == torch.bfloat16 else x.double()
+    features = torch.tanh(base(own.to(given))).detach()
+    want = ntkl.laplace(network[2], (features, y), ntkl.Categorical(), structure=structure)
+    found = ntkl.laplace(network, (own, y), ntkl.Categorical(), structure=structure)
+    assert relative_error(found.log_marginal_likelihood(), want.log_marginal_likelihood()) < 1e-6
+    assert relative_error(found.predict(own).probs, want.predict(features).probs) < 1e-6
+
+
+class Cast(nn.Module):
+    """Another floating type, without weights."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)

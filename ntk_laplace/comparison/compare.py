@@ -167,7 +167,7 @@ def _examine(
     A stream of unknown length is counted, so that no structure sees less of it than another.
     """
     bound = copy.deepcopy(prior).bind(frozen.shapes)
-    batches = Batches(data, settings.batch_size, frozen.device, frozen.dtype, frozen.targets)
+    batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
     with torch.inference_mode(False):
         frozen.probe(batches.first()[0])
         count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)

@@ -189,7 +189,7 @@ def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, floa
 
     network = posterior.network
     parts, targets = [], []
-    batches = Batches(test, None, network.device, network.dtype, network.targets)
+    batches = Batches(test, None, network.device, network.input_dtype, network.targets)
     for x, y in batches:
         parts.append(posterior.predict(x, method=method))
         targets.append(y)

@@ -14,6 +14,7 @@ from ntk_laplace.data.batches import (
 from ntk_laplace.data.input_batches import InputBatches
 from ntk_laplace.data.input_format import describe_inputs, format_of, input_remedy, same_input_format
 from ntk_laplace.data.inputs import (
+    InputDtype,
     Inputs,
     alike,
     as_tensor,
@@ -36,6 +37,7 @@ __all__ = [
     "BATCH_BYTES",
     "Batches",
     "InputBatches",
+    "InputDtype",
     "Inputs",
     "Joined",
     "Missing",

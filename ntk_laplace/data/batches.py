@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
-from ntk_laplace.data.inputs import Inputs, as_tensors, check_finite, leaves, num_bytes, num_examples, take, to_device
+from ntk_laplace.data.inputs import (
+    InputDtype,
+    Inputs,
+    as_tensors,
+    check_finite,
+    leaves,
+    num_bytes,
+    num_examples,
+    take,
+    to_device,
+)
 from ntk_laplace.data.row_buffer import RowBuffer
 from ntk_laplace.data.weights import example_weights
 from ntk_laplace.errors import DataError
@@ -80,7 +90,7 @@ class Batches:
         Examples that make a good batch; by default 512, and more of tensors that are small.
     device : torch.device
         Where batches go.
-    dtype : torch.dtype, optional
+    dtype : InputDtype or torch.dtype, optional
         Taken by floating inputs: the network's own.
     targets : str, optional
         The key of the targets in batches that are one mapping; pairs need none.
@@ -93,7 +103,7 @@ class Batches:
     """
 
     def __init__(
-        self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None,
+        self, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
         targets: str | None = None,
     ) -> None:  # fmt: skip
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
@@ -134,7 +144,7 @@ class Batches:
 
     @classmethod
     def of(
-        cls, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype | None = None,
+        cls, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
         targets: str | None = None,
     ) -> Batches:  # fmt: skip
         """Batches as they are, so that several readers notice a source that changes; of anything else, new ones."""

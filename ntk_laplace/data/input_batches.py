@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SubsetRandomSam
 from ntk_laplace.data.batches import BATCH_BYTES, batches_of, samplers_of
 from ntk_laplace.data.input_format import describe_inputs
 from ntk_laplace.data.inputs import (
+    InputDtype,
     Inputs,
     as_tensors,
     map_tensors,
@@ -49,7 +50,7 @@ class InputBatches:
         Most examples of a batch; tensors and larger batches are cut. By default 512, and 32 MiB.
     device : torch.device
         Where batches go.
-    dtype : torch.dtype
+    dtype : InputDtype
         Taken by floating inputs.
 
     Attributes
@@ -69,7 +70,7 @@ class InputBatches:
     """
 
     def __init__(
-        self, x: Any, form: Inputs | None, batch_size: int | None, device: torch.device, dtype: torch.dtype
+        self, x: Any, form: Inputs | None, batch_size: int | None, device: torch.device, dtype: InputDtype
     ) -> None:
         self._input_format, self._device, self._dtype = form, device, dtype
         self.batch_size, self._most_bytes = batch_size or _BATCH, None if batch_size else BATCH_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
 
 __all__ = [
+    "InputDtype",
     "Inputs",
     "alike",
     "as_tensor",
@@ -119,10 +121,32 @@ def alike(x: Inputs, other: Inputs) -> bool:
     return False
 
 
-def to_device(x: Inputs, device: torch.device, dtype: torch.dtype | None = None) -> Inputs:
+@dataclass(frozen=True)
+class InputDtype:
+    """The floating types that a network takes as inputs.
+
+    Attributes
+    ----------
+    default : torch.dtype
+        Taken by floating inputs of any other type.
+    kept : frozenset of torch.dtype
+        Types that inputs keep: those of the network's own weights, as in a bfloat16 network with float32 adapters.
+    """
+
+    default: torch.dtype
+    kept: frozenset[torch.dtype]
+
+    def of(self, tensor: Tensor) -> torch.dtype:
+        """The type that a tensor takes."""
+        return tensor.dtype if not tensor.is_floating_point() or tensor.dtype in self.kept else self.default
+
+
+def to_device(x: Inputs, device: torch.device, dtype: InputDtype | torch.dtype | None = None) -> Inputs:
     """Move to a device; floating tensors also take `dtype`, if given."""
 
     def move(tensor: Tensor) -> Tensor:
+        if isinstance(dtype, InputDtype):
+            return tensor.to(device=device, dtype=dtype.of(tensor))
         cast = dtype is not None and tensor.is_floating_point()
         return tensor.to(device=device, dtype=dtype if cast else tensor.dtype)
 

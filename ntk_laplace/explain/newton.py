@@ -125,7 +125,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
         If the optimum is not reached.
     """
     before, last = start, float("inf")
-    at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.model.network.dtype)]
+    at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.model.network.precision)]
     for _ in range(_MOST if steps is None else steps):
         before = at
         direction, decrement = problem.direction(at)

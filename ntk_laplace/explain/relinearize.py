@@ -115,7 +115,7 @@ class _Climb:
         self._direction = None
         slope = float(gradient @ direction)
         value = self._value(theta, points.f)
-        slack = 8 * torch.finfo(model.network.dtype).eps * (1.0 + abs(value))
+        slack = 8 * torch.finfo(model.network.precision).eps * (1.0 + abs(value))
         if -slope <= slack:  # less than the objective can tell from its rounding
             return False
         there = self._search(theta, direction, slope, value, slack)
@@ -161,7 +161,7 @@ def _source(model: LinearizedModel, structure: Exact, x: Inputs | None) -> Sourc
             raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
                             f"{num_examples(x):,}", "Pass them in the order of the fit.")
         network = model.network
-        source = Batches((x, structure.points.targets), model.settings.batch_size, network.device, network.dtype)
+        source = Batches((x, structure.points.targets), model.settings.batch_size, network.device, network.input_dtype)
     elif isinstance(structure, FunctionSpaceStructure):
         raise DataError('the training inputs x, which structure="gp" does not keep', "none",
                         'Pass relinearize(x), in the order of the fit; structure="full" reads its data again.')
@@ -170,7 +170,7 @@ def _source(model: LinearizedModel, structure: Exact, x: Inputs | None) -> Sourc
     known: TrainingPoints = structure.points if model.displacement is None else structure.base
     f = _outputs(model, source, model.network.theta)[: len(known.f)]
     gap, size = float((f - known.f).abs().max()), 1.0 + float(known.f.abs().max())
-    if not gap <= 1e3 * torch.finfo(model.network.dtype).eps * size:
+    if not gap <= 1e3 * torch.finfo(model.network.precision).eps * size:
         raise DataError("the inputs of the fit, in its order", f"outputs that differ by {gap:.2g} from those known",
                         "Pass the same inputs in the same order.")
     return source

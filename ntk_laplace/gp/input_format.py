@@ -73,7 +73,7 @@ class InputFormat:
     def cast(self, x: Tensor, network: Network) -> Tensor:
         """The same values on the network's device, in the type it takes."""
         if self.dtype is None:
-            return x.to(network.device, network.dtype if x.is_floating_point() else x.dtype)
+            return x.to(network.device, network.input_dtype.of(x))
         cast = x.to(self.dtype)
         if x.is_floating_point() and not self.dtype.is_floating_point:
             wrong = (cast.to(x.dtype) != x).flatten(1).any(1)

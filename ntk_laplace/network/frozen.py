@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.data import (
+    InputDtype,
     Inputs,
     check_finite,
     concatenate,
@@ -97,6 +98,8 @@ class Network:
         first = next(iter(self._parameters.values()))
         self.device, self.dtype = first.device, first.dtype
         self.precision = first.dtype
+        own = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        self.input_dtype = InputDtype(first.dtype, frozenset(own))
         self.num_outputs: int | None = None
         self.scalar = False
         self._input_format: Inputs | None = None  # of inputs that it took

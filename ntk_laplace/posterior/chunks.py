@@ -46,7 +46,7 @@ class Chunks:
             require_whole("batch_size", batch_size, 1, "Leave it out to have it chosen.")
         network = model.network
         self._model, self._chosen = model, batch_size
-        self._batches = InputBatches(x, network.input_format, batch_size, network.device, network.dtype)
+        self._batches = InputBatches(x, network.input_format, batch_size, network.device, network.input_dtype)
         self.length = self._batches.length
 
     def inputs(self, most: int | None = None) -> Iterator[tuple[int, Inputs]]:

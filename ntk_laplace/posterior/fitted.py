@@ -221,7 +221,7 @@ class Fitted:
             As for `laplace`.
         """
         network, settings = self.network, self._model.settings
-        batches = Batches(data, settings.batch_size, network.device, network.dtype, network.targets)
+        batches = Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets)
         with torch.inference_mode(False):
             new = self._structure.refit_on(self._model, batches)
             return type(self)(self._model, self._structure.merged(self._model, new), self.reason)

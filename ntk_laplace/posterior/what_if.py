@@ -148,7 +148,7 @@ class WhatIfVerbs(Fitted):
             raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", whose labels are drawn',
                                    "Fit with one of the two; the other changes are there.")
         model = self._model if self.structure in ("gp", "full") else replace(self._model, displacement=None)
-        batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.dtype)
+        batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.input_dtype)
         with torch.inference_mode(False):
             read = FullStructure if self.structure == "full" else FunctionSpaceStructure
             added = read(model, batches)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ntk_laplace.data import (
     Batches,
+    InputDtype,
     Inputs,
     as_pair,
     as_tensors,
@@ -43,7 +44,7 @@ class Minibatches:
     """
 
     def __init__(
-        self, data: Any, batch_size: int | None, device: torch.device, dtype: torch.dtype, targets: str | None = None
+        self, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype, targets: str | None = None
     ) -> None:
         if batch_size is not None and not is_whole(batch_size, 1):
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",

@@ -127,7 +127,7 @@ def train_with_evidence(
     likelihood = Likelihood.of(likelihood)
     spec_of(structure)
     frozen = Network(network, None, output, targets)
-    device, dtype_of_inputs = frozen.device, frozen.dtype
+    device, dtype_of_inputs = frozen.device, frozen.input_dtype
     prior = GaussianPrior.of(prior, groups="layer").bind(frozen.shapes)
     for module in (prior, likelihood):
         module.to(device)
