@@ -178,7 +178,7 @@ class Summary:
                 )  # fmt: skip
 
     def merged(self, other: Summary) -> Summary:
-        """Sums over both data sets. Sums that only one of them has are dropped, such as factors with a given basis."""
+        """Sums over both data sets. Sums that only one has are dropped: factors, if the other's basis was given."""
         both = self.sums.keys() & other.sums.keys()
         return Summary(self.block, {name: self.sums[name] + other.sums[name] for name in sorted(both)})
 

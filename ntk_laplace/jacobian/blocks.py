@@ -7,7 +7,15 @@ Rows are indexed by a cotangent k (a column of the root, or an output) and an ex
 * `Dense`: the dense rows of one parameter;
 * `Wide`: the dense rows of several parameters, concatenated.
 
-All have the same methods, in the same order: `sizes`, `dense`, `weighted`, `subset`, `to`, `jvp`, `vjp`.
+All have the same methods, in the same order:
+
+* `sizes`: number of entries of each parameter;
+* `dense`: the rows written out, (K, N, p) by parameter;
+* `weighted`: rows of SᵀJ for a root S (N, C, R);
+* `subset`: rows of some examples;
+* `to`: the block in another floating type, or on another device;
+* `jvp`: J v for a vector v by parameter, (K, N);
+* `vjp`: Jᵀ c for c (K, N), flat by parameter.
 """
 
 from __future__ import annotations
