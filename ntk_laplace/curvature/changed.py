@@ -113,7 +113,7 @@ class ChangedWeightSpace:
                                  f"points that hold all of it, a leverage of {self.leverage:.17g}",
                                  'Remove fewer points, use dtype=torch.float64, or structure="gp".')
         half = self._scaled @ (self._vectors * self._values.rsqrt())
-        self.inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹, or its limit where D is zero
+        self.inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹, with zeros for points where D is zero
 
     def _factor(self) -> None:
         """Compute D L and the eigendecomposition of A."""
@@ -147,11 +147,11 @@ class ChangedWeightSpace:
                            -1).flatten(2)
 
     def _back(self, values: Tensor) -> Tensor:
-        """H⁻¹ JᵀT v for v (m R,), (P,)."""
+        """H⁻¹JᵀT v, (P,), for v (m R,)."""
         return self.base.solve(self.rows.vjp(values.view(self.rows.num_examples, -1), self.shapes))
 
     def _forth(self, vector: Tensor) -> Tensor:
-        """TᵀJ v for v (P,), (m R,)."""
+        """TᵀJ v, (m R,), for v (P,)."""
         parts = vector.split([shape.numel() for shape in self.shapes.values()])
         named = {name: part.view(shape) for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)}
         return self.rows.jvp(named).flatten()

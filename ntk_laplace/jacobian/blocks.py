@@ -139,10 +139,10 @@ class Outer:
 
     Attributes
     ----------
-    weight : str or None
-        The weight's name; None for a bias whose weight is frozen.
+    weight : str
+        The weight's name.
     bias : str or None
-        The bias's name: its rows are Σ_t b_nkt.
+        The bias's name; its rows are Σ_t b_nkt. None if the block has no bias.
     b : Tensor, (K, N, G, T, o)
         Output gradients; G counts groups of a grouped convolution.
     a : Tensor, (N, G, T, i)

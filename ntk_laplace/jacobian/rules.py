@@ -270,7 +270,7 @@ def _per_channel(use: Use, normalized: Callable[[Tensor], Tensor]) -> Extractor:
 def _group_norm(use: Use) -> Extractor | None:
     if use.operand == 0:
         return None
-    mean, deviation = _saved(use.node, "result1"), _saved(use.node, "result2")  # (N, groups), the second inverted
+    mean, deviation = _saved(use.node, "result1"), _saved(use.node, "result2")  # (N, groups); `deviation` is an inverse
 
     def normalized(x: Tensor) -> Tensor:
         grouped = x.unflatten(1, (mean.shape[1], -1))

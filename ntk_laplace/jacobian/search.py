@@ -114,7 +114,7 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
         else:
             unmatched.append(name)
     partners = _find_partners(blocks, good, graph, search.precision)
-    covered = set(partners.values())  # by their weights' blocks
+    covered = set(partners.values())  # their weights' blocks contain their rows
     return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
 
 
