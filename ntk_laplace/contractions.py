@@ -1,6 +1,6 @@
-"""Contractions: how two sets of blocks meet in one tile of K, each by the cheapest exact product its form allows.
+"""Contractions: add the products of two sets of blocks to a tile of K, each by its cheapest exact method.
 
-A tile is an (n1*K1, n2*K2) matrix, interleaved; every function adds its part to it in place.
+A tile is an (n1*K1, n2*K2) matrix with interleaved rows and columns; every function adds to it in place.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ntk_laplace.jacobian.jacobian import contracts_positions
 __all__ = ["Pairing", "Variances", "add_to_tile", "clusters", "contraction", "pair_up", "panels", "self_blocks"]
 
 Variances = Mapping[str, Tensor]
-"""Prior variance (one over precision) of each parameter: a number, or one per entry. Absent: left out."""
+"""Prior variance (one over precision) of each parameter, 0-d or one per entry. Absent parameters contribute nothing."""
 
-_PANEL = 4096  # columns of rows that are written out at a time
-_CACHE = 2 * 2**20  # bytes of inner sums over positions that stay in a core's cache
-_DEVICE_CHUNK = 64 * 2**20  # the same on a device, where few large products are better
+_PANEL = 4096  # columns of rows written out at a time
+_CACHE = 2 * 2**20  # bytes of inner sums over positions that fit in a core's cache
+_DEVICE_CHUNK = 64 * 2**20  # the same on an accelerator, where few large products are faster
 
 
 def clusters(blocks: tuple[Block, ...]) -> list[tuple[Block, ...]]:
-    """Blocks that share a parameter must be added before they meet themselves; all others stand alone."""
+    """Group blocks that share a parameter: their rows must be summed before products are formed."""
     found: list[list[Block]] = []
     for block in blocks:
         touching = [c for c in found if any(_overlap(block, member) for member in c)]
@@ -70,10 +70,10 @@ Pairing = tuple[tuple[Block, ...], tuple[Block, ...]]
 
 
 def pair_up(left: tuple[Block, ...], right: tuple[Block, ...], variances: Variances) -> list[Pairing]:
-    """Clusters of both sides that hold the same parameters, those without a prior variance left out."""
+    """Pair the clusters of both sides by their parameters; clusters without a prior variance are left out."""
     ours, theirs = clusters(left), clusters(right)
     if [_key(cluster) for cluster in ours] != [_key(cluster) for cluster in theirs]:
-        # other lengths, or other branches of the network: only parameters that both sides use can meet
+        # sequence lengths or branches of the network differ: only parameters that both sides use contribute
         one, two = _written_out(left), _written_out(right)
         names = sorted(one.keys() & two.keys())
         ours, theirs = [(Dense(n, one[n]),) for n in names], [(Dense(n, two[n]),) for n in names]
@@ -82,7 +82,7 @@ def pair_up(left: tuple[Block, ...], right: tuple[Block, ...], variances: Varian
 
 
 def contraction(pair: Pairing, variances: Variances) -> str:
-    """How a pair of clusters is contracted: 'wide', 'panels', 'hadamard', 'positions', 'tokens' or 'dense'."""
+    """Method for a pair of clusters: 'wide', 'panels', 'hadamard', 'positions', 'tokens' or 'dense'."""
     left, right = pair
     one, two = left[0], right[0]
     if isinstance(one, Wide) and isinstance(two, Wide) and one.spans == two.spans:
@@ -106,7 +106,26 @@ def _same(one: Tensor | None, two: Tensor | None) -> bool:
 def add_to_tile(
     how: str, out: Tensor, buffer: Tensor, pair: Pairing, variances: Variances, fresh: bool
 ) -> bool:
-    """Add a pair of clusters to a tile; `fresh` says that nothing is there yet, and so does what is returned."""
+    """Add a pair of clusters to a tile by the method `how`.
+
+    Parameters
+    ----------
+    how : str
+        As `contraction` returns it.
+    out : Tensor, (n1*K1, n2*K2)
+        The tile.
+    buffer : Tensor
+        Workspace of at least n1*K1*n2*K2 numbers, used by 'hadamard'.
+    pair : Pairing
+    variances : mapping of str to Tensor
+    fresh : bool
+        The tile is uninitialized and is overwritten.
+
+    Returns
+    -------
+    bool
+        Whether the tile is still uninitialized.
+    """
     ours, theirs = pair
     if how == "wide":
         return _add_wide(out, ours[0], theirs[0], variances, fresh)
@@ -133,7 +152,7 @@ def _interleaved(b: Tensor) -> Tensor:
 def _add_hadamard(
     out: Tensor, buffer: Tensor, left: Outer, right: Outer, variances: Variances, fresh: bool
 ) -> None:
-    """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ, the last layer's constant b as a Kronecker product."""
+    """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ; a Kronecker product if b is constant, as in the last layer."""
     weight, bias = _number(_variance(variances, left.weight)), _number(_variance(variances, left.bias))
     inputs = left.a[:, 0, 0] @ right.a[:, 0, 0].T
     inputs.mul_(weight)
@@ -148,7 +167,7 @@ def _add_hadamard(
     products = buffer[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
     b_left, b_right = left.b[:, :, 0, 0].expand(-1, n1, -1), right.b[:, :, 0, 0].expand(-1, n2, -1)
     torch.mm(_interleaved(b_left), _interleaved(b_right).T, out=products)
-    # each input product spread over K2 columns once, so that the big multiplication runs along contiguous memory
+    # repeat each input product over K2 columns once, so that the large multiplication reads contiguous memory
     spread = inputs.unsqueeze(2).expand(n1, n2, k2).reshape(n1, 1, n2 * k2)
     target, products = out.unflatten(0, (n1, k1)), products.view(n1, k1, n2 * k2)
     if fresh:
@@ -176,7 +195,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, variance: Tensor, fre
 
 
 def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh: bool) -> bool:
-    """One product for each run of columns with one prior variance; returns whether `out` is still uninitialized."""
+    """One product per run of columns with the same prior variance; returns whether `out` is still uninitialized."""
     ours, theirs = left.rows.flatten(0, 1), right.rows.flatten(0, 1)
     for start, stop, variance in _runs(left, variances):
         _add_product(out, ours[:, start:stop], theirs[:, start:stop], variance, fresh)
@@ -185,7 +204,7 @@ def _add_wide(out: Tensor, left: Wide, right: Wide, variances: Variances, fresh:
 
 
 def panels(pair: Pairing, variances: Variances) -> Iterator[tuple[Pairing, Variances]]:
-    """Rows of one layer a few columns at a time, with the columns' own prior variance, in the order of the block."""
+    """Rows of one layer a few columns at a time, with the prior variance of these columns, in the block's order."""
     (left,), (right,) = pair
     weight, bias = _variance(variances, left.weight), _variance(variances, left.bias)
     if weight is not None:
@@ -220,7 +239,7 @@ def _runs(block: Wide, variances: Variances) -> list[tuple[int, int, Tensor]]:
 def _add_dense(
     out: Tensor, left: tuple[Block, ...], right: tuple[Block, ...], variances: Variances, fresh: bool
 ) -> bool:
-    """Any cluster, written out for this tile; returns whether `out` is still unset."""
+    """Clusters of any kind, written out for this tile; returns whether `out` is still uninitialized."""
     ours, theirs = _written_out(left), _written_out(right)
     for name in sorted(ours.keys() & theirs.keys()):
         variance = _variance(variances, name)
@@ -249,10 +268,9 @@ def _position_gram(left: Block, right: Block, variances: Variances) -> tuple[Ten
 
 
 def _add_positions(out: Tensor, left: Block, right: Block, variances: Variances) -> None:
-    """Shared positions without rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first.
+    """Shared positions without written-out rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first.
 
-    One example of the left at a time, and as many of the right as keep the inner sums in cache: these are written and
-    read once, in the order in which they are made.
+    Takes one left example at a time, and as many right examples as keep the inner sums in cache.
     """
     inputs, b_left, b_right = _position_gram(left, right, variances)
     n1, n2, g, t1, t2 = inputs.shape

@@ -1,7 +1,7 @@
-"""The Gram engine: K = J P0⁻¹ Jᵀ from blocks of rows, in tiles, without a row of length P where it can be helped.
+"""Gram matrices K = J P0⁻¹ Jᵀ from blocks of rows, in tiles; rows of length P are avoided where possible.
 
-Rows are numbered n*K + k ("interleaved"), so the tile of two sets of examples is one plain block of the result: layers
-add themselves to it in place, and nothing is reordered afterwards.
+Rows are numbered n*K + k ("interleaved"). The tile of two sets of examples is then one contiguous block of the result,
+to which each layer adds its product in place.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ntk_laplace.resources import require_memory
 
 __all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
 
-_TILE_ROWS = 1024  # rows of a tile: its buffers stay in cache
-_TILE_BYTES = 96 * 2**20  # and the contraction buffers of shared positions within this
-_FEWEST_ROWS = 160  # below this a product of long rows is slow
+_TILE_ROWS = 1024  # rows of a tile whose buffers fit in cache
+_TILE_BYTES = 96 * 2**20  # maximum bytes of the buffers that contract shared positions
+_FEWEST_ROWS = 160  # with fewer rows, a product of long rows is slow
 _POSITIONS = ("positions", "tokens")
 _PASSES = (("wide",), _POSITIONS, ("dense", "hadamard"))
 
@@ -42,11 +42,11 @@ def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: i
     Parameters
     ----------
     left, right : Jacobian
-        Rows of N1 and N2 examples; `right` None means `left` again, of which half is computed and mirrored.
+        Rows of N1 and N2 examples. With `right` None, K is `left` with itself: half is computed and mirrored.
     variances : mapping of str to Tensor
         Prior variance by parameter name.
     budget : int, optional
-        Bytes the result may take; the free memory of the device if left out.
+        Maximum bytes of the result; by default the free memory of the device.
 
     Returns
     -------
@@ -68,7 +68,7 @@ def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: i
 
 
 def gram_lower(rows: Jacobian, variances: Variances) -> Tensor:
-    """K of rows with themselves, (N*K, N*K), of which only the lower triangle is sure to be filled."""
+    """K of rows with themselves, (N*K, N*K); only the lower triangle is guaranteed to be filled."""
     return _fill_whole(rows, None, variances)
 
 
@@ -92,7 +92,7 @@ def _fill_whole(left: Jacobian, right: Jacobian | None, variances: Variances) ->
 
 
 def _passes(jobs: list[_Job], variances: Variances) -> Iterator[tuple[list[_Job], Variances]]:
-    """Jobs that share their tiles when a whole matrix is filled, rows written out a panel at a time among them."""
+    """Group jobs by the tiles in which they fill a whole matrix; rows written out in panels are one group per panel."""
     for kinds in _PASSES:
         own = [job for job in jobs if job[0] in kinds]
         if own:
@@ -104,9 +104,9 @@ def _passes(jobs: list[_Job], variances: Variances) -> Iterator[tuple[list[_Job]
 
 
 def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Tiles of K as (rows, columns, values (n1, K1, n2, K2)); `right` None yields the lower tiles of K alone.
+    """Tiles of K as (rows, columns, values (n1, K1, n2, K2)); `right` None yields only the lower tiles of K.
 
-    The values share one buffer: copy what you keep.
+    The values share one buffer: copy them to keep them.
     """
     other = left if right is None else right
     k1, k2 = left.num_cotangents, other.num_cotangents
@@ -122,7 +122,7 @@ def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> 
 
 
 def multiply(left: Jacobian, right: Jacobian, variances: Variances, matrix: Tensor) -> Tensor:
-    """K(left, right) times a matrix (N2*K2, m), without K: (N1*K1, m)."""
+    """K(left, right) times a matrix (N2*K2, m), without forming K: (N1*K1, m)."""
     k1, k2 = left.num_cotangents, right.num_cotangents
     out = matrix.new_zeros(left.num_examples * k1, matrix.shape[-1])
     for rows, columns, tile in gram_tiles(left, right, variances):
@@ -132,7 +132,7 @@ def multiply(left: Jacobian, right: Jacobian, variances: Variances, matrix: Tens
 
 
 def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
-    """The blocks of K that pair an example with itself, (N, K, K)."""
+    """Diagonal blocks of K, one per example, (N, K, K)."""
     k, n = rows.num_cotangents, rows.num_examples
     out = rows.f.new_zeros(n, k, k)
     step = max(1, _TILE_ROWS // k)
@@ -144,17 +144,17 @@ def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
 
 
 def _jobs(left: Jacobian, right: Jacobian, variances: Variances) -> list[_Job]:
-    """What meets what, and how; written-out rows come first, as their product initializes a tile."""
+    """Pairs of clusters with their method; written-out rows come first, because their product initializes a tile."""
     jobs = [(contraction(pair, variances), pair) for pair in pair_up(left.blocks, right.blocks, variances)]
     first = ("wide", "panels", "dense")
     return sorted(jobs, key=lambda job: first.index(job[0]) if job[0] in first else len(first))
 
 
 def _strips(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> tuple[int, int]:
-    """Examples (rows, columns) of the tiles in which some jobs fill a whole matrix.
+    """Examples (rows, columns) of the tiles in which these jobs fill a whole matrix.
 
-    Products of long rows want few tall blocks, each with all the columns that it needs: what is computed above the
-    diagonal is thrown away, but narrow products are slow. Positions are contracted example by example in any case.
+    Products of long rows use few wide tiles: the work above the diagonal is wasted, but narrow products are slow.
+    Positions are contracted example by example in any case.
     """
     step, n, k = _tile_examples(left, right, jobs), left.num_examples, max(left.num_cotangents, right.num_cotangents)
     if jobs[0][0] == "wide":
@@ -167,15 +167,15 @@ def _strips(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> tuple[int, int
 
 
 def _tile_examples(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> int:
-    """Examples on each side of a square tile, so that its buffers stay within bounds."""
+    """Examples on each side of a square tile, chosen to bound its buffers."""
     k = max(left.num_cotangents, right.num_cotangents)
-    # at least four blocks of rows, so that the symmetric half is worth having on few examples as well
+    # at least four blocks of rows, so that symmetry saves work for few examples as well
     step = max(1, min(_TILE_ROWS // k, -(-left.num_examples // 4)))
     size = left.f.element_size()
     for how, (ours, theirs) in jobs:
         both = [block for block in (*ours, *theirs) if isinstance(block, (Outer, Lookup))]
         if how == "dense" and both:
-            # written out for each tile anew
+            # written out again for each tile
             entries = sum(sum(block.sizes().values()) for block in ours)
             step = min(step, max(1, _TILE_BYTES // (size * k * entries)))
         elif how in _POSITIONS:
@@ -186,7 +186,7 @@ def _tile_examples(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> int:
 
 
 class _Tiles:
-    """Fills one tile after another with the same jobs, with buffers that are allocated once."""
+    """Fills tiles with the same jobs, using buffers that are allocated once."""
 
     def __init__(
         self, left: Jacobian, right: Jacobian, variances: Variances, jobs: list[_Job], steps: tuple[int, int]
@@ -198,7 +198,7 @@ class _Tiles:
         self._cut: tuple[slice, list[tuple[Block, ...]]] | None = None
 
     def pairs(self, lower: bool) -> Iterator[tuple[slice, slice]]:
-        """Slices of examples whose tiles make up K, or its lower triangle."""
+        """Slices of examples whose tiles cover K, or its lower triangle."""
         n1, n2 = self.left.num_examples, self.right.num_examples
         for start in range(0, n1, self.steps[0]):
             rows = slice(start, min(start + self.steps[0], n1))
@@ -207,7 +207,7 @@ class _Tiles:
                 yield rows, slice(first, min(first + self.steps[1], last))
 
     def fill(self, rows: slice, columns: slice, out: Tensor, fresh: bool = True) -> None:
-        """Add the tile of these examples to `out` (n1*K1, n2*K2), a block of a bigger matrix; `fresh`: overwrite."""
+        """Add the tile of these examples to `out` (n1*K1, n2*K2), a block of a larger matrix; `fresh` overwrites."""
         if self._cut is None or self._cut[0] != rows:
             self._cut = (rows, [tuple(b.subset(rows) for b in ours) for _, (ours, _) in self.jobs])
         kinds = [how for how, _ in self.jobs]

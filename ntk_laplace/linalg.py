@@ -1,7 +1,7 @@
-"""Dense algebra on one big positive definite matrix: factored in place, solved by triangles.
+"""Dense linear algebra: in-place Cholesky factorization, triangular solves, inverses and roots.
 
-A matrix is stored once. Only its lower triangle is read, and the Cholesky factor overwrites it, so the
-peak is one matrix plus blocks on every device; `torch.linalg.cholesky` holds a second one even with `out=`.
+A large matrix is stored once. Only its lower triangle is read, and the Cholesky factor overwrites it. Peak memory is
+one matrix plus blocks on every device; `torch.linalg.cholesky` allocates a second matrix even with `out=`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "symmetric_root",
 ]
 
-_ROWS = 256  # of a panel at a time, where a solve or a product copies them
-_PANEL = 1024  # columns of an inverse at a time, at most: wide panels are half zeros, and take memory
+_ROWS = 256  # rows of a panel at a time, where a solve or a product copies them
+_PANEL = 1024  # maximum columns of an inverse at a time: wide panels are half zeros and take memory
 
 
 def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
@@ -40,14 +40,14 @@ def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
     Parameters
     ----------
     matrix : Tensor, (n, n)
-        Only the lower triangle is read. It is overwritten by L; the strict upper triangle is then of no use.
+        Only the lower triangle is read. It is overwritten by L; the strict upper triangle is then undefined.
     block : int
         Width of a panel.
 
     Returns
     -------
     Tensor, (n, n)
-        The same storage. Read it as lower triangular.
+        The same storage; only its lower triangle is valid.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
         panel = matrix[stop:, start:stop]
         # L21 = A21 L11⁻ᵀ
         panel.copy_(torch.linalg.solve_triangular(factor.mT, panel, upper=True, left=False))
-        # A22 <- A22 - L21 L21ᵀ, lower blocks alone
+        # A22 <- A22 - L21 L21ᵀ, lower blocks only
         for row in range(stop, n, block):
             end = min(row + block, n)
             rows = matrix[row:end, start:stop]
@@ -75,7 +75,7 @@ def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
 
 
 def cholesky_of(matrix: Tensor) -> Tensor:
-    """L with ``A = L Lᵀ`` of a small positive definite matrix (n, n), which stays; differentiable.
+    """L with ``A = L Lᵀ`` for a small positive definite matrix (n, n), which is not overwritten; differentiable.
 
     Raises
     ------
@@ -97,14 +97,14 @@ def _require_definite(info: Tensor, before: int, matrix: Tensor) -> None:
 
 
 def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> None:
-    """``matrix += rowsᵀ rows`` in the lower triangle (whole diagonal blocks), half the work of the full product.
+    """``matrix += rowsᵀ rows`` in the lower triangle (full diagonal blocks), at half the cost of the full product.
 
     Parameters
     ----------
     matrix : Tensor, (n, n)
     rows : Tensor, (m, n)
     block : int, optional
-        Height of a panel; by default about a fifth of n within bounds, where panels are still fast.
+        Height of a panel; by default about n / 5, between 96 and 1024.
     """
     n = matrix.shape[0]
     block = max(96, min(1024, round(n / 160) * 32)) if block is None else block  # multiples of 32 suit the kernels
@@ -119,8 +119,8 @@ def cholesky_log_det(factor: Tensor) -> Tensor:
 
 
 def log_det_curve(spectrum: Tensor, factors: Tensor) -> Tensor:
-    """log det (I + M/factor) of a semidefinite M with these eigenvalues, for each of `factors` (m,): (m,)."""
-    # rounding leaves eigenvalues of a semidefinite matrix a little below zero: they are zero
+    """log det (I + M/factor) for each of `factors` (m,), where `spectrum` contains M's eigenvalues: (m,)."""
+    # rounding makes eigenvalues of a semidefinite matrix slightly negative: clamp them to zero
     return torch.log1p(spectrum.clamp_min(0.0) / factors.unsqueeze(1)).sum(1)
 
 
@@ -142,8 +142,8 @@ def solve_lower_(factor: Tensor, right: Tensor, transpose: bool = False, block: 
     Parameters
     ----------
     factor : Tensor, (n, n)
-        Only the lower triangle is read. `torch.linalg.solve_triangular` copies the whole of a strided view; here it
-        is given blocks on the diagonal alone, and products with the other blocks read the view itself.
+        Only the lower triangle is read. `torch.linalg.solve_triangular` copies all of a strided view; here it gets
+        only diagonal blocks, and products with the other blocks read the view directly.
     right : Tensor, (n, k)
     transpose : bool
         Solve with Lᵀ.
@@ -169,7 +169,7 @@ def solve_lower_(factor: Tensor, right: Tensor, transpose: bool = False, block: 
 
 
 def inverse_from_cholesky(factor: Tensor, block: int | None = None) -> Tensor:
-    """``(L Lᵀ)⁻¹`` as one new dense symmetric matrix, computed in panels of `block` columns."""
+    """``(L Lᵀ)⁻¹`` as a new dense symmetric matrix, computed in panels of `block` columns."""
     inverse = factor.new_empty(factor.shape)
     for start, panel in inverse_panels(factor, 1, block):
         inverse[start:, start : start + panel.shape[1]] = panel
@@ -177,30 +177,30 @@ def inverse_from_cholesky(factor: Tensor, block: int | None = None) -> Tensor:
 
 
 def inverse_panels(factor: Tensor, size: int, block: int | None = None) -> Iterator[tuple[int, Tensor]]:
-    """``(L Lᵀ)⁻¹`` in panels of columns, one after the other, without a second matrix of its size.
+    """``(L Lᵀ)⁻¹`` in panels of columns, without allocating a second n x n matrix.
 
     Parameters
     ----------
     factor : Tensor, (n, n)
         L; only the lower triangle is read.
     size : int
-        A panel's number of columns is a multiple of it; n is one.
+        The number of columns of each panel is a multiple of `size`; so must n be.
     block : int, optional
-        Columns of a panel, about; by default an eighth of n within bounds.
+        Approximate number of columns of a panel; by default n / 8, between 384 and 1024.
 
     Yields
     ------
     (int, Tensor)
-        The first column of a panel, and the rows of its columns from there on, (n - start, width). The rows above are
-        those of earlier panels, transposed. The panels share one buffer: copy what you keep.
+        The first column `start` of a panel, and its rows from `start` on, (n - start, width). The rows above follow
+        from earlier panels by symmetry. The panels share one buffer: copy them to keep them.
     """
     for start, half in _inverse_factor(factor, size, block):
-        # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹, whose rows from `start` on need those of L alone
+        # (L Lᵀ)⁻¹ = L⁻ᵀL⁻¹: its rows from `start` on need only those of L
         yield start, solve_lower_(factor[start:, start:], half, transpose=True)
 
 
 def inverse_diagonal(factor: Tensor, size: int, block: int | None = None) -> Tensor:
-    """The blocks (n / size, size, size) on the diagonal of ``(L Lᵀ)⁻¹``, at half the work of all of it, in panels."""
+    """Diagonal blocks (n / size, size, size) of ``(L Lᵀ)⁻¹``, in panels, at half the cost of the full inverse."""
     blocks = factor.new_zeros(len(factor) // size, size, size)
     for start, half in _inverse_factor(factor, size, block):
         own = blocks[start // size : (start + half.shape[1]) // size]
@@ -210,7 +210,7 @@ def inverse_diagonal(factor: Tensor, size: int, block: int | None = None) -> Ten
 
 
 def _inverse_factor(factor: Tensor, size: int, block: int | None) -> Iterator[tuple[int, Tensor]]:
-    """L⁻¹ in panels of columns, without the zeros above their diagonal: where each starts, and its rows from there."""
+    """L⁻¹ in panels of columns: the first column of each panel, and its rows from there on (those above are zero)."""
     n = len(factor)
     block = min(_PANEL, max(384, n // 8)) if block is None else block  # solves for few columns are slow
     width = min(max(1, block // size) * size, n)
@@ -223,7 +223,7 @@ def _inverse_factor(factor: Tensor, size: int, block: int | None) -> Iterator[tu
 
 
 def mirror_lower_(matrix: Tensor, block: int = 512) -> Tensor:
-    """Copy the lower triangle onto the upper one, in place, block by block."""
+    """Copy the lower triangle to the upper one, in place, block by block."""
     n = len(matrix)
     for start in range(0, n, block):
         stop = min(start + block, n)
@@ -236,29 +236,29 @@ def mirror_lower_(matrix: Tensor, block: int = 512) -> Tensor:
 
 
 def symmetric_root(matrix: Tensor) -> Tensor:
-    """A root of batched positive semidefinite matrices, ``A = W Wᵀ``, singular ones included.
+    """A root W with ``A = W Wᵀ`` for batched positive semidefinite matrices A, which may be singular.
 
-    Eigenvalues that rounding made negative count as zero; they are of the order of machine precision times the
-    largest one, and a root needs no inverse, so nothing is added to the matrix.
+    Negative eigenvalues, which rounding causes, are set to zero; they are of the order of machine precision times the
+    largest eigenvalue. A root needs no inverse, so no jitter is added.
     """
     values, vectors = torch.linalg.eigh(matrix)
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 
 
 def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | None:
-    """A smooth matrix as a sum of few outer products: Gaussian elimination with complete pivoting that ends early.
+    """Approximate a smooth matrix by few outer products: Gaussian elimination with complete pivoting, stopped early.
 
     Parameters
     ----------
     matrix : Tensor, (o, i)
     most : int
-        Outer products.
+        Maximum number of outer products.
 
     Returns
     -------
     (Tensor, Tensor) or None
-        u (r, o) and v (r, i) in double precision; every entry of ``u.T @ v`` is within 8 roundings of the largest
-        entry, in the matrix's own type. None if that takes more products.
+        u (r, o) and v (r, i) in double precision. Every entry of ``u.T @ v`` is within 8 eps of the largest absolute
+        entry, eps of the matrix's type. None if more than `most` products are needed.
     """
     left = matrix.double().clone()
     enough = 8 * torch.finfo(matrix.dtype).eps * left.abs().max()

@@ -1,4 +1,4 @@
-"""Curvature: the posterior's algebra, in function space and in weight space, behind the same verbs."""
+"""Linear algebra of the posterior, in function space and in weight space, with a common interface."""
 
 from ntk_laplace.curvature.block_summary import Products, Summary
 from ntk_laplace.curvature.changed import ChangedWeightSpace

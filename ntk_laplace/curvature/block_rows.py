@@ -1,7 +1,7 @@
-"""Rows of one part of the parameters, in its own eigenbasis: (G, o, i) entries, rotated into an eigenbasis or not.
+"""Jacobian rows of one parameter block, as (G, o, i) entries, optionally rotated into an eigenbasis.
 
-Structured weight space asks three things of rows, all without a dense C x P Jacobian where a layer's inputs and
-output gradients suffice: sums of squares, weighted inner products of an example's rows, and projections.
+Structured weight space needs sums of squares, weighted inner products of rows, and projections. They are computed
+without a dense C x P Jacobian where a layer's inputs and output gradients suffice.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _WARM = 2 * 2**20  # bytes of inputs that are squared at a time
 
 
 def _steps(n: int, per_example: int) -> Iterator[slice]:
-    """Runs of examples whose written-out rows fit the panel."""
+    """Slices of examples whose written-out rows fit in the panel."""
     step = max(1, _PANEL // max(1, per_example))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
 
 
 def _turn(values: Tensor, basis: Tensor | None) -> Tensor:
-    """(..., G, T, p) into the columns of a basis (G, p, q); None is the identity."""
+    """Project (..., G, T, p) onto the columns of a basis (G, p, q); None is the identity."""
     return values if basis is None else torch.einsum("...gtp,gpq->...gtq", values, basis)
 
 
 class _Written:
-    """What follows from rows that are written out a few examples at a time."""
+    """Base class: operations on rows that are written out a few examples at a time."""
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -90,7 +90,7 @@ class _Written:
         return out
 
     def joint(self, weights: Tensor) -> Tensor:
-        """The same for all pairs of examples, interleaved, (N*K, N*K)."""
+        """`blocks` for all pairs of examples, interleaved, (N*K, N*K)."""
         size = self.num_examples * self.num_cotangents
         out = self.held.new_zeros(size, size)
         flat = weights.expand(self.entries).flatten()
@@ -127,7 +127,7 @@ class OuterRows(_Written):
     b : Tensor, (K, N, G, T, o)
     inputs : Tensor, (N, G, T, i), or (N, G, T, i - 1) with `ones`
     ones : bool
-        Another input of 1 follows, for the bias.
+        Append an input of 1, for the bias.
     """
 
     b: Tensor
@@ -136,7 +136,7 @@ class OuterRows(_Written):
 
     @cached_property
     def a(self) -> Tensor:
-        """Inputs with their 1, (N, G, T, i)."""
+        """Inputs, with the appended 1 if there is one, (N, G, T, i)."""
         if not self.ones:
             return self.inputs
         return torch.cat([self.inputs, self.inputs.new_ones(*self.inputs.shape[:-1], 1)], -1)
@@ -154,11 +154,11 @@ class OuterRows(_Written):
 
     @property
     def single(self) -> bool:
-        """One position: everything factorizes."""
+        """One position: each row is one outer product."""
         return self.b.shape[3] == 1
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> OuterRows:
-        """Jacobian in the basis left ⊗ right, (G, o, p) and (G, i, q)."""
+        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q)."""
         return OuterRows(_turn(self.b, left), _turn(self.a, right))
 
     def scaled(self, scale: Tensor) -> DenseRows:
@@ -182,13 +182,13 @@ class OuterRows(_Written):
         """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
         if not self.single:
             return super().blocks(weights)
-        # Σ_i w_oi a_i² first: the outputs' side alone is left
+        # Σ_i w_oi a_i² first, which leaves a weighted product of the outputs' side
         sides = torch.einsum("ngi,goi->ngo", self.a[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
         rows = self.b[:, :, :, 0].transpose(0, 1).flatten(2)
         return (rows * sides.unsqueeze(1)) @ rows.mT
 
     def joint(self, weights: Tensor) -> Tensor:
-        """The same for all pairs of examples, interleaved, (N*K, N*K), a few outputs of the layer at a time."""
+        """`blocks` for all pairs of examples, interleaved, (N*K, N*K), a few outputs of the layer at a time."""
         g, o, i = self.entries
         size = self.num_examples * self.num_cotangents
         out, weights = self.held.new_zeros(size, size), weights.expand(self.entries)
@@ -203,7 +203,7 @@ class OuterRows(_Written):
             return super().products(vectors)
         a, out = self.a[:, :, 0].transpose(0, 1), self.held.new_empty(self.num_cotangents, self.num_examples,
                                                                       len(vectors))
-        for place, vector in enumerate(vectors):  # bᵀ V a: a row written out would cost as much as the product
+        for place, vector in enumerate(vectors):  # bᵀ V a, without written-out rows
             inputs = a @ vector.mT  # (G, N, o)
             out[:, :, place] = torch.einsum("kngo,gno->kn", self.b[:, :, :, 0], inputs)
         return out
@@ -225,7 +225,7 @@ class OuterRows(_Written):
         out = self.held.new_empty(self.num_examples, self.num_cotangents, len(left), left.shape[2], right.shape[2])
         weights = weights.expand(self.entries)
         (o, i), p, q, k = self.entries[1:], left.shape[2], right.shape[2], self.num_cotangents
-        numbers = len(left) * (k * o * p + q * (o + i) + k * p * q)  # of each example
+        numbers = len(left) * (k * o * p + q * (o + i) + k * p * q)  # per example
         for part in _steps(self.num_examples, numbers * self.itemsize):
             inner = weights @ (self.a[part, :, 0].unsqueeze(-1) * right)  # (n, G, o, q)
             own = self.b[:, part, :, 0].transpose(0, 1).unsqueeze(-1) * left  # (n, K, G, o, p)
@@ -243,7 +243,7 @@ class LookupRows(_Written):
     tokens : Tensor, (N, T)
     vocabulary : int
     padding : int
-        The token that stands for no position, or -1.
+        The padding token, which has no gradient; -1 if there is none.
     """
 
     b: Tensor
@@ -252,7 +252,7 @@ class LookupRows(_Written):
     padding: int = -1
 
     def _added_up(self) -> Tensor:
-        """b with equal tokens of an example added up at the first of them, zero at the others."""
+        """b summed over equal tokens of an example: the sum at the first of them, zero at the others."""
         equal = self.tokens[:, :, None] == self.tokens[:, None, :]  # (N, T, S)
         first = ~equal.tril(-1).any(-1)
         summed = torch.einsum("nts,knsd->kntd", equal.to(self.b.dtype), self.b)
@@ -269,7 +269,7 @@ class LookupRows(_Written):
         return self.b
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> LookupRows | DenseRows:
-        """Jacobian in the basis left ⊗ right; the table's own side is the identity, or is written out."""
+        """Rows in the basis left ⊗ right; written out unless `left`, the side of the tokens, is the identity."""
         turned = self.b if right is None else self.b @ right[0]
         rows = LookupRows(turned, self.tokens, self.vocabulary)
         return rows if left is None else DenseRows(rows.written(slice(None))).rotated(left, None)
@@ -302,7 +302,7 @@ class LookupRows(_Written):
         return torch.stack([torch.einsum("kntd,ntd->kn", self.b, table[self.tokens]) for table in vectors[:, 0]], 2)
 
     def joint(self, weights: Tensor) -> Tensor:
-        """The same for all pairs of examples, interleaved, (N*K, N*K); rows of the table that nobody reads are left."""
+        """`blocks` for all pairs of examples, interleaved, (N*K, N*K); unused tokens are skipped."""
         used, tokens = torch.unique(self.tokens, return_inverse=True)
         rows = DenseRows(LookupRows(self.b, tokens, len(used)).written(slice(None)))
         return rows.joint(weights.expand(self.entries)[:, used])
@@ -310,7 +310,7 @@ class LookupRows(_Written):
 
 @dataclass(frozen=True)
 class DenseRows(_Written):
-    """Jacobian as they are, (N, K, G, o, i)."""
+    """Dense rows, (N, K, G, o, i)."""
 
     rows: Tensor
 
@@ -325,7 +325,7 @@ class DenseRows(_Written):
         return self.rows
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> DenseRows:
-        """Jacobian in the basis left ⊗ right, (G, o, p) and (G, i, q)."""
+        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q)."""
         rows = self.rows if left is None else left.mT @ self.rows
         return DenseRows(rows if right is None else rows @ right)
 
@@ -340,14 +340,14 @@ class DenseRows(_Written):
 
 @dataclass(frozen=True)
 class FusedBlockSums:
-    """No rows, but the sums that Kronecker factors, or a diagonal, are made of, one position and group.
+    """Sums for Kronecker factors or a diagonal, in place of rows; one position and one group.
 
     Attributes
     ----------
     outputs : Tensor
         Σ_nk b bᵀ, (o, o), lower triangle; or Σ_k b² of each example, (N, o).
     squared : bool
-        Which of the two.
+        Whether `outputs` is Σ_k b².
     inputs : Tensor, (N, i)
     """
 
@@ -356,7 +356,7 @@ class FusedBlockSums:
     inputs: Tensor
 
     def squares(self, ones: bool) -> Tensor:
-        """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); with `ones`, another input of 1 follows."""
+        """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); `ones` appends an input of 1."""
         (n, o), i = self.outputs.shape, self.inputs.shape[1]
         total = self.outputs.new_zeros(1, o, i + ones)
         step = max(1, _WARM // max(1, i * self.inputs.element_size()))

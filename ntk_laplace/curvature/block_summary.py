@@ -1,4 +1,4 @@
-"""Summaries: what structured weight space keeps of the rows of SᵀJ. Sums over examples, so that two of them add up."""
+"""Summaries: the sums over examples of rows of SᵀJ that structured weight space stores. Summaries can be added."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ntk_laplace.linalg import add_outer_lower_
 __all__ = ["SHARING", "Basis", "Products", "Summary"]
 
 SHARING = ("expand", "reduce")
-_LARGEST_SHARED = 1024  # columns of a product that a bias's block and a weight's factor may share
+_LARGEST_SHARED = 1024  # maximum columns of a product that a bias's block and a weight's factor share
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Orthonormal eigenvectors of a part: left ⊗ right.
+    """Orthonormal eigenvectors of a parameter block: left ⊗ right.
 
     Attributes
     ----------
@@ -45,19 +45,19 @@ class Basis:
         return values if self.right is None else values @ self.right.mT
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
-        """The same basis elsewhere."""
+        """The same basis on another device, or in another floating type."""
         left, right = (None if side is None else side.to(device, dtype) for side in (self.left, self.right))
         return Basis(left, right)
 
 
 class Products:
-    """Σ v vᵀ over the rows of matrices of one batch, lower triangles, each made once."""
+    """Cache of the products Σ v vᵀ over the rows of one batch's matrices, lower triangles."""
 
     def __init__(self) -> None:
         self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def add_to(self, total: Tensor, rows: Tensor) -> None:
-        """total (p, p) += the product of rows (m, p)."""
+        """total (p, p) += rowsᵀ rows for rows (m, p)."""
         if rows.shape[1] > _LARGEST_SHARED:
             add_outer_lower_(total, rows)
             return
@@ -65,33 +65,33 @@ class Products:
         if where not in self._made:
             product = torch.zeros_like(total)
             add_outer_lower_(product, rows)
-            self._made[where] = rows, product  # the rows stay, so that no other tensor takes their place in memory
+            self._made[where] = rows, product  # keeping `rows` alive keeps its address unique
         total += self._made[where][1]
 
 
 @dataclass
 class Summary:
-    """Sums of one part.
+    """Sums of one parameter block.
 
     Attributes
     ----------
     block : ParameterBlock
     sums : dict of str to Tensor
-        Of a Kronecker part: "left" Σ b bᵀ (G, o, o) and "right" Σ a aᵀ (G, i, i), lower triangles, and "count", the
-        number of terms of "right"; "moments" (G, o, i) in a basis; "squares" (G, o, i), the exact diagonal. Of a
-        block: "block" (p, p), lower triangle. Of a diagonal: "squares". An example that counts w times adds its terms
-        w times.
+        By kind of the block. "kronecker": "left" Σ b bᵀ (G, o, o) and "right" Σ a aᵀ (G, i, i), lower triangles;
+        "count", the number of terms in "right"; "moments" (G, o, i), second moments in a basis; "squares" (G, o, i),
+        the exact diagonal. "block": "block" (p, p), lower triangle. "diagonal": "squares". The terms of an example
+        with weight w are multiplied by w.
     """
 
     block: ParameterBlock
     sums: dict[str, Tensor]
 
     def add_factors(self, rows: Jacobian, sharing: str, products: Products, counts: Tensor | None = None) -> None:
-        """One batch of rows of SᵀJ: the factors, the block or the diagonal.
+        """Add one batch of rows of SᵀJ to the factors, the block or the diagonal.
 
-        A bias's exact block and its weight's output factor are the same product where a layer has one position:
-        `products` are those of this batch, for all parts. The root S holds the examples' `counts` (N,) already; a
-        layer's inputs know them from here.
+        If a layer has one position, a bias's exact block and its weight's output factor are the same product;
+        `products` caches these for all parameter blocks of this batch. The root S already contains the examples'
+        `counts` (N,); here they weight the layer's inputs.
         """
         sums = self.block.sums(rows)
         if sums is not None:
@@ -127,7 +127,7 @@ class Summary:
         self._count(a.shape[0] * a.shape[2] if each is None else each.sum(), a)
 
     def _add_sums(self, sums: FusedBlockSums, counts: Tensor | None) -> None:
-        """One batch of a layer whose output gradients came added up; its bias may stand apart."""
+        """Add one batch of a layer with fused sums; its bias may be a separate parameter block."""
         if sums.squared:
             self._add("squares", sums.squares(ones=self.block.bias is not None))
         elif self.block.kind == "kronecker":
@@ -141,8 +141,8 @@ class Summary:
             self._add("squares", sums.outputs.diagonal().reshape(self.block.entries))
 
     def _add_lookup(self, rows: LookupRows, counts: Tensor | None) -> None:
-        # the table's side is one-hot: Σ onehot onehotᵀ is the diagonal of the tokens' counts
-        places = rows.tokens != rows.padding  # padding is no position
+        # the inputs are one-hot: Σ onehot onehotᵀ is the diagonal matrix of the token counts
+        places = rows.tokens != rows.padding  # padding is skipped
         tokens = rows.tokens[places]
         each = None if counts is None else counts.unsqueeze(1).expand_as(places)[places]
         self._add("left", torch.bincount(tokens, each, minlength=rows.vocabulary).to(rows.b.dtype).unsqueeze(0))
@@ -151,25 +151,26 @@ class Summary:
         self._count(tokens.numel() if each is None else each.sum(), rows.b)
 
     def _count(self, terms: float | Tensor, like: Tensor) -> None:
-        # in double precision: float32 counts no further than 2**24
+        # in double precision: float32 is exact only up to 2**24
         self._add("count", torch.tensor(float(terms), dtype=torch.float64, device=like.device))
 
     def add_second_moments(self, rows: Jacobian, basis: Basis, squares: bool) -> None:
-        """One batch of rows of SᵀJ: second moments in a basis, and the exact diagonal if it is wanted."""
+        """Add one batch of rows of SᵀJ to the second moments in a basis and, with `squares`, to the exact diagonal."""
         own: BlockRows = self.block.rows(rows)
         self._add("moments", own.rotated(basis.left, basis.right).squares())
         if squares:
             self._add("squares", own.squares())
 
     def require_finite(self) -> None:
-        """Refuse sums that have overflowed.
+        """Raise an error if a sum has overflowed.
 
         Raises
         ------
         NonFiniteError
+            If an entry is NaN or infinite.
         """
         for values in self.sums.values():
-            # a finite sum says that all are, in one pass
+            # a finite sum implies finite entries, in one pass
             if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
                 raise NonFiniteError(
                     f"finite sums over the data for {self.block.weight!r}", "sums that overflow",
@@ -177,12 +178,12 @@ class Summary:
                 )  # fmt: skip
 
     def merged(self, other: Summary) -> Summary:
-        """Sums over both data sets; factors that one of them did not need, its eigenbasis being another's, go."""
+        """Sums over both data sets. Sums that only one has are dropped: factors, if the other's basis was given."""
         both = self.sums.keys() & other.sums.keys()
         return Summary(self.block, {name: self.sums[name] + other.sums[name] for name in sorted(both)})
 
     def scaled(self, factor: float) -> Summary:
-        """Sums for Λ multiplied by a number: the layers' inputs know nothing of it."""
+        """Sums for Λ multiplied by a number; sums over the layers' inputs do not depend on Λ."""
         return Summary(self.block, {
             name: value if name in self._inputs() else value * factor for name, value in self.sums.items()
         })
@@ -191,7 +192,7 @@ class Summary:
         return ("count", "left") if self.block.table else ("count", "right")
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Summary:
-        """The same sums elsewhere."""
+        """The same sums on another device, or in another floating type."""
         return Summary(self.block, {
             name: value.to(device, torch.float64 if name == "count" else dtype) for name, value in self.sums.items()
         })
@@ -206,19 +207,19 @@ class Summary:
 
 
 def _add_inputs_(total: Tensor, inputs: Tensor, counts: Tensor | None) -> None:
-    """Σ w a aᵀ of inputs (m, i), lower triangle, in place; where `total` is larger, another input of 1 follows."""
+    """Add Σ w a aᵀ of inputs (m, i), lower triangle, in place; a larger `total` appends an input of 1."""
     m, i = inputs.shape
     ones = inputs.new_ones(m)
     if counts is not None:
         ones = counts.to(inputs).sqrt()
         inputs = inputs * ones.unsqueeze(1)
-    if len(total) > i:  # the bias's input is 1: its row of A is the sum of the others, which it warms for the product
+    if len(total) > i:  # the bias row of A is the column sum of the inputs
         total[-1, :-1] += ones @ inputs
         total[-1, -1] += m if counts is None else ones @ ones
     add_outer_lower_(total[:i, :i], inputs)
 
 
 def _as_matrix(values: Tensor) -> Tensor:
-    """(..., o) -> (m, o), its rows in the order in which they lie in memory: a sum over them needs no copy."""
+    """(..., o) -> (m, o), with rows in memory order: no copy is needed, and a sum over rows ignores their order."""
     order = sorted(range(values.ndim - 1), key=lambda axis: -values.stride(axis))
     return values.permute(*order, values.ndim - 1).reshape(-1, values.shape[-1])

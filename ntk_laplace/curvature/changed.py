@@ -1,8 +1,8 @@
-"""Weight space with a few points more, less or otherwise: H' = H + (TᵀJ)ᵀ D TᵀJ, D = ±1, in the points' function space.
+"""Weight space with a few points added, removed or changed: H' = H + (TᵀJ)ᵀ D TᵀJ, where D has entries ±1.
 
-By the Woodbury identity H'⁻¹ = H⁻¹ - H⁻¹(TᵀJ)ᵀ (D + K)⁻¹ TᵀJ H⁻¹ with K = TᵀJ H⁻¹ JᵀT, a matrix over the points that
-change alone; H itself, whatever it is made of, stays. With K = L Lᵀ and A = I + LᵀDL, whose eigenvalues are those of
-H^-½ H' H^-½ that are not 1,
+By the Woodbury identity H'⁻¹ = H⁻¹ - H⁻¹(TᵀJ)ᵀ (D + K)⁻¹ TᵀJ H⁻¹ with K = TᵀJ H⁻¹ JᵀT, a matrix over the changed points
+only. The factorization of H, of any structure, is reused. With K = L Lᵀ and A = I + LᵀDL, whose eigenvalues are those
+of H^-½ H' H^-½ that are not 1,
 
     (D + K)⁻¹ = D - D L A⁻¹ LᵀD,    log det H' = log det H + log det A.
 """
@@ -23,11 +23,11 @@ from ntk_laplace.resources import require_memory
 
 __all__ = ["ChangedWeightSpace", "WeightSpace"]
 
-_PANEL = 192 * 2**20  # bytes of cross-covariances held at a time
+_PANEL = 192 * 2**20  # bytes of cross-covariances at a time
 
 
 class WeightSpace(Protocol):
-    """What is asked of the curvature that changes: the verbs of `FullWeightSpace` and `StructuredWeightSpace`."""
+    """Interface that the changed curvature requires: that of `FullWeightSpace` and `StructuredWeightSpace`."""
 
     homogeneous: bool
     shapes: dict[str, torch.Size]
@@ -50,7 +50,7 @@ class WeightSpace(Protocol):
         """V, joint."""
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V between rows that come later and these, of one cotangent."""
+        """V between later rows and these, which have one cotangent."""
 
     def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws, (count, P)."""
@@ -64,28 +64,29 @@ class ChangedWeightSpace:
     base : WeightSpace
         H.
     rows : Jacobian
-        Of TᵀJ at m points, R cotangents.
+        Rows of TᵀJ at m points, R cotangents.
     signs : Tensor, (m, R)
-        The diagonal of D: 1 where curvature is added, -1 where it is taken out.
+        The diagonal of D: 1 where curvature is added, -1 where it is removed.
     groups : Tensor, (P,)
         Prior group of each parameter.
     budget : int, optional
-        Bytes that may be taken.
+        Maximum bytes to allocate.
     max_leverage : float, optional
-        Leverage above which nothing is taken out: an approximate H may hold less of the points than their own
-        curvature, or nothing like it. None takes out whatever is asked for.
+        Leverage above which nothing is removed: an approximate H may contain less information about the points than
+        their curvature. None removes in any case.
 
     Attributes
     ----------
     leverage : float
-        How much of H, in the direction where it is most, was to be taken out: a leverage, below 1 if H is exact.
+        Largest share of H, over all directions, that the removed points account for; below 1 if H is exact.
     partial : bool
-        Whether it was more than `max_leverage`: what is added is in H' then, and what was to leave is there still.
+        Whether `leverage` exceeds `max_leverage`. H' then contains the added points, but the points to remove are
+        still in it.
 
     Raises
     ------
     MemoryBudgetError
-        If the points are too many.
+        If the changed points need too much memory.
     NumericalError
         If H' is not positive definite.
     """
@@ -112,16 +113,16 @@ class ChangedWeightSpace:
                                  f"points that hold all of it, a leverage of {self.leverage:.17g}",
                                  'Remove fewer points, use dtype=torch.float64, or structure="gp".')
         half = self._scaled @ (self._vectors * self._values.rsqrt())
-        self.inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹, or what stands for it where D is zero
+        self.inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹, with zeros for points where D is zero
 
     def _factor(self) -> None:
-        """D L, and the eigenvalues and eigenvectors of A."""
+        """Compute D L and the eigendecomposition of A."""
         self._scaled = self._signs.unsqueeze(1) * self._root
         eye = torch.eye(len(self._root), dtype=self._root.dtype, device=self._root.device)
         self._values, self._vectors = torch.linalg.eigh(self._root.mT @ self._scaled + eye)
 
     def _require_memory(self, budget: int | None) -> None:
-        """Refuse before H⁻¹JᵀT is made, or what stands for it."""
+        """Raise an error before H⁻¹JᵀT, or its compressed form, is computed."""
         r, m = self.rows.num_cotangents, self.rows.num_examples
         one = self.base.cross_covariance(self._one_cotangent(self.rows.subset(slice(0, 1)), 0)).numbers
         require_memory(
@@ -146,11 +147,11 @@ class ChangedWeightSpace:
                            -1).flatten(2)
 
     def _back(self, values: Tensor) -> Tensor:
-        """H⁻¹ JᵀT v for v (m R,), (P,)."""
+        """H⁻¹JᵀT v, (P,), for v (m R,)."""
         return self.base.solve(self.rows.vjp(values.view(self.rows.num_examples, -1), self.shapes))
 
     def _forth(self, vector: Tensor) -> Tensor:
-        """TᵀJ v for v (P,), (m R,)."""
+        """TᵀJ v, (m R,), for v (P,)."""
         parts = vector.split([shape.numel() for shape in self.shapes.values()])
         named = {name: part.view(shape) for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)}
         return self.rows.jvp(named).flatten()
@@ -163,7 +164,7 @@ class ChangedWeightSpace:
         Raises
         ------
         UnsupportedError
-            If the points that left are in H' still.
+            If the points to remove are still in H' (`partial`).
         """
         if self.partial:
             raise UnsupportedError(
@@ -175,12 +176,24 @@ class ChangedWeightSpace:
         return before + self._values.log().sum().to(before)
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """Not there: K changes with every factor."""
+        """Not available: K changes with every factor.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
         raise UnsupportedError("a posterior of the data it was fitted to, for its evidence over many precisions",
                                "one that a what-if changed", "Set prior.log_precision, and ask for the evidence there.")
 
     def effective_parameters(self) -> Tensor:
-        """γ_g = n_g - δ_g tr_g(H'⁻¹), one solve for each direction that changes."""
+        """γ_g = n_g - δ_g tr_g(H'⁻¹), one solve per changed direction.
+
+        Raises
+        ------
+        UnsupportedError
+            If the factors of the base are damped.
+        """
         if not self.homogeneous:
             raise UnsupportedError("factors that are not damped, for the effective parameters after a what-if",
                                    "damped ones", "Fit with KFAC() as it is.")
@@ -197,14 +210,14 @@ class ChangedWeightSpace:
         return step - self._back(self.inner @ self._forth(step))
 
     def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """zᵀ (H' - P0) z for z (P,), and its derivative in each log precision, where the base has them."""
+        """zᵀ (H' - P0) z for z (P,), and its derivative in each log precision; needs `quadratic` of the base."""
         value, slope = self.base.quadratic(vector)
         return value + (self._signs * self._forth(vector).square()).sum().to(value), slope
 
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V' = V - V_xT (D + K)⁻¹ V_Tx, the blocks (n, C, C) alone."""
+        """V' = V - V_xT (D + K)⁻¹ V_Tx, diagonal blocks (n, C, C)."""
         blocks = self.base.covariance_blocks(rows)
         step = max(1, _PANEL // (len(self._signs) * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
@@ -214,12 +227,12 @@ class ChangedWeightSpace:
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:
-        """The same, joint and interleaved, (nC, nC)."""
+        """V', joint and interleaved, (nC, nC)."""
         cross = self._cross(rows).transpose(0, 1).flatten(0, 1)
         return self.base.covariance(rows) - cross @ self.inner @ cross.mT
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V' between rows that come later and these, of one cotangent."""
+        """V' between later rows and these, which have one cotangent."""
         before = self.base.cross_covariance(rows)
         ours = before.products(self.rows).transpose(0, 1).flatten(0, 1)  # V_Tx, (m R, n)
         held = self.inner @ ours
@@ -234,8 +247,9 @@ class ChangedWeightSpace:
     def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(θ, H'⁻¹), (count, P).
 
-        A draw w of N(0, H⁻¹) becomes w + H⁻¹JᵀT X TᵀJ w with X = L⁻ᵀ(A^-½ - I)L⁻¹. A^-½ - I is -LᵀDL φ(A),
-        φ(a) = 1/(√a (1 + √a)), which leaves one inverse of L, and that meets TᵀJ w, which lies in K's range.
+        A draw w from N(0, H⁻¹) becomes w + H⁻¹JᵀT X TᵀJ w with X = L⁻ᵀ(A^-½ - I)L⁻¹. Because A^-½ - I = -LᵀDL φ(A),
+        φ(a) = 1/(√a (1 + √a)), X has only one inverse of L. It multiplies TᵀJ w, which is in the range of K, so the
+        pseudoinverse is exact.
         """
         weights = self.base.sample_weights(count, generator) - self.base.theta
         root = self._values.sqrt()

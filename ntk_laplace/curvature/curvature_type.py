@@ -1,4 +1,4 @@
-"""Roots: what S is for each curvature. GGN, empirical Fisher and Monte-Carlo Fisher differ here alone."""
+"""Curvature types: the root S for the GGN, the empirical Fisher and the Monte-Carlo Fisher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CURVATURES = ("ggn", "ef", "mc")
 
 @dataclass(frozen=True)
 class CurvatureType:
-    """The root of the output Hessian, by name of the curvature.
+    """Curvature type, which defines the root S of the output Hessian.
 
     Attributes
     ----------
@@ -26,9 +26,9 @@ class CurvatureType:
         "ggn": S Sᵀ = Λ. "ef": S = r, the empirical Fisher. "mc": M gradients at labels drawn from the model,
         over √M, whose S Sᵀ has expectation Λ.
     samples : int
-        M.
+        Number M of drawn labels per example.
     seed : int
-        Of the drawn labels, so that they stay the same when a hyperparameter moves.
+        Random seed of the drawn labels, which stay the same when a hyperparameter changes.
     """
 
     kind: str = "ggn"
@@ -44,11 +44,11 @@ class CurvatureType:
 
     @classmethod
     def of(cls, curvature: str | CurvatureType) -> CurvatureType:
-        """A curvature type as it is, or by its name."""
+        """Return a curvature type from its name; a `CurvatureType` is returned unchanged."""
         return curvature if isinstance(curvature, CurvatureType) else cls(curvature)
 
     def columns(self, likelihood: Likelihood, num_outputs: int) -> int:
-        """R, the number of columns."""
+        """Number of columns R of S."""
         return {"ggn": likelihood.rank(num_outputs), "ef": 1, "mc": self.samples}[self.kind]
 
     def root(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class CurvatureType:
         return self._gradients(likelihood, f, targets)
 
     def left_inverse(self, likelihood: Likelihood, f: Tensor) -> Tensor | None:
-        """L (N, R, C) with L S = I, if the range of S Sᵀ is the same at all hyperparameters; else None."""
+        """L (N, R, C) with L S = I, if the range of S Sᵀ is the same for all hyperparameters; else None."""
         with torch.no_grad():
             return likelihood.left_inverse(f) if self.kind == "ggn" else None
 
@@ -70,20 +70,20 @@ class CurvatureType:
         return root @ root.mT
 
     def log_scale(self, likelihood: Likelihood) -> Tensor | None:
-        """Return log c, if all that the likelihood's hyperparameters do to S Sᵀ is to multiply it by a number c."""
+        """Return log c if the likelihood's hyperparameters only multiply S Sᵀ by a number c; else None."""
         scale = likelihood.log_curvature_scale()
-        # r = Λ (y - f) with the data's own y; a drawn y - f grows with the noise, and its r rᵀ goes as Λ
+        # r = Λ (y - f) with the observed y; a drawn y - f grows with the noise, so that its r rᵀ scales as Λ
         return 2.0 * scale if scale is not None and self.kind == "ef" else scale
 
     def _gradients(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
-        # an example that counts w times has the gradient w r, and w times r rᵀ
+        # an example of weight w has the gradient w r, and contributes w r rᵀ
         share = likelihood.weight**0.5
         if self.kind == "ef":
             return likelihood.residual(f, targets).unsqueeze(-1) / share
         with preserved_rng(f.device):
             torch.manual_seed(self.seed)
             response = likelihood.distribution(f)
-            # real labels move with the noise they are drawn with, and S with both
+            # reparametrized samples: real labels, and so S, are differentiable in the noise
             drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
         observed = likelihood.observed(targets)
         drawn = drawn if observed is None else [likelihood.hidden(y, observed) for y in drawn]

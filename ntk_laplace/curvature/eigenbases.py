@@ -1,6 +1,6 @@
-"""Frames: the eigenvalues and eigenvectors of a part's factors, made when they are first asked for.
+"""Eigenbases: eigenvalues and eigenvectors of a parameter block's factors, computed on first use.
 
-Eigenvalues alone cost less than both, and an evidence asks for no more.
+Eigenvalues alone are cheaper than both, and sufficient for the evidence.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ __all__ = ["Eigenbasis", "FactorEigen"]
 
 
 class FactorEigen:
-    """Eigendecomposition of semidefinite matrices: of one factor of a part, or of an exact block.
+    """Lazy eigendecomposition of semidefinite matrices: one factor of a parameter block, or an exact block.
 
     Parameters
     ----------
     lower : Tensor, (..., p, p), optional
-        The matrices' lower triangles. Not needed where values and vectors are known, or are all that there is.
+        The matrices' lower triangles. Not needed if `values` and `vectors` are given, or for a diagonal matrix, whose
+        diagonal is `values`.
     values : Tensor, (..., p), optional
-        Eigenvalues, if they are known.
+        Eigenvalues, if known.
     vectors : Tensor, (..., p, p), optional
+        Eigenvectors, if known.
     """
 
     def __init__(self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | None = None) -> None:
@@ -30,7 +32,7 @@ class FactorEigen:
 
     @property
     def values(self) -> Tensor | None:
-        """Eigenvalues, ascending, at least zero: rounding leaves those of a semidefinite matrix a little below."""
+        """Eigenvalues, ascending; slightly negative values, which rounding causes, are clamped to zero."""
         if self._values is None and self.lower is not None:
             self._values = torch.linalg.eigvalsh(self.lower, UPLO="L").clamp_min(0.0)
         return self._values
@@ -40,30 +42,30 @@ class FactorEigen:
         """Eigenvectors; None for the identity."""
         if self._vectors is None and self.lower is not None:
             values, self._vectors = torch.linalg.eigh(self.lower, UPLO="L")
-            if self._values is None:  # else answers were given with those
+            if self._values is None:  # else keep the eigenvalues already returned
                 self._values = values.clamp_min(0.0)
         return self._vectors
 
     @property
     def made(self) -> bool:
-        """Whether eigenvectors are there, or will never be."""
+        """Whether eigenvectors are computed, or not needed."""
         return self._vectors is not None or self.lower is None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorEigen:
-        """The same elsewhere."""
+        """The same decomposition on another device, or in another floating type."""
         return FactorEigen(*(None if v is None else v.to(device, dtype) for v in (self.lower, self._values,
                                                                                   self._vectors)))
 
 
 class Eigenbasis:
-    """Eigenvectors of a part, and KFAC's eigenvalues in them.
+    """Eigenvectors of a parameter block, and the eigenvalues of its Kronecker factors.
 
     Parameters
     ----------
     outer, inner : FactorEigen, optional
-        Of Σ b bᵀ and Σ a aᵀ of a Kronecker part; None for other parts.
+        Of Σ b bᵀ and Σ a aᵀ of a Kronecker block; None for other kinds.
     scales : tuple of float
-        What the eigenvalues of either are multiplied by.
+        Multipliers of the eigenvalues of `outer` and `inner`.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class Eigenbasis:
 
     @classmethod
     def of(cls, summary: Summary) -> Eigenbasis:
-        """Of a summary's factors; a block or a diagonal has none."""
+        """Eigenbasis of a summary's factors; empty for an exact block or a diagonal."""
         if summary.block.kind != "kronecker":
             return cls()
         left, right = summary.sums["left"], FactorEigen(summary.sums["right"])
@@ -97,16 +99,16 @@ class Eigenbasis:
 
     @property
     def made(self) -> bool:
-        """Whether eigenvectors are there."""
+        """Whether eigenvectors are computed."""
         return all(side is None or side.made for side in (self._outer, self._inner))
 
     def scaled(self, table: bool, factor: float) -> Eigenbasis:
-        """For Λ multiplied by a number; of a `table`, the inner side knows of it."""
+        """Eigenbasis for Λ multiplied by `factor`, which scales the outer side, or the inner side of a `table`."""
         outer, inner = self._scales
         scales = (outer, inner * factor) if table else (outer * factor, inner)
         return Eigenbasis(self._outer, self._inner, scales)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Eigenbasis:
-        """The same eigenbasis elsewhere."""
+        """The same eigenbasis on another device, or in another floating type."""
         sides = (None if side is None else side.to(device, dtype) for side in (self._outer, self._inner))
         return Eigenbasis(*sides, self._scales)

@@ -1,4 +1,4 @@
-"""Weight space in full: the Laplace-GGN posterior from H = JᵀΛJ + P0, (P, P)."""
+"""Full weight space: the Laplace-GGN posterior from H = JᵀΛJ + P0, (P, P)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PANEL = 192 * 2**20
 
 
 def accumulate_ggn(ggn: Tensor, rows: Jacobian, shapes: dict[str, torch.Size]) -> None:
-    """JᵀΛJ += (SᵀJ)ᵀ(SᵀJ) for rows of SᵀJ; the lower triangle alone."""
+    """JᵀΛJ += (SᵀJ)ᵀ(SᵀJ) for rows of SᵀJ; lower triangle only."""
     add_outer_lower_(ggn, rows.dense(shapes).flatten(0, 1))
 
 
@@ -34,7 +34,7 @@ class FullWeightSpace:
     Parameters
     ----------
     ggn : Tensor, (P, P)
-        JᵀΛJ, its lower triangle.
+        Lower triangle of JᵀΛJ.
     prior : GaussianPrior
     shapes : dict of str to torch.Size
         The parameters, in order.
@@ -63,17 +63,17 @@ class FullWeightSpace:
         return cholesky_log_det(self.factor) - self._log_det_prior
 
     def effective_parameters(self) -> Tensor:
-        """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group."""
+        """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
         used = self.prior_precision * inverse_diagonal(self.factor, 1).flatten()
         return self._group_counts - torch.zeros_like(self._group_counts).index_add_(0, self._groups, used)
 
     def spectrum(self) -> Tensor:
-        """Eigenvalues of P0^-½ JᵀΛJ P0^-½, (P,), ascending: those of SᵀKS, and zeros."""
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½, (P,), ascending; the nonzero ones are those of SᵀKS."""
         scale = self.prior_precision.rsqrt()
         return torch.linalg.eigvalsh(self._ggn * scale * scale.unsqueeze(1), UPLO="L")
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B for prior precisions all multiplied by each of `factors` (m,)."""
+        """log det B with all prior precisions multiplied by each of `factors` (m,): (m,)."""
         return log_det_curve(self.spectrum(), factors)
 
     def solve(self, gradient: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class FullWeightSpace:
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, the blocks (n, C, C) alone."""
+        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         k, n = rows.num_cotangents, rows.num_examples
         step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
         blocks = self.factor.new_empty(n, k, k)
@@ -94,7 +94,7 @@ class FullWeightSpace:
         return blocks
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V between rows that come later and these, of one seed."""
+        """V between later rows and these, which have one cotangent."""
         solved = solve_spd(self.factor, rows.dense(self.shapes)[0].T).T
         sizes = [shape.numel() for shape in self.shapes.values()]
         named = dict(zip(self.shapes, solved.split(sizes, dim=1), strict=True))
@@ -113,7 +113,7 @@ class FullWeightSpace:
         return half.T @ half
 
     def _half(self, rows: Jacobian) -> Tensor:
-        """L⁻¹Jᵀ with H = L Lᵀ, (P, K*n), seed-major."""
+        """L⁻¹Jᵀ with H = L Lᵀ, (P, K*n), cotangents first."""
         return solve_lower(self.factor, rows.dense(self.shapes).flatten(0, 1).T)
 
     # --- samples

@@ -1,6 +1,6 @@
 """Function space: the Laplace-GGN posterior from B = I + SᵀKS, a matrix over data instead of parameters.
 
-Everything that depends on a hyperparameter hangs on one factorization of B. The Jacobian rows are made once.
+A change of a hyperparameter requires only a new factorization of B. The Jacobian rows are computed once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ntk_laplace.resources import require_memory
 
 __all__ = ["FunctionSpace"]
 
-_PANEL = 192 * 2**20  # bytes of whitened cross-covariances held at a time
+_PANEL = 192 * 2**20  # bytes of whitened cross-covariances at a time
 
 
 class FunctionSpace:
@@ -36,8 +36,8 @@ class FunctionSpace:
     Parameters
     ----------
     rows : Jacobian
-        Rows of J at the training points, one seed per output; or those of SᵀJ if `root` is None.
-    root : Tensor, (N, C, R), or None
+        Rows of J at the training points, one cotangent per output.
+    root : Tensor, (N, C, R)
         S with S Sᵀ = Λ.
     prior : GaussianPrior
     shapes : dict of str to torch.Size
@@ -66,7 +66,7 @@ class FunctionSpace:
         return cholesky_log_det(self.factor)
 
     def effective_parameters(self) -> Tensor:
-        """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group."""
+        """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
         if any(isinstance(group, slice) for group in self._groups.values()):
             return self._effective_by_columns()
         if self._num_groups == 1:
@@ -76,7 +76,7 @@ class FunctionSpace:
 
     @cached_property
     def _effective_by_group(self) -> Tensor:
-        """The same for several groups; B⁻¹ is made in panels of columns, and each meets the group's SᵀK_gS in tiles."""
+        """γ_g for several groups: B⁻¹ in panels of columns, each multiplied by tiles of SᵀK_gS."""
         k, n = self.weighted.num_cotangents, self.weighted.num_examples
         total = self.factor.new_zeros(self._num_groups)
         diagonal = []
@@ -84,7 +84,7 @@ class FunctionSpace:
             first, width = start // k, panel.shape[1] // k
             panel = panel.view(n - first, k, width, k)
             diagonal.append(panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone())
-            panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: the columns to the right are these rows
+            panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: count the upper triangle too
             below, own = self.weighted.subset(slice(first, n)), self.weighted.subset(slice(first, first + width))
             for group in range(self._num_groups):
                 variances = {name: v for name, v in self.variances.items() if self._groups[name] == group}
@@ -94,7 +94,7 @@ class FunctionSpace:
         return total
 
     def _effective_by_columns(self) -> Tensor:
-        """The same for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
+        """γ_g for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
         total = self.factor.new_zeros(self._num_groups)
         dense = self.weighted.dense(self.shapes).transpose(0, 1).flatten(0, 1)
         step = max(1, _PANEL // (dense.shape[0] * dense.element_size()))
@@ -105,34 +105,35 @@ class FunctionSpace:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, made only for an explanation."""
+        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, computed only for explanations."""
         require_memory(self.factor.nbytes, self.factor.device, "the inverse of B",
                        "Use fewer training points, or a structured posterior.")
         return inverse_from_cholesky(self.factor)
 
     @cached_property
     def inverse_blocks(self) -> Tensor:
-        """[B⁻¹]_nn, (N, R, R), without the rest of B⁻¹ unless that is there; SᵀV_nnS = I - [B⁻¹]_nn."""
+        """Diagonal blocks [B⁻¹]_nn, (N, R, R), from B⁻¹ if it is stored; SᵀV_nnS = I - [B⁻¹]_nn."""
         n, r = self.weighted.num_examples, self.weighted.num_cotangents
         if "inverse" in vars(self):
             return self.inverse.view(n, r, n, r).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
         return inverse_diagonal(self.factor, r)
 
     def sensitivity(self, left_inverse: Tensor) -> Tensor:
-        """∂ log det B/∂Λ_n for Λ_n that keep their range: Lᵀ(I - [B⁻¹]_nn)L with L S = I, for V_nn itself, (N, C, C).
+        """∂ log det B/∂Λ_n for changes dΛ_n within the range of Λ_n: Lᵀ(I - [B⁻¹]_nn)L, (N, C, C).
 
-        Any dΛ_n = S E Sᵀ has E = L dΛ_n Lᵀ, and tr(V_nn dΛ_n) = tr(SᵀV_nnS E).
+        `left_inverse` is L (N, R, C) with L S = I. The result replaces V_nn: any dΛ_n = S E Sᵀ has E = L dΛ_n Lᵀ,
+        and tr(V_nn dΛ_n) = tr(SᵀV_nnS E).
         """
         seen = torch.eye(self.weighted.num_cotangents).to(self.factor) - self.inverse_blocks
         return left_inverse.mT @ seen @ left_inverse
 
     def spectrum(self) -> Tensor:
-        """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; B itself is formed anew, its factor has taken its place."""
+        """Eigenvalues of SᵀKS = B - I, (N*R,), ascending. SᵀKS is recomputed, because the factor overwrote B."""
         matrix = gram_lower(self.weighted, self.variances)
         return torch.linalg.eigvalsh(matrix, UPLO="L")
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B for prior precisions all multiplied by each of `factors` (m,)."""
+        """log det B with all prior precisions multiplied by each of `factors` (m,): (m,)."""
         return log_det_curve(self.spectrum(), factors)
 
     def solve(self, gradient: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class FunctionSpace:
         return cross_gram(self.weighted, rows, self.variances)
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), the blocks (n, C, C) alone."""
+        """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), diagonal blocks (n, C, C)."""
         blocks = diagonal_blocks(rows, self.variances)
         k, n = rows.num_cotangents, rows.num_examples
         step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
@@ -172,7 +173,7 @@ class FunctionSpace:
 
 
 def prior_variances(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """One over the precision of each parameter, a number or one per entry."""
+    """Prior variance, one over the precision, of each parameter: one number, or one per entry."""
     with torch.no_grad():
         return {name: prior.tensor_precision(name).reciprocal().reshape(-1) for name in shapes}
 

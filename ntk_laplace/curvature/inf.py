@@ -1,7 +1,7 @@
-"""INF: a low-rank part with Kronecker eigenvectors plus the diagonal that keeps the exact one ([S20] section 2).
+"""INF: a low-rank term with Kronecker eigenvectors plus a diagonal that makes H's diagonal exact ([S20] section 2).
 
-H = R U Λ Uᵀ R + D + P0 on one part, U = U_g ⊗ U_a of a few eigenvectors on each side, R = I unless [S20] lemma 3 is
-violated. Determinant, solves and samples cost O(L³) in L = |U_g| |U_a|; U itself is never formed.
+H = R U Λ Uᵀ R + D + P0 on one parameter block. U = U_g ⊗ U_a has a few eigenvectors on each side; R = I unless [S20]
+lemma 3 is violated. Determinant, solves and samples cost O(L³) in L = |U_g| |U_a|; U itself is never formed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["InfBlock", "LowRank", "chosen_rank"]
 
 
 def chosen_rank(values: Tensor, rank: int | float | str) -> int:
-    """How many of the largest eigenvalues `rank` asks for, none of them zero.
+    """Number of largest eigenvalues that `rank` selects; zero eigenvalues are excluded.
 
     Parameters
     ----------
     values : Tensor
         Eigenvalues, any shape.
     rank : int, float or str
-        A number of them; a fraction in (0, 1]; or "trace:0.95", as many as carry that share of the trace.
+        A number; a fraction in (0, 1]; or "trace:0.95", as many as reach that share of the trace.
     """
     ordered = values.flatten().double().sort(descending=True).values
     positive = int((ordered > ordered[0] * torch.finfo(values.dtype).eps).sum()) if len(ordered) else 0
@@ -46,11 +46,12 @@ def chosen_rank(values: Tensor, rank: int | float | str) -> int:
 
 
 def check_rank(rank: int | float | str) -> None:
-    """Refuse a rank that means nothing.
+    """Raise an error for an invalid rank.
 
     Raises
     ------
     HyperparameterError
+        If it is none of the forms that `chosen_rank` accepts.
     """
     good = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
     good = good or (isinstance(rank, float) and 0.0 < rank <= 1.0)
@@ -66,14 +67,14 @@ def check_rank(rank: int | float | str) -> None:
 
 @dataclass(frozen=True)
 class LowRank:
-    """Which eigenvectors are kept.
+    """The kept eigenvectors of one parameter block.
 
     Attributes
     ----------
     left, right : Tensor, (o, p) and (i, q)
         U_g and U_a; L = p q.
     rows, columns : Tensor
-        Their places among all eigenvectors.
+        Their indices among all eigenvectors of each side.
     """
 
     left: Tensor
@@ -83,48 +84,48 @@ class LowRank:
 
     @classmethod
     def keep(cls, block: ParameterBlock, basis: Basis, values: Tensor, rank: int | float | str) -> LowRank:
-        """Eigenvectors of both sides that the largest eigenvalues (1, o, i) touch ([S20] 2)."""
+        """Keep the eigenvectors of both sides that belong to the largest eigenvalues (1, o, i) ([S20] 2)."""
         o, i = block.entries[1:]
         top = values[0].flatten().topk(chosen_rank(values, rank)).indices
         rows, columns = torch.unique(top // i), torch.unique(top % i)
         return cls(_columns(basis.left, o, rows, values), _columns(basis.right, i, columns, values), rows, columns)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LowRank:
-        """The same elsewhere."""
+        """The same eigenvectors on another device, or in another floating type."""
         left, right = (side.to(device, dtype) for side in (self.left, self.right))
         return LowRank(left, right, self.rows.to(device), self.columns.to(device))
 
     @property
     def size(self) -> int:
-        """L."""
+        """L, the rank."""
         return self.left.shape[1] * self.right.shape[1]
 
 
 def _columns(side: Tensor | None, size: int, chosen: Tensor, like: Tensor) -> Tensor:
     if side is not None:
         return side[0][:, chosen]
-    unit = like.new_zeros(size, len(chosen))  # never the identity: a vocabulary is long
+    unit = like.new_zeros(size, len(chosen))  # not a slice of the identity: a vocabulary is large
     unit[chosen, torch.arange(len(chosen), device=like.device)] = 1.0
     return unit
 
 
 class InfBlock:
-    """H on one part, for one setting of the precisions.
+    """H on one parameter block, for one setting of the precisions.
 
     Parameters
     ----------
-    part : ParameterBlock
-        With one group.
+    block : ParameterBlock
+        A block with G = 1.
     low : LowRank
     moments : Tensor, (1, o, i)
         Second moments in the eigenbasis.
     exact : Tensor, (1, o, i)
         Diagonal of JᵀΛJ.
     precision : Tensor, () or (1, o, i)
-        δ.
+        Prior precision δ.
     violation : str
-        "shrink": where the low-rank part's diagonal exceeds the exact one, its row and column are scaled down to
-        it. "raise": leave it, and refuse a precision that does not make up for it.
+        Where the diagonal of the low-rank term exceeds the exact one: "shrink" scales its row and column down to the
+        exact diagonal; "raise" leaves it, and raises an error if D + P0 is not positive.
     """
 
     homogeneous = True
@@ -148,13 +149,13 @@ class InfBlock:
         return self._low_diagonal(self.kept)
 
     def excess(self) -> Tensor:
-        """Where U Λ Uᵀ exceeds the exact diagonal: by how much of it, (o, i), else zero ([S20] lemma 3)."""
+        """Excess of the diagonal of U Λ Uᵀ over the exact diagonal, (o, i), at least zero ([S20] lemma 3)."""
         over = self.low_diagonal() - self.exact
         rounding = 64 * torch.finfo(over.dtype).eps * self.exact.abs().amax()
         return torch.where(over > rounding, over, torch.zeros_like(over))
 
     def zeros(self) -> int:
-        """How many of the L kept eigenvalues are zero but for rounding ([S20] lemma 3's other condition)."""
+        """Number of the L kept eigenvalues that are zero up to rounding ([S20] lemma 3, second condition)."""
         return int((self.kept <= self.kept.max() * torch.finfo(self.kept.dtype).eps).sum())
 
     def _require_positive(self) -> None:
@@ -170,7 +171,7 @@ class InfBlock:
                 'Use INF(violation="shrink"), a smaller rank or a larger precision.',
             )
 
-    # --- the pieces, as functions of λ and the exact diagonal, so that autograd can differentiate them
+    # --- the terms of H, as functions of λ and the exact diagonal, so that autograd can differentiate them
 
     def _low_diagonal(self, kept: Tensor) -> Tensor:
         return self.low.left.square() @ kept @ self.low.right.square().T
@@ -184,36 +185,36 @@ class InfBlock:
         return torch.where(over, (exact / safe).clamp_min(0.0), torch.ones_like(low))
 
     def _scale(self, kept: Tensor, exact: Tensor) -> Tensor:
-        """R's diagonal; it stays zero, derivative and all, at entries that no example reaches, as of a dead unit."""
+        """Diagonal of R; zero with zero derivative where the exact diagonal is zero, such as at a dead unit."""
         squared = self._scale_squared(kept, exact)
         zero = squared == 0
         return torch.where(zero, torch.zeros_like(squared), torch.where(zero, 1.0, squared).sqrt())
 
     def _diagonal(self, kept: Tensor, exact: Tensor) -> Tensor:
-        """D, so that diagonals agree: exactly zero where the low-rank part was scaled down."""
+        """D, which makes the diagonal exact; zero where the low-rank term is scaled down."""
         low = self._low_diagonal(kept)
         if self.violation == "raise":
             return exact - low
         return torch.where(low > exact, torch.zeros_like(low), exact - low)
 
     def _inner(self, kept: Tensor, weights: Tensor) -> Tensor:
-        """Λ^½ Uᵀ diag(w) U Λ^½ for w (o, i), (L, L): [S20]'s V_sᵀV_s, never through U."""
+        """Λ^½ Uᵀ diag(w) U Λ^½ for w (o, i), (L, L): V_sᵀV_s of [S20], without forming U."""
         left, right = self.low.left, self.low.right
-        if self.block.table:  # unit vectors: no token but the chosen ones has a part in it
+        if self.block.table:  # unit vectors: only the chosen tokens contribute
             left, weights = left[self.low.rows], weights[self.low.rows]
         p, q = left.shape[1], right.shape[1]
         pairs = torch.einsum("op,or->opr", left, left).flatten(1)  # (o, p²)
         sides = weights.T @ pairs  # (i, p²)
         both = torch.einsum("iq,is->iqs", right, right).flatten(1).T @ sides  # (q², p²)
         matrix = both.view(q, q, p, p).permute(2, 0, 3, 1).reshape(p * q, p * q)
-        # a floor far below rounding: log det is linear in an eigenvalue at zero, where its root has an infinite slope
+        # a floor far below rounding: the square root has an infinite slope at a zero eigenvalue, but log det has not
         limits = torch.finfo(kept.dtype)
         floor = max(limits.eps**2 * float(kept.detach().max()), limits.tiny)
         root = (kept.clamp_min(0.0) + floor).sqrt().flatten()
         return matrix * root * root.unsqueeze(1)
 
     def _log_det(self, kept: Tensor, exact: Tensor, log_precision: Tensor) -> Tensor:
-        """log det (I + P0^-½ (JᵀΛJ) P0^-½) on this part."""
+        """log det (I + P0^-½ (JᵀΛJ) P0^-½) on this parameter block, for this approximation of JᵀΛJ."""
         precision = log_precision.exp()
         total = self._diagonal(kept, exact) + precision  # D' = D + P0
         weights = self._scale_squared(kept, exact) / total
@@ -224,7 +225,7 @@ class InfBlock:
 
     @cached_property
     def _pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """1/D', R and the Cholesky factor of I + V_sᵀV_s."""
+        """1/D' with D' = D + P0, R, and the Cholesky factor of I + V_sᵀV_s."""
         weights = 1.0 / (self._diagonal(self.kept, self.exact) + self.precision)
         scale = self._scale(self.kept, self.exact)
         inner = self._inner(self.kept, scale.square() * weights)
@@ -234,12 +235,12 @@ class InfBlock:
     # --- evidence
 
     def log_det(self) -> Tensor:
-        """log det B on this part, in double precision: [S20]'s determinant in the low-rank dimension."""
+        """log det B on this parameter block, in double precision, from a determinant of size L ([S20])."""
         weights, _, factor = self._pieces
         return cholesky_log_det(factor).double() - torch.log(weights * self.precision).double().sum()
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """The same with the precision multiplied by each of `factors` (m,)."""
+        """log det B with the precision multiplied by each of `factors` (m,): (m,)."""
         return torch.stack([
             self._log_det(self.kept, self.exact, (self.precision * factor).log()) for factor in factors.to(self.exact)
         ])
@@ -266,7 +267,7 @@ class InfBlock:
         """F z with F Fᵀ = H⁻¹ for z (..., 1, o, i): [S20] Eq. 9 with the symmetric root of I + V_sV_sᵀ."""
         weights, _, _ = self._pieces
         values, vectors = self._inner_eigen
-        # (I + V Vᵀ)^-½ = I - V Q diag((1 - (1+g)^-½)/g) Qᵀ Vᵀ, whose quotient has the limit ½ at g = 0
+        # (I + V Vᵀ)^-½ = I - V Q diag((1 - (1+g)^-½)/g) Qᵀ Vᵀ; the quotient has the limit ½ at g = 0
         grown = (1.0 + values).sqrt()
         quotient = 1.0 / (grown * (1.0 + grown))
         root = weights.sqrt()
@@ -277,7 +278,7 @@ class InfBlock:
     def _inner_eigen(self) -> tuple[Tensor, Tensor]:
         weights, scale, _ = self._pieces
         values, vectors = torch.linalg.eigh(self._inner(self.kept, scale.square() * weights))
-        return values.clamp_min(0.0), vectors  # rounding leaves eigenvalues of a Gram matrix a little below zero
+        return values.clamp_min(0.0), vectors  # rounding makes eigenvalues of a Gram matrix slightly negative
 
     def _down(self, values: Tensor) -> Tensor:
         """Λ^½ Uᵀ R v, (..., 1, p, q)."""
@@ -293,7 +294,7 @@ class InfBlock:
     # --- covariance of f
 
     def blocks(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ on this part, (n, K, K)."""
+        """J H⁻¹ Jᵀ on this parameter block, (n, K, K)."""
         weights, _, _ = self._pieces
         own = self.block.rows(rows)
         half = self._half(rows)
@@ -302,23 +303,23 @@ class InfBlock:
         return own.blocks(weights.unsqueeze(0)) - half @ half.mT
 
     def joint(self, rows: Jacobian) -> Tensor:
-        """The same, joint and interleaved."""
+        """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
         weights, _, _ = self._pieces
         half = self._half(rows)
         return self.block.rows(rows).joint(weights.unsqueeze(0)) - half.T @ half
 
     def _half(self, rows: Jacobian) -> Tensor:
-        """C^-½ Λ^½ Uᵀ R D'⁻¹ Jᵀ, (L, n*K)."""
+        """L_C⁻¹ Λ^½ Uᵀ R D'⁻¹ Jᵀ with L_C L_Cᵀ = I + V_sᵀV_s, (L, n*K)."""
         weights, scale, factor = self._pieces
         own = self.block.rows(rows)
         inner = own.project((scale * weights).unsqueeze(0), self.low.left.unsqueeze(0), self.low.right.unsqueeze(0))
         inner = inner[:, :, 0] * self.kept.clamp_min(0.0).sqrt()  # (n, K, p, q)
         return solve_lower(factor, inner.flatten(2).flatten(0, 1).T)
 
-    # --- how it moves with Λ
+    # --- derivatives in Λ
 
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
-        """∂ log det H/∂Λ_n (n, C, C), the kept eigenvectors held; with a vector z, ∂ zᵀHz/∂Λ_n."""
+        """∂ log det H/∂Λ_n (n, C, C) with the kept eigenvectors fixed; with a vector z, ∂ zᵀHz/∂Λ_n."""
         with torch.enable_grad():
             kept, exact = (t.detach().requires_grad_() for t in (self.kept, self.exact))
             value = self._quadratic(kept, exact, vector) if vector is not None else (
@@ -340,7 +341,7 @@ class InfBlock:
         return (kept * inner.square()).sum() + (self._diagonal(kept, exact) * z.square()).sum()
 
     def information(self) -> Tensor:
-        """The part's approximation of JᵀΛJ, (p, p); for small parts."""
+        """The approximation of JᵀΛJ on this parameter block, (p, p); for small blocks."""
         _, scale, _ = self._pieces if self.violation != "raise" else (None, torch.ones_like(self.exact), None)
         basis = torch.einsum("op,iq->oipq", self.low.left, self.low.right).flatten(2) * scale.unsqueeze(-1)
         flat = basis.flatten(0, 1)

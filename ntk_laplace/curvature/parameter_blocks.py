@@ -1,7 +1,7 @@
-"""Parts: which parameters share a factorization, and in which form.
+"""Parameter blocks: the parameters that share one factorization, and its kind.
 
-A layer's weight, and its bias if both stand under one precision, is a Kronecker part; whatever has no such form is
-an exact block if it is small, an exact diagonal if not. Parts are independent of each other.
+A layer's weight, with its bias if both have the same prior precision, is a Kronecker block. Other parameters are an
+exact block if they are small, else an exact diagonal. H has no entries between parameter blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST_BLOCK = 1024  # entries of a tensor that gets an exact block
 
 @dataclass(frozen=True)
 class ParameterBlock:
-    """Entries of θ that one factorization covers, in the eigenbasis (G, o, i), i running fastest.
+    """Entries of θ that one factorization covers, as (G, o, i) with i fastest.
 
     Attributes
     ----------
@@ -36,17 +36,17 @@ class ParameterBlock:
     weight : str
         The parameter.
     bias : str or None
-        The bias that is its last column.
+        The bias that is the last column, if there is one.
     entries : tuple of int
-        (G, o, i), the bias's column included.
+        (G, o, i), including the bias's column.
     numel : int
         Entries of the whole weight.
     index : Tensor or None, (G*o*i,)
-        Where the weight's entries lie in its flat order, if elsewhere.
+        Positions of the entries in the weight's flat order; None if the two orders are the same.
     group : int or None
-        The one of all groups of a grouped convolution that this part is; None for all of them.
+        Group of a grouped convolution that this block covers; None for all groups.
     table : bool
-        The weight is an embedding: o runs over tokens, and that side's factor is diagonal.
+        The weight is an embedding: o is the token, and the factor of that side is diagonal.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class ParameterBlock:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Parameters it covers."""
+        """Names of the parameters."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
@@ -71,7 +71,7 @@ class ParameterBlock:
 
     @property
     def numbers(self) -> int:
-        """Numbers kept for it at most: sums, eigenvectors, second moments and an exact diagonal."""
+        """Upper bound of the stored numbers: sums, eigenvectors, second moments and an exact diagonal."""
         g, o, i = self.entries
         left = o if self.table else o * o
         return {
@@ -86,10 +86,10 @@ class ParameterBlock:
         times = f"{g} times " if g > 1 else ""
         return f"{' + '.join(self.names)}: {self.kind} {times}{form}"
 
-    # --- between θ and the eigenbasis
+    # --- between θ and (G, o, i)
 
     def gather(self, vector: dict[str, Tensor]) -> Tensor:
-        """Entries of tensors by name, (..., P's own shapes), in the eigenbasis: (..., G, o, i)."""
+        """Gather the block's entries from tensors by name, (..., parameter shape): (..., G, o, i)."""
         weight = vector[self.weight]
         columns = self.entries[2] - (self.bias is not None)
         weight = weight if self.index is None else weight[..., self.index]
@@ -101,14 +101,14 @@ class ParameterBlock:
         return torch.cat([weight, bias], -1)
 
     def scatter_(self, vector: dict[str, Tensor], values: Tensor) -> None:
-        """Write values (..., G, o, i) to their places in flat tensors by name, in place."""
+        """Write values (..., G, o, i) to their positions in flat tensors by name, in place."""
         columns = self.entries[2] - (self.bias is not None)
         self._write(vector[self.weight], values[..., :columns].flatten(-2), self.index)
         if self.bias is not None:
             self._write(vector[self.bias], values[..., columns], None)
 
     def _own(self, values: Tensor) -> Tensor:
-        """Of (..., all groups, o, i), this part's groups."""
+        """Select this block's groups from (..., all groups, o, i)."""
         return values if self.group is None else values[..., self.group : self.group + 1, :, :]
 
     def _write(self, target: Tensor, values: Tensor, index: Tensor | None) -> None:
@@ -120,7 +120,7 @@ class ParameterBlock:
     # --- rows
 
     def rows(self, rows: Jacobian) -> BlockRows:
-        """Rows of a data set, those entries alone."""
+        """Rows of a data set, restricted to this block's entries."""
         mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
         own = [block for block in mine if self._has_form_of(block)]
         if len(own) == 1 and (len(mine) == 1 or self.index is not None):
@@ -128,12 +128,12 @@ class ParameterBlock:
         return self._written(rows, mine)
 
     def sums(self, rows: Jacobian) -> FusedBlockSums | None:
-        """Of a layer whose output gradients came added up: those sums; None where its rows are at hand.
+        """Fused sums of a layer; None if `rows` contains its rows.
 
         Raises
         ------
         UnsupportedError
-            If the graph reaches these parameters in several ways, and one of them came added up.
+            If the graph uses these parameters in several ways, and one of them is fused.
         """
         mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
         if not any(isinstance(block, FusedSums) for block in mine):
@@ -147,7 +147,7 @@ class ParameterBlock:
 
     @property
     def layer(self) -> FusedLayer | None:
-        """The layer whose added-up output gradients are enough, its bias with it; None if there is none."""
+        """Shape of the layer whose fused sums are sufficient, with its bias; None if fused sums are not."""
         return None if self.index is not None else FusedLayer(self.entries[1], (self.bias,))
 
     def _has_form_of(self, block: Block) -> bool:
@@ -158,7 +158,7 @@ class ParameterBlock:
         if (block.index is None) != (self.index is None) or block.b.shape[4] != self.entries[1]:
             return False
         if self.bias is not None and block.bias != self.bias:
-            return False  # this batch's graph takes the bias elsewhere, or not at all
+            return False  # this batch's graph uses the bias elsewhere, or not at all
         return self.index is None or block.index is self.index or torch.equal(block.index, self.index)
 
     def _factored(self, block: Outer | Lookup) -> BlockRows:
@@ -170,7 +170,7 @@ class ParameterBlock:
         return OuterRows(b, a, ones=self.bias is not None)
 
     def _written(self, rows: Jacobian, mine: list[Block]) -> DenseRows:
-        """Whatever form the rows have: written out, added up over blocks."""
+        """Rows written out and summed over blocks of any kind."""
         total: dict[str, Tensor] = {}
         for block in mine:
             for name, values in _written_names(block, set(self.names)).items():
@@ -193,24 +193,29 @@ def _written_names(block: Block, names: set[str]) -> dict[str, Tensor]:
 
 
 def diagonal_block(name: str, size: int) -> ParameterBlock:
-    """The exact diagonal of one parameter, whatever its form."""
+    """Parameter block for the exact diagonal of one parameter of any kind."""
     return ParameterBlock("diagonal", name, None, (1, 1, size), size)
 
 
 def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
                           split_groups: bool = False) -> list[ParameterBlock]:
-    """Parts of the parameters that some rows name.
+    """Divide the parameters in some rows into parameter blocks.
 
     Parameters
     ----------
     rows : Jacobian
-        Of a few examples, with their factors kept.
+        Rows of a few examples, with their factors kept.
     prior : GaussianPrior
-        A weight and its bias share a Kronecker part only under one precision.
+        A weight and its bias share a Kronecker block only if they have the same precision.
     form : str
-        "kronecker": factors where there are some. "diagonal": no off-diagonal entry at all.
+        "kronecker": Kronecker blocks where rows have factors. "diagonal": only diagonals.
     split_groups : bool
-        One part for each group of a grouped convolution.
+        One parameter block for each group of a grouped convolution.
+
+    Warns
+    -----
+    NTKLaplaceWarning
+        If a parameter without factors is too large for an exact block.
     """
     parts: list[ParameterBlock] = []
     for cluster in clusters(rows.blocks):

@@ -1,4 +1,4 @@
-"""Forms of structured weight space: which sums are kept, and the algebra they become."""
+"""Structure specifications: the sums that each structure stores, and the factorization built from them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ["EKFAC", "INF", "KFAC", "STRUCTURE_SPECS", "Diagonal", "StructureSpec
 
 @dataclass(frozen=True)
 class StructureSpec:
-    """Base of the structured forms.
+    """Base class of the structure specifications.
 
     Attributes
     ----------
     name : str
-        What `structure=` calls it.
+        Name for `structure=`.
     kind : str
-        "kronecker" or "diagonal": what parts may be.
+        "kronecker" or "diagonal": the `form` of the parameter blocks.
     second_pass : bool
-        A second pass over the data collects second moments in the first one's eigenbasis.
+        Whether a second pass over the data computes second moments in the eigenbasis of the first.
     squares : bool
-        That pass collects the exact diagonal too.
+        Whether the second pass also computes the exact diagonal.
     """
 
     name: ClassVar[str]
@@ -44,15 +44,16 @@ class StructureSpec:
     squares: ClassVar[bool] = False
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None]) -> FusedLayers:
-        """Which sums over the data are all that the first pass asks of those weights' layers."""
+        """Layers of these weights, with the fused sums that are sufficient for the first pass."""
         return FusedLayers(weights, squared=self.kind == "diagonal")
 
     def check(self, prior: GaussianPrior) -> None:
-        """Refuse a prior that the structure cannot hold.
+        """Raise an error for a prior that the structure does not support.
 
         Raises
         ------
         HyperparameterError
+            If the prior has one precision per parameter, and the eigenvectors mix parameters.
         """
         if self.kind == "kronecker" and prior.groups == "parameter" and not self.squares:
             raise HyperparameterError(
@@ -62,11 +63,11 @@ class StructureSpec:
             )  # fmt: skip
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[Any]:
-        """What else belongs to each part once the data have passed: nothing."""
+        """Extra state of each parameter block after the fit; None by default."""
         return [None] * len(summaries)
 
     def algebra(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
-        """Algebra of one part at one precision, 0-d or (G, o, i)."""
+        """Factorization of H on one parameter block at one precision, 0-d or (G, o, i)."""
         if summary.block.kind == "diagonal":
             values = summary.sums["squares"]
             return SpectralBlock(summary.block, Basis(None, None), values, precision)
@@ -75,12 +76,12 @@ class StructureSpec:
         return self.kronecker(summary, eigenbasis, extra, precision)
 
     def kronecker(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
-        """Algebra of a Kronecker part."""
+        """Factorization of H on a Kronecker block."""
         raise NotImplementedError
 
 
 def _block(summary: Summary, precision: Tensor) -> DenseParameterBlock:
-    """An exact block: eigenvectors of itself, or of P0^-½ (JᵀΛJ) P0^-½ where every entry has its own precision."""
+    """Eigendecompose an exact block, or P0^-½ (JᵀΛJ) P0^-½ if every entry has its own precision."""
     lower = summary.sums["block"]
     scale = None
     if precision.ndim:
@@ -102,11 +103,11 @@ class KFAC(StructureSpec):
     Parameters
     ----------
     sharing : str
-        How positions that share a weight (pixels, tokens) are counted. "expand" (default): each is an example,
-        A = Σ_nt a aᵀ, B = Σ_nkt b bᵀ. "reduce": inputs are averaged and output gradients added up over positions
-        first. The same where there is one position. Embeddings always expand.
+        Treatment of positions that share a weight (pixels, tokens). "expand" (default): each position is an example,
+        A = Σ_nt a aᵀ, B = Σ_nkt b bᵀ. "reduce": inputs are averaged and output gradients summed over positions
+        first. With one position both are equal. Embeddings always expand.
     damped : bool
-        Put √δ on each factor instead of δ on their product. For the ablation of [I21] A.3 only: it changes the model.
+        Add √δ to each factor instead of δ to their product. For the ablation of [I21] A.3 only: it changes the model.
     """
 
     sharing: str = "expand"
@@ -117,22 +118,22 @@ class KFAC(StructureSpec):
         _check_sharing(self.sharing)
 
     def kronecker(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
-        """λ = β α / count, undamped."""
+        """λ_oi = β_o α_i / count."""
         return KroneckerBlock(summary.block, eigenbasis, summary.sums["count"], self.sharing, precision, self.damped)
 
 
 @dataclass(frozen=True)
 class EKFAC(StructureSpec):
-    """KFAC's eigenvectors with second moments of the examples' own rows in them ([S20]'s EFB): two passes.
+    """KFAC's eigenvectors, with second moments of the examples' rows as eigenvalues (EFB in [S20]): two passes.
 
     Parameters
     ----------
     sharing : str
-        Of the factors whose eigenvectors are taken, as in `KFAC`. With "reduce" and few examples the averaged factors
-        are singular, and the eigenvectors in their null space are arbitrary.
+        Weight sharing of the factors, as in `KFAC`. With "reduce" and few examples the averaged factors are singular,
+        and the eigenvectors in their null space are arbitrary.
     basis : Posterior, optional
-        A KFAC or EKFAC posterior of the same network whose eigenvectors are used: one pass, and fits on disjoint
-        data that share a basis can be merged.
+        A KFAC or EKFAC posterior of the same network whose eigenvectors are used. The fit then needs one pass, and
+        fits on disjoint data with the same basis can be merged.
     """
 
     sharing: str = "expand"
@@ -150,18 +151,18 @@ class EKFAC(StructureSpec):
 
 @dataclass(frozen=True)
 class INF(StructureSpec):
-    """EKFAC's top eigenvalues and the diagonal that keeps the exact one ([S20] section 2): two passes.
+    """EKFAC's largest eigenvalues plus a diagonal that makes the diagonal exact ([S20] section 2): two passes.
 
     Parameters
     ----------
     rank : int, float or str
-        Eigenvalues kept per part: a number, a fraction in (0, 1], or "trace:0.95", as many as carry that share. The
-        eigenvectors they touch on either side are all kept, so L is at least that number; costs are L³.
+        Eigenvalues kept per parameter block: a number, a fraction in (0, 1], or "trace:0.95", as many as reach that
+        share of the trace. Their eigenvectors on both sides are kept, so L is at least that number; costs are O(L³).
     sharing : str
         As in `KFAC`.
     violation : str
-        What to do where the low-rank part's diagonal exceeds the exact one ([S20] lemma 3): "shrink" its row and
-        column to it, with a warning, or "raise" if the prior precision does not make up for it.
+        Where the diagonal of the low-rank term exceeds the exact one ([S20] lemma 3): "shrink" scales its row and
+        column down, with a warning; "raise" raises an error unless the prior precision exceeds the excess.
     basis : Posterior, optional
         As in `EKFAC`.
     """
@@ -181,7 +182,7 @@ class INF(StructureSpec):
             raise UnsupportedError('violation "shrink" or "raise"', repr(self.violation), "Choose one of the two.")
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[LowRank | None]:
-        """The kept eigenvectors of each part; the two conditions of [S20] lemma 3 are checked here."""
+        """The kept eigenvectors of each parameter block; checks the two conditions of [S20] lemma 3."""
         kept: list[LowRank | None] = []
         broken: list[str] = []
         singular: list[str] = []

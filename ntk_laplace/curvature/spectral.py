@@ -1,4 +1,4 @@
-"""H on a part whose curvature has known eigenvectors: KFAC, EKFAC, exact blocks and diagonals."""
+"""H on a parameter block whose curvature has known eigenvectors: KFAC, EKFAC, exact blocks and diagonals."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
 
 
 class SpectralBlock:
-    """H = P0^½ U (λ + 1) Uᵀ P0^½ on one part, written with δ where P0 = δ I.
+    """H = U (λ + δ) Uᵀ on one parameter block; with a scale, H = P0^½ U (λ + 1) Uᵀ P0^½.
 
     Parameters
     ----------
-    part : ParameterBlock
+    block : ParameterBlock
     basis : Basis
         U.
     values : Tensor, (G, o, i)
         λ, at least zero.
     precision : Tensor
-        δ, 0-d; or (G, o, i), which `basis` then must bear: the identity, or that of P0^-½ (JᵀΛJ) P0^-½.
+        δ, 0-d or (G, o, i). The latter requires a `basis` that is the identity, or that of P0^-½ (JᵀΛJ) P0^-½.
     scale : Tensor, (G, o, i), optional
-        P0^-½, if λ and U are those of the scaled matrix; H's own eigenvalues are then relative to P0.
+        P0^-½, if λ and U belong to P0^-½ (JᵀΛJ) P0^-½.
     """
 
     homogeneous = True
@@ -47,17 +47,17 @@ class SpectralBlock:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """Eigenvalues of H⁻¹ (of P0^½ H⁻¹ P0^½ if there is a scale), (G, o, i)."""
+        """Eigenvalues of H⁻¹ (of P0^½ H⁻¹ P0^½ with a scale), (G, o, i)."""
         return 1.0 / (self.values + self._shift)
 
     # --- evidence
 
     def log_det(self) -> Tensor:
-        """log det B = Σ log(1 + λ/δ) on this part, in double precision."""
+        """log det B = Σ log(1 + λ/δ) on this parameter block, in double precision."""
         return torch.log1p((self.values / self._shift).double()).sum()
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """The same with the precision multiplied by each of `factors` (m,)."""
+        """log det B with the precision multiplied by each of `factors` (m,): (m,)."""
         ratio = (self.values / self._shift).double().flatten()
         return torch.stack([torch.log1p(ratio / factor).sum() for factor in factors.double()])
 
@@ -66,11 +66,11 @@ class SpectralBlock:
         return self.values / self._shift
 
     def entry_of(self, values: Tensor) -> Tensor | None:
-        """What belongs to each eigenvalue, of (G, o, i) that belong to each entry; None if eigenvectors mix entries."""
+        """Map per-entry values (G, o, i) to the eigenvalues; None if eigenvectors mix entries."""
         return values if self.basis.right is None and self.basis.left is None else None
 
     def effective(self) -> Tensor:
-        """γ = Σ λ/(λ + δ), 0-d; or entry by entry, (G, o, i), where each has a precision of its own."""
+        """γ = Σ λ/(λ + δ), 0-d; per entry, (G, o, i), if each entry has its own precision."""
         used = self.values * self.inverse
         if self.precision.ndim == 0:
             return used.sum(dtype=torch.float64)
@@ -98,11 +98,11 @@ class SpectralBlock:
     # --- covariance of f
 
     def blocks(self, rows: Jacobian) -> Tensor:
-        """J H⁻¹ Jᵀ on this part, (n, K, K)."""
+        """J H⁻¹ Jᵀ on this parameter block, (n, K, K)."""
         return self._turned(rows).blocks(self.inverse)
 
     def joint(self, rows: Jacobian) -> Tensor:
-        """The same, joint and interleaved."""
+        """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
         return self._turned(rows).joint(self.inverse)
 
     def _turned(self, rows: Jacobian) -> BlockRows:
@@ -110,13 +110,13 @@ class SpectralBlock:
         own = own if self.scale is None else own.scaled(self.scale)
         return own.rotated(self.basis.left, self.basis.right)
 
-    # --- how it moves with Λ
+    # --- derivatives in Λ
 
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
-        """∂ log det H/∂Λ_n (n, C, C), as if the eigenbasis were held; with a vector z, ∂ zᵀHz/∂Λ_n."""
+        """∂ log det H/∂Λ_n (n, C, C) with the eigenbasis fixed; with a vector z, ∂ zᵀHz/∂Λ_n."""
         if vector is None:
             return self._turned(rows).blocks(self.inverse)
-        if self.block.kind == "block":  # J z itself: a block's eigenvectors are made anew when Λ moves
+        if self.block.kind == "block":  # use J z: a block's eigenvectors change with Λ
             pushed = (self.block.rows(rows).written(slice(None)) * vector).flatten(2).sum(2)
             return pushed.unsqueeze(2) * pushed.unsqueeze(1)
         return self._turned(rows).blocks(self.basis.turn(vector).square())
@@ -127,7 +127,7 @@ class SpectralBlock:
         return (self.values * turned.square()).sum(dtype=torch.float64)
 
     def information(self) -> Tensor:
-        """The part's approximation of JᵀΛJ, (p, p); for small parts."""
+        """The approximation of JᵀΛJ on this parameter block, (p, p); for small blocks."""
         size = self.block.size
         eye = torch.eye(size, dtype=self.values.dtype, device=self.values.device).view(size, *self.block.entries)
         half = self.basis.turn(eye).flatten(1) * self.values.expand(self.block.entries).flatten().sqrt()
@@ -139,13 +139,13 @@ class SpectralBlock:
 
 
 class DenseParameterBlock(SpectralBlock):
-    """An exact block, in its own eigenvectors.
+    """H on an exact block, in the eigenvectors of the block.
 
     Parameters
     ----------
-    part : ParameterBlock
+    block : ParameterBlock
     side : FactorEigen
-        Of the block, or of P0^-½ (JᵀΛJ) P0^-½.
+        Eigendecomposition of the block of JᵀΛJ, or of P0^-½ (JᵀΛJ) P0^-½.
     precision, scale
         As in `SpectralBlock`.
     """
@@ -166,26 +166,26 @@ class DenseParameterBlock(SpectralBlock):
 
 
 def _factors(rows: BlockRows) -> bool:
-    """Whether rows are one outer product each."""
+    """Whether each row is one outer product."""
     return isinstance(rows, OuterRows) and rows.single and rows.entries[0] == 1
 
 
 class KroneckerBlock(SpectralBlock):
-    """KFAC: λ_oi = β_o α_i / count ([I21] 9), the factors' eigenvalues undamped, or damped for the ablation.
+    """H on a Kronecker block of KFAC: λ_oi = β_o α_i / count ([I21] 9), undamped, or damped for the ablation.
 
     Parameters
     ----------
-    part : ParameterBlock
+    block : ParameterBlock
     eigenbasis : Eigenbasis
         The factors' eigenvectors and eigenvalues β (G, o) and α (G, i).
     count : Tensor, ()
-        Number of terms in the inputs' factor.
+        Number of terms in the input factor.
     sharing : str
         "expand" or "reduce".
     precision : Tensor, ()
         δ.
     damped : bool
-        (β' + √δ)(α' + √δ), β' = β/√count and α' = α/√count, in place of β'α' + δ ([I21] A.3).
+        Use (β' + √δ)(α' + √δ) with β' = β/√count and α' = α/√count instead of β'α' + δ ([I21] A.3).
     """
 
     def __init__(
@@ -229,10 +229,10 @@ class KroneckerBlock(SpectralBlock):
         return 1.0 / ((self.left + root).unsqueeze(2) * (self.right + root).unsqueeze(1))
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V between rows that come later and these, of one seed.
+        """V between later rows and these, which have one cotangent.
 
-        With H⁻¹'s eigenvalues as a short sum Σ_r u_ro v_ri, and one position, V = Σ_r (bᵀ l_r)(aᵀ h_r) with
-        l_r = U_B (u_r ∘ U_Bᵀ b*), h_r = U_A (v_r ∘ U_Aᵀ a*): neither side's rows are written out.
+        If the eigenvalues of H⁻¹ are a short sum Σ_r u_ro v_ri and there is one position, V = Σ_r (bᵀ l_r)(aᵀ h_r)
+        with l_r = U_B (u_r ∘ U_Bᵀ b*) and h_r = U_A (v_r ∘ U_Aᵀ a*). No rows are written out.
         """
         own = self.block.rows(rows)
         if not _factors(own) or self._separated is None:
@@ -251,7 +251,7 @@ class KroneckerBlock(SpectralBlock):
 
     @cached_property
     def _separated(self) -> tuple[Tensor, Tensor] | None:
-        """u (r, o) and v (r, i) whose products add up to `inverse`; None if they are not few."""
+        """u (r, o) and v (r, i) with Σ_r u_ro v_ri equal to `inverse` up to rounding; None if r would be large."""
         _, o, i = self.block.entries
         found = cross_approximation(self.inverse[0], o * i // (2 * (o + i)))
         return None if found is None else (found[0].to(self.inverse), found[1].to(self.inverse))
@@ -261,7 +261,7 @@ class KroneckerBlock(SpectralBlock):
         return self.log_det_curve(self.precision.new_ones(1)).squeeze(0) if self.damped else super().log_det()
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """The same with the precision multiplied by each of `factors` (m,)."""
+        """log det B with the precision multiplied by each of `factors` (m,): (m,)."""
         if not self.damped:
             return super().log_det_curve(factors)
         root = (factors * self.precision).sqrt().double().view(-1, 1, 1)
@@ -270,7 +270,7 @@ class KroneckerBlock(SpectralBlock):
         return sides.double()
 
     def spectrum(self) -> Tensor | None:
-        """Eigenvalues relative to P0; damped ones do not scale with it."""
+        """Eigenvalues relative to P0; None if damped, because H - P0 then depends on δ."""
         return None if self.damped else super().spectrum()
 
     def effective(self) -> Tensor:
@@ -289,14 +289,14 @@ class KroneckerBlock(SpectralBlock):
         return ((1.0 / self.inverse - self.precision) * self.basis.turn(vector).square()).sum(dtype=torch.float64)
 
     def quadratic_slope(self, vector: Tensor) -> Tensor:
-        """Derivative of `quadratic` in log δ: damping multiplies the factors."""
+        """Derivative of `quadratic` in log δ; zero unless damped."""
         if not self.damped:
             return vector.new_zeros((), dtype=torch.float64)
         sides = 0.5 * self.precision.sqrt() * (self.left.unsqueeze(2) + self.right.unsqueeze(1))
         return (sides * self.basis.turn(vector).square()).sum(dtype=torch.float64)
 
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
-        """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the outputs' factor is linear in Λ, the inputs' knows nothing of it."""
+        """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the output factor is linear in Λ, the input factor independent of it."""
         own = self.block.rows(rows)
         if isinstance(own, LookupRows):
             b = (own.b @ self.basis.right[0]).transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
@@ -310,7 +310,7 @@ class KroneckerBlock(SpectralBlock):
         return pulled.flatten(2) @ b.flatten(2).mT
 
     def _by_outputs(self, vector: Tensor | None) -> Tensor:
-        """Derivative of log det H, or of zᵀHz, in the outputs' factor, in its eigenbasis, (G, o, o)."""
+        """Derivative of log det H, or of zᵀHz, in the output factor, in its eigenbasis, (G, o, o)."""
         shift = self.precision.sqrt() if self.damped else 0.0
         outputs_last = self.block.table
         inputs = (self.left if outputs_last else self.right) + shift

@@ -1,4 +1,4 @@
-"""Structured weight space: H is block diagonal over parts, and each part knows its own algebra."""
+"""Structured weight space: H is block diagonal over parameter blocks, each with its own factorization."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["BlockPrecision", "CrossCovariance", "StructuredWeightSpace", "dense_
 
 @dataclass(frozen=True)
 class CrossCovariance:
-    """V between rows that come later and m rows of one seed that are given, V = J H⁻¹ J*ᵀ.
+    """Lazy cross-covariance V = J H⁻¹ J*ᵀ between later rows J and m fixed rows J* of one cotangent.
 
     Attributes
     ----------
     products : callable
-        From rows (K seeds, N examples) to (K, N, m).
+        Returns V, (K, N, m), for rows of N examples and K cotangents.
     numbers : int
-        That are held for it.
+        Stored numbers.
     """
 
     products: Callable[[Jacobian], Tensor]
@@ -34,13 +34,13 @@ class CrossCovariance:
 
 
 class BlockPrecision(Protocol):
-    """What one part answers for one setting of the hyperparameters; values are in the part's eigenbasis (G, o, i).
+    """Interface of H on one parameter block at fixed hyperparameters; vectors are (..., G, o, i).
 
     Attributes
     ----------
     block : ParameterBlock
     homogeneous : bool
-        Whether c times Λ and P0 make c times H.
+        Whether multiplying Λ and P0 by c multiplies H by c.
     """
 
     block: ParameterBlock
@@ -50,16 +50,16 @@ class BlockPrecision(Protocol):
         """log det H - log det P0."""
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """The same for precisions multiplied by each factor."""
+        """`log_det` with the precision multiplied by each factor."""
 
     def effective(self) -> Tensor:
-        """γ, 0-d, or entry by entry."""
+        """γ, 0-d or per entry."""
 
     def solve(self, values: Tensor) -> Tensor:
         """H⁻¹ v."""
 
     def factor(self, noise: Tensor) -> Tensor:
-        """F z, F Fᵀ = H⁻¹."""
+        """F z with F Fᵀ = H⁻¹."""
 
     def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ for each example."""
@@ -78,11 +78,12 @@ class BlockPrecision(Protocol):
 
 
 class StructuredWeightSpace:
-    """Algebra of H = Σ over parts + P0 for one setting of the hyperparameters.
+    """Factorization of H, block diagonal over parameter blocks, for one setting of the hyperparameters.
 
     Parameters
     ----------
     parts : sequence of BlockPrecision
+        One per parameter block.
     prior : GaussianPrior
     shapes : dict of str to torch.Size
         The parameters, in order.
@@ -94,7 +95,7 @@ class StructuredWeightSpace:
         self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor
     ) -> None:
         self.algebras, self.shapes, self.theta = tuple(parts), shapes, theta
-        self._by_group = prior.precision.detach().to(theta)  # as it is now: the prior may move
+        self._by_group = prior.precision.detach().to(theta)  # a copy, because the prior may change
         self._num_groups = len(self._by_group)
         self._prior = prior
 
@@ -110,18 +111,18 @@ class StructuredWeightSpace:
         return sum((part.log_det() for part in self.algebras), start=self._zero())
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """The same for all precisions multiplied by each of `factors` (m,)."""
+        """log det B with all precisions multiplied by each of `factors` (m,): (m,)."""
         return sum((part.log_det_curve(factors) for part in self.algebras), start=self._zero().expand(len(factors)))
 
     def spectrum(self) -> Tensor | None:
-        """Eigenvalues of P0^-½ (H - P0) P0^-½, those of no part left out; None if a part does not list its own."""
+        """Eigenvalues of P0^-½ (H - P0) P0^-½ over all parameter blocks; None if a block does not list its own."""
         lists = [getattr(algebra, "spectrum", lambda: None)() for algebra in self.algebras]
         return None if any(own is None for own in lists) else torch.cat([own.double().flatten() for own in lists])
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
-        """The spectrum part by part, each with its prior group, or with one group for each eigenvalue.
+        """Spectrum of each parameter block, with its prior group, or with one group per eigenvalue.
 
-        None where a part does not list its eigenvalues, or they belong to several precisions at once.
+        None if a block does not list its eigenvalues, or if an eigenvector mixes entries of different precisions.
         """
         found: list[tuple[Tensor, int | Tensor]] = []
         for algebra in self.algebras:
@@ -140,7 +141,7 @@ class StructuredWeightSpace:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether c times Λ and P0 make c times H; not where factors are damped."""
+        """Whether multiplying Λ and P0 by c multiplies H by c; false for damped factors."""
         return all(algebra.homogeneous for algebra in self.algebras)
 
     def effective_parameters(self) -> Tensor:
@@ -170,11 +171,11 @@ class StructuredWeightSpace:
         return self._through("solve", gradient, gradient / self.prior_precision)
 
     def factor(self, noise: Tensor) -> Tensor:
-        """F z with F Fᵀ = H⁻¹, (..., P); white noise in, a posterior deviation out."""
+        """F z with F Fᵀ = H⁻¹, (..., P); maps white noise z to a draw from N(0, H⁻¹)."""
         return self._through("factor", noise, noise * self.prior_precision.rsqrt())
 
     def _through(self, verb: str, values: Tensor, untouched: Tensor) -> Tensor:
-        """Each part's entries through its own verb; those of no part have zero rows, and the prior alone."""
+        """Apply method `verb` of each parameter block; parameters in no block keep the prior's value, `untouched`."""
         named, out = self._named(values), self._named(untouched)
         for algebra in self.algebras:
             algebra.block.scatter_(out, getattr(algebra, verb)(algebra.block.gather(named)))
@@ -189,7 +190,7 @@ class StructuredWeightSpace:
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """V = J H⁻¹ Jᵀ, the blocks (n, C, C) alone."""
+        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         k, n = rows.num_cotangents, rows.num_examples
         return sum((part.blocks(rows) for part in self.algebras), start=rows.f.new_zeros(n, k, k))
 
@@ -199,7 +200,7 @@ class StructuredWeightSpace:
         return sum((part.joint(rows) for part in self.algebras), start=rows.f.new_zeros(size, size))
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V between rows that come later and these, of one seed."""
+        """V between later rows and these, which have one cotangent."""
         found = [getattr(part, "cross_covariance", partial(dense_cross_covariance,
                                                            part))(rows) for part in self.algebras]
 
@@ -209,10 +210,10 @@ class StructuredWeightSpace:
 
         return CrossCovariance(products, sum(part.numbers for part in found))
 
-    # --- how it moves with Λ
+    # --- derivatives in Λ
 
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
-        """∂ log det B/∂Λ_n at training rows, (n, C, C), eigenbases held; with z (P,), ∂ zᵀHz/∂Λ_n."""
+        """∂ log det B/∂Λ_n at training rows, (n, C, C), with fixed eigenbases; with z (P,), ∂ zᵀHz/∂Λ_n."""
         k, n = rows.num_cotangents, rows.num_examples
         named = None if vector is None else self._named(vector)
         parts = (a.sensitivity(rows, None if named is None else a.block.gather(named)) for a in self.algebras)
@@ -225,7 +226,7 @@ class StructuredWeightSpace:
         for algebra in self.algebras:
             z = algebra.block.gather(named)
             total = total + algebra.quadratic(z)
-            of_precision = getattr(algebra, "quadratic_slope", None)  # zero but for damped factors
+            of_precision = getattr(algebra, "quadratic_slope", None)  # zero unless factors are damped
             if of_precision is not None:
                 slope[self._prior.group_of(algebra.block.weight)] += of_precision(z)
         return total, slope
@@ -240,13 +241,13 @@ class StructuredWeightSpace:
         return total
 
     def _named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a flat (..., P) by name."""
+        """Split a flat vector (..., P) into views by parameter name."""
         parts = vector.split([shape.numel() for shape in self.shapes.values()], dim=-1)
         return dict(zip(self.shapes, parts, strict=True))
 
 
 def dense_cross_covariance(algebra: BlockPrecision, rows: Jacobian) -> CrossCovariance:
-    """H⁻¹ J*ᵀ written out."""
+    """Cross-covariance that stores H⁻¹ J*ᵀ."""
     held = algebra.solve(algebra.block.rows(rows).written(slice(None))[:, 0])
     return CrossCovariance(lambda other: algebra.block.rows(other).products(held), held.numel())
 

@@ -1,4 +1,4 @@
-"""Factors: one pass over data turns a network into rows of its Jacobian, in blocks that keep their structure."""
+"""Jacobian rows of a network, computed in one pass over the data and stored in structured blocks."""
 
 from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer
 from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums

@@ -1,4 +1,4 @@
-"""A batch on its way through the network, and the proof of the rows that are read from it."""
+"""One batch during a Jacobian pass, and the gradient check of the rows that are computed from it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from ntk_laplace.network import Network
 
 __all__ = ["Batch", "all_finite", "mixed"]
 
-_MOST, _FEWEST = 64, 4  # an eighth of a batch's examples, at most and at least, is held against autograd
+_MOST, _FEWEST = 64, 4  # bounds of the number of checked examples, an eighth of the batch
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a batch's rows are read from.
+    """Inputs, outputs and cotangents from which a batch's rows are computed.
 
     Attributes
     ----------
     network : Network
     parameters : dict of str to nn.Parameter
-        Those that have rows.
+        Parameters to differentiate.
     x : tensor, tuple or dict of tensors
     out : Tensor, (N, C)
-        Outputs with their graph.
+        Outputs with their autograd graph.
     cotangents : Tensor, (K, N, C)
-        Of the backward passes.
+        Starting points of the backward passes.
     offset : int
         Index of the first example, for messages.
     """
@@ -48,7 +48,7 @@ class Batch:
 
     @cached_property
     def sample(self) -> Tensor | None:
-        """Random examples, in order, that the proof looks at; None for all of them."""
+        """Sorted indices of random examples for the gradient check; None if all examples are checked."""
         n = len(self.out)
         count = max(_FEWEST, min(_MOST, n // 8))
         if n <= count:
@@ -56,11 +56,11 @@ class Batch:
         return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values.to(self.out.device)
 
     def disagreeing(self, blocks: Sequence[Block], whole: bool = False) -> tuple[str, ...]:
-        """Parameters whose rows, randomly weighted, do not add up to autograd's gradient of the batch.
+        """Parameters whose randomly weighted rows do not sum to autograd's gradient of the batch.
 
-        One more backward pass; random weights make rows of the wrong example, and mixing, show. Of all
-        but the smallest batches, random examples are taken, and evaluated by themselves: mixing shows then too.
-        Whatever they show is looked into on the `whole` batch.
+        The check costs one more backward pass. Random weights reveal rows of the wrong example and mixed examples.
+        In larger batches a random sample of examples is evaluated alone, which also reveals mixing. If the sample
+        fails, the check is repeated on the full batch; `whole` skips the sample.
 
         Raises
         ------
@@ -76,14 +76,15 @@ class Batch:
         return tuple(self.parameters) if wrong is None else wrong
 
     def sample_agrees(self, blocks: Sequence[Block | FusedSums]) -> bool:
-        """Whether rows of the examples `some` agree with autograd's gradient of these examples alone.
+        """Whether the rows of the examples in `sample` agree with autograd's gradient of these examples alone.
 
-        Their outputs alone must be those of the batch: rows of a fallback, made one example at a time, mix nothing.
+        The outputs of the sample alone must equal those within the batch. The fallback computes rows one example
+        at a time, so its rows do not reveal mixing.
 
         Raises
         ------
         MixedExamplesError
-            If they are not.
+            If the outputs differ.
         """
         few = [block.sample if isinstance(block, FusedSums) else block.subset(self.sample) for block in blocks]
         alone = self.network.evaluate(take(self.x, self.sample), self.offset)
@@ -95,7 +96,7 @@ class Batch:
         return self._sums_disagree(few, alone, self.cotangents[:, self.sample]) == ()
 
     def _sums_disagree(self, blocks: Sequence[Block], out: Tensor, cotangents: Tensor) -> tuple[str, ...] | None:
-        """Parameters whose randomly weighted rows differ from autograd's gradient; None if that is not finite."""
+        """Parameters whose randomly weighted rows differ from autograd's gradient; None for a nonfinite gradient."""
         generator = torch.Generator().manual_seed(len(out))
         weights = torch.randn(cotangents.shape[:2], generator=generator, dtype=torch.float64).to(cotangents)
         truth = GradientCheck(out, cotangents, weights, self.parameters, self.network.precision)
@@ -108,12 +109,12 @@ class Batch:
 
 
 def all_finite(blocks: Sequence[Block | FusedSums]) -> bool:
-    """Whether all entries are; of sums of products, their diagonal shows it."""
+    """Whether all entries are finite; for sums of products the diagonal is enough."""
     return all(bool(torch.isfinite(_values(block).sum())) for block in blocks)
 
 
 def mixed(got: str) -> MixedExamplesError:
-    """The error of a network in which examples meet, to be raised."""
+    """Return the error to raise for a network that mixes examples."""
     return MixedExamplesError("a network whose outputs depend on their own example alone", got,
                               "Call network.eval() before the fit, or remove the operation that looks across examples.")
 

@@ -1,12 +1,21 @@
-"""Blocks: how a batch's Jacobian rows are held for one parameter, or for a weight and its bias.
+"""Blocks: storage of a batch's Jacobian rows for one parameter, or for a weight and its bias.
 
-Rows are indexed by a cotangent k (a column of the root, or an output) and an example n. Three forms hold them exactly:
+Rows are indexed by a cotangent k (a column of the root, or an output) and an example n. All block types are exact:
 
 * `Outer`: J_nk = Σ_t b_nkt ⊗ a_nt, a layer's output gradients b and inputs a over shared positions t;
 * `Lookup`: an embedding's rows, where a is a one-hot token;
-* `Dense`: the rows themselves of one parameter, and `Wide`: those of many side by side.
+* `Dense`: the dense rows of one parameter;
+* `Wide`: the dense rows of several parameters, concatenated.
 
-All speak the same verbs, in the same order: `sizes`, `dense`, `weighted`, `part`, `to`, `jvp`, `vjp`.
+All have the same methods, in the same order:
+
+* `sizes`: number of entries of each parameter;
+* `dense`: the rows written out, (K, N, p) by parameter;
+* `weighted`: rows of SᵀJ for a root S (N, C, R);
+* `subset`: rows of some examples;
+* `to`: the block in another floating type, or on another device;
+* `jvp`: J v for a vector v by parameter, (K, N);
+* `vjp`: Jᵀ c for c (K, N), flat by parameter.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ def weigh(values: Tensor, root: Tensor) -> Tensor:
 
 
 def _over_cotangents(cotangent: Tensor, b: Tensor) -> Tensor:
-    """Σ_k c_kn b_kn: (K, N) and (K, N, ...) give (N, ...); a plain loop, an einsum would be N tiny products."""
+    """Σ_k c_kn b_kn: (K, N) and (K, N, ...) give (N, ...). A loop, because an einsum would run N tiny products."""
     weights = cotangent.reshape(*cotangent.shape, *(1,) * (b.ndim - 2))
     total = b[0] * weights[0]
     for k in range(1, len(b)):
@@ -35,17 +44,17 @@ def _over_cotangents(cotangent: Tensor, b: Tensor) -> Tensor:
 
 
 def _position_product(left: Tensor, right: Tensor) -> Tensor:
-    """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, as `Wide` wants them.
+    """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, the layout of `Wide`.
 
-    One product per example for all cotangents: no copy where the cotangents lie next to the examples, as `Gradients`
-    puts them.
+    One product per example covers all cotangents. It needs no copy if the cotangents are next to the examples in
+    memory, which is how `Gradients` stores them.
     """
     k, n, g, t, o = left.shape
     if t == 1:
         return (left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)).flatten(2)
     few = _few_rows(k, left, right)
     left = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
-    # both sides along their memory: a small result is sooner turned over
+    # read both operands contiguously: transposing a small result is cheaper
     rows = (right.mT @ left.mT).mT.contiguous() if few else left @ right
     rows = rows.view(n, g, k, -1).transpose(1, 2).reshape(n, k, -1)
     return rows.transpose(0, 1)
@@ -61,21 +70,21 @@ def _summed_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _few_rows(k: int, left: Tensor, right: Tensor) -> bool:
-    """Whether k cotangents' rows are small beside factors whose inputs have positions side by side, as windows have."""
+    """Whether the rows of k cotangents are small beside factors whose inputs are contiguous over positions."""
     t, o, i = left.shape[-2], left.shape[-1], right.shape[-1]
     return right.stride(-2) == 1 and t * (k * o + i) > 2 * k * o * i
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Rows of one parameter as they are.
+    """Dense rows of one parameter.
 
     Attributes
     ----------
     weight : str
         The parameter's name.
     rows : Tensor, (K, N, p)
-        In the parameter's own flat order.
+        In the parameter's flat order.
     """
 
     weight: str
@@ -119,7 +128,7 @@ class Dense:
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
         rows, weights = self.rows, cotangent
         if rows.stride(0) < rows.stride(1):
-            # examples first in memory: in that order one product with a plain matrix, and no copy of it
+            # examples come first in memory: this order is one matrix product without a copy
             rows, weights = rows.transpose(0, 1), weights.T
         return {self.weight: weights.flatten() @ rows.flatten(0, 1)}
 
@@ -130,16 +139,16 @@ class Outer:
 
     Attributes
     ----------
-    weight : str or None
-        The weight's name; None for a bias whose weight is frozen.
+    weight : str
+        The weight's name.
     bias : str or None
-        The bias's name: its rows are Σ_t b_nkt.
+        The bias's name; its rows are Σ_t b_nkt. None if the block has no bias.
     b : Tensor, (K, N, G, T, o)
         Output gradients; G counts groups of a grouped convolution.
     a : Tensor, (N, G, T, i)
-        FusedLayer inputs.
+        Layer inputs.
     index : Tensor or None, (G*o*i,)
-        Where the entry (g, o, i) lies in the weight's flat order; None if in this very order.
+        Position of entry (g, o, i) in the weight's flat order; None if the two orders are the same.
     size : int
         Number of entries of the weight (larger than G*o*i where a slice of it is used).
     constant : bool
@@ -174,11 +183,11 @@ class Outer:
 
     @property
     def single(self) -> bool:
-        """One position and one group: the Gram is a Hadamard product."""
+        """One position and one group: the Gram matrix is a Hadamard product."""
         return self.b.shape[2] == 1 and self.b.shape[3] == 1
 
     def full_b(self) -> Tensor:
-        """b with its example axis written out, if it was shared."""
+        """b with a full example axis, also if it is constant."""
         return self.b.expand(-1, self.a.shape[0], -1, -1, -1) if self.constant else self.b
 
     def sizes(self) -> dict[str, int]:
@@ -198,7 +207,7 @@ class Outer:
         return found
 
     def columns(self, sample: slice) -> Tensor:
-        """Rows of the weight for sample of the layer inputs, in the order of the block, (K, N, G*o*i)."""
+        """Rows of the weight for some columns of the layer inputs, in the order of the block, (K, N, G*o*i)."""
         return _position_product(self.full_b(), self.a[..., sample])
 
     def shaped(self, vector: Tensor) -> Tensor:
@@ -255,7 +264,7 @@ class Lookup:
     vocabulary : int
         Number of rows of the table.
     padding : int
-        The token that stands for no position; -1 if there is none.
+        The padding token, which has no gradient; -1 if there is none.
     """
 
     weight: str
@@ -311,14 +320,14 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Wide:
-    """Rows of many parameters side by side: one matrix product serves them all.
+    """Concatenated dense rows of several parameters, for one matrix product over all of them.
 
     Attributes
     ----------
     spans : tuple of (str, int, int)
         Name, first and last column (exclusive) of each parameter.
     rows : Tensor, (N, K, Σp)
-        Examples first, so that any run of examples is a plain matrix.
+        Examples first: consecutive examples are one contiguous matrix.
     """
 
     spans: tuple[tuple[str, int, int], ...]
@@ -326,9 +335,9 @@ class Wide:
 
     @classmethod
     def of(cls, blocks: list[Dense], dtype: torch.dtype | None = None) -> Wide:
-        """Put the rows of single parameters side by side; the list is emptied, each block freed once it is copied.
+        """Concatenate the rows of single parameters. The list is emptied: each block is freed once it is copied.
 
-        A single block that lies in memory as it should is not copied.
+        A single block that already has the right memory layout is not copied.
         """
         k, n = blocks[0].shape
         if len(blocks) == 1:

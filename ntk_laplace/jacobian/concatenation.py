@@ -1,4 +1,4 @@
-"""Joins: several uses of one parameter, or several batches of examples, as one block."""
+"""Concatenation: several uses of one parameter, or several batches of examples, as one block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["concatenate_examples", "join_positions"]
 
 
 def join_positions(first: Block, second: Block) -> Block:
-    """Two uses of the same kind as one block: positions add up (rows of a `Dense` are summed)."""
+    """Join two uses of the same kind into one block: positions are concatenated, rows of `Dense` blocks are summed."""
     if isinstance(first, Dense):
         return replace(first, rows=first.rows + second.rows)
     if isinstance(first, Lookup):
@@ -24,7 +24,7 @@ def join_positions(first: Block, second: Block) -> Block:
 
 
 def _cat_positions(parts: list[Tensor], dim: int, pad_dim: int) -> Tensor:
-    """Concatenate examples; batches with fewer positions are padded with zeros, which contribute nothing."""
+    """Concatenate examples; batches with fewer positions are zero-padded, which contributes nothing."""
     width = max(part.shape[pad_dim] for part in parts)
     padded = []
     for part in parts:
@@ -38,7 +38,7 @@ def _cat_positions(parts: list[Tensor], dim: int, pad_dim: int) -> Tensor:
 
 
 def concatenate_examples(parts: list[Block]) -> Block:
-    """Blocks of the same kind from several batches as one block over all their examples."""
+    """Concatenate blocks of the same kind from several batches into one block over all examples."""
     first = parts[0]
     if len(parts) == 1:
         return first

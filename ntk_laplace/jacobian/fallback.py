@@ -1,4 +1,4 @@
-"""Rows of parameters that no rule covers: exact, one example at a time, vectorized where torch can."""
+"""Fallback: exact per-example rows for parameters that no rule covers, vectorized where torch supports it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Fallback"]
 
 
 class Fallback:
-    """Per-example rows by `vmap` over vector-Jacobian products, or by a plain loop where a layer has no batching rule.
+    """Per-example rows by `vmap` over vector-Jacobian products, or by a loop where a layer has no batching rule.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Fallback:
         self.vectorized = True
 
     def rows(self, x: Inputs, cotangents: Tensor, careful: bool = False) -> list[Dense]:
-        """Jacobian (K, N, p) of every named parameter for cotangents (K, N, C); `careful` ones by the loop."""
+        """Rows (K, N, p) of every named parameter for cotangents (K, N, C); `careful` forces the loop."""
         if self.vectorized and not careful:
             try:
                 return self._dense(self._by_vmap(x, cotangents))
@@ -50,12 +50,12 @@ class Fallback:
 
         def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
             _, pull = vjp(lambda values: outputs(values, example), chosen)
-            # a plain loop over cotangents: a vmap within a vmap is slower, and torch gets sample layers wrong there
+            # a loop over cotangents: nested vmap is slower, and torch computes some layers wrongly in it
             found = [pull(cotangent)[0] for cotangent in cotangents]
             return {name: torch.stack([rows[name] for rows in found]) for name in self.names}
 
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # slow, exact, and announced
+            warnings.filterwarnings("ignore", message="There is a performance drop")  # exact; the caller warned
             found = vmap(one, in_dims=(map_tensors(lambda tensor: 0, x), 1))(x, cotangents)
         return [found[name].transpose(0, 1).reshape(*cotangents.shape[:2], -1).detach() for name in self.names]
 

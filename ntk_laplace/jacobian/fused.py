@@ -19,14 +19,14 @@ __all__ = ["NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The form of a layer: another batch's graph may reach the same weight in another way.
+    """Expected shape of a layer, to detect a batch whose graph uses the weight differently.
 
     Attributes
     ----------
     outputs : int
-        o.
+        Number of outputs o.
     biases : container of str or None
-        Which bias may go with the weight; None for no bias.
+        Names of the biases that the weight may have; None stands for no bias.
     """
 
     outputs: int
@@ -35,21 +35,21 @@ class FusedLayer:
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """Of which layers sums of output gradients are all that is wanted.
+    """Layers for which only sums of output gradients are needed.
 
     Attributes
     ----------
     weights : mapping of str to FusedLayer or None
-        Theirs, with the form in which the sums can be used; None where any will do.
+        Their weights, each with the layer shape that the sums require; None accepts any shape.
     squared : bool
-        The sums are Σ_k b² of each example, as exact diagonals want them; else Σ_nk b bᵀ, as Kronecker factors do.
+        If true, the sums are Σ_k b² of each example, for exact diagonals; else Σ_nk b bᵀ, for Kronecker factors.
     """
 
     weights: Mapping[str, FusedLayer | None] = field(default_factory=dict)
     squared: bool = False
 
     def suits(self, weight: str, outputs: int, bias: str | None) -> bool:
-        """Whether sums of such a layer can be used."""
+        """Whether the sums of a layer with this weight, shape and bias can be used."""
         layer = self.weights.get(weight)
         return weight in self.weights and (layer is None or (outputs == layer.outputs and bias in layer.biases))
 
@@ -59,15 +59,15 @@ NO_FUSED_LAYERS = FusedLayers()
 
 @dataclass(frozen=True)
 class FusedAccumulation:
-    """Which layers' output gradients are added up as they come.
+    """Settings for summing output gradients during the backward passes.
 
     Attributes
     ----------
     fused_layers : FusedLayers
     sample : Tensor, (m,)
-        Examples whose gradients are kept all the same.
+        Examples whose gradients are also kept, for the gradient check.
     dtype : torch.dtype
-        Of the sums.
+        Floating type of the sums.
     """
 
     fused_layers: FusedLayers
@@ -77,18 +77,18 @@ class FusedAccumulation:
 
 @dataclass(frozen=True)
 class FusedSums:
-    """What is left of an `Outer` of one position and group once its output gradients have been added up.
+    """Sums that replace an `Outer` block of one position and one group.
 
     Attributes
     ----------
     sums : Tensor
         Σ_nk b bᵀ, (o, o), lower triangle (whole diagonal blocks); or Σ_k b² of each example, (N, o).
     squared : bool
-        Which of the two.
+        Whether `sums` is Σ_k b².
     a : Tensor, (N, i)
-        FusedLayer inputs.
+        Layer inputs.
     sample : Outer
-        Rows of a few of the examples as they were, for the proof.
+        Rows of a few examples, for the gradient check.
     """
 
     sums: Tensor
@@ -103,15 +103,15 @@ class FusedSums:
 
     @property
     def bias(self) -> str | None:
-        """Its bias, whose rows are the output gradients themselves."""
+        """The layer's bias, whose rows are the output gradients."""
         return self.sample.bias
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters."""
+        """Names of the parameters."""
         return self.sample.names
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> FusedSums:
-        """The same elsewhere."""
+        """The same sums in another floating type, or on another device."""
         sums, a = self.sums.to(device, dtype), self.a.to(device, dtype)
         return replace(self, sums=sums, a=a, sample=self.sample.to(dtype, device))

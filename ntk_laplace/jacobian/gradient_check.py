@@ -1,4 +1,4 @@
-"""Proof: rows against autograd. Randomly weighted, they must add up to autograd's gradient of as weighted outputs."""
+"""Gradient check: randomly weighted rows must sum to autograd's gradient of the outputs with the same weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ntk_laplace.jacobian.graph import rows_dtype
 __all__ = ["GradientCheck", "agree"]
 
 _AGREEMENT = {torch.float64: 1e-8, torch.float32: 2e-3}
-_COARSE = 5e-2  # of types of 16 bits
+_COARSE = 5e-2  # for 16-bit types
 
 
 def agree(own: Tensor, expected: Tensor, size: float, loud: float, precision: torch.dtype) -> bool:
@@ -24,11 +24,11 @@ def agree(own: Tensor, expected: Tensor, size: float, loud: float, precision: to
     ----------
     own, expected : Tensor
     size, loud : float
-        Largest entries, in absolute value, of `expected` and of all gradients of the network: what lies below the
-        rounding of the latter cannot be compared.
+        Largest absolute entries of `expected` and of all gradients of the network. Differences below the rounding
+        error of the latter are ignored.
     precision : torch.dtype
-        Coarsest floating type of the computation that both come from, `Network.precision`. It may be coarser than
-        their own: float32 parameters of a bfloat16 network have gradients in float32 that are rounded to bfloat16.
+        Coarsest floating type of the computation, `Network.precision`. It may be coarser than the type of the
+        gradients: float32 parameters of a bfloat16 network have float32 gradients that are rounded to bfloat16.
     """
     if not own.numel():
         return True
@@ -41,20 +41,20 @@ def agree(own: Tensor, expected: Tensor, size: float, loud: float, precision: to
 def _largest(values: Tensor) -> float:
     if not values.numel():
         return 0.0
-    low, high = torch.aminmax(values)  # one pass without a copy; NaN comes through
+    low, high = torch.aminmax(values)  # one pass without a copy; propagates NaN
     return float(torch.maximum(-low, high))
 
 
 class GradientCheck:
-    """Autograd's gradients of outputs whose cotangents are weighted example by example.
+    """Autograd's gradients of the outputs, with one random weight per cotangent and example.
 
     Parameters
     ----------
     out : Tensor, (N, C)
-        With their graph.
+        With their autograd graph.
     cotangents : Tensor, (K, N, C)
     weights : Tensor, (K, N)
-        Drawn at random: rows of the wrong example show then, and so does mixing.
+        Random weights, which reveal rows of the wrong example and mixed examples.
     parameters : dict of str to nn.Parameter
     precision : torch.dtype
         As in `agree`.
@@ -75,11 +75,11 @@ class GradientCheck:
 
     @property
     def finite(self) -> bool:
-        """Whether there is something to compare with."""
+        """Whether autograd's gradients are finite, so that rows can be compared with them."""
         return math.isfinite(self._loud)
 
     def disagreeing(self, blocks: Sequence[Block], names: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Parameters, all or those of `names`, whose rows in these blocks do not add up to the gradient."""
+        """Parameters (all, or those in `names`) whose rows in these blocks do not sum to the gradient."""
         total: dict[str, Tensor] = {}
         for block in blocks:
             for name, values in block.vjp(self._weights).items():

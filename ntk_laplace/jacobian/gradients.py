@@ -1,10 +1,11 @@
-"""Gradients: one backward pass per cotangent, and each node's output gradient put where rows are made from it.
+"""Output gradients of a batch: one backward pass per cotangent, and what is stored of each node's gradient.
 
-A plain loop over cotangents beats one batched pass on CPUs. What a layer's factors need is kept for all cotangents,
-laid out for what comes next: cotangents inside the examples where rows are written out, so that each example's
-gradients are one matrix, and a cotangent after the other where factors are summed. Rows that are plain sums are made at
-once from the one gradient at hand, which is then gone; and so are the sums Σ g gᵀ, or Σ g² over the cotangents, where
-nothing else of a layer's gradients is wanted, which spares a copy of them all.
+A loop over cotangents is faster than one batched pass on CPUs. A node's gradient is handled in one of three ways:
+
+* It is stored for all cotangents, for layers with factors. Where rows are written out, cotangents are next to the
+  examples in memory, so that each example's gradients are one matrix. Where factors are summed, cotangents come first.
+* It is reduced to rows at once, for rows that are sums over positions; the gradient is then freed.
+* It is added to Σ g gᵀ or Σ_k g², where only these sums are needed; this avoids a copy of all gradients.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ __all__ = ["Extraction", "Gradients", "edges", "kept_whole"]
 
 @dataclass(frozen=True)
 class Extraction:
-    """What makes rows from the output gradient of a node.
+    """How rows are computed from the output gradient of a node.
 
     Attributes
     ----------
     consumer : int
         Number of the node.
     axis : int
-        Its output's axis that holds the examples.
+        The example axis of its output.
     extract : callable or None
-        Jacobian for gradients (K, *output shape); None if all that is asked is whether there are any.
+        Returns rows for gradients (K, *output shape). None only records whether any gradient is nonzero.
     at_once : bool
-        Read one cotangent at a time and keep those rows, in place of the gradients of all cotangents.
+        Compute rows one cotangent at a time and store them instead of the gradients of all cotangents.
     fused : bool
-        Keep sums alone, and the gradients of a few examples.
+        Store only sums, and the gradients of a few examples.
     """
 
     consumer: int
@@ -50,28 +51,28 @@ class Extraction:
 
 
 def edges(extractions: Sequence[Extraction]) -> list[int]:
-    """Numbers of the nodes that are read, each once."""
+    """Sorted numbers of the nodes whose gradients are read, without duplicates."""
     return sorted({extraction.consumer for extraction in extractions})
 
 
 def kept_whole(extractions: Sequence[Extraction]) -> set[int]:
-    """Nodes whose gradients are kept for all cotangents: one extractor that needs it is enough."""
+    """Nodes whose gradients are stored for all cotangents, because at least one extraction needs them."""
     return {each.consumer for each in extractions if each.extract and not (each.at_once or each.fused)}
 
 
 class Gradients:
-    """Output gradients of a batch for all its cotangents, as far as they are needed for rows.
+    """Output gradients of a batch for all cotangents, as far as rows need them.
 
     Parameters
     ----------
     graph : Graph
     extractions : sequence of Extraction
     cotangents : Tensor, (K, N, C)
-        What each backward pass starts from.
+        Starting points of the backward passes.
     cotangents_first : bool
-        Keep the gradients of a layer without positions a cotangent after the other.
+        Store gradients of layers without positions with the cotangent axis first in memory.
     accumulation : FusedAccumulation, optional
-        Where extractions are fused: over which type, and which examples are kept.
+        Floating type and kept examples of fused extractions.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Gradients:
         self._rows: dict[int, Tensor] = {}  # by extraction
         self._sums: dict[int, Tensor] = {}  # by extraction, Σ g gᵀ or Σ g²
         self._some: dict[int, Tensor] = {}  # by extraction, g of a few examples
-        self._watched: set[int] = set()  # extractions without rows that have a gradient all the same
+        self._watched: set[int] = set()  # extractions without rows that have a nonzero gradient
 
     def collect(self, out: Tensor) -> Gradients:
         """Run the backward passes from the outputs `out` (N, C); returns itself."""
@@ -108,11 +109,11 @@ class Gradients:
                     continue
                 rows = None if gradient is None else each.extract(gradient.unsqueeze(0)).rows[0]
                 self._keep(self._rows, index, rows, k, 0)
-            found = gradients = gradient = rows = None  # their memory, warm, is the next cotangent's
+            found = gradients = gradient = rows = None  # release the buffers, so that the allocator reuses them
         return self
 
     def _keep(self, kept: dict[int, Tensor], key: int, values: Tensor | None, k: int, axis: int) -> None:
-        """Write what cotangent k gives; None is zero."""
+        """Store the values of cotangent k; None is zero."""
         if values is None:
             if key in kept:
                 kept[key][k] = 0.0
@@ -125,7 +126,7 @@ class Gradients:
         kept[key][k] = values
 
     def _fused_layers(self, index: int, gradient: Tensor | None, k: int) -> None:
-        """Add what cotangent k gives to the sums, while it is warm."""
+        """Add the gradient of cotangent k to the sums while it is in cache."""
         squared, dtype = self.accumulation.fused_layers.squared, self.accumulation.dtype
         if index not in self._sums:
             n, o = self.graph.shape(self.extractions[index].consumer)
@@ -146,7 +147,7 @@ class Gradients:
         return self._sums.pop(index), self._some.pop(index)
 
     def rows(self, index: int) -> OperandRows | None:
-        """Rows of the operand of one extraction, for all cotangents."""
+        """Rows of one extraction's operand, for all cotangents."""
         consumer, extract = self.extractions[index].consumer, self.extractions[index].extract
         if index in self._rows:
             return OperandDense(self._rows[index])
@@ -156,7 +157,7 @@ class Gradients:
         return extract(self.cotangents.new_zeros(len(self.cotangents), *self.graph.shape(consumer)))
 
     def any(self, index: int) -> bool:
-        """Whether what one extraction reads has an entry other than zero."""
+        """Whether the gradient that one extraction reads has a nonzero entry."""
         if index in self._watched:
             return True
         by_reading = self._sums.get(index, self._rows.get(index))
@@ -164,18 +165,19 @@ class Gradients:
         return values is not None and bool(values.any())
 
     def forget(self, indices: Sequence[int]) -> None:
-        """Free what these extractions read, and nobody else."""
+        """Free the gradients and rows of these extractions."""
         for index in indices:
             self._rows.pop(index, None)
             self._whole.pop(self.extractions[index].consumer, None)
         for index in indices:
-            self.extractions[index] = None  # with the inputs that it has unfolded
+            self.extractions[index] = None  # also frees its unfolded inputs
 
 
 def _room(values: Tensor, num_cotangents: int, axis: int) -> Tensor:
-    """An empty tensor (K, *shape of values) in the memory order of `values`, cotangents just outside the next axis.
+    """Allocate (K, *shape of values) in the memory order of `values`, with K just outside the channel axis.
 
-    The axis after `axis` holds channels: channels of all cotangents are then one axis of a matrix, positions the other.
+    The channel axis follows the example axis `axis`. Cotangents and channels together are one axis of a matrix,
+    positions the other.
     """
     order = sorted(range(values.ndim), key=lambda d: -values.stride(d)) if _dense(values) else list(range(values.ndim))
     order.insert(order.index(axis + 1) if axis + 1 < values.ndim else 0, -1)

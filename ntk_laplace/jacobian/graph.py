@@ -1,4 +1,4 @@
-"""The autograd graph as a map: nodes in a fixed order, who consumes whom, and the way from a parameter to its use."""
+"""The autograd graph: nodes in a fixed order, the consumers of each, and the path from a parameter to its uses."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = [
     "Graph", "Step", "is_view", "node_kind", "output_shape", "pull_back", "rows_dtype", "uncast", "view_positions",
 ]  # fmt: skip
 
-# nodes that move entries of a parameter about, drop or convert sample, and do nothing else
+# nodes that only permute, select or convert entries of a parameter
 _CAST = "ToCopyBackward"
 _VIEWS = {
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Slice", "Select",
     "Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes", "Unbind", "Alias", "Clone", "Narrow",
     "ToCopy",
 }  # fmt: skip
-_DIGIT = 256  # positions travel through a view in base 256: exact in every floating dtype
+_DIGIT = 256  # positions are sent through a view in base 256, which is exact in every floating dtype
 
 
 def node_kind(node: Any) -> str:
@@ -29,21 +29,21 @@ def node_kind(node: Any) -> str:
 
 
 def is_view(node: Any) -> bool:
-    """Whether the node only moves entries about, or converts them to another floating type."""
+    """Whether the node only permutes or selects entries, or converts them to another floating type."""
     return node_kind(node).removesuffix("Backward") in _VIEWS
 
 
 def uncast(node: Any, output: int) -> tuple[Any, int]:
-    """The node's output (or parameter) before conversions to other floating types, as autocast makes them."""
+    """The node's output (or parameter) before conversions to other floating types, such as those of autocast."""
     while node_kind(node) == _CAST:
         node, output = node.next_functions[0]
     return node, output
 
 
 def rows_dtype(parameters: dict[str, nn.Parameter]) -> torch.dtype:
-    """Floating type in which rows are made: the parameters' own, and float32 at least.
+    """Floating type of the rows: the parameters' type, but at least float32.
 
-    A layer's inputs and output gradients may come in others, and not in the same; products are made in this one.
+    A layer's inputs and output gradients may have other types, and different ones; both are converted to this one.
     """
     first = next(iter(parameters.values()), None)
     return torch.promote_types(torch.float32, torch.float32 if first is None else first.dtype)
@@ -58,7 +58,7 @@ def output_shape(node: Any, output: int) -> torch.Size:
 
 @dataclass(frozen=True)
 class Step:
-    """`consumer` reads output `output` of the node before it as its input number `operand`."""
+    """`consumer` reads output `output` of the preceding node as its input number `operand`."""
 
     consumer: int
     operand: int
@@ -66,18 +66,18 @@ class Step:
 
 
 class Graph:
-    """Nodes behind a network's output, numbered in an order that depends on the graph's shape alone.
+    """Autograd nodes of a network's output, numbered in an order that depends only on the graph's structure.
 
     Attributes
     ----------
     nodes : list
         Autograd nodes; the output's own node comes first.
     accumulators : dict of str to int
-        Number of the node where each parameter enters.
+        Number of the node that accumulates each parameter's gradient.
     consumers : list of list of Step
-        Who reads a node's outputs.
+        Nodes that read each node's outputs.
     dtype : torch.dtype
-        Floating type of the rows that are made of it.
+        Floating type of the rows.
     """
 
     def __init__(self, out: Tensor, parameters: dict[str, nn.Parameter]) -> None:
@@ -109,14 +109,14 @@ class Graph:
         return output_shape(self.nodes[number], 0)
 
     def signature(self) -> tuple:
-        """What must agree for a plan made on one batch to hold on another."""
+        """Key of the graph: a plan made on one batch applies to batches with the same signature."""
         return tuple((node.name(), len(self.consumers[i])) for i, node in enumerate(self.nodes))
 
 
 def pull_back(node: Any, output: int, parameter: Tensor, rows: Tensor) -> Tensor:
-    """Jacobian (M, *shape of the node's output) back to the parameter's flat order, (M, p).
+    """Backpropagate rows (M, *shape of the node's output) to the parameter, (M, p) in its flat order.
 
-    The nodes between are functions of the parameter alone: a view, an exponential, a weight normalization.
+    The nodes in between are functions of the parameter alone: a view, an exponential, a weight normalization.
     """
     edge = GradientEdge(node, output)
     pulled = []
@@ -128,9 +128,9 @@ def pull_back(node: Any, output: int, parameter: Tensor, rows: Tensor) -> Tensor
 
 
 def view_positions(node: Any, output: int, parameter: Tensor) -> Tensor | None:
-    """Where each entry of a view of a parameter lies in its flat order; None if it is not such a view.
+    """Position of each entry of a view in the parameter's flat order; None if the node is no view of the parameter.
 
-    The entries' numbers are sent back through the view as gradients, digit by digit.
+    The numbers of the entries are backpropagated through the view as gradients, digit by digit.
     """
     shape = output_shape(node, output)
     numbers = torch.arange(1, shape.numel() + 1, device=parameter.device)

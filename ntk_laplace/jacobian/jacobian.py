@@ -1,4 +1,4 @@
-"""Jacobian: a data set's Jacobian rows, in blocks, with the few verbs that all algebra needs."""
+"""The Jacobian of a data set, stored in blocks, with its products and conversions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ntk_laplace.jacobian.concatenation import concatenate_examples
 
 __all__ = ["Jacobian", "compact", "contracts_positions"]
 
-_ROOM, _LITTLE_ROOM = 8, 2  # times the factors' memory that written-out rows may take
+_ROOM, _LITTLE_ROOM = 8, 2  # maximum memory of written-out rows, relative to that of the factors
 _FEW_POSITIONS = 64
 
 
 @dataclass(frozen=True)
 class Jacobian:
-    """Rows J_nk of N examples and K cotangents, which are outputs (the identity) or columns of a root.
+    """Rows J_nk of N examples and K cotangents; a cotangent is an output (identity) or a column of a root S.
 
     Attributes
     ----------
@@ -37,20 +37,20 @@ class Jacobian:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by the blocks."""
+        """Bytes of the blocks."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating type of the algebra."""
+        """Floating type of the rows."""
         return self.f.dtype
 
     def weighted(self, root: Tensor) -> Jacobian:
-        """Rows of SᵀJ for root S (N, C, R); these rows must be those of J."""
+        """Rows of SᵀJ for a root S (N, C, R); self must contain the rows of J, one per output."""
         return replace(self, blocks=tuple(block.weighted(root) for block in self.blocks), num_cotangents=root.shape[-1])
 
     def subset(self, index: slice | Tensor) -> Jacobian:
-        """Rows of sample of the examples."""
+        """Rows of some of the examples."""
         f = self.f[index]
         return replace(self, blocks=tuple(b.subset(index) for b in self.blocks), num_examples=len(f), f=f)
 
@@ -85,7 +85,7 @@ class Jacobian:
         return torch.cat(rows, -1)
 
     def products(self, vectors: dict[str, Tensor]) -> Tensor:
-        """J v for many parameter tensors v at once, flat (m, p) by name: (K, N, m); one block written out at a time."""
+        """J v for m parameter vectors v, flat (m, p) by name: (K, N, m). One block is written out at a time."""
         count = len(next(iter(vectors.values())))
         total = self.f.new_zeros(self.num_cotangents, self.num_examples, count)
         for block in self.blocks:
@@ -95,11 +95,11 @@ class Jacobian:
 
     @staticmethod
     def concatenate(parts: Sequence[Jacobian]) -> Jacobian:
-        """Rows of several batches as one."""
+        """Concatenate the rows of several batches."""
         if len(parts) == 1:
             return parts[0]
         if len({tuple(block.kind for block in part.blocks) for part in parts}) != 1:
-            # batches of other lengths, or through other branches of the network: the dense form is common to all
+            # sequence lengths or branches of the network differ between batches: write the rows out
             sizes = {n: size for part in parts for block in part.blocks for n, size in block.sizes().items()}
             parts = [part.densified(sizes) for part in parts]
         blocks = tuple(concatenate_examples(list(same)) for same in zip(*(part.blocks for part in parts), strict=True))
@@ -107,7 +107,7 @@ class Jacobian:
         return Jacobian(blocks, parts[0].num_cotangents, len(f), f)
 
     def densified(self, sizes: dict[str, int]) -> Jacobian:
-        """Every parameter of `sizes` written out; one that no block names has zero rows."""
+        """Write out the rows of every parameter in `sizes`; a parameter in no block has zero rows."""
         total = {name: self.f.new_zeros(self.num_cotangents, self.num_examples, size) for name, size in sizes.items()}
         for block in self.blocks:
             for name, values in block.dense().items():
@@ -117,7 +117,7 @@ class Jacobian:
 
 @dataclass(frozen=True)
 class _Costs:
-    """Of a pair of examples: multiply-adds, and of one example: numbers held, with rows written out and without."""
+    """Multiply-adds per pair of examples and numbers stored per example, for written-out rows and for factors."""
 
     dense: int
     dense_size: int
@@ -138,17 +138,20 @@ class _Costs:
 
 
 def contracts_positions(block: Outer | Lookup) -> bool:
-    """Whether pairs of positions are cheaper than rows; they move more memory per operation, so by a factor of two."""
+    """Whether contracting pairs of positions costs less than half of written-out rows.
+
+    The factor of two accounts for more memory traffic per operation.
+    """
     costs = _Costs.of(block)
     return costs.dense > 2 * costs.factors
 
 
 def compact(block: Block) -> list[Block]:
-    """Keep shared positions as factors, or write the rows out, whichever makes a pair of examples cheaper.
+    """Keep a block's factors or write its rows out, whichever makes the Gram entries of a pair of examples cheaper.
 
-    Multiply-adds per pair: written out K² o i; contracted T² (i + K o) + K² T o. Rows that would take sample times the
-    factors' memory are kept as factors in any case, and written out a few columns at a time where they meet others:
-    two times the memory where positions are few, so that this is little work, eight times where they are many.
+    Multiply-adds per pair: K² o i written out; T² (i + K o) + K² T o from the factors. Factors are also kept if the
+    rows would need more than 2 times (few positions) or 8 times (many positions) their memory; the Gram computation
+    then writes out a few columns at a time, which is little work if positions are few.
     """
     if isinstance(block, (Dense, Wide)) or (isinstance(block, Outer) and block.single):
         return [block]
@@ -162,6 +165,6 @@ def compact(block: Block) -> list[Block]:
 
 
 def _cotangents_last(block: Outer | Lookup) -> Block:
-    """The same block, in memory as the contraction of positions reads it."""
+    """Copy the block into the memory layout that the contraction of positions reads."""
     b = block.b.movedim(0, -1).contiguous().movedim(-1, 0)
     return replace(block, b=b) if isinstance(block, Lookup) else replace(block, b=b, a=block.a.contiguous())

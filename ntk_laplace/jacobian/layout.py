@@ -1,7 +1,7 @@
-"""Where examples lie in a tensor of the graph, found by two backward passes with known weights.
+"""The example axis of a tensor in the graph, found by two backward passes with known weights.
 
-Attention flattens tokens as (T*N), convolutions as (N*T); a gradient seeded with r and one seeded with α_n r differ,
-row by row, by the factor α of the example the row belongs to.
+Attention flattens tokens as (T*N), convolutions as (N*T). The gradients for the cotangents r and α_n r differ, row by
+row, by the factor α_n of the example n that the row belongs to.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from torch import Tensor
 __all__ = ["Layout", "find_layout", "shape_layout"]
 
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-_COARSE = 3e-2  # of types of 16 bits
+_COARSE = 3e-2  # for 16-bit types
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Axis `dim` holds the examples: as n*T + t, or as t*N + n if `positions_first`."""
+    """Axis `dim` contains the examples: index n*T + t, or t*N + n if `positions_first`."""
 
     dim: int
     positions_first: bool = False
 
     def split(self, values: Tensor, n: int, lead: int) -> Tensor:
-        """(lead..., *shape) -> (lead..., N, T, the other axes)."""
+        """(lead..., *shape) -> (lead..., N, T, remaining axes)."""
         values, example, position = self._unflatten(values, n, lead)
         return values.movedim((example, position), (lead, lead + 1))
 
     def reduce(self, values: Tensor, n: int, shape: torch.Size) -> Tensor | None:
-        """Sum (K, *out) over all but examples and a broadcast operand's axes: (K, N, numel of `shape`).
+        """Sum (K, *out) over all axes but the examples' and those of a broadcast operand: (K, N, numel of `shape`).
 
-        None if the operand has an axis of its own where the examples lie.
+        None if the operand is not broadcast along the example axis.
         """
         if self.dim == 0 and values.shape[1] == n and len(shape) <= values.ndim - 2:
-            axes = values.ndim - 2  # (K, N, the operand's axes) as it is
+            axes = values.ndim - 2  # already (K, N, axes of the operand)
         else:
             values, example, _ = self._unflatten(values, n, 1)
             values = values.movedim(example, 1)
@@ -43,7 +43,7 @@ class Layout:
         aligned = (1,) * (axes - len(shape)) + tuple(shape)
         if len(aligned) != axes or any(s not in (1, v) for s, v in zip(aligned, values.shape[2:], strict=True)):
             return None
-        # an axis of length one goes by the reshape alone
+        # the reshape drops axes of length one
         gone = [axis + 2 for axis, s in enumerate(aligned) if s == 1 and values.shape[axis + 2] != 1]
         kept = values.sum(gone) if gone else values
         return kept.reshape(*kept.shape[:2], -1)
@@ -57,9 +57,9 @@ class Layout:
 
 
 def shape_layout(shape: torch.Size, n: int, other: torch.Size, m: int) -> Layout | None:
-    """The axis that counts examples, by a tensor's shapes for n and for m examples; None if there is no single one.
+    """Find the example axis from a tensor's shapes for n and for m examples; None if it is not unique.
 
-    Says nothing about the order of examples and positions on that axis.
+    The order of examples and positions on that axis remains unknown.
     """
     if len(shape) != len(other):
         return None
@@ -70,16 +70,16 @@ def shape_layout(shape: torch.Size, n: int, other: torch.Size, m: int) -> Layout
 
 
 def find_layout(plain: Tensor, scaled: Tensor, weights: Tensor, precision: torch.dtype) -> Layout | None:
-    """The axis along which ``scaled = weights[example] * plain``, or None if examples are mixed there.
+    """Find the axis along which ``scaled = weights[example] * plain``; None if the tensor mixes examples.
 
     Parameters
     ----------
     plain, scaled : Tensor
-        Gradients at one node, seeded with r and with weights_n r_n.
+        Gradients at one node for the cotangents r_n and weights_n r_n.
     weights : Tensor, (N,)
         One distinct weight per example.
     precision : torch.dtype
-        Coarsest floating type that the gradients are computed in.
+        Coarsest floating type of the computation.
     """
     n = len(weights)
     size = float(scaled.abs().max()) if scaled.numel() else 0.0

@@ -1,4 +1,4 @@
-"""One pass over data: from inputs to rows. The only place that differentiates the network."""
+"""The Jacobian pass: from inputs to rows, batch by batch."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from ntk_laplace.network import Network, outside_autocast, preserved_rng
 __all__ = ["JacobianPass", "RootFunction"]
 
 _WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
-_WARM = 32 * 2**20  # and of one of them: larger tensors are given back to the system, and come cold
-_FORWARD = 8  # times as much, of all layers' outputs, where no graph holds them
+_WARM = 32 * 2**20  # maximum bytes of one gradient; larger allocations bypass the allocator's cache
+_FORWARD = 8  # how many times more examples a forward pass without a graph takes
 
 
 class RootFunction(Protocol):
-    """A root that is known once the outputs are, as in one pass over streaming data.
+    """A root that is computed from the outputs, as in one pass over streaming data.
 
     Attributes
     ----------
     columns : int
-        R.
+        Number of columns R.
     """
 
     columns: int
@@ -50,28 +50,28 @@ class RootFunction(Protocol):
 
 
 class JacobianPass:
-    """Turns inputs into rows of the Jacobian, or of SᵀJ, of one network.
+    """Computes rows of the Jacobian J, or of SᵀJ, of one network.
 
     Parameters
     ----------
     network : Network
     dtype : torch.dtype
-        Floating type of the rows; the network itself runs in its own.
+        Floating type of the rows; the network runs in its own type.
     keep_factors : bool
-        Leave every layer's inputs and output gradients as they are, for Kronecker factors; by default rows are
-        written out where a Gram matrix is cheaper from them.
+        Keep every layer's inputs and output gradients, for Kronecker factors. By default rows are written out where
+        this makes a Gram matrix cheaper.
     """
 
     def __init__(self, network: Network, dtype: torch.dtype, keep_factors: bool = False) -> None:
         self.network, self.dtype, self.keep_factors = network, dtype, keep_factors
-        # a layer without inputs or outputs has a weight without entries, and that no rows
+        # skip parameters with zero elements
         self._parameters = {name: p for name, p in network.parameters.items() if p.numel()}
         self._plans: dict[tuple, Plan] = {}
         self._fallbacks: dict[tuple[str, ...], Fallback] = {}
         self._edges: list[_Edge] | None = None
 
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
-        """The same pass over a network that has moved, or in another floating type."""
+        """The same pass for a network on another device, or in another floating type."""
         return JacobianPass(network, dtype, self.keep_factors)
 
     def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0) -> Jacobian:
@@ -81,9 +81,9 @@ class JacobianPass:
         ----------
         x : tensor, tuple or dict of tensors
         root : Tensor, (N, C, R), optional
-            Columns cotangent the backward passes, so that the rows are those of SᵀJ; by default the identity.
+            Its columns are the cotangents of the backward passes, which gives rows of SᵀJ; default: the identity.
         batch_size : int, optional
-            Examples per pass; by default as many as fit a working set of 128 MiB.
+            Examples per pass; by default as many as fit in a working set of 128 MiB.
         offset : int
             Index of the first example, for messages.
 
@@ -99,10 +99,10 @@ class JacobianPass:
         self, x: Inputs, root: Tensor | RootFunction | None, batch_size: int | None, offset: int = 0,
         fused_layers: FusedLayers = NO_FUSED_LAYERS,
     ) -> Iterator[Jacobian]:
-        """The same, a batch at a time; a `root` that depends on the outputs is a `RootFunction`.
+        """Rows one batch at a time; a `root` that depends on the outputs is a `RootFunction`.
 
-        A first layer's inputs may be the memory of `x` itself: for use at once. Blocks of layers of which sums are
-        enough may come as `FusedSums`.
+        Use the rows at once: the inputs of a first layer may share memory with `x`. Layers in `fused_layers` may
+        yield `FusedSums` instead of blocks.
         """  # fmt: skip
         self.prepare(x)
         n, cotangents = num_examples(x), _columns(root, self.network)
@@ -114,16 +114,16 @@ class JacobianPass:
             yield self._batch(take(x, part), own, offset + start, fused_layers)
 
     def examples_at_once(self, x: Inputs, cotangents: int, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> int:
-        """As many examples like those of `x` as a pass takes at a time with so many cotangents."""
+        """Number of examples like those of `x` in one batch of a pass with this many cotangents."""
         self.prepare(x)
         return _examples_at_once(self._edges, cotangents, fused_layers)
 
     def evaluated_at_once(self) -> int | None:
-        """As many examples as a forward pass without a graph takes at a time; None as long as no plan is made."""
+        """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
         return None if self._edges is None else _FORWARD * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS)
 
     def prepare(self, x: Inputs) -> None:
-        """Probe the network and make its plan on a few examples, once.
+        """Probe the network and plan its rows on a few examples; later calls return at once.
 
         Raises
         ------
@@ -134,7 +134,7 @@ class JacobianPass:
             return
         with _passing(self.network):
             out = self.network.probe(differentiable(x))
-        with _passing(self.network):  # whose precision the probe has found out
+        with _passing(self.network):  # the probe has set the network's precision
             graph = Graph(out, self._parameters)
             plan = self._plan(graph, out, x)
             extractions = plan.extractions(graph, len(out))
@@ -151,7 +151,7 @@ class JacobianPass:
         return self._plans[signature]
 
     def _another(self, x: Inputs, n: int) -> tuple[Graph, int]:
-        """The graph of a few of the examples of `x`, and how many: not n."""
+        """Graph of m examples of `x`, and m, which differs from n."""
         m = 2 if n != 2 else 3
         few = take(x, torch.arange(m) % num_examples(x))
         return Graph(self.network.evaluate(few), self._parameters), m
@@ -187,7 +187,7 @@ class JacobianPass:
                 cotangents = torch.eye(c).to(out)[:, None].expand(c, n, c)
             else:
                 cotangents = root.movedim(-1, 0).to(out)
-                # each cotangent starts a pass of its own: a matrix, either way round
+                # each cotangent starts one pass and must be a contiguous matrix, transposed or not
                 cotangents = cotangents if cotangents.mT.is_contiguous() else cotangents.contiguous()
             if not out.requires_grad:
                 return Jacobian((), len(cotangents), n, out.detach().to(self.dtype))
@@ -198,7 +198,7 @@ class JacobianPass:
     def _blocks(self, batch: Batch, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> list[Block | FusedSums]:
         graph = Graph(batch.out, self._parameters)
         if len(batch.out) == 1 and graph.signature() not in self._plans:
-            # a single example says nothing about where examples lie in a tensor
+            # a single example does not reveal the example axis of a tensor: use it twice
             twice = take(batch.x, torch.zeros(2, dtype=torch.long))
             out, cotangents = self.network.evaluate(twice), batch.cotangents.expand(-1, 2, -1)
             return [block.subset(slice(0, 1)) for block in self._blocks(replace(batch, x=twice, out=out,
@@ -207,11 +207,11 @@ class JacobianPass:
         if batch.sample is not None and any(use.plain and use.name in fused_layers.weights for use in plan.uses):
             blocks = self._planned_blocks(batch, graph, plan, FusedAccumulation(fused_layers, batch.sample, self.dtype))
             if batch.sample_agrees(blocks) and all_finite(blocks):
-                return blocks  # else it is looked into with all rows at hand
+                return blocks  # else repeat without fusion
         blocks = self._planned_blocks(batch, graph, plan)
         wrong = batch.disagreeing(blocks)
         if wrong:
-            # a rule does not hold, or the probe's few examples did not show where this batch's lie: plan on the batch
+            # a rule fails, or the few examples of the probe did not reveal the example axes: plan on this batch
             blocks = self._planned_blocks(batch, graph, self._plan(graph, batch.out, batch.x, confirm=True))
             wrong = batch.disagreeing(blocks, whole=True)
         if wrong:
@@ -229,7 +229,7 @@ class JacobianPass:
     ) -> list[Block | FusedSums]:
         gradients = self._gradients(batch, graph, plan, accumulation)
         wrong = plan.contradicted(gradients)
-        if wrong:  # where its examples lie shows in this batch
+        if wrong:  # a gradient that was zero is not zero in this batch, which reveals the example axis
             plan = self._plan(graph, batch.out, batch.x, confirm=True)
             gradients = self._gradients(batch, graph, plan, accumulation)
             wrong = plan.contradicted(gradients)
@@ -247,14 +247,24 @@ class JacobianPass:
 
 @dataclass(frozen=True)
 class _Edge:
-    """A node whose output gradient is read: bytes per example, whether for all cotangents, what can be fused."""
+    """A node whose output gradient is read.
+
+    Attributes
+    ----------
+    size : int
+        Bytes per example and cotangent.
+    kept : bool
+        Whether the gradients of all cotangents are stored.
+    plain : str or None
+        Weight whose output gradients can be fused.
+    """
 
     size: int
     kept: bool
     plain: str | None
 
     def held(self, cotangents: int, fused_layers: FusedLayers) -> int:
-        """Bytes held per example."""
+        """Bytes stored per example."""
         return self.size * cotangents if self.kept and self.plain not in fused_layers.weights else self.size
 
 
@@ -264,7 +274,7 @@ def _examples_at_once(edges: list[_Edge], cotangents: int, fused_layers: FusedLa
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
-    """The named parameters, and all that share a block with one of them."""
+    """The named parameters, and all that share a block with them, directly or through others."""
     found = set(names)
     while True:
         more = {name for block in blocks if set(block.names) & found for name in block.names}
@@ -281,7 +291,7 @@ def _columns(root: Tensor | RootFunction | None, network: Network) -> int:
 
 @contextlib.contextmanager
 def _passing(network: Network) -> Iterator[None]:
-    """What forward and backward passes run in."""
+    """Context of the forward and backward passes."""
     with (
         torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module),
         outside_autocast(), network.arithmetic(),
@@ -291,11 +301,11 @@ def _passing(network: Network) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _plain_kernels(module: nn.Module) -> Iterator[None]:
-    """Recurrent layers run from their matrix products, not as one opaque kernel, so that rules see their weights."""
+    """Run recurrent layers as matrix products instead of one fused kernel, so that rules can find their weights."""
     if not any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
         yield
         return
     with warnings.catch_warnings(), torch.backends.cudnn.flags(enabled=False):
-        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch warns of its own flag context
+        warnings.filterwarnings("ignore", message="TF32 acceleration")  # torch's flag context itself warns
         with torch.backends.mkldnn.flags(enabled=False):
             yield

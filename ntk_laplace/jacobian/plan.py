@@ -1,4 +1,4 @@
-"""A plan: which node and which rule gives each parameter's rows, made once per graph."""
+"""The plan: the node and the rule that give each parameter's rows. It is made once per graph."""
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ class UsePlan:
     step : Step
         The consuming node, its operand, and which output of `source` it reads.
     source : int
-        Number of the node just before it on the parameter's side.
+        Number of the node before the consumer, on the parameter's side.
     layout : Layout
-        Where the examples lie in the consumer's output.
+        Example axis of the consumer's output.
     at_once : bool
-        Its rows are made of one cotangent's gradient at a time.
+        Rows are computed from one cotangent's gradient at a time.
     plain : bool
-        An example's b is a row of the node's output gradient as it is: one position, one group, not too wide.
+        An example's b is one row of the node's output gradient: one position, one group, not too wide.
     by_shape : bool
-        Its output gradient was zero when the plan was made, and its layout was read off shapes: it holds for zeros.
+        The output gradient was zero when the plan was made, and the layout was inferred from shapes. The plan is
+        valid as long as this gradient is zero.
     idle : bool
-        The same, while another use of the parameter had one: it gives no rows, and is watched.
+        As `by_shape`, but another use of the parameter had a nonzero gradient. This use gives no rows; its gradient
+        is only checked for zero.
     """
 
     name: str
@@ -64,14 +66,14 @@ class UsePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Uses of the parameters that rules cover, and the names of those they do not.
+    """Uses of the parameters that rules cover, and the names of the other parameters.
 
     Attributes
     ----------
     uses : tuple of UsePlan
     unmatched : tuple of str
     partners : dict of str to str
-        Bias by the name of its weight, where an addition of its own brings it in, as behind a matrix product.
+        Bias by the name of its weight, if the weight's output gradients also give the bias's rows.
     """
 
     uses: tuple[UsePlan, ...]
@@ -79,26 +81,27 @@ class Plan:
     partners: dict[str, str] = field(default_factory=dict)
 
     def extractions(self, graph: Graph, n: int, accumulation: FusedAccumulation | None = None) -> list[Extraction]:
-        """What reads each use's rows, in the order of `uses`, from a batch of n examples."""
+        """Extraction of each use, in the order of `uses`, for a batch of n examples."""
         found = [_extraction(use, graph, n) for use in self.uses]
         for index in self._fused_uses(graph, n, accumulation):
             found[index] = replace(found[index], fused=True)
         return found
 
     def contradicted(self, gradients: Gradients) -> set[str]:
-        """Parameters with a gradient that the plan knows as zero alone."""
+        """Parameters with a nonzero gradient where the plan is valid only for a zero gradient."""
         return {use.name for index, use in enumerate(self.uses) if use.by_shape and gradients.any(index)}
 
     def without(self, names: set[str]) -> Plan:
-        """The same with these parameters left to the fallback, and the partners of their weights."""
+        """The plan with these parameters, and the partner biases of these weights, left to the fallback."""
         left = names | {self.partners[name] for name in names if name in self.partners}
         partners = {name: partner for name, partner in self.partners.items() if name not in left}
         return Plan(tuple(use for use in self.uses if use.name not in left), (*self.unmatched, *sorted(left)), partners)
 
     def _fused_uses(self, graph: Graph, n: int, accumulation: FusedAccumulation | None) -> list[int]:
-        """Uses whose gradients may be added up as they come: nothing else reads that node, or that parameter.
+        """Uses whose gradients may be summed during the backward passes.
 
-        A product of fewer examples than outputs would be the extraction of its total, cotangent after cotangent.
+        No other use may read the node or the parameter. It is not worth it if N < o: updating the o x o sum for each
+        cotangent would dominate.
         """
         if accumulation is None:
             return []
@@ -114,13 +117,13 @@ class Plan:
         return found
 
     def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
-        """Rows of every matched parameter, uses of one parameter joined; gradients are freed as they are used up.
+        """Blocks of every matched parameter, with the uses of one parameter joined; used gradients are freed.
 
         Parameters
         ----------
         graph : Graph
         gradients : Gradients
-            Of the plan's extractions.
+            Gradients of the plan's extractions.
         parameters : dict of str to nn.Parameter
         """
         for family in self._families():
@@ -143,14 +146,14 @@ class Plan:
     ) -> FusedSums:
         use, accumulation = self.uses[index], gradients.accumulation
         sums, kept = gradients.fused_sums(index)
-        unread = kept.new_zeros(()).expand(1, *graph.shape(use.step.consumer))  # the inputs alone are looked for
+        unread = kept.new_zeros(()).expand(1, *graph.shape(use.step.consumer))  # only the inputs are needed
         whole = use_block(use, graph, gradients.extractions[index].extract(unread), parameters[use.name])
         b, a = kept[:, :, None, None], whole.a[accumulation.sample]
         rows = Outer(use.name, self.partners.get(use.name), b, a, None, whole.size)
         return FusedSums(sums, accumulation.fused_layers.squared, whole.a[:, 0, 0], rows)
 
     def _families(self) -> list[list[int]]:
-        """Indices of uses, those with a parameter or a consuming node in common together."""
+        """Indices of uses, grouped by common parameter or consuming node."""
         families: list[tuple[set[str | int], list[int]]] = []
         for index, use in enumerate(self.uses):
             ties, members = {use.name, use.step.consumer}, [index]
@@ -162,7 +165,7 @@ class Plan:
 
 
 def joined(blocks: Iterable[Block]) -> list[Block]:
-    """Blocks of several uses of one parameter, those of one form as one."""
+    """Blocks of several uses of one parameter, with blocks of the same kind joined."""
     found: dict[tuple, Block] = {}
     for block in blocks:
         found[block.kind] = join_positions(found[block.kind], block) if block.kind in found else block
@@ -179,12 +182,12 @@ def _extraction(use: UsePlan, graph: Graph, n: int) -> Extraction:
 
 
 def _written_out(extract: Callable[[Tensor], OperandRows], shape: torch.Size) -> Callable[[Tensor], OperandDense]:
-    """The same rows of an operand of this shape, without their factors."""
+    """Wrap `extract` so that it returns written-out rows for an operand of this shape."""
     return lambda gradient: OperandDense(_operand_dense(extract(gradient), shape))
 
 
 def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:
-    """What reads the use's rows from a batch of n examples; None where no rule knows the node."""
+    """Extractor of the use's rows for a batch of n examples; None if no rule applies to the node."""
     node = graph.nodes[use.step.consumer]
     rule = RULES.get(node_kind(node))
     shape = output_shape(graph.nodes[use.source], use.step.output)
@@ -197,7 +200,7 @@ def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:
 
 
 def use_block(use: UsePlan, graph: Graph, rows: OperandRows, parameter: nn.Parameter) -> Block:
-    """Rows of the parameter from those of the operand that the node reads."""
+    """Block of the parameter, from the rows of the operand that the node reads."""
     source, output = uncast(graph.nodes[use.source], use.step.output)
     shape = output_shape(source, output)
     if hasattr(source, "variable"):
@@ -228,7 +231,7 @@ def _all_views(node: object) -> bool:
 
 
 def _order(rows: OperandOuter) -> Tensor:
-    """Flat operand position of (g, o, i) where the operand runs (g, i, o)."""
+    """Flat position of entry (g, o, i) in an operand with axes (g, i, o)."""
     g, o, i = rows.b.shape[2], rows.b.shape[4], rows.a.shape[3]
     return torch.arange(g * o * i, device=rows.b.device).reshape(g, i, o).transpose(1, 2).flatten()
 

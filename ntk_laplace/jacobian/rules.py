@@ -1,9 +1,8 @@
-"""Rules: from an autograd node to a extractor, which turns output gradients into rows of the operand a parameter feeds.
+"""Rules: for an autograd node, an extractor that computes rows of the operand from gradients of the node's output.
 
-A rule looks at what the node saved for its own backward pass (`_saved_*`, semi-private: tests pin them) once per
-batch, and returns None where it does not apply; its extractor may be handed the gradients of all cotangents, or of one
-at a time. Nothing here is trusted blindly: the plan checks every parameter's rows against autograd before it uses them,
-and an unmatched parameter takes the fallback.
+A rule reads the tensors that the node saved for its backward pass (`_saved_*`, semi-private: tests pin them) once per
+batch, and returns None where it does not apply. Its extractor may get the gradients of all cotangents, or of one at a
+time. The gradient check compares every batch's rows with autograd; parameters that no rule covers use the fallback.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ntk_laplace.jacobian.layout import Layout
 
 __all__ = ["RULES", "Extractor", "OperandDense", "OperandLookup", "OperandOuter", "OperandRows", "Use"]
 
-_SHORT = 16  # times a convolution's rows must fit into its output's gradient to be made from it at once
+_SHORT = 16  # rows of a convolution are computed at once if its output gradient is this many times larger
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,11 @@ class Use:
     shape, output : torch.Size
         Shapes of the operand and of the node's output.
     layout : Layout
-        Where the examples lie in the node's output.
+        Example axis of the node's output.
     n : int
         Number of examples.
     dtype : torch.dtype
-        Floating type of the rows; gradients come in it, and what the node saved is converted.
+        Floating type of the rows and of the gradients; saved tensors are converted to it.
     """
 
     node: Any
@@ -55,7 +54,7 @@ class Use:
 
 @dataclass(frozen=True)
 class OperandOuter:
-    """Jacobian Σ_t b ⊗ a; `order` says whether the operand's flat order is (g, o, i) or (g, i, o)."""
+    """Rows Σ_t b ⊗ a; `order` is the operand's flat order, "goi" or "gio"."""
 
     b: Tensor
     a: Tensor
@@ -64,7 +63,7 @@ class OperandOuter:
 
 @dataclass(frozen=True)
 class OperandLookup:
-    """Rows of a table looked up at tokens; the row `padding` (-1: none) gets no gradient."""
+    """Rows of an embedding table; the token `padding` (-1: none) gets no gradient."""
 
     b: Tensor
     tokens: Tensor
@@ -73,7 +72,7 @@ class OperandLookup:
 
 @dataclass(frozen=True)
 class OperandDense:
-    """Jacobian (K, N, numel) in the operand's flat order."""
+    """Dense rows (K, N, numel) in the operand's flat order."""
 
     rows: Tensor
 
@@ -83,18 +82,18 @@ OperandRows = OperandOuter | OperandLookup | OperandDense
 
 @dataclass(frozen=True)
 class Extractor:
-    """What makes rows of output gradients.
+    """Function from output gradients to rows.
 
     Attributes
     ----------
     extract : callable
-        Jacobian for gradients (K, *output shape); None if they are laid out in a way the rule does not know.
+        Returns rows for gradients (K, *output shape); None if the rule does not support their layout.
     summed : bool
-        The rows are sums over positions and keep no factor: read one cotangent at a time, while its gradient is at
-        hand, they spare the memory of all cotangents' gradients.
+        The rows are sums over positions and have no factors. Reading one cotangent at a time saves the memory of all
+        cotangents' gradients.
     short : bool
-        The rows have factors, and are far shorter than the gradients: read one cotangent at a time as well, unless it
-        is the factors that are wanted.
+        The rows have factors, but are far shorter than the gradients. They are read one cotangent at a time too,
+        unless factors are kept.
     """
 
     extract: Callable[[Tensor], OperandRows | None]
@@ -103,7 +102,7 @@ class Extractor:
 
 
 def _summed(use: Use, factor: Tensor | float = 1.0, channels: bool = False) -> Extractor:
-    """Gradient times `factor`, summed over all but examples and the operand's axes (`channels`: the second one)."""
+    """Gradient times `factor`, summed over all axes but examples and the operand's (`channels`: the second axis)."""
     unscaled = isinstance(factor, float) and factor == 1.0
 
     def extract(gradient: Tensor) -> OperandRows | None:
@@ -121,7 +120,7 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def _product(use: Use, data: Tensor | None) -> Extractor | None:
-    """Operand of a matrix product whose other operand is `data`; either side, with or without a batch axis."""
+    """Extractor for an operand of a matrix product with `data`, on either side, with or without a batch axis."""
     if data is None:
         return None
     dim = use.layout.dim + (3 - data.ndim)  # axis in (G, rows, cols)
@@ -132,7 +131,7 @@ def _product(use: Use, data: Tensor | None) -> Extractor | None:
 
     def extract(gradient: Tensor) -> OperandRows:
         g = gradient if gradient.ndim == 4 else gradient.unsqueeze(1)  # (K, G, rows, cols)
-        b = layout.split(g, use.n, 1).permute(0, 1, 3, 2, 4)  # from (K, N, T, G, the other axis)
+        b = layout.split(g, use.n, 1).permute(0, 1, 3, 2, 4)  # from (K, N, T, G, remaining axis)
         inputs = data.to(use.dtype)
         if dim == 1:  # examples in rows: data (G, rows, i), operand (G, i, o)
             a = Layout(1, use.layout.positions_first).split(inputs, use.n, 0).permute(0, 2, 1, 3)
@@ -171,7 +170,7 @@ def _mv(use: Use) -> Extractor | None:
 
 def _windows(x: Tensor, kernel: tuple, stride: tuple, dilation: tuple, padding: tuple, out: tuple) -> Tensor:
     """Sliding windows of (M, c, *space) as a view (M, c, *out, *kernel); any number of spatial axes."""
-    x = x.contiguous()  # a run of positions is copied at once
+    x = x.contiguous()  # makes runs of positions contiguous for the copy
     if any(padding):
         x = F.pad(x, [p for axis in reversed(padding) for p in (axis, axis)])
     steps = x.stride()
@@ -181,9 +180,9 @@ def _windows(x: Tensor, kernel: tuple, stride: tuple, dilation: tuple, padding: 
 
 
 def _grouped(windows: Tensor, groups: int, axes: int) -> Tensor:
-    """(M, G*c, *out, *kernel) -> (M, G, positions, c * kernel entries), written with the positions side by side.
+    """(M, G*c, *out, *kernel) -> (M, G, positions, c * kernel entries), with positions contiguous in memory.
 
-    Copied in that order a run of neighbouring positions is contiguous on both sides: several times faster.
+    Neighboring positions are then contiguous in source and target, which makes the copy several times faster.
     """
     split = windows.unflatten(1, (groups, windows.shape[1] // groups))
     order = [0, 1, 2, *range(3 + axes, 3 + 2 * axes), *range(3, 3 + axes)]
@@ -226,7 +225,7 @@ def _convolution(use: Use) -> Extractor | None:
             b = _grouped(windows, groups, axes).unflatten(0, (gradient.shape[1], -1)).transpose(0, 1)
         else:
             b = _channels(gradient, groups)
-        # (K, M, G, positions, o), and M may hold positions of its own: (K, N, G, T, o) and (N, G, T, i)
+        # (K, M, G, positions, o), where M may contain further positions: (K, N, G, T, o) and (N, G, T, i)
         b = use.layout.split(b, use.n, 1).movedim(2, 3).flatten(3, 4)
         return OperandOuter(b, inputs(), "gio" if transposed else "goi")
 
@@ -249,7 +248,7 @@ def _embedding(use: Use) -> Extractor | None:
 
 
 def _signed(value: Any) -> int:
-    """Saved 64-bit integers come back unsigned: -1 reads 2**64 - 1."""
+    """Convert a saved 64-bit integer, which torch returns unsigned (-1 as 2**64 - 1), to a signed one."""
     number = -1 if value is None else int(value)
     return number - 2**64 if number >= 2**63 else number
 
@@ -271,7 +270,7 @@ def _per_channel(use: Use, normalized: Callable[[Tensor], Tensor]) -> Extractor:
 def _group_norm(use: Use) -> Extractor | None:
     if use.operand == 0:
         return None
-    mean, deviation = _saved(use.node, "result1"), _saved(use.node, "result2")  # (N, groups), the second inverted
+    mean, deviation = _saved(use.node, "result1"), _saved(use.node, "result2")  # (N, groups); `deviation` is an inverse
 
     def normalized(x: Tensor) -> Tensor:
         grouped = x.unflatten(1, (mean.shape[1], -1))
@@ -322,7 +321,7 @@ def _div(use: Use) -> Extractor | None:
 
 
 def _repeat(use: Use) -> Extractor:
-    # (C,) repeated for every example, as instance norm does with its weight
+    # instance norm repeats its weight (C,) for every example
     def extract(gradient: Tensor) -> OperandRows | None:
         size = use.shape.numel()
         if gradient.ndim != 2 or use.layout.positions_first or gradient.shape[1] != use.n * size:

@@ -1,13 +1,13 @@
-"""The search for a plan: made of a small batch's graph, and checked against autograd.
+"""Search for a plan on the graph of a small batch, with an optional check against autograd.
 
-From a parameter's accumulator the search climbs to the first nodes whose output gradients belong to examples; what
-lies between is a function of the parameter alone (a transpose, a slice, a weight normalization). A plan is believed
-until a batch's rows disagree with autograd's gradient; it is then made anew, and each parameter's rows are compared,
-for two cotangents: what does not agree is left to the fallback.
+From a parameter's accumulator the search follows the graph to the first nodes whose output has an example axis. The
+nodes in between are functions of the parameter alone (a transpose, a slice, a weight normalization). A plan is used
+until a batch's rows disagree with autograd's gradient. It is then remade with a check of each parameter's rows for two
+cotangents; parameters that disagree use the fallback.
 
-An output gradient may be zero, as before a zero-initialized head. It says nothing of its examples then; where they lie
-is read off the shapes that the node has for another number of examples. Such rows are zero in whichever order, and a
-batch in which they are not is planned anew.
+An output gradient may be zero, as before a zero-initialized head. It does not reveal the example axis, which is then
+inferred from the node's shape for another number of examples. Zero rows are correct in any order, and a batch in
+which they are not zero gets a new plan.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from ntk_laplace.jacobian.rules import Extractor
 
 __all__ = ["Search", "make_plan"]
 
-_WIDEST = 1024  # outputs of a layer whose products are worth making a cotangent at a time: wider ones dwarf a copy
+_WIDEST = 1024  # maximum outputs of a layer that is summed per cotangent: for wider ones the product dominates the copy
 
 
 @dataclass
 class Search:
-    """What a plan is looked for in.
+    """Input of the search for a plan.
 
     Attributes
     ----------
     graph : Graph
-        Of a small batch.
+        Graph of a small batch.
     out : Tensor, (N, C)
-        Outputs of at least two examples, with their graph.
+        Outputs of at least two examples, with their autograd graph.
     parameters : dict of str to nn.Parameter
     precision : torch.dtype
         Coarsest floating type of the computation.
     other : callable
-        A graph of the same network for another number of examples, and that number; made when it is needed.
+        Returns the network's graph for another number of examples, and that number; called only if needed.
     """
 
     graph: Graph
@@ -57,19 +57,19 @@ class Search:
     _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def draw(self, *shape: int) -> Tensor:
-        """Standard normal numbers where the outputs are."""
+        """Standard normal numbers in the outputs' type and on their device."""
         return torch.randn(*shape, generator=self._generator, dtype=torch.float64).to(self.out)
 
     @cached_property
     def shapes(self) -> tuple[list[torch.Size], int] | None:
-        """Shapes of the nodes for another number of examples, and that number; None if the graph is another one."""
+        """Shapes of the nodes for another number of examples, and that number; None if the graph then differs."""
         graph, m = self.other()
         if graph.signature() != self.graph.signature():
             return None
         return [graph.shape(number) for number in range(len(graph.nodes))], m
 
     def layout_by_shape(self, number: int) -> Layout | None:
-        """Where examples lie at a node whose output gradient is zero."""
+        """Layout of a node whose output gradient is zero, inferred from shapes."""
         if self.shapes is None:
             return None
         shapes, m = self.shapes
@@ -77,15 +77,15 @@ class Search:
 
 
 def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) -> Plan:
-    """Search the graph of a small batch, and keep what autograd confirms.
+    """Search the graph of a small batch for a plan.
 
     Parameters
     ----------
     search : Search
     keep_factors : bool
-        Rows that have factors are wanted as such.
+        Keep the factors of rows that have them.
     confirm : bool
-        Compare each parameter's rows with autograd's gradient, at the cost of another backward pass.
+        Keep only parameters whose rows agree with autograd's gradient; costs another backward pass.
     """
     graph, out, parameters = search.graph, search.out, search.parameters
     n = len(out)
@@ -114,23 +114,23 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
         else:
             unmatched.append(name)
     partners = _find_partners(blocks, good, graph, search.precision)
-    covered = set(partners.values())  # by their weights' blocks
+    covered = set(partners.values())  # their weights' blocks contain their rows
     return Plan(tuple(use for use in good if use.name not in covered), tuple(unmatched), partners)
 
 
 def _find_uses(
     search: Search, cotangents: Tensor, weights: Tensor
 ) -> tuple[dict[str, list[UsePlan]], set[str], dict[int, tuple[Tensor, Tensor]]]:
-    """Climb from each parameter to where its examples part.
+    """Follow the graph from each parameter to its first nodes with an example axis.
 
     Returns
     -------
     uses : dict of str to list of UsePlan
     lost : set of str
-        Parameters with a way to the output on which no such node was found.
+        Parameters with a path to the output on which no such node was found.
     gradients : dict of int to pair of Tensor
-        Output gradients of both `cotangents` at the nodes that were looked at; the second cotangent is the first, each
-        example of it times its own of `weights`.
+        Output gradients of both `cotangents` at the visited nodes. The second cotangent is the first one with each
+        example n multiplied by weights_n.
     """
     graph = search.graph
     gradients: dict[int, tuple[Tensor, Tensor]] = {}
@@ -159,7 +159,7 @@ def _find_uses(
 def _probe(
     search: Search, cotangents: Tensor, weights: Tensor, numbers: set[int], layouts: dict
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Find the layout at each node, with two backward passes for all of them; views of a parameter have none."""
+    """Find the layout of each node with two backward passes for all nodes; views of a parameter have no layout."""
     graph, wanted = search.graph, []
     for number in sorted(numbers - layouts.keys()):
         layouts[number] = None
@@ -173,7 +173,7 @@ def _probe(
     found = {}
     for number, plain, scaled in zip(wanted, *passes, strict=True):
         if plain is None and len(graph.nodes[number]._input_metadata) == 1:
-            plain = scaled = search.out.new_zeros(graph.shape(number))  # a backward function's word for zero
+            plain = scaled = search.out.new_zeros(graph.shape(number))  # None stands for a zero gradient
         if plain is None:
             continue
         found[number] = plain, scaled
@@ -187,7 +187,7 @@ def _probe(
 def _extract(
     uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, n: int
 ) -> tuple[list[Extractor], list[Block]]:
-    """Readers of a parameter's uses and their rows, joined; none if a rule does not know how a node is laid out."""
+    """Extractors of a parameter's uses and their joined blocks; empty if no rule covers one of the uses."""
     extractors, found = [], []
     for use in uses:
         try:
@@ -204,7 +204,7 @@ def _extract(
 
 
 def _is_whole(graph: Graph, use: UsePlan) -> bool:
-    """Whether the node reads the parameter itself, or a conversion of it."""
+    """Whether the node reads the parameter itself, or a type conversion of it."""
     return hasattr(uncast(graph.nodes[use.source], use.step.output)[0], "variable")
 
 
@@ -217,11 +217,11 @@ def _is_plain(block: Block, gradient: Tensor) -> bool:
 def _find_partners(
     blocks: dict[str, list[Block]], uses: Sequence[UsePlan], graph: Graph, precision: torch.dtype
 ) -> dict[str, str]:
-    """Biases whose rows are the sums of a weight's output gradients, by the weight's name: its block holds them too.
+    """Biases whose rows are the sums of a weight's output gradients, by the weight's name; they share a block.
 
-    Looked for among the weights that enter where the bias does, and those of its module: an addition of its own may
-    bring it in. A weight whose rows are made at once has no such gradients. Rows that are zero equal any others that
-    are: where they are not told by their values, it has to be an addition.
+    Candidates are the weights of the same node, and those of the same module, whose bias a separate addition may add.
+    Weights whose rows are computed at once store no output gradients and are excluded. Zero rows equal any other zero
+    rows; such a bias matches a weight of its module only if an addition uses it.
     """
     enters: dict[str, set[int]] = {}
     for use in uses:

@@ -1,4 +1,4 @@
-"""Records: rows as plain containers of tensors, for checkpoints."""
+"""Serialization of a Jacobian as plain containers of tensors, for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS = {kind.__name__: kind for kind in (Dense, Lookup, Outer, Wide)}
 
 
 def jacobian_record(rows: Jacobian) -> dict[str, Any]:
-    """Blocks by the name of their kind, and their fields."""
+    """Return a Jacobian as plain containers: each block as its fields and the name of its type."""
     blocks = [{"kind": type(block).__name__} | vars(block) for block in rows.blocks]
     for block in blocks:
         if "spans" in block:
@@ -23,7 +23,7 @@ def jacobian_record(rows: Jacobian) -> dict[str, Any]:
 
 
 def jacobian_from_record(saved: Mapping[str, Any]) -> Jacobian:
-    """The rows that were recorded."""
+    """Restore a Jacobian from `jacobian_record`."""
     blocks = []
     for block in saved["blocks"]:
         fields = {name: value for name, value in block.items() if name != "kind"}

@@ -1,4 +1,4 @@
-"""Finishing: what a batch's blocks become, each in the form that serves what comes after."""
+"""Storage: convert a batch's blocks to the types in which they are kept."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ntk_laplace.jacobian.jacobian import Jacobian, compact
 
 __all__ = ["apart_from", "compacted", "side_by_side"]
 
-_MATRIX = 512  # entries of a parameter whose rows deserve a matrix product of their own
+_MATRIX = 512  # entries from which a parameter's rows get a separate matrix product
 
 
 def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
-    """Choose each block's form, and add up what was written out for one parameter."""
+    """Choose each block's storage, and sum the written-out rows of each parameter."""
     written: dict[str, Dense] = {}
     kept: list[Block] = []
     for block in blocks:
@@ -34,7 +34,7 @@ def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
 
 
 def _share_constant(block: Block) -> Block:
-    """Hold b once where it is the same for all examples: the last linear layer's b is the cotangents."""
+    """Store b once if it is the same for all examples, as in the last linear layer, where b is the cotangents."""
     if not isinstance(block, Outer) or not block.single or block.b.shape[1] < 2:
         return block
     if torch.equal(block.b[:, 0], block.b[:, 1]) and bool((block.b == block.b[:, :1]).all()):
@@ -43,9 +43,9 @@ def _share_constant(block: Block) -> Block:
 
 
 def side_by_side(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
-    """Put what was written out into matrices, small ones side by side, and all into the algebra's floating type.
+    """Turn written-out rows into matrices, concatenate small ones, and convert all blocks to `dtype`.
 
-    The list is emptied on the way, so that no form outlives its successor.
+    The list is emptied on the way: each block is freed once it is converted.
     """
     elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
     small = []
@@ -65,7 +65,7 @@ def side_by_side(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
 
 
 def apart_from(rows: Jacobian, x: Inputs) -> Jacobian:
-    """A first layer's inputs are the caller's own memory: take a copy, which later changes cannot reach."""
+    """Copy layer inputs that share memory with the caller's `x`, so that later changes of `x` have no effect."""
     theirs = {tensor.untyped_storage().data_ptr() for tensor in leaves(x)}
 
     def is_theirs(values: Tensor) -> bool:
