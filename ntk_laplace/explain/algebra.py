@@ -130,7 +130,7 @@ def widening(space: FunctionSpace, test: Jacobian) -> Tensor:
 
 
 def _widened(blocks: Tensor, through: Tensor) -> Tensor:
-    """From [B⁻¹]_ii (N, R, R) and V_xiS_i (n, K, N, R)."""
+    """`widening` from [B⁻¹]_ii (N, R, R) and V_xiS_i (n, K, N, R)."""
     count, n = through.shape[0], len(blocks)
     half = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), through.permute(2, 3, 0, 1).flatten(2),
                                          upper=False)  # L_i⁻¹ S_iᵀV_ix with [B⁻¹]_ii = L_i L_iᵀ

@@ -102,8 +102,8 @@ class GroupRemoval:
         leverage : Tensor, (n,)
             Largest eigenvalue of S_GᵀV_GGS_G: the joint leverage of the group.
         trusted : Tensor of bool, (n,)
-            Whether the leverage is small enough for the curvature. Otherwise nothing is subtracted, and the change is
-            the first-order one, -V_xG r_G.
+            False if the leverage is too large for an approximate curvature: nothing is then subtracted, and the
+            change is the first-order one, -V_xG r_G.
         """
         found = [self._one(test.subset(slice(i, i + 1)), group) for i, group in enumerate(groups)]
         changes, leverages, trusted = zip(*found, strict=True)

@@ -195,7 +195,7 @@ def leave_one_out(
 
 
 def _kept(model: LinearizedModel, structure: Structure, space: FunctionSpace) -> _Without:
-    """In function space."""
+    """Function space: moments from the stored rows."""
     mean, covariance = without_each(space, structure.points, model.likelihood)
     blocks = space.inverse_blocks
     # SᵀV_iiS = I - [B⁻¹]_ii
@@ -205,7 +205,7 @@ def _kept(model: LinearizedModel, structure: Structure, space: FunctionSpace) ->
 
 
 def _streamed(model: LinearizedModel, structure: Structure, precision: PosteriorPrecision) -> _Without:
-    """In weight space, batch by batch: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
+    """Weight space, batch by batch: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
     points, parts, start = structure.points, [], 0
     with torch.no_grad():
         residual = points.residual(model.likelihood)

@@ -210,7 +210,7 @@ class ExactStructure:
         if self.base is None:
             return None
         added = self.points.subset(slice(self.base.num_examples, None))
-        added = replace(added, weights=added.f.new_zeros(len(added.f)))  # points added by a what-if have no base
+        added = replace(added, weights=added.f.new_zeros(len(added.f)))  # added points: no training residual
         return self.base.joined(model.likelihood, added).joined(model.likelihood, other.points)
 
     def _base_at(self, index: Tensor) -> TrainingPoints | None:

@@ -11,7 +11,7 @@ __all__ = ["merged_batches"]
 
 
 def merged_batches(batches: Source | InputBatches, network: Network) -> Iterator[tuple]:
-    """The same examples in the same order; consecutive batches are merged up to the source's batch size.
+    """Merge consecutive batches up to the source's batch size; the examples and their order do not change.
 
     A batch is a tuple whose first element is the input. Batches of different formats are not merged, nor are
     batches whose merging would change the network's outputs.

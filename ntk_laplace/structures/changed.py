@@ -59,7 +59,7 @@ class ChangedStructure:
     """A structured posterior some of whose points have other weights or targets, or were added.
 
     Its curvature is the structure's, with the old terms of these points subtracted and the new ones added; only added
-    if a joint leverage exceeds `max_leverage`. All changes are one joint Newton step from the trained weights, whether
+    if their leverage exceeds `max_leverage`. All changes are one joint Newton step from the trained weights, whether
     they were made together or in sequence.
 
     Parameters
