@@ -1,4 +1,4 @@
-"""Checkpoints: a saved posterior and its network become a posterior again."""
+"""Checkpoints: restore a posterior from a file and its network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ntk_laplace.structures.saving import FORMAT, VERSION
 
 __all__ = ["load"]
 
-_NAMES = ("weight", "bias", "spans")  # fields of blocks and parts
+_NAMES = ("weight", "bias", "spans")  # fields of Jacobian blocks and parameter blocks
 _LIKELIHOODS = {kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, Poisson)}
 
 
@@ -42,12 +42,12 @@ def load(
     ----------
     path : path
     network : nn.Module
-        With the weights of the fit, which the checkpoint does not hold; its device is the posterior's.
+        With the weights of the fit, which the checkpoint does not contain. The posterior uses its device.
     data : DataLoader, Dataset, or (X, y), optional
-        The training data, for answers that go through them again: the correction, ``mean="posterior"``, other
-        hyperparameters of the likelihood. Predictions, samples and the evidence need none.
+        The training data, for results that need another pass: the correction, ``mean="posterior"``, other
+        hyperparameters of the likelihood. Predictions, samples and the evidence do not need it.
     likelihood : Likelihood, optional
-        Your own, if the fit had one of your own; its hyperparameters are set to the checkpoint's.
+        Required for a user-defined likelihood; its hyperparameters are set to the checkpoint's.
     settings : Settings, optional
 
     Returns
@@ -57,9 +57,9 @@ def load(
     Raises
     ------
     DataError
-        If the file is no such checkpoint, or `data` are not as many.
+        If the file is not such a checkpoint, or `data` has another number of examples.
     NetworkError
-        If the network's parameters have other names, shapes or values than those of the fit.
+        If the network's parameters differ from those of the fit in name, shape or value.
     """
     place = next((p.device for p in require_module(network).parameters()), torch.device("cpu"))
     saved = _in_names_of(network, _read(path, place))
@@ -94,7 +94,7 @@ def _read(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any]:
 
 
 def _in_names_of(network: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
-    """The checkpoint in this network's names: torch.compile's wrappers put a word into them."""
+    """The checkpoint with this network's parameter names; torch.compile's wrappers insert `_orig_mod`."""
     own = {_plain(name): name for name, _ in (*network.named_modules(), *network.named_parameters())}
     new = {name: own.get(_plain(name), name) for name in saved["shapes"]}
     if list(new) == list(new.values()):
@@ -111,7 +111,7 @@ def _plain(name: str) -> str:
 
 
 def _renamed(content: Any, new: Mapping[str, str], is_name: bool = False) -> Any:
-    """The same with new names where names stand, in fields of blocks and parts; other words may look like them."""
+    """Rename parameters, only in fields that contain names; other strings may look like names."""
     if isinstance(content, dict):
         return {key: _renamed(value, new, key in _NAMES) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -120,7 +120,7 @@ def _renamed(content: Any, new: Mapping[str, str], is_name: bool = False) -> Any
 
 
 def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
-    """The network's frozen, if its parameters are those of the fit."""
+    """The frozen network, if its parameters are those of the fit."""
     there = {name: list(p.shape) for name, p in network.named_parameters()}
     wrong = [
         f"{name} of shape {tuple(there[name])} (fit: {tuple(shape)})" if name in there else f"no {name}"
@@ -135,7 +135,7 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")
     frozen.num_outputs, frozen.scalar = saved["num_outputs"], saved["scalar"]
-    frozen.input_format = saved.get("form")  # of older checkpoints nothing is known
+    frozen.input_format = saved.get("form")  # older checkpoints do not store it
     return frozen
 
 

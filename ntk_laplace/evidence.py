@@ -1,4 +1,4 @@
-"""The evidence: the log marginal likelihood of the Laplace-GGN, the same lines for every structure.
+"""The evidence: the log marginal likelihood of the Laplace-GGN, for every structure.
 
 [I21] Eq. 3, 8 and A.1: log q(D) = Σ log p(y_n | f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0) - ½ log det B  (+ ½ gᵀH⁻¹g).
 """
@@ -71,12 +71,12 @@ class Evidence:
 
 
 class PosteriorPrecision(Protocol):
-    """What evidence and predictive ask of a structure, whichever space it lives in.
+    """A factorized posterior precision, in function or weight space, as evidence and predictive use it.
 
     Attributes
     ----------
     homogeneous : bool
-        Whether H for c Λ and c P0 is c H.
+        Whether scaling Λ and P0 by c scales H by c.
     """
 
     homogeneous: bool
@@ -88,7 +88,7 @@ class PosteriorPrecision(Protocol):
         """γ_g = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B for all precisions multiplied by each of `factors` (m,), (m,)."""
+        """log det B with all prior precisions multiplied by each of `factors` (m,); (m,)."""
 
     def solve(self, gradient: Tensor) -> Tensor:
         """H⁻¹ g, (P,) -> (P,)."""
@@ -101,7 +101,7 @@ class PosteriorPrecision(Protocol):
 
 
 class _LogDet(torch.autograd.Function):
-    """log det B with its exact gradient: γ_g in each log precision, V_nn in each Λ_n, or Σ γ_g in log c, Λ = c Λ'."""
+    """log det B with its exact gradient: -γ_g in each log precision, V_nn in each Λ_n, or Σ γ_g in log c, Λ = c Λ'."""
 
     @staticmethod
     def forward(
@@ -123,7 +123,7 @@ class _LogDet(torch.autograd.Function):
             # ∂ log det B / ∂ log δ_g = -γ_g
             by_precision = -upstream * used.to(log_precision)
         if ctx.needs_input_grad[1] and ctx.blocks is None:
-            # Λ = c Λ': ∂ log det B / ∂ log c = Σ γ_g, as if every precision were divided by c
+            # Λ = c Λ': ∂ log det B / ∂ log c = Σ γ_g, as if every prior precision were divided by c
             by_hessian = upstream.to(hessian) * used.sum().to(hessian)
         elif ctx.needs_input_grad[1]:
             # exact curvature: ∂ log det B / ∂ Λ_n = V_nn
@@ -132,7 +132,7 @@ class _LogDet(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Identity that refuses a second derivative: the terms behind it are exact to first order alone."""
+    """Identity that refuses a second derivative: the wrapped terms have exact first derivatives only."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class _Once(torch.autograd.Function):
 
 
 def log_joint(points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor) -> Tensor:
-    """Σ log p(y_n | f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), without the prior's normalizer, which log det B holds ([I21] Eq. 8)."""
+    """Σ log p(y_n | f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0); log det B includes the prior's normalizer ([I21] Eq. 8)."""
     log_likelihood = points.log_likelihood(likelihood)
     return log_likelihood - prior.energy(theta).to(log_likelihood)
 
@@ -154,18 +154,18 @@ def log_det(
     points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType,
     precision: PosteriorPrecision, blocks: Callable[[], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Differentiable log det B = log det H - log det P0, of a factorization that stands.
+    """Differentiable log det B = log det H - log det P0, from an existing factorization.
 
     Parameters
     ----------
     points : TrainingPoints
     likelihood, prior
-        Their hyperparameters carry the gradient.
+        The gradient is with respect to their hyperparameters.
     curvature_type : CurvatureType
     precision : PosteriorPrecision
     blocks : callable
-        Gives ∂ log det B/∂Λ_n, (N, C, C), V at the training points if the curvature is exact; called by the backward
-        pass alone.
+        Computes ∂ log det B/∂Λ_n, (N, C, C), which is V_nn if the curvature is exact; called only in the backward
+        pass.
     """
     kept = not isinstance(points, UnsavedPoints) and precision.homogeneous
     scale = curvature_type.log_scale(likelihood) if kept else None
@@ -176,14 +176,14 @@ def log_det(
 
 
 def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -> Tensor:
-    """g = P0 (θ*-μ0) - Jᵀr, gradient of the negative log joint, (P,); `backprojected` is Jᵀr."""
+    """g = P0 (θ*-μ0) - Jᵀr, (P,), the gradient of the negative log joint; `backprojected` is Jᵀr."""
     with torch.no_grad():
         return prior.flat_precision().to(theta) * (theta - prior.flat_mean().to(theta)) - backprojected
 
 
 @dataclass(frozen=True)
 class NewtonStep:
-    """z = H⁻¹g and what the correction asks of it.
+    """z = H⁻¹g and the terms that the correction needs.
 
     Attributes
     ----------
@@ -191,8 +191,8 @@ class NewtonStep:
     pushed : Tensor, (N, C)
         J z at the training points.
     own : tuple, or None
-        zᵀ(H - P0)z, its derivative in the log precisions, (G,), and what gives that in each Λ_n, (N, C, C), where
-        H - P0 is not JᵀΛJ itself but a structure's approximation of it.
+        If H - P0 is an approximation of JᵀΛJ: zᵀ(H - P0)z, its derivative in the log precisions, (G,), and a callable
+        that computes its derivative in each Λ_n, (N, C, C).
     """
 
     z: Tensor
@@ -207,7 +207,7 @@ class NewtonStep:
 
 
 class _Curve(torch.autograd.Function):
-    """A known value with known gradients; that in Λ is computed only if it is asked for."""
+    """A known value with known gradients; the gradient in Λ is computed only if needed."""
 
     @staticmethod
     def forward(
@@ -230,7 +230,7 @@ def correction(
 ) -> Tensor:
     """½ gᵀH⁻¹g ([I21] A.1), differentiable in the hyperparameters.
 
-    Written as its own maximum over z, ½ gᵀH⁻¹g = max_z zᵀg - ½ zᵀHz, whose gradient at z = H⁻¹g is exact with z held.
+    Computed as the maximum ½ gᵀH⁻¹g = max_z zᵀg - ½ zᵀHz. Its gradient at z = H⁻¹g is exact with z fixed.
     """
     precision = prior.flat_precision().to(theta)
     residual = points.residual(likelihood)

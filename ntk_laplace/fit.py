@@ -50,39 +50,39 @@ def laplace(
     output: str | int | None = None,
     targets: str | None = None,
 ) -> Posterior:
-    """Laplace-GGN posterior of a trained network: a Gaussian process with the network's own Jacobians as kernel.
+    """Laplace-GGN posterior of a trained network: a Gaussian process with the network's tangent kernel.
 
     Parameters
     ----------
     network : nn.Module
-        Trained, in the mode it is to be used in (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It
-        is copied and comes back untouched.
+        Trained, in the mode of use (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It is copied and
+        not changed.
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
         The training data. Batches are pairs (inputs, targets), triples with example weights, or mappings with the
         targets under the key `targets`. With weights w (N,), example n counts w_n times in the log likelihood, its
-        gradient and its curvature, as if it were there as often; 0 leaves it out.
+        gradient and its curvature, as if it occurred that often; 0 leaves it out.
     likelihood : Likelihood
-        `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or your own.
+        `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one.
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
         Exact: "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two,
-        which ``posterior.reason`` explains. For many data: "kfac", "ekfac", "inf", "diag", or one of `KFAC`, `EKFAC`,
+        explained in ``posterior.reason``. For large data: "kfac", "ekfac", "inf", "diag", or one of `KFAC`, `EKFAC`,
         `INF`, `Diagonal` with its options.
     curvature : str or CurvatureType
         "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``CurvatureType("mc", samples, seed)``).
     parameters : optional
-        Which parameters are linearized: names or prefixes, a predicate, or "last_layer". Frozen ones are left out.
+        Which parameters are linearized: names or prefixes, a predicate, or "last_layer". Frozen ones are excluded.
     dtype : torch.dtype, optional
-        Of the algebra; float64 by default. The network itself runs in its own.
+        Of the algebra; float64 by default. The network runs in its own dtype.
     settings : Settings, optional
         Batch size, memory budget, progress bar.
     output : str or int, optional
-        Which tensor of what the network returns, if it returns several: ``output="logits"`` for a `ModelOutput` of
-        transformers, a dict, a dataclass or a named tuple, ``output=0`` for a tuple. The posterior keeps it.
+        Which output tensor to use, if the network returns several: ``output="logits"`` for a `ModelOutput` of
+        transformers, a dict, a dataclass or a named tuple, ``output=0`` for a tuple. Later calls use it too.
     targets : str, optional
-        The key of the targets where a batch, or all of the data, are one mapping: ``targets="labels"``. The network
-        is called without it, here and in every verb of the posterior.
+        The key of the targets, if a batch or the whole data set is a mapping: ``targets="labels"``. The network is
+        called without this key, here and in every method of the posterior.
 
     Returns
     -------
@@ -91,10 +91,10 @@ def laplace(
     Raises
     ------
     NTKLaplaceError
-        One of its family, which names what was expected, what came and what to do.
+        A subclass of it; the message states what was expected, what was received and a remedy.
     """
     frozen = Network(network, parameters, output, targets)
-    with torch.inference_mode(False):  # hyperparameters that can move later
+    with torch.inference_mode(False):  # hyperparameters must be trainable later
         prior = GaussianPrior.of(prior).bind(frozen.shapes)
     curvature_type = CurvatureType.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
@@ -104,7 +104,7 @@ def laplace(
     settings = Settings.of(settings)
     likelihood = Likelihood.of(likelihood)
     for module in (prior, likelihood):
-        module.to(frozen.device)  # hyperparameters live where the network does
+        module.to(frozen.device)  # hyperparameters are on the network's device
     batches = Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets)
     spec = spec_of(structure)
     factors = JacobianPass(frozen, dtype, keep_factors=isinstance(spec, StructureSpec))
@@ -119,19 +119,19 @@ def laplace(
                                                                                         fused_layers))
         fitted, reason = _fit(spec, model, batches)
         fitted.points.require_information(likelihood)
-        model = replace(model, fitted_at=present_values(prior, likelihood))  # the fit binds it to its data
+        model = replace(model, fitted_at=present_values(prior, likelihood))  # once the likelihood is bound
         posterior = Posterior(model, fitted, reason)
-        posterior.posterior_precision  # noqa: B018 - factored here, so that whatever is wrong shows at the fit
+        posterior.posterior_precision  # noqa: B018 - factorize now, so that errors appear at the fit
     return posterior
 
 
 def spec_of(structure: str | StructureSpec) -> str | StructureSpec:
-    """The structured form that a name stands for; "gp", "full" and "auto" stay.
+    """The structure spec of a name; "gp", "full" and "auto" are returned unchanged.
 
     Raises
     ------
     UnsupportedError
-        If nothing has that name.
+        If the name is unknown.
     """
     if isinstance(structure, StructureSpec) or structure in (*EXACT, "auto"):
         return structure

@@ -1,4 +1,4 @@
-"""Training points: what is kept of the data once the rows are read, or what a checkpoint without data still knows."""
+"""Training points: outputs, targets and weights; or the summary in a checkpoint without data."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["TrainingPoints", "UnsavedPoints", "present_values", "unmoved"]
 
 
 def present_values(*modules: nn.Module) -> tuple[Tensor, ...]:
-    """Copies of all hyperparameters of likelihoods and priors, to see later whether one has moved."""
+    """Copies of all hyperparameters of likelihoods and priors, to detect a later change."""
     return tuple(t.detach().clone() for module in modules for t in (*module.parameters(), *module.buffers()))
 
 
 def unmoved(before: Sequence[Tensor], *modules: nn.Module) -> bool:
-    """Whether the hyperparameters are those of `before`."""
+    """Whether the hyperparameters equal those of `before`."""
     now = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return len(now) == len(before) and all(torch.equal(a, b.to(a)) for a, b in zip(now, before, strict=True))
 
 
 @dataclass(frozen=True)
 class TrainingPoints:
-    """What is kept of the training data: outputs and targets, never the inputs.
+    """The stored training data: outputs, targets and weights, never the inputs.
 
     Attributes
     ----------
@@ -37,10 +37,10 @@ class TrainingPoints:
     targets : Tensor
         In the likelihood's canonical form.
     weights : Tensor, (N,), optional
-        How often each point counts in the log likelihood, its gradient and its curvature; once by default. Those of
-        the fit, or those that a what-if put in their place.
+        How often each point counts in the log likelihood, its gradient and its curvature; once by default. A what-if
+        may have changed them since the fit.
     expanded : Tensor, (N, C), optional
-        Outputs at which the curvature is taken, if they are not `f`: those at the start of the last Newton step.
+        Outputs at which the curvature is taken, if not `f`: those at the start of the last Newton step.
     """
 
     f: Tensor
@@ -63,25 +63,25 @@ class TrainingPoints:
         return self.log_prob(likelihood).sum()
 
     def log_prob(self, likelihood: Likelihood) -> Tensor:
-        """log p(y_n | f_n), (N,), times the point's weight."""
+        """log p(y_n | f_n), (N,), times the weights."""
         return self._times(likelihood.log_prob(self.f, self.targets))
 
     def residual(self, likelihood: Likelihood) -> Tensor:
-        """r_n, (N, C), times the point's weight."""
+        """r_n, (N, C), times the weights."""
         return self._times(likelihood.residual(self.f, self.targets))
 
     def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
-        """S_n, (N, C, R), times the root of the point's weight."""
+        """S_n, (N, C, R), times the square roots of the weights."""
         return self._times(curvature_type.root(likelihood, self._at, self.targets), 0.5)
 
     def left_inverse(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor | None:
-        """L_n (N, R, C) with L_n S_n = I, if hyperparameters leave the range of Λ_n alone; zero where a weight is.
+        """L_n (N, R, C) with L_n S_n = I, if the range of Λ_n is constant in the hyperparameters; zero at zero weight.
 
-        Where an example has no target, S_n is zero, and L_n may be anything.
+        Where an example has no target, S_n is zero and L_n is arbitrary.
         """
         observed = likelihood.observed(self.targets)
         if observed is not None and observed.ndim > 1 and bool((observed.any(1) != observed.all(1)).any()):
-            return None  # examples with some of their targets have roots of their own
+            return None  # examples with partly missing targets have different roots
         found = curvature_type.left_inverse(likelihood, self._at)
         if found is None or self.weights is None:
             return found
@@ -94,26 +94,26 @@ class TrainingPoints:
 
     @property
     def counts(self) -> Tensor:
-        """The weights, (N,), ones if there are none."""
+        """The weights, (N,); ones if there are none."""
         return self.f.new_ones(len(self.f)) if self.weights is None else self.weights
 
     def present(self, likelihood: Likelihood) -> Tensor | None:
-        """Which points have a target at all, (N,); None if all have theirs, every output's."""
+        """Which points have any target, (N,); None if no target of any output is missing."""
         observed = likelihood.observed(self.targets)
         return None if observed is None else observed.reshape(len(self.f), -1).any(1)
 
     def total(self, likelihood: Likelihood) -> float:
-        """How many examples the log likelihood sums over: Σ w_n of those that have a target."""
+        """Number of examples in the log likelihood: Σ w_n over those with a target."""
         present = self.present(likelihood)
         return float((self.counts if present is None else self.counts * present).sum())
 
     def require_information(self, likelihood: Likelihood) -> None:
-        """Refuse points none of which counts.
+        """Refuse points that carry no information.
 
         Raises
         ------
         DataError
-            If all targets are missing, or all weights zero.
+            If all targets are missing, or all weights are zero.
         """
         if self.total(likelihood) == 0:
             got = "weights that are all zero" if self.present(likelihood) is None else "none"
@@ -130,7 +130,7 @@ class TrainingPoints:
         return values * self.weights.to(values).pow(power).view(-1, *[1] * (values.ndim - 1))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TrainingPoints:
-        """The same points elsewhere; labels stay whole numbers."""
+        """The same points on another device and with another dtype; labels stay integers."""
         targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
         weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
         return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded)
@@ -155,12 +155,12 @@ class TrainingPoints:
     def checked(
         cls, likelihood: Likelihood, f: Tensor, targets: Tensor, weights: Tensor | None = None
     ) -> TrainingPoints:
-        """Targets and example weights as they came, checked against the outputs and the likelihood.
+        """Points from given targets and example weights, validated against the outputs and the likelihood.
 
         Raises
         ------
         TargetError, NonFiniteError, HyperparameterError
-            If they do not fit together.
+            If they do not match.
         """
         likelihood.bind(*f.shape)
         return cls(f, likelihood.targets(targets, *f.shape).to(f.device), None if weights is None else weights.to(f))
@@ -168,17 +168,17 @@ class TrainingPoints:
 
 @dataclass(frozen=True)
 class UnsavedPoints:
-    """What a checkpoint without training data knows of them: how many, and how likely they were.
+    """Summary of the training points in a checkpoint without data: their number and log likelihood.
 
     Attributes
     ----------
     num_examples, num_outputs : int
     value : Tensor, ()
-        Σ log p(y_n | f_n) at the likelihood's hyperparameters of the checkpoint.
+        Σ log p(y_n | f_n) at the checkpoint's hyperparameters.
     hyperparameters : tuple of Tensor
-        Those.
+        The checkpoint's hyperparameters of the likelihood.
     size : float, optional
-        Σ w_n of the examples that have a target; by default N.
+        Σ w_n over the examples with a target; by default N.
     """
 
     num_examples: int
@@ -189,41 +189,41 @@ class UnsavedPoints:
 
     @property
     def f(self) -> Tensor:
-        """Not there."""
+        """Refused: not in the checkpoint."""
         raise _not_saved("the outputs at the training points")
 
     @property
     def targets(self) -> Tensor:
-        """Not there."""
+        """Refused: not in the checkpoint."""
         raise _not_saved("the training targets")
 
     def log_likelihood(self, likelihood: Likelihood) -> Tensor:
-        """Σ log p(y_n | f_n), if the likelihood is the checkpoint's."""
+        """Σ log p(y_n | f_n), if the likelihood's hyperparameters are the checkpoint's."""
         if not unmoved(self.hyperparameters, likelihood):
             raise _not_saved("the evidence at other hyperparameters of the likelihood")
         return self.value
 
     @property
     def counts(self) -> Tensor:
-        """How often each point counts, (N,): once, if the fit had no example weights."""
+        """Ones, (N,); refused if the fit had example weights."""
         if self.size not in (None, self.num_examples):
             raise _not_saved("the weights of the training points")
         return self.value.new_ones(self.num_examples)
 
     def total(self, likelihood: Likelihood) -> float:
-        """How many examples the log likelihood sums over: Σ w_n of those that have a target."""
+        """Number of examples in the log likelihood: Σ w_n over those with a target."""
         return float(self.num_examples) if self.size is None else self.size
 
     def residual(self, likelihood: Likelihood) -> Tensor:
-        """Not there."""
+        """Refused: not in the checkpoint."""
         raise _not_saved("the residuals at the training points")
 
     def hessian(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
-        """None of it: the evidence is a constant of the likelihood."""
+        """Empty: the evidence is constant in the likelihood's hyperparameters."""
         return self.value.new_zeros(0)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> UnsavedPoints:
-        """The same elsewhere."""
+        """The same on another device, with another dtype."""
         moved = tuple(value.to(device) for value in self.hyperparameters)
         return replace(self, value=self.value.to(device), hyperparameters=moved)
 

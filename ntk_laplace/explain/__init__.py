@@ -1,4 +1,4 @@
-"""Explain: which training points make a prediction, and what it would be without them."""
+"""Explain: which training points determine a prediction, and the prediction without them."""
 
 from ntk_laplace.explain.explanation import Explanation, ExplanationRequest, bytes_of_each, explain
 from ntk_laplace.explain.joint_removal import GroupRemoval, JointRemoval

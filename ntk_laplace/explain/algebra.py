@@ -1,4 +1,4 @@
-"""The closed forms behind an explanation: decomposition, removal, leverage, leave-one-out."""
+"""Closed forms of explanations: decomposition, removal, leverage, leave-one-out."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Decomposition:
     Attributes
     ----------
     offset : Tensor, (n, C)
-        f - J(θ*-μ0): what the linearized network says at the prior mean.
+        f - J(θ*-μ0): the linearized network's output at the prior mean.
     contributions : Tensor, (n, N, C)
         k(x, x_i) r_i.
     gap : Tensor, (n, C)
-        What is left; zero where the weights are a stationary point ([T20] 5.2).
+        The remainder; zero if the weights are a stationary point ([T20] 5.2).
     """
 
     offset: Tensor
@@ -49,13 +49,13 @@ class Decomposition:
 
 
 def _cross(space: FunctionSpace, left: Jacobian, right: Jacobian) -> Tensor:
-    """K between two sets of rows, (n1, K1, n2, K2)."""
+    """Prior kernel between two sets of rows, (n1, K1, n2, K2)."""
     flat = cross_gram(left, right, space.variances)
     return flat.view(left.num_examples, left.num_cotangents, right.num_examples, right.num_cotangents)
 
 
 def contributions(space: FunctionSpace, test: Jacobian, residual: Tensor, centered: Tensor) -> Decomposition:
-    """Split each output into the training points' shares.
+    """Decompose each output into contributions of the training points.
 
     Parameters
     ----------
@@ -73,14 +73,14 @@ def contributions(space: FunctionSpace, test: Jacobian, residual: Tensor, center
 
 
 def leverages(blocks: Tensor) -> Tensor:
-    """Eigenvalues of SᵀVS, in [0, 1), (N, R), largest last; from the blocks of B⁻¹."""
+    """Eigenvalues of SᵀVS, in [0, 1), (N, R), largest last, from the diagonal blocks of B⁻¹."""
     return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
 
 
 class SingleRemovals:
-    """What predictions become without each training point alone, one Newton step, in function space.
+    """Predictions without each single training point: one Newton step, in function space.
 
-    What the training points alone decide is computed once.
+    Terms that depend only on the training points are computed once.
 
     Parameters
     ----------
@@ -100,10 +100,10 @@ class SingleRemovals:
         self._amplified = torch.linalg.solve(space.inverse_blocks, diagonal.unsqueeze(-1)).squeeze(-1)
 
     def effects(self, test: Jacobian, shares: Tensor) -> tuple[Tensor, Tensor]:
-        """Change of f(x) when one training point leaves, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C).
+        """Change of f(x) if one training point is removed, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C).
 
         With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
-        (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii, so that no inverse of Λ is taken.
+        (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii: Λ is never inverted.
 
         Parameters
         ----------
@@ -120,7 +120,7 @@ class SingleRemovals:
 
 
 def widening(space: FunctionSpace, test: Jacobian) -> Tensor:
-    """Change of each variance of the rows `test` when one training point leaves, (n, N, K).
+    """Change of each variance of the rows `test` if one training point is removed, (n, N, K).
 
     The diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
     """
@@ -130,7 +130,7 @@ def widening(space: FunctionSpace, test: Jacobian) -> Tensor:
 
 
 def _widened(blocks: Tensor, through: Tensor) -> Tensor:
-    """From [B⁻¹]_ii (N, R, R) and V_xiS_i (n, K, N, R)."""
+    """`widening` from [B⁻¹]_ii (N, R, R) and V_xiS_i (n, K, N, R)."""
     count, n = through.shape[0], len(blocks)
     half = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), through.permute(2, 3, 0, 1).flatten(2),
                                          upper=False)  # L_i⁻¹ S_iᵀV_ix with [B⁻¹]_ii = L_i L_iᵀ
@@ -140,10 +140,10 @@ def _widened(blocks: Tensor, through: Tensor) -> Tensor:
 def similarities(
     space: FunctionSpace, test: Jacobian, output: Tensor, squares: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """k(x, x_i) of one output of each input with all of each training point (n, N, C), with the same, and that scaled.
+    """Kernel of one output of each input with all outputs of the training points; with the same output; correlation.
 
-    The last two are (n, N): the similarity of [T20] 5.2, and its correlation, in [-1, 1]. `squares` (N, C) are
-    k(x_i, x_i).
+    The first is (n, N, C). The others are (n, N): the similarity of [T20] 5.2, and its correlation, in [-1, 1].
+    `squares` (N, C) are k(x_i, x_i).
     """
     n, c = test.f.shape
     chosen = torch.nn.functional.one_hot(output, c).to(test.f).unsqueeze(-1)  # (n, C, 1)
@@ -158,8 +158,8 @@ def similarities(
 def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
     """Leave-one-out mean f_i - V_-i r_i and covariance V_-i = V_ii (I - Λ_iV_ii)⁻¹, (N, C) and (N, C, C).
 
-    Written as V_-i = V_ii + V_iiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ii, which does not form I - Λ_iV_ii: near leverage 1 that
-    difference loses its digits, while the block of B⁻¹ keeps them.
+    Computed as V_-i = V_ii + V_iiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ii, without the difference I - Λ_iV_ii, which cancels
+    catastrophically near leverage 1; the block of B⁻¹ does not.
     """
     with torch.no_grad():
         residual = points.residual(likelihood)
@@ -171,14 +171,14 @@ def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likel
 
 @dataclass(frozen=True)
 class RemovalTerms:
-    """What it takes to take m training points out of a curvature, each alone.
+    """Terms for the removal of m training points from a curvature, each alone.
 
     Attributes
     ----------
     half : Tensor, (m, C, R)
         V_iiS_i.
     inner, complement : Tensor, (m, R, R)
-        S_iᵀV_iiS_i, and I less that; or I, where it is not to be trusted.
+        S_iᵀV_iiS_i, and I minus it; I instead where the removal is not trusted.
     leverage : Tensor, (m,)
         Largest eigenvalue of `inner`.
     trusted : Tensor of bool, (m,)
@@ -192,16 +192,15 @@ class RemovalTerms:
 
 
 def is_exact(model: LinearizedModel, structure: Structure) -> bool:
-    """Whether H is P0 + JᵀΛJ itself, with Λ the likelihood's."""
+    """Whether H = P0 + JᵀΛJ exactly, with the likelihood's Λ."""
     return structure.name in ("gp", "full") and model.curvature_type.kind == "ggn"
 
 
 def removal_terms(moments: Tensor, root: Tensor, exact: bool) -> RemovalTerms:
     """I - S_iᵀV_iiS_i for covariances V_ii (m, C, C) and roots S_i (m, C, R).
 
-    An exact curvature holds each point whole: leverages are below 1, or lost to rounding. Another one may hold less
-    of a point than its Λ_i, or nothing like it: above `HIGH_LEVERAGE` nothing is taken out, and effects are of first
-    order.
+    In an exact curvature leverages are below 1, up to rounding. An approximate curvature may contain less information
+    about a point than its Λ_i: above `HIGH_LEVERAGE` nothing is subtracted, and effects are of first order.
     """
     half = moments @ root
     inner = root.mT @ half

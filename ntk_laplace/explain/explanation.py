@@ -1,4 +1,4 @@
-"""Explanation: which training points make a prediction, all of them, exactly."""
+"""Explanation: the exact contributions and removal effects of all training points."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _OTHER_ROOT = (
 
 @dataclass(frozen=True)
 class ExplanationRequest:
-    """What is asked of predictions.
+    """The quantity to explain, and how many training points to show.
 
     Attributes
     ----------
     k : int
         Training points to show on each side.
     output : int or None
-        Of every input; by default each input's largest one.
+        The output to explain, for every input; by default each input's largest one.
     by : str
         "output" or "logit", "probability", "log_likelihood", "variance", "probability_variance".
     y : optional
@@ -60,7 +60,7 @@ class ExplanationRequest:
     y: object = None
 
     def of(self, model: LinearizedModel, f: Tensor, count: int) -> tuple[Quantity, int]:
-        """The quantity at predictions f, and how many of `count` training points to show."""
+        """The quantity at predictions f, and the number of training points to show, of `count`."""
         if self.k is None:
             raise DataError("k of at least 1, a whole number", "None", "Ask for one or more training points.")
         return quantity_of(model.likelihood, f, self.by, self.output, self.y), min(counted(self.k, count), count)
@@ -68,12 +68,12 @@ class ExplanationRequest:
     def of_each(
         self, model: LinearizedModel, chunks: Iterable[Jacobian], count: int
     ) -> Iterator[tuple[Jacobian, Quantity, int]]:
-        """Rows of each chunk, with the quantity at their predictions and how many training points to show.
+        """Rows of each chunk, the quantity at their predictions, and the number of training points to show.
 
         Raises
         ------
         DataError, UnsupportedError
-            As `quantity`; if there are more targets than inputs, after the last of them.
+            As `quantity`; if there are more targets than inputs, after the last chunk.
         """
         y, start = as_tensors(self.y), 0
         cut = self.by == "log_likelihood" and isinstance(y, Tensor) and y.ndim > 0
@@ -83,7 +83,7 @@ class ExplanationRequest:
             found = rows, *request.of(model, rows.f, count)
             del rows
             yield found
-            del found  # before the rows of the next chunk are made
+            del found  # before the rows of the next chunk are computed
             start = stop
         if cut and len(y) != start:
             model.likelihood.for_new_points().targets(y, start, model.network.num_outputs)
@@ -91,7 +91,7 @@ class ExplanationRequest:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Ranked):
-    """Shares and effects of the training points on predictions, in units of the quantity asked for.
+    """Contributions and effects of the training points on predictions, in units of the requested quantity.
 
     Axes are named: n inputs explained, N training points, C outputs; `AXES` lists them by field.
 
@@ -100,28 +100,28 @@ class Explanation(Ranked):
     f : Tensor, (n, C)
         The predictions: network outputs (logits, for classes).
     quantity : Quantity
-        What is explained: the quantity (`by`), its `output` (n,), the targets.
+        The explained quantity: `by`, its `output` (n,), the targets.
     offset : Tensor, (n, C)
-        What the linearized network says at the prior mean.
+        Output of the linearized network at the prior mean.
     contributions : Tensor, (n, N, C)
-        k(x, x_i) r_i. ``f = offset + contributions.sum(1) + gap`` exactly.
+        k(x, x_i) r_i. Exactly ``f = offset + contributions.sum(1) + gap``.
     gap : Tensor, (n, C)
-        How far the weights are from a stationary point, in outputs.
+        Distance of the weights from a stationary point, in units of the outputs.
     removal : Tensor, (n, N, C)
         Change of each output if one training point were left out (posterior covariance, one Newton step).
-        Positive: removing the point raises the output, it speaks against it.
+        Positive: removal raises the output, so the point speaks against it.
     widening : Tensor, (n, N, C)
         Change of each output's posterior variance if one training point were left out; never negative.
     effect : Tensor, (n, N)
-        Change of the quantity asked for if one training point were left out. For a probability or a log likelihood
-        the exact difference at the outputs before and after.
+        Change of the requested quantity if one training point were left out. For a probability or a log likelihood
+        the exact difference between the outputs after and before.
     importance : Tensor, (N, C)
         r_i, the residuals of the training points ([T20] 5.2).
     kernel : Tensor, (n, N, C)
-        k(x, x_i) between the explained output and each output of the training point; its sum over C with the
-        importances is `share` ([T20] 5.2).
+        k(x, x_i) between the explained output and each output of the training point; its sum over C, weighted by
+        `importance`, is `share` ([T20] 5.2).
     similarity, correlation : Tensor, (n, N)
-        k(x, x_i) of the explained output with the same of the training point, and k(x, x_i)/√(k(x, x) k(x_i, x_i)).
+        k(x, x_i) of the explained output with the same output of the training point; k(x, x_i)/√(k(x, x) k(x_i, x_i)).
     variance : Tensor, (n, C)
         Posterior variance of each output.
     leverage : Tensor, (N,)
@@ -131,7 +131,7 @@ class Explanation(Ranked):
     k : int
         Training points shown for and against.
     guarantees : tuple of str
-        What holds exactly, and what does not.
+        What is exact, and what is not.
     """
 
     f: Tensor
@@ -169,13 +169,13 @@ class Explanation(Ranked):
 
     @property
     def support(self) -> Tensor:
-        """The effect with its sign turned so that positive speaks for the prediction, (n, N)."""
+        """The effect, with a sign such that positive speaks for the prediction, (n, N)."""
         return -self.quantity.good * self.effect
 
     def supporting(self, k: int | None = None) -> Tensor:
         """Indices of the training points that speak most for the prediction (its proponents), (n, k).
 
-        Their removal lowers the quantity most; the variance, it raises most.
+        Their removal lowers the quantity most; for a variance, raises it most.
         """
         return strongest(self.support, counted(k, self.k))
 
@@ -220,19 +220,19 @@ def explain(
     Parameters
     ----------
     chunks : iterable of Jacobian
-        Rows of J at the inputs to explain; one explanation is made of each.
+        Rows of J at the inputs to explain; each chunk gives one explanation.
     request : ExplanationRequest
     """
     decompose = _Decomposing(model, structure, space)
     for test, about, k in request.of_each(model, chunks, structure.points.num_examples):
         found = decompose(test, about, k)
-        del test  # before the rows of the next chunk are made
+        del test  # before the rows of the next chunk are computed
         yield found
         del found
 
 
 class _Decomposing:
-    """Explanations in function space; what the training points alone decide is computed once."""
+    """Explanations in function space; terms that depend only on the training points are computed once."""
 
     def __init__(self, model: LinearizedModel, structure: Structure, space: FunctionSpace) -> None:
         self._model, self._structure, self._space = model, structure, space
@@ -245,7 +245,7 @@ class _Decomposing:
 
     @torch.no_grad()
     def __call__(self, test: Jacobian, about: Quantity, k: int) -> Explanation:
-        """Of the inputs that these rows of J belong to."""
+        """Explain the inputs whose rows of J are `test`."""
         model, space = self._model, self._space
         parts = contributions(space, test, self._residual, self._centered)
         moved, widened = self._removals.effects(test, parts.contributions)
@@ -264,6 +264,6 @@ class _Decomposing:
 
 
 def bytes_of_each(structure: Structure, space: FunctionSpace) -> int:
-    """Of an explanation of one input, and of what it is made of."""
+    """Bytes of the explanation of one input, and of its intermediate results."""
     n, c = structure.points.f.shape
     return n * c * (7 + 3 * space.weighted.num_cotangents) * space.factor.element_size()

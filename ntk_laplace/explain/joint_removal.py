@@ -1,4 +1,4 @@
-"""Leaving out several training points at once, another group for every prediction."""
+"""Joint removal of groups of training points, a different group for each prediction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["GroupRemoval", "JointRemoval"]
 
 
 class JointRemoval:
-    """Change of predictions when a group of training points leaves, in one Newton step, in function space.
+    """Change of predictions if a group of training points is removed: one Newton step, in function space.
 
     Parameters
     ----------
@@ -36,19 +36,19 @@ class JointRemoval:
         self._columns = cross_gram(space.weighted, own, space.variances).view(n * r, n)  # SᵀKr, one column per point
 
     def effects(self, test: Jacobian, contributions: Tensor, groups: Sequence[Tensor]) -> Tensor:
-        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's own group G, (n, C).
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, (n, C).
 
-        Written, as for a single point, without an inverse of Λ: V_xG r_G is the group's contribution less K_xS D with
+        As for a single point, Λ is never inverted: V_xG r_G is the group's contribution minus K_xS D with
         D = B⁻¹SᵀK_G r_G, and (I - Λ_GV_GG)⁻¹ r_G = r_G + S_G [B⁻¹]_GG⁻¹ D_G.
 
         Parameters
         ----------
         test : Jacobian
-            Of the n inputs.
+            Rows at the n inputs.
         contributions : Tensor, (n, N, C)
             k(x, x_i) r_i.
         groups : sequence of Tensor
-            Training indices that leave.
+            Indices of the removed training points, per input.
         """
         space = self._space
         n, r = space.weighted.num_examples, space.weighted.num_cotangents
@@ -65,7 +65,7 @@ class JointRemoval:
 
 
 class GroupRemoval:
-    """The same in weight space: the groups' rows are read, and taken out of the structure's own precision.
+    """Joint removal in weight space: rows of the groups are computed and subtracted from the structure's precision.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class GroupRemoval:
     structure : Structure
     precision : PosteriorPrecision
     members : Tensor
-        Training points that may leave, ascending; a few, whose rows are kept.
+        Training points that may be removed, ascending; few, because their rows are stored.
     """
 
     def __init__(self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision,
@@ -87,23 +87,23 @@ class GroupRemoval:
         self._groups = group_numbers(model.prior, model.network.shapes).to(members.device)
 
     def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's own group G, with the structure's V.
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, with the structure's V.
 
         Parameters
         ----------
         test : Jacobian
-            Of the n inputs.
+            Rows at the n inputs.
         groups : sequence of Tensor
-            Training indices that leave.
+            Indices of the removed training points, per input.
 
         Returns
         -------
         change : Tensor, (n, C)
         leverage : Tensor, (n,)
-            Largest eigenvalue of S_GᵀV_GGS_G: how much of the curvature the group holds.
+            Largest eigenvalue of S_GᵀV_GGS_G: the joint leverage of the group.
         trusted : Tensor of bool, (n,)
-            Where it does not hold too much of an approximate curvature. Elsewhere nothing is taken out, and the change
-            is the one of first order, -V_xG r_G.
+            False if the leverage is too large for an approximate curvature: nothing is then subtracted, and the
+            change is the first-order one, -V_xG r_G.
         """
         found = [self._one(test.subset(slice(i, i + 1)), group) for i, group in enumerate(groups)]
         changes, leverages, trusted = zip(*found, strict=True)

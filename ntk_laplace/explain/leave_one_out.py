@@ -1,4 +1,4 @@
-"""The training set seen from within: every point predicted from the others, from one factorization."""
+"""Leave-one-out: every training point predicted from all others, from one factorization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaveOneOut", "leave_one_out"]
 
-_DRAWN = 2**25  # numbers drawn at a time
+_DRAWN = 2**25  # random numbers drawn at a time
 _EXACT = (
     "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
     "point"
@@ -36,7 +36,7 @@ _DRAWS = "log_density integrates over draws of f with a fixed seed where the lik
 
 @dataclass(frozen=True, repr=False)
 class LeaveOneOut:
-    """Predictions at each training point from all the others, and what the point does to the fit.
+    """Predictions at each training point from all others, and the point's influence on the fit.
 
     Attributes
     ----------
@@ -45,27 +45,26 @@ class LeaveOneOut:
     covariance : Tensor, (N, C, C)
         Covariance of f_i without point i.
     log_density : Tensor, (N,)
-        log p(y_i | the others), f_i integrated out, in nats; of a missing target 0. Example weights are no part of
-        it: a point leaves with all of its weight.
+        log p(y_i | the others), f_i integrated out, in nats; 0 for a missing target. Not multiplied by example
+        weights: a point is removed with all of its weight.
     plug_in_log_density : Tensor, (N,)
         log p(y_i | mean).
     leverage : Tensor, (N,)
-        Largest eigenvalue of SᵀVS, in [0, 1): how much the fit at i rests on i.
+        Largest eigenvalue of SᵀVS, in [0, 1): how much the fit at i depends on point i.
     self_influence : Tensor, (N,)
-        Nats of log p(y_i | f_i) that the point owes to itself: what it would lose without it.
+        Decrease of log p(y_i | f_i), in nats, if the point were removed.
     effective_parameters : Tensor, (N,)
         tr Λ_iV_ii; their sum is the effective number of parameters.
     information : Tensor, (N,)
-        -½ log det(I - Λ_iV_ii): nats that the point adds to what the others say of the weights, its part in how
-        sure the posterior is.
+        -½ log det(I - Λ_iV_ii): information about the weights, in nats, that the point adds to that of the others.
     importance : Tensor, (N,)
-        Length of the residual r_i ([T20] 5.2), times the example's weight.
+        Norm of the residual r_i ([T20] 5.2), times the example's weight.
     targets : Tensor
         Training targets.
     guarantees : tuple of str
-        What holds exactly, and what does not.
+        What is exact, and what is not.
     reliability : Reliability
-        What speaks for and against these numbers, measured.
+        Measured diagnostics for these numbers.
     """
 
     mean: Tensor
@@ -89,26 +88,26 @@ class LeaveOneOut:
 
     @property
     def trusted(self) -> bool:
-        """Whether nothing that was measured speaks against these numbers."""
+        """Whether all diagnostics pass."""
         return self.reliability.trusted
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What speaks against them, in plain words."""
+        """Why the numbers are not trusted, in plain words."""
         return self.reliability.reasons
 
     @property
     def flagged(self) -> Tensor:
-        """Training points whose leverage is too near 1 for one step without them to be trusted, (N,)."""
+        """Training points whose leverage is too close to 1 for one Newton step without them to be trusted, (N,)."""
         return self.leverage > HIGH_LEVERAGE
 
     @property
     def suspicion(self) -> Tensor:
-        """-log p(y_i | the others), (N,): large where the others do not believe the label."""
+        """-log p(y_i | the others), (N,): large if the label is unlikely given the others."""
         return -self.log_density
 
     def ranked(self, by: str = "suspicion", k: int | None = None) -> Tensor:
-        """Training points by any of the columns, the largest first, (k,): "suspicion" lists likely wrong labels.
+        """Training points sorted by a column, largest first, (k,): "suspicion" lists likely label errors.
 
         Raises
         ------
@@ -122,9 +121,9 @@ class LeaveOneOut:
         return values.argsort(descending=True, stable=True)[: counted(k, len(values))]
 
     def to_dataframe(self, by: str | None = None, k: int | None = None) -> pandas.DataFrame:
-        """One row per training point, in the order of the data, or by one of the columns, the largest first.
+        """One row per training point, in the order of the data, or sorted by a column, largest first.
 
-        ``frame.attrs`` has `trusted` and `reasons`.
+        Its ``attrs`` contain `trusted` and `reasons`.
         """
         import pandas
 
@@ -156,7 +155,7 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class _Without:
-    """Moments without each point, and what the point takes, all (N, ...)."""
+    """Moments without each point, and the terms of its removal, all (N, ...)."""
 
     mean: Tensor
     covariance: Tensor
@@ -168,7 +167,7 @@ class _Without:
 def leave_one_out(
     model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, samples: int = 1000
 ) -> LeaveOneOut:
-    """Compute means, covariances, log densities and leverages: from the rows that are kept, or in a pass."""
+    """Compute means, covariances, log densities and leverages, from stored rows or in a pass over the data."""
     points, likelihood = structure.points, model.likelihood
     found = (_kept if structure.name == "gp" else _streamed)(model, structure, precision)
     targets = points.targets.squeeze(-1) if model.network.scalar and points.targets.ndim == 2 else points.targets
@@ -196,7 +195,7 @@ def leave_one_out(
 
 
 def _kept(model: LinearizedModel, structure: Structure, space: FunctionSpace) -> _Without:
-    """In function space."""
+    """Function space: moments from the stored rows."""
     mean, covariance = without_each(space, structure.points, model.likelihood)
     blocks = space.inverse_blocks
     # SᵀV_iiS = I - [B⁻¹]_ii
@@ -206,7 +205,7 @@ def _kept(model: LinearizedModel, structure: Structure, space: FunctionSpace) ->
 
 
 def _streamed(model: LinearizedModel, structure: Structure, precision: PosteriorPrecision) -> _Without:
-    """In weight space, a batch of the data at a time: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
+    """Weight space, batch by batch: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
     points, parts, start = structure.points, [], 0
     with torch.no_grad():
         residual = points.residual(model.likelihood)

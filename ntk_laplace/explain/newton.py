@@ -1,11 +1,11 @@
-"""Newton's method on the linearized model: its objective is convex where the likelihood is log-concave.
+"""Newton's method on the linearized model; the objective is convex if the likelihood is log-concave.
 
-With f = f* + J(θ-θ*) at the training points and weights w of the points, the model's weights minimize
+With f = f* + J(θ-θ*) at the training points and example weights w, the weights of the linearized model minimize
 
     -Σ w_n log p(y_n | f_n) + ½ (θ-θ*)ᵀP0(θ-θ*) + h·(f-f*) + sᵀ(θ-θ*),   gradient P0(θ-θ*) - Jᵀ(w r - h) + s.
 
-The model itself has h = 0 and s = P0(θ*-μ0), the linear part of its prior. What-ifs hold the gradient that training had
-left: h are the residuals of training, s = 0, and θ* is optimal for the points as they were.
+The unchanged model has h = 0 and s = P0(θ*-μ0), the linear part of its prior. What-ifs keep the gradient that remained
+after training fixed: h are the training residuals, s = 0, and θ* is optimal for the original points.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ __all__ = ["Exact", "Objective", "Place", "descend", "refitted"]
 
 Exact = FunctionSpaceStructure | FullStructure
 
-_MOST = 100  # Newton steps on the way to the optimum
+_MOST = 100  # maximum Newton steps to the optimum
 _HALVINGS = 40
 
 
 @dataclass(frozen=True)
 class Place:
-    """θ - θ* (P,) and the outputs there (N, C)."""
+    """θ - θ* (P,) and the training outputs at θ (N, C)."""
 
     displacement: Tensor
     f: Tensor
 
     def along(self, direction: tuple[Tensor, Tensor], size: float) -> Place:
-        """The place at so many times a step back along a direction."""
+        """The point θ - size · direction."""
         return Place(self.displacement - size * direction[0], self.f - size * direction[1])
 
 
@@ -47,7 +47,7 @@ class Objective:
     ----------
     model : LinearizedModel
     structure : FunctionSpaceStructure or FullStructure
-        Of these points.
+        Fitted to these points.
     points : TrainingPoints
     held : Tensor, (N, C)
         h.
@@ -68,17 +68,17 @@ class Objective:
     @classmethod
     def tilted(cls, model: LinearizedModel, structure: Exact, points: TrainingPoints,
                base: TrainingPoints) -> Objective:
-        """For changed points; θ* is optimal for `base`, the points as they were."""
+        """The objective of changed points, for which θ* is optimal at `base`, the original points."""
         held = base.residual(model.likelihood)
         held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
         return cls(model, structure, points, held, 0.0, torch.cat([base.f, points.f[len(base.f) :]]))
 
     @classmethod
     def own(cls, model: LinearizedModel, structure: Exact) -> Objective:
-        """Of the linearized model itself: nothing is held."""
+        """The objective of the linearized model, with h = 0."""
         f = structure.points.f
         points = replace(structure.points, expanded=None)
-        weights = model.network.theta.to(model.theta)  # θ*, wherever a what-if has moved to
+        weights = model.network.theta.to(model.theta)  # θ*, without the displacement of a what-if
         slope = model.prior.flat_precision().to(weights) * (weights - model.prior.flat_mean().to(weights))
         return cls(model, structure, points, torch.zeros_like(f), slope, f)
 
@@ -89,7 +89,7 @@ class Objective:
         return float(linear - fit + 0.5 * (self.precision * at.displacement.square()).sum())
 
     def direction(self, at: Place) -> tuple[tuple[Tensor, Tensor], float]:
-        """H⁻¹g in weights and in outputs, and the decrement gᵀH⁻¹g."""
+        """H⁻¹g, J H⁻¹g, and the decrement gᵀH⁻¹g."""
         model, structure = self.model, self.structure
         here = replace(self.points, f=at.f, expanded=None)
         pull = here.residual(model.likelihood) - self.held
@@ -98,7 +98,7 @@ class Objective:
         return (step, structure.jvp(model, step)), float(gradient @ step)
 
     def search(self, at: Place, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[Place, float]:
-        """The full step, or the largest of its halves that makes the objective fall."""
+        """Backtracking line search: the full step, halved until the objective decreases."""
         value, size = self.value(at), 1.0
         slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
         for _ in range(_HALVINGS):
@@ -112,12 +112,12 @@ class Objective:
 
 
 def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place, Place]:
-    """So many full Newton steps; None goes on to the optimum, with steps halved where the objective would rise.
+    """`steps` full Newton steps; None continues to the optimum, with steps halved if the objective would increase.
 
     Returns
     -------
     Place, Place
-        Where the last step began, and where it ended.
+        The start and the end of the last step.
 
     Raises
     ------
@@ -133,8 +133,8 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
             at = at.along(direction, 1.0)
             continue
         at, size = problem.search(at, direction, decrement)
-        # quadratic convergence: after this step the distance is of the order of the decrement; the rounding of a
-        # float32 network's rows ends it sooner. Where the decrement grows there is no optimum near
+        # quadratic convergence: after this step the distance is of the order of the decrement; rounding in a
+        # float32 network's rows stops it earlier. If the decrement grows, no optimum is near
         scale = 1.0 + abs(problem.value(at))
         small = decrement <= eps[0] * scale or last / 4 <= decrement <= eps[1] * scale
         if size == 1.0 and small and decrement <= 4 * last:
@@ -148,7 +148,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
 
 
 def refitted(model: LinearizedModel, structure: Exact) -> Tensor:
-    """θ - θ̄, (P,), with θ̄ the optimum of the linearized model under its own prior, from where it is.
+    """θ - θ̄, (P,), with θ̄ the optimum of the linearized model under its prior; Newton starts at θ.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The picture of an explanation: bars, images, a table of features, or points along a line."""
+"""Plots of an explanation: bars, images, a table of features, or points along a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _FOR, _AGAINST, _GREY = "#0072B2", "#D55E00", "#9AA3AD"  # Okabe-Ito blue and vermilion
-_FEATURES = 8  # columns of a table that a picture has room for
+_FEATURES = 8  # maximum columns of a feature table in a figure
 
 
 def draw(
@@ -47,7 +47,7 @@ def draw(
 
 
 def _fitting(x: Any, count: int, what: str, shape: Sequence[int] | None) -> Any:
-    """Inputs as a tensor, as many as there should be; a tuple or dict has no picture."""
+    """Inputs as a tensor of `count` examples; a tuple or dict cannot be drawn."""
     if x is None or isinstance(x, (tuple, dict)):
         return None
     try:
@@ -73,11 +73,11 @@ def _images(x: Tensor | None, shape: Sequence[int] | None) -> Tensor | None:
 
 
 def _features(x: Tensor | None) -> Tensor | None:
-    """(n, d) of inputs that are rows of a table, or numbers on a line."""
+    """Features (n, d) of tabular or scalar inputs."""
     if x is None or not isinstance(x, Tensor) or x.ndim > 2:
         return None
     x = x.detach().cpu().reshape(len(x), -1)
-    return x if x.is_floating_point() else x.double()  # tokens have no mean
+    return x if x.is_floating_point() else x.double()  # integers have no mean
 
 
 # --- images
@@ -113,7 +113,7 @@ def _show(axes: Axes, image: Tensor, title: str, color: str) -> None:
         spine.set_color(color)
 
 
-# --- bars, with a table where there are features
+# --- bars, with a table if there are features
 
 
 def _bar_rows(ranked: Ranked, features: tuple[Tensor, Tensor] | None, names: Sequence[str] | None) -> Figure:
@@ -133,7 +133,7 @@ def _bar_rows(ranked: Ranked, features: tuple[Tensor, Tensor] | None, names: Seq
 
 
 def _both_sides(ranked: Ranked, i: int) -> list[Entry]:
-    """All entries of an input, each once, from the strongest for it to the strongest against."""
+    """All entries of an input, each once, from the strongest for it to the strongest against it."""
     found = {entry.training_index: entry for side in ranked.quantity.sides for entry in ranked.entries(i, side)}
     return sorted(found.values(), key=lambda entry: -entry.support)
 
@@ -154,7 +154,7 @@ def _bars(axes: Axes, ranked: Ranked, i: int, chosen: list[Entry]) -> None:
 def _table(
     axes: Axes, features: tuple[Tensor, Tensor], names: Sequence[str] | None, i: int, chosen: list[Entry]
 ) -> None:
-    """Features beside the bars, the input's own on top, those that differ most among the points shown."""
+    """Table of features beside the bars, the input's in the top row; features that differ most are shown."""
     inputs, training = features
     points = training[[entry.training_index for entry in chosen]]
     spread = (points - inputs[i]).abs().mean(0) / training.std(0).clamp_min(1e-12)
@@ -162,7 +162,7 @@ def _table(
     heads = [str(names[c]) if names is not None else f"x{c}" for c in columns]
     body = [[f"{float(v):.3g}" for v in row[columns]] for row in points]
     axes.set_axis_off()
-    height = 1.0 / len(chosen)  # the lines of the bars
+    height = 1.0 / len(chosen)  # the height of a bar's row
     axes.text(0.5, -0.03, "first line: the input itself", transform=axes.transAxes, ha="center", va="top", fontsize=8)
     table = axes.table(body, loc="center", bbox=(0, 0, 1, 1), cellLoc="center")
     head = axes.table([[f"{float(v):.3g}" for v in inputs[i][columns]]], colLabels=heads, cellLoc="center",
@@ -197,7 +197,7 @@ def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str]
                 sizes = [16 + 130 * abs(e.support) / largest for e in own]
                 axes.scatter(training[at], targets[at], s=sizes, marker=marker, color=color, alpha=0.7, label=side)
         axes.axvline(float(inputs[i]), color="black", lw=1.0, ls=(0, (4, 2)))
-        if ranked.targets.is_floating_point():  # labels are no heights
+        if ranked.targets.is_floating_point():  # class labels are not heights
             mean = ranked.quantity.likelihood.mean(ranked.f[i : i + 1]).detach()
             axes.plot(float(inputs[i]), float(mean[0, output]), "*", ms=13, color="black", label="prediction")
         axes.set(xlabel=names[0] if names else "input", ylabel="target")
@@ -206,7 +206,7 @@ def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str]
     return figure
 
 
-# --- words
+# --- text
 
 
 def _short(target: Any) -> str:

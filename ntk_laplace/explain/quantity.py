@@ -1,4 +1,4 @@
-"""Quantities: what of a prediction a training point changes, in which unit, and how to say so."""
+"""Quantities: what is explained of a prediction, its unit, and its description."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNITS = {"log_likelihood": " nats"}
 
 @dataclass(frozen=True)
 class Quantity:
-    """Which quantity of which predictions is explained.
+    """The explained quantity of each prediction.
 
     Attributes
     ----------
@@ -38,11 +38,11 @@ class Quantity:
         "output" (for classes also "logit"): f itself. "probability": the mean response at f, for classes the
         probability. "log_likelihood": log p(y | f), nats. "variance": the posterior variance of f.
         "probability_variance": that of the mean response, gᵀVg with g its gradient in f; where Λ is that gradient,
-        an entry of ΛVΛ, the part of the predictive covariance ΛVΛ + Λ that data take away ([T20] 3.16).
+        an entry of ΛVΛ, the part of the predictive covariance ΛVΛ + Λ that data reduce ([T20] 3.16).
     output : Tensor, (n,)
-        Of which output; for "log_likelihood" it is shown beside it.
+        The explained output; for "log_likelihood" it is only displayed.
     targets : Tensor or None
-        y at the inputs explained, canonical, for "log_likelihood".
+        y at the explained inputs, in canonical form, for "log_likelihood".
     likelihood : Likelihood
     """
 
@@ -53,28 +53,28 @@ class Quantity:
 
     @property
     def good(self) -> float:
-        """Whether a point that supports a prediction raises the quantity (1) or lowers it (-1)."""
+        """1 if a point that supports a prediction raises the quantity, -1 if it lowers it."""
         return -1.0 if self.by in SPREADS else 1.0
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """Sides a training point can take; all of them make a prediction surer."""
+        """The possible sides of a training point; for variances only one, because every point reduces them."""
         return ("for",) if self.by in SPREADS else ("for", "against")
 
     def subset(self, index: slice) -> Quantity:
-        """The same of some of the inputs."""
+        """The quantity of some of the inputs."""
         targets = None if self.targets is None else self.targets[index]
         return replace(self, output=self.output[index], targets=targets)
 
     @staticmethod
     def joined(parts: Sequence[Quantity]) -> Quantity:
-        """One quantity of consecutive inputs, from those of their parts."""
+        """Concatenate the quantities of consecutive inputs."""
         first = parts[0]
         targets = None if first.targets is None else torch.cat([part.targets for part in parts])
         return replace(first, output=torch.cat([part.output for part in parts]), targets=targets)
 
     def words(self, i: int) -> str:
-        """The quantity of input i."""
+        """Description of the quantity of input i."""
         words = _WORDS[self.by]
         if self.by.startswith("probability") and self.likelihood.classifies:
             one = "the probability of class {0}" if self.likelihood.event_shape(2) == () else "probability {0}"
@@ -82,23 +82,23 @@ class Quantity:
         return words.format(int(self.output[i]))
 
     def meaning(self, i: int, effect: float) -> str:
-        """The sign in words."""
+        """The meaning of the effect's sign in words."""
         return f"removing it {'lowers' if effect < 0 else 'raises'} {self.words(i)} by {abs(effect):.3g}" + self.unit
 
     @property
     def unit(self) -> str:
-        """Behind a number."""
+        """The unit shown after a number."""
         return _UNITS.get(self.by, "")
 
     def _value(self, f: Tensor) -> Tensor:
-        """Mean response or log likelihood at outputs f (m, C), those of input i side by side, (m,)."""
+        """Mean response or log likelihood at outputs f (m, C), m a multiple of n, grouped by input, (m,)."""
         each = len(f) // len(self.output)
         if self.by == "log_likelihood":
             return self.likelihood.log_prob(f, self.targets.repeat_interleave(each, 0))
         return self.likelihood.mean(f).gather(1, self.output.repeat_interleave(each).unsqueeze(1)).squeeze(1)
 
     def direction(self, f: Tensor) -> Tensor:
-        """Derivative of the quantity in f (n, C); for the variance, the output's own direction."""
+        """Derivative of the quantity in f (n, C); for the variance, the unit vector of the output."""
         if self.by == "log_likelihood":
             return self.likelihood.residual(f, self.targets)
         if self.by.startswith("probability"):
@@ -122,12 +122,12 @@ class Quantity:
 
 
 def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Quantity:
-    """Check what was asked of predictions f (n, C).
+    """Validate a request at predictions f (n, C).
 
     Raises
     ------
     DataError
-        If the output is none, or targets are needed and not there.
+        If the output does not exist, or required targets are missing.
     UnsupportedError
         If there is no such quantity.
     """

@@ -1,4 +1,4 @@
-"""What every explanation shows: training points for and against, as a table, a picture and a page."""
+"""Base of all explanations: training points for and against as a table, a figure and HTML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HIGH_LEVERAGE = 0.9
 
 @dataclass(frozen=True)
 class Entry:
-    """One training point beside one prediction.
+    """The effect of one training point on one prediction.
 
     Attributes
     ----------
@@ -39,11 +39,11 @@ class Entry:
     removal_effect : float
         Change of the quantity if the point were left out.
     support : float
-        The same, positive where the point speaks for the prediction.
+        The effect with a sign such that positive speaks for the prediction.
     leverage : float
     flagged : bool
     more : dict
-        What else is known of the pair, by column name.
+        Further columns of the pair, by name.
     """
 
     training_index: int
@@ -56,19 +56,19 @@ class Entry:
 
 
 class Ranked:
-    """Table, picture and page of ranked training points.
+    """Table, figure and HTML of ranked training points.
 
     Attributes
     ----------
     f : Tensor, (n, C)
     quantity : Quantity
-        What was request.
+        What was requested.
     offset, gap : Tensor, (n, C)
     leverage : Tensor, (N,)
     targets : Tensor
     k : int
     guarantees : tuple of str
-        What holds exactly, and what does not.
+        What is exact, and what is not.
     """
 
     f: Tensor
@@ -83,7 +83,7 @@ class Ranked:
     AXES: ClassVar[dict[str, tuple[str, ...]]]
 
     def by_input(self) -> dict[tuple[str, str], Tensor]:
-        """What has an axis of inputs first, by field and, where there is one for each, side."""
+        """Tensors whose first axis is the inputs, by field and side ("" without sides)."""
         found = {}
         for field in fields(self):
             values = getattr(self, field.name)
@@ -104,16 +104,16 @@ class Ranked:
 
     @property
     def flagged(self) -> Tensor:
-        """Training points whose leverage is too near 1 for one step to be trusted, (N,)."""
+        """Training points whose leverage is too close to 1 for one Newton step to be trusted, (N,)."""
         return self.leverage > HIGH_LEVERAGE
 
     def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
-        """The training points on one side of input i, the strongest first.
+        """The training points on one side of input i, strongest first.
 
         Raises
         ------
         DataError, UnsupportedError
-            If there is no such input, or no such side.
+            If the input or the side does not exist.
         """
         if not is_whole(i, 0) or i >= len(self.f):
             raise DataError(f"an input from 0 to {len(self.f) - 1}", f"{i!r}", "Choose one of those explained.")
@@ -134,7 +134,7 @@ class Ranked:
         raise NotImplementedError
 
     def to_dataframe(self, k: int | None = None) -> pandas.DataFrame:
-        """One row per input and training point shown, strongest effect first on each side."""
+        """One row per input and shown training point, strongest effect first on each side."""
         import pandas
 
         return pandas.DataFrame.from_records(list(self._records(k)))
@@ -182,17 +182,17 @@ class Ranked:
         Parameters
         ----------
         inputs, training : Tensor, optional
-            The explained inputs and all training inputs. Images are drawn as images, where they are some or `shape`
-            says how; one feature on a line, against the targets; a few features as a table beside the bars.
+            The explained inputs and all training inputs. Image inputs, or inputs with a `shape`, are drawn as images;
+            a single feature is plotted against the targets; a few features are a table beside the bars.
         shape : (height, width), optional
-            Of the images.
+            Size of the images.
         names : sequence of str, optional
-            Of the features.
+            Names of the features.
 
         Raises
         ------
         DataError
-            If inputs, training inputs, shape or names do not fit together.
+            If inputs, training inputs, shape and names do not match.
         """
         return draw(self, inputs, training, shape, names)
 
@@ -200,7 +200,7 @@ class Ranked:
         self, k: int | None = None, inputs: Tensor | None = None, training: Tensor | None = None,
         shape: Sequence[int] | None = None, names: Sequence[str] | None = None,
     ) -> str:  # fmt: skip
-        """A self-contained fragment: the picture (of `plot`), the table, and how each prediction is made up."""
+        """Self-contained HTML fragment: the figure of `plot`, the table, and the decomposition of each prediction."""
         buffer = io.BytesIO()
         self.plot(inputs, training, shape, names).savefig(buffer, format="png", dpi=110, bbox_inches="tight")
         picture = base64.b64encode(buffer.getvalue()).decode()
@@ -217,14 +217,14 @@ class Ranked:
 
 
 def joined(parts: Iterable[R], room: int = 0) -> R:
-    """Explanations of consecutive inputs as one.
+    """Concatenate explanations of consecutive inputs.
 
     Parameters
     ----------
     parts : iterable of Explanation or Ranking
-        Taken one at a time; of each, what has an axis of inputs is copied.
+        Consumed one at a time; tensors with an axis of inputs are copied.
     room : int
-        Inputs to expect, if known.
+        Expected number of inputs, if known.
     """
     first, questions = None, []
     rows: dict[tuple[str, str], RowBuffer] = {}
@@ -235,7 +235,7 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
         questions.append(part.quantity)
         for key, values in part.by_input().items():
             rows.setdefault(key, RowBuffer(room)).append(values)
-        del part, values  # before the next is made
+        del part, values  # before the next is computed
     found: dict[str, Any] = {}
     for (name, side), gathered in rows.items():
         if side:
@@ -246,12 +246,12 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
 
 
 def counted(k: Any, default: int) -> int:
-    """How many training points are asked for.
+    """The validated number of training points to show.
 
     Raises
     ------
     DataError
-        If k is no whole number of at least 1.
+        If k is not an integer of at least 1.
     """
     if k is None:
         return default

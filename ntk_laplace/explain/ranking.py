@@ -1,8 +1,8 @@
 """Ranking over streaming data: the strongest training points for and against, in bounded memory, for every structure.
 
 With U_x = H⁻¹ J_xᵀ c_x for the quantity's direction c_x, the effects of all training points on a prediction are
-products with rows of the Jacobian that pass by, a batch at a time. No matrix of N by P is ever there, and where a
-structure knows a shorter way to the products than U_x itself, not even that.
+products of U_x with rows of the Jacobian, batch by batch. No N x P matrix is formed, nor U_x itself if the structure
+has a cheaper form of the products.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ntk_laplace.structures import LinearizedModel, Structure
 
 __all__ = ["Ranking", "effects", "rank"]
 
-_TEST = 512 * 2**20  # bytes of directions U, over as many inputs as go through the data together
+_TEST = 512 * 2**20  # bytes of directions U of the inputs that share a pass over the data
 
 _SUMS = "offset, the sum of contributions and gap add up to the prediction exactly; single contributions are not kept"
 _FIRST_ORDER = "effects on a probability or a log likelihood are of first order in the change of the outputs"
@@ -48,20 +48,20 @@ class Ranking(Ranked):
     f : Tensor, (n, C)
         The predictions.
     quantity : Quantity
-        What is explained: the quantity (`by`), its `output` (n,), the targets.
+        The explained quantity: `by`, its `output` (n,), the targets.
     offset, total, gap : Tensor, (n, C)
-        f = offset + total + gap, `total` the sum of all contributions.
+        f = offset + total + gap; `total` is the sum of all contributions.
     indices, effects : dict of str to Tensor, (n, k)
-        By side, "for" and "against", the strongest first: training points, and the change of the quantity if one
-        were left out.
+        By side, "for" and "against", strongest first: training points, and the change of the quantity if one were left
+        out.
     leverage : Tensor, (N,)
-        Largest eigenvalue of SᵀVS; an approximate curvature may take it above 1.
+        Largest eigenvalue of SᵀVS; with an approximate curvature it may exceed 1.
     targets : Tensor
         Training targets.
     k : int
         Training points shown on each side.
     guarantees : tuple of str
-        What holds exactly, and what does not.
+        What is exact, and what is not.
     """
 
     f: Tensor
@@ -97,7 +97,7 @@ class Ranking(Ranked):
         effects = torch.cat(list(self.effects.values()), 1)
         chosen = effects.abs().argsort(dim=1, descending=True, stable=True)
         found = torch.cat(list(self.indices.values()), 1).gather(1, chosen)
-        # a point may stand on both sides where there are few of them: once is enough
+        # with few points the same one may be on both sides: list it once
         rows = [list(dict.fromkeys(row))[:k] for row in found.tolist()]
         return torch.tensor(rows, device=found.device)
 
@@ -126,7 +126,7 @@ class Ranking(Ranked):
 
 @dataclass
 class _Strongest:
-    """A bounded heap for each input: the k largest values so far, and where they were."""
+    """The k largest values so far for each input, and their indices."""
 
     k: int
     values: Tensor | None = None
@@ -145,12 +145,12 @@ def rank(
     model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian],
     request: ExplanationRequest
 ) -> Iterator[Ranking]:
-    """Rank the training points behind predictions, in a pass over the data for each chunk.
+    """Rank the training points by their effects on predictions, in a pass over the data for each chunk.
 
     Parameters
     ----------
     chunks : iterable of Jacobian
-        Rows of J at the inputs to explain; one ranking is made of each.
+        Rows of J at the inputs to explain; each chunk gives one ranking.
     request : ExplanationRequest
     """
     for test, quantity, k in request.of_each(model, chunks, structure.points.num_examples):
@@ -194,7 +194,7 @@ def effects(
     model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian],
     request: ExplanationRequest
 ) -> Iterator[Tensor]:
-    """Change of the quantity for each chunk's inputs and every training point, (n, N), by the same passes."""
+    """Change of the quantity for each chunk's inputs and every training point, (n, N), in the same passes."""
     for test, quantity, _ in request.of_each(model, chunks, structure.points.num_examples):
         for part in _parts(model, precision, test):
             passing = _Passing(model, structure, precision, test.subset(part), quantity.subset(part))
@@ -202,7 +202,7 @@ def effects(
 
 
 def _parts(model: LinearizedModel, precision: PosteriorPrecision, test: Jacobian) -> Iterator[slice]:
-    """Inputs that go through the data together."""
+    """Slices of inputs that share a pass over the data."""
     with torch.no_grad():
         one = test.subset(slice(0, 1))
         numbers = precision.cross_covariance(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
@@ -229,7 +229,7 @@ class _Passing:
         self.backprojected = torch.zeros_like(model.theta)  # Jᵀr
 
     def effects(self) -> Iterator[tuple[int, Tensor]]:
-        """(number of the first, effects (n, m)) of the training points, a batch at a time, in order."""
+        """(index of the first, effects (n, m)) of the training points, batch by batch, in order."""
         model, points = self.model, self.structure.points
         with torch.no_grad():
             residual = points.residual(model.likelihood)
@@ -239,7 +239,7 @@ class _Passing:
                 here = slice(start, start + rows.num_examples)
                 weights = self._weights(rows, residual[here], root[here], here)
                 self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
-                seen = self.cross_covariance.products(rows.weighted(weights))  # V_ix c_x, weighed
+                seen = self.cross_covariance.products(rows.weighted(weights))  # weighted V_ix c_x
                 change = seen.square().sum(0) if self.quantity.by in SPREADS else -seen[0]
                 yield start, change.T
                 start = here.stop

@@ -1,4 +1,4 @@
-"""What leave-one-out takes for granted, measured: weights at an optimum, and a prior that holds them."""
+"""Diagnostics of leave-one-out's assumptions: weights at an optimum, and a prior that determines them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ntk_laplace.structures import LinearizedModel, Structure
 __all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
 
 # measured against retraining: examples/selection/leave_one_out.py
-MOST_DECREMENT = 0.02  # nats a point
+MOST_DECREMENT = 0.02  # nats per point
 LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ
 MOST_FLAGGED = 0.5  # of the points
 MOST_SPREAD = 1e3  # of precisions that the network was not optimized with
@@ -26,28 +26,28 @@ _FIT = 'fit with structure="gp" or "full" and curvature="ggn"'
 
 @dataclass(frozen=True)
 class Reliability:
-    """Whether leave-one-out numbers can be taken for what retraining without each point would say.
+    """Whether leave-one-out numbers approximate retraining without each point.
 
     Attributes
     ----------
     decrement : float
-        ½ gᵀH⁻¹g/N, nats a point: what one Newton step would still gain, with g the gradient of the negative log joint.
-        Zero at the optimum. Leave-one-out holds g, so that a point keeps part of what its own label did.
+        ½ gᵀH⁻¹g/N, nats per point: the gain of one more Newton step, with g the gradient of the negative log joint.
+        Zero at the optimum. Leave-one-out keeps g fixed, so part of the effect of a point's label remains.
     prior_ratio : float
-        ρ = Σ_g δ_g‖θ_g-μ0‖²/Σ_g γ_g, 1 at MacKay's fixed point. Far below 1 the prior hardly holds the weights,
-        and one step without a point goes too far.
+        ρ = Σ_g δ_g‖θ_g-μ0‖²/Σ_g γ_g, 1 at MacKay's fixed point. Far below 1 the prior hardly determines the weights,
+        and one Newton step without a point overshoots.
     group_ratios : Tensor, (G,)
-        The same for each group of the prior.
+        The same ratio for each prior group.
     high_leverage : float
-        Share of the points whose leverage is above 0.9.
+        Fraction of the points with a leverage above 0.9.
     largest_leverage : float
-        An exact curvature has leverages below 1.
+        Below 1 for an exact curvature.
     precision_spread : float
-        Largest precision of a group over the smallest.
+        Ratio of the largest to the smallest group precision.
     moved : bool
         Whether hyperparameters have changed since the posterior was fitted.
     exact : bool
-        Whether the curvature is the linearized model's own.
+        Whether the curvature is exact for the linearized model.
     """
 
     decrement: float
@@ -61,12 +61,12 @@ class Reliability:
 
     @property
     def trusted(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether all diagnostics pass."""
         return not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What speaks against it, each a clause in plain words."""
+        """Why the numbers are not trusted, each reason a clause in plain words."""
         found = []
         if not self.exact:
             above = f", with leverages up to {self.largest_leverage:.3g}" if self.largest_leverage > 1.0 else ""
@@ -96,7 +96,7 @@ class Reliability:
         return tuple(found)
 
     def __str__(self) -> str:
-        """One sentence; empty if nothing speaks against it."""
+        """One sentence of reasons; empty if all diagnostics pass."""
         remedies = [*([] if self.exact else [_FIT]), *([_TRAIN] if len(self.reasons) > (not self.exact) else [])]
         todo = "; ".join([*remedies, "or score the model on other data"])
         return "" if self.trusted else f"leave-one-out is not to be trusted here: {'; '.join(self.reasons)}; {todo}"
@@ -105,7 +105,7 @@ class Reliability:
 def reliability(
     model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, leverage: Tensor, exact: bool
 ) -> Reliability:
-    """Measure it; `leverage` (N,) are the points' own, and `exact` says whether H is P0 + JᵀΛJ itself."""
+    """Compute the diagnostics from the leverages (N,); `exact` means H = P0 + JᵀΛJ exactly."""
     prior, theta = model.prior, model.theta
     with torch.inference_mode(False), torch.no_grad():
         residual = structure.points.residual(model.likelihood)
@@ -125,7 +125,7 @@ def reliability(
 
 
 def _moved(model: LinearizedModel) -> bool:
-    """Whether a precision, a noise or a temperature is another than at the fit; copies of a part have fewer noises."""
+    """Whether a precision, noise or temperature has changed since the fit; the model of a subset has fewer noises."""
     if model.fitted_at is None:
         return False
     now = present_values(model.prior, model.likelihood)

@@ -1,9 +1,9 @@
-"""Relinearizing: the network itself follows a what-if, by Gauss-Newton steps, and is linearized where it arrives.
+"""Relinearization: move the network to the optimum of a what-if by Gauss-Newton steps, and linearize it there.
 
-A what-if moves the weights of the linearized network, θ - θ*. Here a copy of the network goes there, or as far towards
-it as its own objective falls, its Jacobians are taken anew, and the next Newton step of the network linearized there
-goes on: without end, that is training. The objective is that of the changed data, tilted as in `what_if` by the
-gradient g0 that training had left, so that where nothing changes nothing moves:
+A what-if displaces the weights of the linearized network by θ - θ*. Here a copy of the network takes this step, halved
+until its own objective decreases. Its Jacobians are recomputed, and the next Newton step follows; many steps amount to
+training. The objective is that of the changed data with the linear term -g0ᵀθ, where g0 is the gradient that remained
+after training. Without a change of the data the weights do not move:
 
     F(θ) = -Σ w_n log p(y_n | f(x_n; θ)) + ½ (θ-μ0)ᵀP0(θ-μ0) - g0ᵀθ.
 """
@@ -31,28 +31,28 @@ _HALVINGS = 40
 
 def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, steps: int) -> tuple[LinearizedModel,
                                                                                                   Exact]:
-    """The model and its points after so many steps of the network itself.
+    """The model and its points after `steps` Gauss-Newton steps of the network.
 
     Parameters
     ----------
     model : LinearizedModel
-        That a what-if has moved, or that was relinearized before and goes on.
+        Displaced by a what-if, or relinearized before.
     structure : FunctionSpaceStructure or FullStructure
     x : tensor, tuple or dict of tensors, optional
-        Inputs of all training points in the order of the fit, those that were added last; needed in function space.
+        Inputs of all training points in the order of the fit, added ones last; required in function space.
     steps : int
 
     Returns
     -------
     LinearizedModel, structure
-        Of a copy of the network. What training left is remembered, for steps that go on.
+        Of a copy of the network. The remaining gradient of training is stored, for further steps.
 
     Raises
     ------
     DataError
-        If inputs are needed and not there, or are not those of the fit.
+        If inputs are needed and missing, or are not those of the fit.
     NumericalError
-        If no step makes the objective fall.
+        If no step decreases the objective.
     UnsupportedError
         If nothing was changed.
     """
@@ -72,18 +72,18 @@ def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, ste
 
 
 class _Climb:
-    """The network on its way; `step` takes it one step on.
+    """Gauss-Newton iteration on the network; `step` makes one step.
 
     Parameters
     ----------
     model : LinearizedModel
-        Not moved: the network is where it is.
+        Without displacement: linearized at the current weights.
     structure : structure
-        Of the changed points there.
+        Of the changed points, at the current weights.
     source : Source
-        Their inputs.
+        Inputs of the points.
     direction : Tensor, (P,), optional
-        Where to go first, if not to the optimum of the network linearized here.
+        The first step, if it is not the Newton step at the current weights.
     """
 
     def __init__(self, model: LinearizedModel, structure: Exact, source: Source, direction: Tensor | None) -> None:
@@ -91,7 +91,7 @@ class _Climb:
 
     @classmethod
     def of(cls, model: LinearizedModel, structure: Exact, source: Source) -> _Climb:
-        """From where a what-if, or an earlier step, has left off."""
+        """Start from the state after a what-if or an earlier relinearization."""
         if model.displacement is None:
             return cls(model, structure, source, None)
         still = replace(model, displacement=None)
@@ -104,7 +104,7 @@ class _Climb:
         return cls(replace(still, training_gradient=held), here, source, model.displacement)
 
     def step(self) -> bool:
-        """One step down the objective; False where there is none to take."""
+        """One descent step; False if the objective cannot decrease any more."""
         model, points = self.model, self.structure.points
         theta = model.theta
         pulled = self.structure.vjp(model, points.residual(model.likelihood))
@@ -116,14 +116,14 @@ class _Climb:
         slope = float(gradient @ direction)
         value = self._value(theta, points.f)
         slack = 8 * torch.finfo(model.network.precision).eps * (1.0 + abs(value))
-        if -slope <= slack:  # less than the objective can tell from its rounding
+        if -slope <= slack:  # below the rounding of the objective
             return False
         there = self._search(theta, direction, slope, value, slack)
         self._go(there)
         return True
 
     def _search(self, theta: Tensor, direction: Tensor, slope: float, value: float, slack: float) -> Tensor:
-        """The full step, or the largest of its halves that makes the objective fall."""
+        """Backtracking line search: the full step, halved until the objective decreases."""
         size = 1.0
         for _ in range(_HALVINGS):
             there = theta + size * direction
@@ -135,14 +135,14 @@ class _Climb:
                              "Ask what if with steps=1 before, or look for weights that are no optimum.")
 
     def _value(self, theta: Tensor, f: Tensor) -> float:
-        """The objective, in nats; infinite where it is not a number."""
+        """The objective, in nats; infinite instead of NaN."""
         model = self.model
         fit = replace(self.structure.points, f=f, expanded=None).log_likelihood(model.likelihood)
         value = float(model.prior.energy(theta) - fit - model.training_gradient @ theta)
         return value if value == value else float("inf")
 
     def _go(self, theta: Tensor) -> None:
-        """A copy of the network at θ, linearized there."""
+        """Replace the model by a copy of the network at θ, linearized there."""
         model, points = self.model, self.structure.points
         network = model.network.at(theta)
         factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
@@ -153,7 +153,7 @@ class _Climb:
 
 
 def _source(model: LinearizedModel, structure: Exact, x: Inputs | None) -> Source:
-    """Inputs of the points in batches, held against the outputs that are known."""
+    """Inputs of the points in batches, checked against the known outputs."""
     count = structure.points.num_examples
     if x is not None:
         x = as_tensors(x)

@@ -1,9 +1,9 @@
-"""What if: other weights, labels or points, answered by Newton's method on the linearized model, without retraining.
+"""What-ifs: other example weights, labels or points, by Newton's method on the linearized model, without retraining.
 
-The linearized network f + J(θ - θ*) with a log-concave likelihood has one optimum. A change of the data moves it, and
-one Newton step, or several, from the trained weights follow it. What training itself had left undone, the gradient at
-θ*, is held fixed: where nothing changes, nothing moves. In function space, with r* the residuals of training and w, r
-those after the change, the model's weights minimize
+The linearized network f + J(θ - θ*) with a log-concave likelihood has one optimum. A change of the data moves the
+optimum; one or more Newton steps from the trained weights follow it. The gradient at θ* that remained after training is
+kept fixed: without a change the weights do not move. With r* the residuals of training, and w, r the example weights
+and residuals after the change, the weights minimize
 
     -Σ w_n log p(y_n | f_n) + Σ r*_nᵀ(f_n - f*_n) + ½ (θ-θ*)ᵀP0(θ-θ*),   gradient P0(θ-θ*) - Jᵀ(w r - r*).
 """
@@ -42,12 +42,12 @@ Indices = int | Sequence[int] | Tensor
 
 
 def positions(indices: Indices, count: int) -> Tensor:
-    """Numbers of training points, checked, (m,).
+    """Validated indices of training points, (m,).
 
     Raises
     ------
     DataError
-        If they are out of range, repeated, or no whole numbers.
+        If they are out of range, repeated, or not integers.
     """
     remedy = f"Pass numbers from 0 to {count - 1}, each once, or a mask of {count} booleans."
     try:
@@ -73,14 +73,14 @@ def positions(indices: Indices, count: int) -> Tensor:
 
 
 def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float) -> TrainingPoints:
-    """Points that count otherwise.
+    """Points with other weights.
 
     Raises
     ------
     HyperparameterError
         If a weight is negative or not finite, or their number is not that of the indices.
     DataError
-        If no point is left.
+        If no point remains.
     """
     wrong = HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
                                 "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")  # fmt: skip
@@ -126,17 +126,17 @@ def relabeled(model: LinearizedModel, points: TrainingPoints, indices: Tensor, y
 
 
 def _is_soft(new: Tensor, points: TrainingPoints) -> bool:
-    """Whether it is one soft label, (C,), where targets are labels."""
+    """Whether `new` is one soft label, (C,), while the targets are class indices."""
     return new.is_floating_point() and points.targets.ndim == 1 and new.shape == points.f.shape[1:]
 
 
 def require_steps(steps: int | None) -> None:
-    """Check a number of Newton steps.
+    """Validate a number of Newton steps.
 
     Raises
     ------
     HyperparameterError
-        If it is neither a whole number of at least 1 nor None.
+        If it is neither an integer of at least 1 nor None.
     """
     if steps is not None and not is_whole(steps, 1):
         raise HyperparameterError("steps of at least 1, or None for the optimum", f"{steps!r}",
@@ -146,24 +146,24 @@ def require_steps(steps: int | None) -> None:
 def stepped(
     model: LinearizedModel, structure: Exact, points: TrainingPoints, added: Exact | None, steps: int | None
 ) -> tuple[LinearizedModel, Exact]:
-    """Newton steps of the linearized model to changed training points.
+    """Newton steps of the linearized model for changed training points.
 
     Parameters
     ----------
     structure : FunctionSpaceStructure or FullStructure
-        Of the points as they were.
+        Of the points before the change.
     points : TrainingPoints
-        As they are now, their outputs `f` not moved yet.
+        After the change, with their outputs `f` from before.
     added : structure, optional
-        Of the last of them, those that were added.
+        Of the added points, which are the last of `points`.
     steps : int or None
-        So many full Newton steps; None goes on to the optimum, with steps halved where the objective would rise.
+        Number of full Newton steps; None continues to the optimum, with steps halved if the objective would increase.
 
     Returns
     -------
     LinearizedModel, structure
-        The model moved, and its points with the outputs there. Their curvature is that of the last step's start, as
-        the closed forms of one step have it; at the optimum it is the optimum's.
+        The displaced model, and its points with outputs at the new weights. Their curvature is taken at the start of
+        the last step, as in the closed forms of one step; with ``steps=None`` at the optimum.
 
     Raises
     ------
@@ -183,23 +183,23 @@ def stepped_once(
     model: LinearizedModel, structure: StructuredStructure | ChangedStructure, unmoved_points: TrainingPoints,
     added: FunctionSpaceStructure | None,
 ) -> tuple[LinearizedModel, ChangedStructure]:  # fmt: skip
-    """One joint Newton step of a structured posterior to changed training points.
+    """One joint Newton step of a structured posterior for changed training points.
 
-    In the function space of those that changed, with the structure's own V = J_G H⁻¹ J_Gᵀ in place of the exact one:
-    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G. Where H holds too little of what is to leave, a leverage
-    above `HIGH_LEVERAGE`, nothing is taken out of it, as in a ranking, and a warning says so.
+    In the function space of the changed points, with the structure's V = J_G H⁻¹ J_Gᵀ instead of the exact one:
+    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G. If the removed group's leverage exceeds `HIGH_LEVERAGE`,
+    its curvature is not subtracted, as in a ranking, and a warning is issued.
 
     Parameters
     ----------
     unmoved_points : TrainingPoints
-        All points as they are now, outputs at the trained weights.
+        All points after the change, outputs at the trained weights.
     added : FunctionSpaceStructure, optional
-        Of the last of them, those that were added.
+        Of the added points, which are the last.
 
     Raises
     ------
     MemoryBudgetError
-        If the points are too many.
+        If there are too many changed points.
     """
     start = replace(model, displacement=None)
     if isinstance(structure, ChangedStructure):

@@ -1,4 +1,4 @@
-"""A few steps uphill on one posterior's evidence after another's, as training needs them ([I21] Algorithm 1)."""
+"""A few gradient steps on the evidence of successive posteriors, for online training ([I21] Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Ascent"]
 
 
 class Ascent:
-    """Adam on the logarithms of the hyperparameters, its moments kept from one posterior to the next.
+    """Adam on the logarithms of the hyperparameters; its moments are kept across posteriors.
 
     Parameters
     ----------
     which : sequence of str, optional
-        What moves, as in `fit_hyperparameters`.
+        Hyperparameters to optimize, as in `fit_hyperparameters`.
     learning_rate : float
         γ, in log units; constant, with Adam's default decay rates, as in [I21] section 4.
     bounds : tuple of float
-        Of every hyperparameter.
+        Lower and upper bound of every hyperparameter.
     """
 
     def __init__(self, which: Sequence[str] | None, learning_rate: float, bounds: tuple[float, float]) -> None:
@@ -34,7 +34,7 @@ class Ascent:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def climb(self, posterior: Evidence, theta: Tensor, steps: int) -> tuple[float, float]:
-        """Take K steps on a posterior's evidence and leave its hyperparameters there ([I21] Eq. 7).
+        """Take K steps on a posterior's evidence and set its hyperparameters to the result ([I21] Eq. 7).
 
         Parameters
         ----------
@@ -42,7 +42,7 @@ class Ascent:
         theta : Tensor, (P,)
             The weights.
         steps : int
-            K; with none, the evidence is read and nothing moves.
+            K; with 0 the evidence is evaluated and nothing changes.
 
         Returns
         -------
@@ -73,7 +73,7 @@ class Ascent:
         return (after if before is None else before), after
 
     def _bound(self, variables: Variables) -> tuple[Tensor, torch.optim.Optimizer]:
-        """The flat logarithms at their present values, and their optimizer, made once."""
+        """The flat logarithms at their current values, and their optimizer, created once."""
         now = variables.get()
         if self._logs is None:
             self._logs = now.clone().requires_grad_()
@@ -89,7 +89,7 @@ class Ascent:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a `state`."""
+        """Continue from a `state`."""
         if state is None:
             self._logs = self._optimizer = None
             return

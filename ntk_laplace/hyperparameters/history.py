@@ -1,4 +1,4 @@
-"""What an optimization of the evidence did, step by step."""
+"""History of an optimization of the evidence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = ["HyperparameterHistory", "draw_history"]
 
-_MOST_LINES = 12  # hyperparameters drawn one by one; of more, the first ones
-_ROUNDING = 2.0**-50  # of an evidence in float64
-_MOST_INSIDE, _LONG = 4, 20  # of them, and of letters, in a legend that leaves room for the lines
+_MOST_LINES = 12  # maximum hyperparameters plotted
+_ROUNDING = 2.0**-50  # relative rounding of an evidence in float64
+_MOST_INSIDE, _LONG = 4, 20  # entries, and letters per entry, of a legend inside the axes
 
 
 @dataclass
 class HyperparameterHistory:
-    """Evidence and hyperparameters of every step.
+    """Evidence and hyperparameters at every step.
 
     Attributes
     ----------
@@ -27,15 +27,15 @@ class HyperparameterHistory:
     names : list of str
         Hyperparameters by name: ``precision[group]``, ``noise``, ``temperature``.
     evidence : list of float
-        Nats, one per step, the starting values first.
+        Nats, one per step; the first is at the starting values.
     values : list of list of float
-        Hyperparameters of each step, in the order of `names`; variances and precisions, not their logarithms.
+        Hyperparameters at each step, in the order of `names`; variances and precisions, not their logarithms.
     converged : bool
         Whether step `best` meets the tolerance, or with "adam" the evidence stayed within it for 20 steps.
     message : str
-        Why it stopped, in words.
+        Why it stopped.
     at_bounds : dict of str to float
-        Hyperparameters that ended on a bound, where the evidence still grows, and the bound.
+        Hyperparameters that ended on a bound while the evidence still increases beyond it, and the bound.
     """
 
     method: str
@@ -48,9 +48,9 @@ class HyperparameterHistory:
 
     @property
     def best(self) -> int:
-        """Step of the largest evidence, whose hyperparameters the posterior was left with.
+        """Step of the largest evidence; the posterior has its hyperparameters.
 
-        Of steps whose evidence differs by rounding only, the last: gradients fall on where the evidence stands.
+        Among steps whose evidence differs only by rounding, the last: gradients still decrease there.
         """
         largest = max(self.evidence)
         least = largest - _ROUNDING * (1.0 + abs(largest))
@@ -79,7 +79,7 @@ class HyperparameterHistory:
         return frame
 
     def plot(self) -> Figure:
-        """Evidence over the steps, and the hyperparameters on a log scale below."""
+        """Plot the evidence over the steps, and the hyperparameters on a log scale below."""
         figure = draw_history("step", range(len(self)), self.evidence, self.names, self.values)
         figure.axes[0].set_title(f"{self.method}: {self.message}", fontsize=10)
         return figure
@@ -92,16 +92,16 @@ class HyperparameterHistory:
 def draw_history(
     axis: str, steps: Sequence[int], evidence: Sequence[float], names: Sequence[str], values: Sequence[Sequence[float]]
 ) -> Figure:
-    """Evidence over steps or epochs, and hyperparameters on a log scale below.
+    """Plot the evidence over steps or epochs, and hyperparameters on a log scale below.
 
     Parameters
     ----------
     axis : str
-        What `steps` count.
+        Label of the horizontal axis, the unit of `steps`.
     steps, evidence : sequences of equal length
     names : sequence of str
     values : sequence of sequences
-        Hyperparameters of each step in the order of `names`.
+        Hyperparameters at each step in the order of `names`.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -117,7 +117,7 @@ def draw_history(
     bottom.set(xlabel=axis, ylabel="hyperparameter" + shown)
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     longest = max(map(len, names), default=0)
-    if len(names) > _MOST_INSIDE or longest > _LONG:  # it would cover the lines
+    if len(names) > _MOST_INSIDE or longest > _LONG:  # the legend would cover the lines
         figure.legend(fontsize=8, ncols=max(1, min(4, 100 // (longest + 8))), loc="outside lower center")
     else:
         bottom.legend(fontsize=8, ncols=2)

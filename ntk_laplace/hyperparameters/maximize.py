@@ -21,14 +21,14 @@ from ntk_laplace.progress import track
 __all__ = ["METHODS", "maximize"]
 
 METHODS = ("lbfgs", "adam", "mackay")
-_CERTAIN = -1e-2  # nats; no prior knows all labels of a data set
+_CERTAIN = -1e-2  # nats; a larger evidence of labels means certainty
 
 
 def maximize(
     posterior: Evidence, theta: Tensor, method: str = "lbfgs", parameters: Sequence[str] | None = None,
     steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: object,
 ) -> HyperparameterHistory:  # fmt: skip
-    """Move a posterior's hyperparameters to a maximum of its evidence, and leave them there.
+    """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
 
     Parameters
     ----------
@@ -39,14 +39,14 @@ def maximize(
         "lbfgs" (bounded quasi-Newton on the logarithms), "adam", or "mackay" (δ_g = γ_g/‖θ_g - μ0‖², and for a
         Gaussian with one noise variance σ² = Σ‖y - f‖²/(NC - γ)).
     parameters : sequence of str, optional
-        Which of "precision", "noise", "temperature" move; all there are but the temperature by default.
+        Which of "precision", "noise", "temperature" to optimize; by default all but the temperature.
     steps : int
-        At most.
+        Maximum number of steps.
     tolerance : float
-        Converged once no logarithm's gradient exceeds this share of 1 + abs(evidence), or with "lbfgs" the root of
-        the floating type's precision, where the evidence no longer changes beyond rounding.
+        Converged if no gradient in a logarithm exceeds this fraction of 1 + abs(evidence); with "lbfgs" also if none
+        exceeds the square root of the machine epsilon, where the evidence changes only by rounding.
     bounds : tuple of float
-        Of every hyperparameter.
+        Lower and upper bound of every hyperparameter.
     options
         `correction` (bool), `learning_rate` (of "adam", in log units, default 0.1), `progress`.
 
@@ -71,7 +71,7 @@ def maximize(
         with variables.alone():
             _run(search, method, posterior, theta, rate, progress)
     finally:
-        variables.set(search.best())  # an interruption too leaves the best that was seen
+        variables.set(search.best())  # the best values so far, also after an interruption
     search.report_bounds()
     search.report_certainty()
     if not history.converged:
@@ -91,7 +91,7 @@ def _run(
 
 
 class _Search:
-    """The evidence over a box of logarithms, and where it has been."""
+    """The evidence over a box of logarithms, with the history of evaluations."""
 
     history: HyperparameterHistory
 
@@ -106,27 +106,27 @@ class _Search:
         self._gradients: list[Tensor] = []
 
     def inside(self, logs: Tensor) -> Tensor:
-        """The nearest point of the box."""
+        """The nearest point in the box."""
         return torch.minimum(torch.maximum(logs, self.low), self.high)
 
     def at(self, logs: Tensor) -> tuple[float, Tensor]:
-        """Evidence and gradient there."""
+        """Evidence and gradient at these logarithms."""
         self.variables.set(logs)
         return self.variables.value_and_gradient(self.evidence)
 
     def note(self, value: float, logs: Tensor, gradient: Tensor) -> None:
-        """One more step."""
+        """Record one step."""
         self.history.evidence.append(value)
         self.history.values.append(self.variables.shown(logs))
         self._logs.append(logs.clone())
         self._gradients.append(gradient)
 
     def best(self) -> Tensor:
-        """Logarithms of the largest evidence seen."""
+        """Logarithms at the largest evidence so far."""
         return self._logs[self.history.best] if self._logs else self.start
 
     def slope(self, value: float, logs: Tensor, gradient: Tensor) -> float:
-        """The largest derivative that does not lead out of the box, as a share of 1 + abs(evidence)."""
+        """The largest derivative that does not point out of the box, as a fraction of 1 + abs(evidence)."""
         held = ((logs <= self.low) & (gradient < 0)) | ((logs >= self.high) & (gradient > 0))
         steepest = torch.where(held, torch.zeros_like(gradient), gradient).abs().max()
         return float(steepest) / (1.0 + abs(value))
@@ -136,10 +136,10 @@ class _Search:
         return self.slope(value, logs, gradient) <= self.tolerance
 
     def judge(self, exhausted: bool) -> None:
-        """Converged or not, by the gradient at the best step and not by how the optimizer stopped.
+        """Decide convergence from the gradient at the best step, not from the optimizer's exit status.
 
-        A gradient g raises the evidence by g²/2h at most, at a curvature h. Where both are counted in units of
-        1 + abs(evidence) and g is below the root of the precision, the evidence cannot show it.
+        With curvature h a gradient g can increase the evidence by at most g²/2h. In units of 1 + abs(evidence), if g
+        is below the square root of the machine epsilon, the increase is below rounding.
         """
         best, dtype = self.history.best, self.variables.posterior.dtype
         slope = self.slope(self.history.evidence[best], self._logs[best], self._gradients[best])
@@ -154,7 +154,7 @@ class _Search:
                              'fit with dtype=torch.float64, or maximize with method="adam"')
 
     def report_certainty(self) -> None:
-        """Warn where a temperature has made all labels certain: the evidence grows to zero then, with no maximum."""
+        """Warn if all labels are fitted: the evidence then increases to 0 as the temperature falls, with no maximum."""
         if "temperature" in self.variables.parameters and self.history.evidence[self.history.best] > _CERTAIN:
             present = float(self.variables.parameters["temperature"].detach().exp())
             warnings.warn(
@@ -164,23 +164,23 @@ class _Search:
             )  # fmt: skip
 
     def still(self, steps: int = 20) -> bool:
-        """Whether the evidence has stayed within the tolerance for some steps."""
+        """Whether the evidence has changed by less than the tolerance over some steps."""
         recent = self.history.evidence[-steps:]
         return len(recent) == steps and max(recent) - min(recent) <= self.tolerance * (1.0 + abs(recent[-1]))
 
     def wall(self, logs: Tensor) -> tuple[float, np.ndarray]:
-        """What a line search sees where nothing can be computed: a slope back to the last step, steep but finite."""
+        """Value and gradient for the line search if the evidence is undefined: a finite slope to the last step."""
         away = logs - self._logs[-1]
         height = 1.0 + abs(self.history.evidence[-1])
         slope = 2.0 * height * away / away.square().sum()
         return height - self.history.evidence[-1], slope.numpy()
 
     def stop(self, converged: bool, message: str) -> None:
-        """Say why."""
+        """Record whether and why it stopped."""
         self.history.converged, self.history.message = converged, message
 
     def report_bounds(self) -> None:
-        """Name what ended on a bound while the evidence still grows outwards."""
+        """Record hyperparameters that ended on a bound while the evidence still increases beyond it, and warn."""
         best, names = self.best(), self.variables.names
         gradient = self._gradients[self.history.best]
         shown = self.history.values[self.history.best]
@@ -199,7 +199,7 @@ class _Search:
 
 def _lbfgs(search: _Search) -> None:
     """SciPy's bounded L-BFGS on the logarithms."""
-    from scipy.optimize import minimize  # a dependency of scikit-learn
+    from scipy.optimize import minimize  # installed with scikit-learn
 
     def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
         point = search.inside(torch.as_tensor(logs))
@@ -213,7 +213,7 @@ def _lbfgs(search: _Search) -> None:
     def after(_: np.ndarray) -> None:
         search.note(**last)
         if search.flat(**last):
-            raise StopIteration  # SciPy's own tolerance is one number, and the evidence's size changes on the way
+            raise StopIteration  # SciPy's tolerance is absolute, ours is relative to the evidence
 
     start = search.inside(search.start)
     value, gradient = search.at(start)
@@ -231,9 +231,9 @@ def _lbfgs(search: _Search) -> None:
 
 
 def _adam(search: _Search, rate: float, progress: bool | None) -> None:
-    """Adam on the logarithms, projected into the box, its rate falling to a hundredth along a cosine."""
+    """Adam on the logarithms, projected onto the box, with a cosine schedule to 1 % of the learning rate."""
     logs = search.inside(search.start).clone().requires_grad_()
-    # gradients shrink by orders of magnitude on the way from a bad precision: a short memory of their size
+    # gradients shrink by orders of magnitude from a bad initial precision: use a short second-moment memory
     optimizer = torch.optim.Adam([logs], lr=rate, betas=(0.9, 0.9))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, search.steps, eta_min=rate / 100)
     for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
@@ -252,7 +252,7 @@ def _adam(search: _Search, rate: float, progress: bool | None) -> None:
 
 
 def _mackay(search: _Search, posterior: Evidence, theta: Tensor, progress: bool | None) -> None:
-    """δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ), in turns with γ."""
+    """Alternate δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ) with γ."""
     distances = posterior.prior.group_distances(theta).clamp_min(torch.finfo(torch.float64).tiny).cpu()
     search.variables.set(search.inside(search.start))
     for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):

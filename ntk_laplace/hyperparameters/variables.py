@@ -1,4 +1,4 @@
-"""The hyperparameters that move, as one flat vector of logarithms, and the evidence as a function of it."""
+"""The optimized hyperparameters as one flat vector of logarithms, and the evidence as a function of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE = 65536  # eigenvalues at a time
 
 
 class Evidence(Protocol):
-    """What an optimizer asks of a posterior."""
+    """The interface of a posterior that the optimizers use."""
 
     prior: GaussianPrior
     likelihood: Likelihood
@@ -29,10 +29,10 @@ class Evidence(Protocol):
         """Σ log p(y_n given f_n), differentiable in the likelihood's hyperparameters."""
 
     def log_scale(self) -> Tensor | None:
-        """The logarithm of a number by which the likelihood's hyperparameters multiply the curvature; or None."""
+        """Log of the scalar by which the likelihood's hyperparameters multiply the curvature; None if not a scalar."""
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
-        """Eigenvalues of P0^-½ JᵀΛJ P0^-½ with their prior groups; or None."""
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½ with their prior groups; None if not available."""
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Evidence in nats, differentiable in the hyperparameters."""
@@ -42,14 +42,14 @@ class Evidence(Protocol):
 
 
 class Variables:
-    """Log precisions and the likelihood's log hyperparameters that are to move.
+    """The log precisions and the likelihood's log hyperparameters to optimize.
 
     Parameters
     ----------
     posterior : Evidence
     which : sequence of str
-        Of "precision", "noise", "temperature", or names of the likelihood's own parameters; "likelihood" is all of
-        those. None: all there are but a temperature, which has to be named.
+        "precision", "noise", "temperature", or names of the likelihood's parameters; "likelihood" is all of those.
+        None: all but a temperature, which must be named.
     """
 
     def __init__(self, posterior: Evidence, which: Sequence[str] | None) -> None:
@@ -77,7 +77,7 @@ class Variables:
 
     @property
     def names(self) -> list[str]:
-        """One name per number."""
+        """One name per entry."""
         found: list[str] = []
         for name, parameter in self.parameters.items():
             if name == "precision":
@@ -89,12 +89,12 @@ class Variables:
         return found
 
     def get(self) -> Tensor:
-        """Present logarithms, flat, float64."""
+        """Current logarithms, flat, float64."""
         return torch.cat([p.detach().double().flatten().cpu() for p in self.parameters.values()])
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Nothing else asks for a gradient: one in the likelihood may cost a pass over the data."""
+        """Disable all other gradients: one in the likelihood may need a pass over the data."""
         posterior = self.posterior
         moving = {id(parameter) for parameter in self.parameters.values()}
         others = [p for m in (posterior.prior, posterior.likelihood) for p in m.parameters() if id(p) not in moving]
@@ -109,7 +109,7 @@ class Variables:
 
     @torch.no_grad()
     def set(self, values: Tensor) -> None:
-        """Move to these logarithms."""
+        """Set the hyperparameters to these logarithms."""
         start = 0
         for parameter in self.parameters.values():
             own = values[start : start + parameter.numel()]
@@ -117,14 +117,14 @@ class Variables:
             start += parameter.numel()
 
     def box(self, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """Lower and upper bounds of the logarithms; a number without a log is free."""
+        """Lower and upper bounds of the logarithms; parameters without a logarithm are unbounded."""
         low, high = (torch.tensor(bound, dtype=torch.float64).log() for bound in bounds)
         free = torch.cat([torch.full((p.numel(),), name == "coupling") for name, p in self.parameters.items()])
         infinite = torch.full((len(free),), float("inf"), dtype=torch.float64)
         return torch.where(free, -infinite, low), torch.where(free, infinite, high)
 
     def shown(self, values: Tensor) -> list[float]:
-        """Variances, precisions, temperatures for the logarithms; a number without a log stays itself."""
+        """Variances, precisions, temperatures for the logarithms; parameters without a logarithm as they are."""
         found, start = [], 0
         for name, parameter in self.parameters.items():
             own = values[start : start + parameter.numel()]
@@ -133,7 +133,7 @@ class Variables:
         return found
 
     def value_and_gradient(self, evidence: Callable[[], Tensor]) -> tuple[float, Tensor]:
-        """Evidence at the present values, and its gradient in the logarithms."""
+        """Evidence at the current values, and its gradient in the logarithms."""
         with torch.enable_grad():
             value = evidence()
             gradients = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
@@ -144,11 +144,11 @@ class Variables:
 
 
 def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Callable[[], Tensor] | None:
-    """The evidence from one eigendecomposition, where each eigenvalue of B - I belongs to one precision.
+    """The evidence from one eigendecomposition, if each eigenvalue of B - I belongs to one precision.
 
-    So it does under one precision for all, and in weight space of Kronecker factors and diagonals. A likelihood may
-    move too if all it does to Λ is to multiply it by a number (a Gaussian's one noise variance), and a fixed one is
-    evaluated once. A step costs O(P), or O(N R). None if more moves.
+    This holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space. The
+    likelihood may be optimized too if it only multiplies Λ by a scalar (a Gaussian's single noise variance); a fixed
+    likelihood is evaluated once. A step costs O(P), or O(N R). None in other cases.
     """
     prior = posterior.prior
     moving = set(which) - {"precision"}
@@ -158,7 +158,7 @@ def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) 
     spectra = posterior.group_spectra()
     if spectra is None:
         return None
-    # rounding leaves the eigenvalues of a semidefinite matrix a little below zero
+    # rounding can make eigenvalues of a semidefinite matrix slightly negative
     spectra = [(values.detach().clamp_min(0.0), group) for values, group in spectra]
     with torch.no_grad():
         log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
@@ -180,7 +180,7 @@ def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) 
 class _LogDet(torch.autograd.Function):
     """Σ log(1 + λ_i e^(-s)) for one s, or one for each λ_i, with its derivative from the same pass.
 
-    In pieces that stay in the processor's cache: of a million eigenvalues, half of the time goes to memory otherwise.
+    Processed in pieces that fit in the CPU cache: otherwise a million eigenvalues take half of the time in memory.
     """
 
     @staticmethod
@@ -190,7 +190,7 @@ class _LogDet(torch.autograd.Function):
         factors = factor.expand_as(values).split(_PIECE) if factor.ndim else repeat(factor)
         for part, own in zip(values.split(_PIECE), factors, strict=False):
             ratio = part * own
-            total += torch.log1p(ratio).sum().to(shift)  # a piece in its own floating type, pieces in double
+            total += torch.log1p(ratio).sum().to(shift)  # each piece in its own dtype, their sum in double
             used = ratio.div_(ratio + 1)
             slope.append(used if factor.ndim else used.sum().to(shift))
         ctx.slope = torch.cat(slope).to(shift) if factor.ndim else sum(slope, shift.new_zeros(()))

@@ -1,4 +1,4 @@
-"""The posterior people hold: one set of verbs, whichever space its algebra lives in."""
+"""The posterior: one public interface for function space and weight space."""
 
 import inspect
 from typing import TypeVar
@@ -15,7 +15,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _outside_autocast(cls: _Class) -> _Class:
-    """The class with each public method, and each property, run outside of the caller's `torch.autocast`."""
+    """Class decorator: run each public method and property outside the caller's `torch.autocast`."""
     for name in dir(cls):
         member = inspect.getattr_static(cls, name)
         if name.startswith("_"):
@@ -31,8 +31,8 @@ def _outside_autocast(cls: _Class) -> _Class:
 class Posterior(SelectionVerbs, PredictionVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 
-    Made by `ntk_laplace.laplace`. The network's Jacobians at the training points are computed once; the prior's and
-    likelihood's hyperparameters may change at any time and every later answer sees it.
+    Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every
+    later result uses the current values.
 
     Attributes
     ----------

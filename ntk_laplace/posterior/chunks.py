@@ -1,4 +1,4 @@
-"""Chunks: inputs of a prediction, as many at a time as what is made of them leaves memory for."""
+"""Chunks: the inputs of a prediction, in chunks that fit in memory."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ntk_laplace.structures import LinearizedModel, merged_batches
 
 __all__ = ["Chunks"]
 
-_HELD = 16 * 2**20  # bytes of rows, and of what is made of them, at a time
-_FEWEST = 16  # examples whose rows show how large those of the others are
+_HELD = 16 * 2**20  # bytes of a chunk's rows and of the results computed from them
+_FEWEST = 16  # examples in the first chunk, at least: they show the size of a row
 
 
 class Chunks:
-    """Inputs from tensors, a loader or a dataset, a chunk at a time, in their order.
+    """Inputs from tensors, a loader or a dataset, chunk by chunk, in order.
 
     Parameters
     ----------
     model : LinearizedModel
     x : tensor, tuple or dict of tensors, DataLoader or Dataset
     batch_size : int, optional
-        Most examples of a chunk; by default 512, and as many as take 16 MiB. Small batches of a loader are read
-        together up to it, unless the network treats their examples otherwise then.
+        Maximum examples in a chunk; by default 512, or fewer if they exceed 16 MiB. Small batches of a loader are
+        merged up to it, unless merging would change the network's outputs.
 
     Attributes
     ----------
     length : int or None
-        Number of examples of tensors; None of a loader or a dataset.
+        Number of examples for tensors; None for a loader or a dataset.
 
     Raises
     ------
     HyperparameterError
-        If `batch_size` is no positive whole number.
+        If `batch_size` is not a positive integer.
     DataError, UnsupportedError
         As `InputBatches`.
     """
@@ -50,7 +50,7 @@ class Chunks:
         self.length = self._batches.length
 
     def inputs(self, most: int | None = None) -> Iterator[tuple[int, Inputs]]:
-        """(number of the first example, inputs) of chunks to evaluate the network at, of at most so many examples."""
+        """(index of the first example, inputs) of chunks of at most `most` examples, to evaluate the network."""
         own = None if self._chosen else self._model.jacobian_pass.evaluated_at_once()
         bounds, seen = [size for size in (most, own) if size is not None], 0
         for x in self._read():
@@ -61,9 +61,9 @@ class Chunks:
             seen += n
 
     def rows(self, each: int = 0) -> Iterator[Jacobian]:
-        """Rows of J at each chunk; `each` is how many bytes are made of those of one example.
+        """Rows of J at each chunk; `each` is the size in bytes of the results computed per example.
 
-        Whoever asks gives the rows of a chunk up before asking for the next, or two chunks are held at a time.
+        The caller should delete the rows of a chunk before it requests the next; otherwise two are in memory.
         """
         model, factors = self._model, self._model.jacobian_pass
         step, seen = self._chosen, 0
@@ -73,7 +73,7 @@ class Chunks:
                 if step is None:
                     step = self._first(x, each)
                 left = n - start
-                size = -(-left // -(-left // step))  # even chunks: memory of one serves the next
+                size = -(-left // -(-left // step))  # even chunks: the allocator reuses the memory
                 part = x if size == n else take(x, slice(start, start + size))
                 rows = factors.rows(part, batch_size=self._chosen, offset=seen + start)
                 start += rows.num_examples
@@ -81,17 +81,17 @@ class Chunks:
                     step = self._fitting(rows.nbytes // rows.num_examples, each)
                 rows = rows if model.displacement is None else replace(rows, f=model.outputs(rows))
                 yield rows
-                del rows  # before the next are made
+                del rows  # before the next are computed
             seen += n
 
     def _first(self, x: Inputs, each: int) -> int:
-        """Examples of the first chunk: as if their rows were written out, since nothing is known of them yet."""
+        """Examples of the first chunk, assuming dense rows: the size of a row is not known yet."""
         factors, network = self._model.jacobian_pass, self._model.network
         written_out = network.num_parameters * network.num_outputs * factors.dtype.itemsize
         return min(self._fitting(written_out, each, _FEWEST), factors.examples_at_once(x, network.num_outputs))
 
     def _fitting(self, size: int, each: int, fewest: int = 1) -> int:
-        """Examples that fit, if the rows of each take so many bytes, and what is made of them `each`."""
+        """Examples that fit, if each takes `size` bytes of rows and `each` bytes of results."""
         return max(1, min(self._batches.batch_size, max(fewest, _HELD // max(1, size)), _HELD // max(1, each)))
 
     def _read(self) -> Iterator[Inputs]:

@@ -1,4 +1,4 @@
-"""Draws of weights that every chunk of inputs meets: kept, or drawn again from the same random state."""
+"""Weight samples shared by all chunks of inputs: stored, or drawn again from the same random state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Sampler = Callable[[int, Generator | None], Tensor]
 
 
 class WeightDraws:
-    """The same weight samples in every pass over them.
+    """Weight samples that are the same in every iteration.
 
     Parameters
     ----------
     draw : callable
-        From a number of samples and a generator to them, (count, P).
+        Maps a number of samples and a generator to samples (count, P).
     count : int
-        S.
+        Number of samples S.
     numbers : int
-        P.
+        Number of parameters P.
     like : Tensor
-        Of the samples' type and device.
+        Gives the dtype and device of the samples.
     generator : torch.Generator, optional
         Source of randomness; the global state of the device otherwise.
     """
@@ -58,7 +58,7 @@ class WeightDraws:
 
 
 def _default_generator(device: torch.device) -> Generator | None:
-    """The global source of random numbers on a device; None where torch does not hand it out."""
+    """The global random generator of a device; None if torch does not expose it."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]

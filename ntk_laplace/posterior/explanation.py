@@ -1,4 +1,4 @@
-"""Verbs of explanation: what the training points have to do with it."""
+"""Explanation methods of a posterior: the influence of training points on predictions."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from ntk_laplace.posterior.fitted import Fitted
 
 __all__ = ["ExplanationVerbs"]
 
-_TOGETHER = 512 * 2**20  # bytes of rows at inputs that go through the training data together
+_TOGETHER = 512 * 2**20  # bytes of rows of the inputs that share a pass over the training data
 
 
 class ExplanationVerbs(Fitted):
-    """Training points behind a prediction."""
+    """Explanations of predictions by training points."""
 
     def explain(
         self, x: Inputs, k: int = 8, output: int | None = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
     ) -> Explanation | Ranking:  # fmt: skip
-        """Which training points make the predictions at `x`, and what would be without each of them.
+        """Which training points determine the predictions at `x`, and the predictions without each of them.
 
-        With structure "gp" all of them, exactly; the answer itself takes memory of n x N x C. The other structures read
-        the training data again and keep the strongest alone; `guarantees` says what holds there.
+        Structure "gp" returns all of them, exactly, in memory of n x N x C. The other structures read the training data
+        again and keep only the strongest; `guarantees` states what is exact.
 
         Parameters
         ----------
@@ -52,17 +52,17 @@ class ExplanationVerbs(Fitted):
             The output to explain; by default the predicted class (or the only output).
         by : str
             The quantity whose change ranks the training points: "output" (or "logit"), "probability" (the mean
-            response), "log_likelihood" of `y`, in nats, "variance" of the output, "probability_variance" (of the
-            mean response, to first order in f: what of the predictive variance comes of not knowing the weights).
+            response), "log_likelihood" of `y`, in nats, "variance" of the output, "probability_variance" (variance
+            of the mean response, to first order in f: the epistemic part of the predictive variance).
         y : optional
             Targets at `x`, for "log_likelihood"; for classes by default the explained class.
         batch_size : int, optional
-            Most inputs at a time; by default as many as suits memory. With a structure other than "gp" each batch of
-            inputs takes a pass over the training data.
+            Maximum inputs at a time; by default chosen by memory. With a structure other than "gp" each batch of
+            inputs needs a pass over the training data.
 
         Returns
         -------
-        Explanation, or Ranking where the structure is not "gp"
+        Explanation, or Ranking if the structure is not "gp"
 
         Raises
         ------
@@ -79,7 +79,7 @@ class ExplanationVerbs(Fitted):
         self, x: Inputs, output: int | None = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Change of the quantity at each input of `x` if one training point were left out, for all of them.
+        """Change of the quantity at each input of `x` if one training point were left out, for all training points.
 
         Parameters
         ----------
@@ -89,7 +89,8 @@ class ExplanationVerbs(Fitted):
         Returns
         -------
         Tensor, (n, N)
-            The numbers that `explain` ranks by: with structure "gp" exact differences, elsewhere as it says there.
+            The effects that `explain` ranks by: exact differences with structure "gp", otherwise approximations as
+            its `guarantees` state.
         """
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(1, output, by, y)
         if self.structure == "gp":
@@ -100,26 +101,26 @@ class ExplanationVerbs(Fitted):
         return fill_buffer(found, chunks.length or 0).rows
 
     def leave_one_out(self, *, strict: bool = True) -> LeaveOneOut:
-        """What each training point's prediction would be without it, in closed form, and what it does to the fit.
+        """Leave-one-out predictions at the training points, in closed form, with leverages and influences.
 
-        Structure "gp" has it from the rows that it keeps, the others from another pass over the data. "gp" and "full"
-        are exact for one Newton step of the linearized model; the others take a point out of their own approximation
-        of the curvature. `guarantees` says what holds, `reliability` what was measured, and a warning says so where
-        that speaks against taking the numbers for retraining without the point: hyperparameters that the weights were
-        not trained with, a prior too vague to hold them, an approximate precision.
+        Structure "gp" uses its stored rows, the others another pass over the data. "gp" and "full" are exact for one
+        Newton step of the linearized model; the others remove a point from their approximate curvature. `guarantees`
+        states what is exact and `reliability` what was measured. A warning is issued if the numbers may differ from
+        retraining without the point: hyperparameters other than in training, a prior too weak to determine the
+        weights, an approximate curvature.
 
         Parameters
         ----------
         strict : bool
-            Refuse leverages above 1. False: let them stand, as a ranking of the points.
+            Raise an error for leverages above 1. False returns them, for a ranking of the points.
 
         Raises
         ------
         DataError
             If the data cannot be read again.
         UnsupportedError
-            If points have a leverage above 1 in an approximate precision, which holds less of them than they have:
-            there is no model without them.
+            If a point has a leverage above 1, as approximate curvatures allow: the precision without it would be
+            indefinite.
         """
         found = self._left_out()
         above = int((found.leverage > 1.0).sum())
@@ -144,13 +145,13 @@ class ExplanationVerbs(Fitted):
             warnings.warn(str(found.reliability), NTKLaplaceWarning, stacklevel=3)
 
     def _explained(self, chunks: Chunks, request: ExplanationRequest) -> Iterator[Explanation]:
-        """In function space, a chunk at a time."""
+        """Explanations in function space, chunk by chunk."""
         structure, space = self._structure, self.posterior_precision
         return explain(self._model, structure, space, chunks.rows(bytes_of_each(structure, space)), request)
 
 
 def _grouped(chunks: Iterable[Jacobian], batch_size: int | None) -> Iterator[Jacobian]:
-    """Chunks that go through the training data together: up to 512 MiB of rows, or each alone if its size was given."""
+    """Group chunks for a pass over the training data: up to 512 MiB of rows, or each alone if `batch_size` is given."""
     group: list[Jacobian] = []
     for rows in chunks:
         group.append(rows)

@@ -1,4 +1,4 @@
-"""What a posterior is made of: a trained model, what is kept of its data, and the algebra at the present moment."""
+"""State of a posterior: a linearized model, a structure fitted to data, and the current factorization."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Fitted"]
 
 
 class Fitted:
-    """a trained model and a structure fitted to its data; the verbs of a posterior stand on this.
+    """A linearized model and a structure fitted to its data; base class of the posterior's methods.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class Fitted:
         self._seen: tuple[Tensor, ...] = ()
         self._refit: tuple[tuple[Tensor, ...], Tensor] | None = None
 
-    # --- what it is made of
+    # --- components
 
     @property
     def network(self) -> Network:
@@ -66,7 +66,7 @@ class Fitted:
 
     @property
     def fitted(self) -> Structure:
-        """What was kept of the training data."""
+        """The structure object: what is stored of the training data."""
         return self._structure
 
     @property
@@ -76,7 +76,7 @@ class Fitted:
 
     @property
     def parameter_blocks(self) -> list[ParameterBlock]:
-        """Which parameters share a factorization, and in which form; exact structures have none."""
+        """Which parameters share a factorization, and of which kind; exact structures have none."""
         return list(getattr(self._structure, "parameter_blocks", []))
 
     @property
@@ -91,7 +91,7 @@ class Fitted:
 
     @property
     def weights(self) -> Tensor:
-        """How often each training point counts, (N,): its weight in the data, or that of a what-if, 0 if removed."""
+        """How often each training point counts, (N,): its weight in the data or in a what-if, 0 if removed."""
         return self._structure.points.counts
 
     @property
@@ -106,12 +106,12 @@ class Fitted:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating type of the algebra."""
+        """Floating-point type of the algebra."""
         return self._model.jacobian_pass.dtype
 
     @property
     def num_parameters(self) -> int:
-        """P, the linearized parameters."""
+        """P, the number of linearized parameters."""
         return self.network.num_parameters
 
     def __repr__(self) -> str:
@@ -122,7 +122,7 @@ class Fitted:
         )
 
     def _words(self) -> str:
-        """What was changed by a what-if, for `repr`."""
+        """The changes by a what-if, for `repr`."""
         changed = self._model.displacement is not None or self._model.training_gradient is not None
         removed = int((self.weights == 0).sum()) if changed else 0
         model = self._model
@@ -134,29 +134,29 @@ class Fitted:
 
     @property
     def posterior_precision(self) -> PosteriorPrecision:
-        """The algebra at the present hyperparameters; made anew when one of them has moved."""
+        """The factorized posterior precision at the current hyperparameters; recomputed after a change of them."""
         modules = self.prior, self.likelihood
         if self._precision is None or not unmoved(self._seen, *modules):
-            self._precision = None  # the old factorization goes before the new one comes
-            with torch.inference_mode(False):  # gradients may be asked of it later
+            self._precision = None  # free the old factorization before computing the new one
+            with torch.inference_mode(False):  # gradients may be needed later
                 self._precision = self._structure.posterior_precision(self._model)
             self._seen = present_values(*modules)
         return self._precision
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Fitted:
-        """Move to another device, or do the algebra in another floating type; in place, as modules do.
+        """Move to another device, or change the dtype of the algebra; in place, as modules do.
 
         Parameters
         ----------
         device : optional
-            The network's, the hyperparameters' and the stored rows' new place.
+            New device of the network, the hyperparameters and the stored rows.
         dtype : torch.dtype, optional
-            Of the algebra. The network itself, and the hyperparameters, keep theirs.
+            Of the algebra. The network and the hyperparameters keep theirs.
 
         Returns
         -------
         Posterior
-            Itself. Nothing is computed again but the factorization.
+            Itself. Only the factorization is recomputed.
         """
         model = self._model
         device = model.network.device if device is None else torch.device(device)
@@ -173,14 +173,14 @@ class Fitted:
         ----------
         path : path
         include_data : bool
-            Keep outputs and targets of the training points, so that the loaded posterior can do everything that needs
-            no further pass over the data. ``structure="gp"`` is made of its training points' rows, inputs of the
-            first layer among them, and can be saved in no other way.
+            Save outputs and targets of the training points too: the loaded posterior can then do everything that
+            needs no further pass over the data. ``structure="gp"`` requires it, because it consists of the training
+            points' rows, which contain the inputs of the first layer.
 
         Raises
         ------
         DataError
-            If no file can be written there.
+            If the path is not writable.
         """
         require_place(path)
         write(posterior_record(self._model, self._structure, self.reason, include_data), path)
@@ -188,15 +188,15 @@ class Fitted:
     # --- more data
 
     def merge(self, other: Fitted) -> Fitted:
-        """Posterior given this one's data and another's, of the same network and hyperparameters.
+        """Posterior given the data of both posteriors, of the same network and hyperparameters.
 
-        Structured posteriors add up their sums, so that several processes can share the data; "ekfac" and "inf"
-        need one eigenbasis, ``EKFAC(basis=...)``. Exact ones join their rows, or their JᵀΛJ.
+        Structured posteriors add their sums, so several processes can share the data; "ekfac" and "inf" need a common
+        eigenbasis, ``EKFAC(basis=...)``. Exact ones concatenate their rows, or add their JᵀΛJ.
 
         Raises
         ------
         UnsupportedError
-            If the two do not belong together.
+            If the two posteriors are incompatible.
         """
         if not isinstance(other, Fitted):
             raise UnsupportedError("another posterior", f"a {type(other).__name__}",
@@ -213,7 +213,7 @@ class Fitted:
         return type(self)(self._model, self._structure.merged(self._model, other._structure), self.reason)
 
     def condition(self, data: Any) -> Fitted:
-        """Posterior given new data as well, at the same weights; what was computed for the old is kept.
+        """Posterior given new data as well, at the same weights; the results for the old data are reused.
 
         Parameters
         ----------
@@ -227,13 +227,13 @@ class Fitted:
             return type(self)(self._model, self._structure.merged(self._model, new), self.reason)
 
     def subset(self, index: Indices) -> Fitted:
-        """Posterior given some of the training points alone, at the same weights and hyperparameters.
+        """Posterior given only some of the training points, at the same weights and hyperparameters.
 
         Parameters
         ----------
         index : sequence of int, or Tensor
-            Numbers of the points to keep, each once, or a mask of all; they keep the data's order. "gp" takes their
-            rows, the others read the data again, "ekfac" and "inf" in the eigenbasis of all points.
+            Indices of the points to keep, each once, or a mask of all; the order of the data is kept. "gp" selects
+            stored rows, the others read the data again, "ekfac" and "inf" in the eigenbasis of all points.
 
         Raises
         ------
@@ -248,7 +248,7 @@ class Fitted:
             model = self._model.at(kept)
             return type(self)(model, self._structure.subset(model, kept), self.reason)
 
-    # --- what the verbs share
+    # --- shared by the methods
 
     def _joint_gradient(self) -> Tensor:
         """g, the gradient of the negative log joint, (P,)."""
@@ -258,7 +258,7 @@ class Fitted:
         return joint_gradient(self._structure.vjp(model, residual), model.prior, model.theta)
 
     def _newton_step(self) -> Tensor:
-        """z = H⁻¹g, (P,): one Newton step, which a quadratic log likelihood needs to its optimum."""
+        """z = H⁻¹g, (P,): one Newton step, which reaches the optimum of a quadratic log likelihood."""
         return self.posterior_precision.solve(self._joint_gradient())
 
     def _chunks(self, x: Any, batch_size: int | None = None) -> Chunks:
@@ -270,7 +270,7 @@ class Fitted:
         Raises
         ------
         UnsupportedError
-            If the likelihood is not Gaussian and the curvature not the linearized model's own.
+            If the likelihood is not Gaussian and the curvature is not the linearized model's exact Hessian.
         NumericalError
             If the optimum is not reached.
         """
@@ -297,5 +297,5 @@ class Fitted:
             )  # fmt: skip
 
     def _rows(self, x: Any) -> Jacobian:
-        """Rows at all inputs together."""
+        """Rows of J at all inputs together."""
         return Jacobian.concatenate(list(self._chunks(x).rows()))

@@ -1,4 +1,4 @@
-"""Verbs of the Gaussian process: what it says of new inputs."""
+"""Prediction methods of a posterior: the Gaussian process at new inputs."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.predictive import Predictive, joined, predictive_from_samples
 from ntk_laplace.resources import require_memory
 
-with warnings.catch_warnings():  # linear_operator scripts a function as it is imported, which newer torch warns of
+with warnings.catch_warnings():  # linear_operator scripts a function on import; newer torch warns
     warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
     from gpytorch.distributions import MultitaskMultivariateNormal
     from linear_operator.operators import DenseLinearOperator
 
 __all__ = ["PredictionVerbs"]
 
-_SAMPLED = 2**23  # outputs at weight samples held at a time
+_SAMPLED = 2**23  # outputs at weight samples in memory at a time
 
 
 class PredictionVerbs(Fitted):
-    """Outputs and responses at new inputs.
+    """Predictions at new inputs.
 
-    Inputs `x` may be a tensor, a tuple or dict of tensors, a DataLoader or a Dataset. Their order is that of the
-    answers: a loader that shuffles is refused. Of a loader's batches the part that has the form of the fit's inputs is
-    taken: the batch, the first member of a pair or a triple, or the fit's keys of a mapping. Inputs are worked on in
-    chunks, of `batch_size` examples at most, by default 512, and as many as take 16 MiB; answers are put
-    together at the end. Chunks change rounding alone. Gradients in inputs are refused (UnsupportedError).
+    Inputs `x` may be a tensor, a tuple or dict of tensors, a DataLoader or a Dataset. Results have the order of the
+    inputs, so a shuffling loader is refused. From a loader's batch the inputs in the format of the fit are used: the
+    batch, the first element of a pair or a triple, or the fit's keys of a mapping. Inputs are processed in chunks of
+    at most `batch_size` examples, by default 512, or fewer if they exceed 16 MiB; results are concatenated. Chunking
+    changes only rounding. Gradients in inputs are refused (UnsupportedError).
     """
 
     def outputs(self, x: Inputs, *, batch_size: int | None = None) -> Tensor:
-        """f at `x`, (n, C), without its uncertainty: of the network, or of the linearized one that a what-if moved."""
+        """f at `x`, (n, C), without uncertainty: the network's, or the linearized network's after a what-if."""
         return self._outputs(self._chunks(x, batch_size))
 
     def latent(self, x: Inputs, mean: str = "map") -> MultitaskMultivariateNormal:
@@ -52,14 +52,14 @@ class PredictionVerbs(Fitted):
         Parameters
         ----------
         x : tensor, tuple or dict of tensors, DataLoader or Dataset
-            n inputs, all of them together.
+            n inputs, evaluated jointly.
         mean : str
-            "map": the network's own outputs; after `remove`, `relabel`, `reweight` or `add` those of the linearized
-            network at the weights θ it moved to, f + J(θ-θ*). "posterior": those of the refitted linear model,
+            "map": the network's outputs; after `remove`, `relabel`, `reweight` or `add` those of the linearized
+            network at its new weights θ, f + J(θ-θ*). "posterior": those of the refitted linearized model,
             f + J(θ̄-θ*), with θ̄ its optimum, argmin of -Σ log p(y_n | f_n + J_n(θ-θ*)) + ½ (θ-μ0)ᵀP0(θ-μ0). With a
-            Gaussian likelihood that is θ̄ = θ - H⁻¹g, with the structure's H. With others, damped Newton steps go to
-            the optimum, once for all predictions; they need structure "gp" or "full" and curvature "ggn". The
-            covariance stays: V and the evidence are of one factorization, with Λ at the outputs before the refit.
+            Gaussian likelihood θ̄ = θ - H⁻¹g, with the structure's H. For others, damped Newton steps find the
+            optimum, computed once; this requires structure "gp" or "full" and curvature "ggn". The covariance
+            does not change: V and the evidence use one factorization, with Λ at the outputs before the refit.
 
         Returns
         -------
@@ -71,17 +71,17 @@ class PredictionVerbs(Fitted):
         UnsupportedError
             If the structure or the curvature has no such optimum.
         NumericalError
-            If the optimum is not reached: the prior is too weak, or the likelihood not log-concave.
+            If the optimum is not reached: the prior is too weak, or the likelihood is not log-concave.
         """
         step, rows = self._step(mean), self._jointly(x)
-        # a lazy covariance: torch would factor a dense one at once, and V may be singular
+        # a lazy covariance: torch would factorize a dense one immediately, and V may be singular
         covariance = DenseLinearOperator(self.posterior_precision.covariance(rows))
         return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
     def latent_moments(
         self, x: Inputs, mean: str = "map", *, batch_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, never the joint ([T20] 3.13)."""
+        """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, without the joint covariance ([T20] 3.13)."""
         chunks = self._chunks(x, batch_size)
         means, blocks = RowBuffer(chunks.length or 0), RowBuffer(chunks.length or 0)
         for f, covariance in self._moments(chunks, mean):
@@ -108,20 +108,20 @@ class PredictionVerbs(Fitted):
         x : tensor, tuple or dict of tensors, DataLoader or Dataset
         method : str
             "glm": average the response over the linearized model's outputs; closed form for a Gaussian likelihood.
-            "blr": moments of the response in closed form. "nn": sample weights (weight space only), the same for all
-            inputs; where all of them belong to one last module, what comes before it is evaluated once. "probit":
-            closed form approximation for classes. "map": plug in the network's outputs.
+            "blr": moments of the response in closed form. "nn": sample weights (weight space only), the same samples
+            for all inputs; if all linearized weights are in the last module, the layers before it are evaluated once.
+            "probit": closed-form approximation for classes. "map": plug in the network's outputs.
         samples : int
-            Draws, where the method draws.
+            Number of samples, if the method samples.
         mean : str
             As in `latent`.
         likelihood : Likelihood, optional
-            Of the responses, if it is not the training one (other noise, say). It may be one for each of the n
-            inputs: moments of f are then kept for all of them before responses are made.
+            Of the responses, if it differs from the training likelihood (other noise, for example). It may have a
+            noise per input: moments of f are then computed for all n inputs before the responses.
         generator : torch.Generator, optional
-            Source of randomness; the global state otherwise.
+            Random generator; by default the global state.
         batch_size : int, optional
-            Most inputs at a time; by default at most 512, and as many as take 16 MiB.
+            Maximum inputs at a time; by default 512, or fewer if they exceed 16 MiB.
 
         Returns
         -------
@@ -154,8 +154,8 @@ class PredictionVerbs(Fitted):
         ----------
         count : int
         x : optional
-            Function samples at these inputs together, (count, n, C); without it weight samples, (count, P), where the
-            structure has them.
+            Function samples, joint over these inputs, (count, n, C); without it weight samples, (count, P), if the
+            structure supports them.
         """
         require_whole("count", count, 0, "Pass how many draws you want.")
         _require_generator(generator)
@@ -179,11 +179,11 @@ class PredictionVerbs(Fitted):
         step = self._step(mean)
         for rows in chunks.rows(3 * self.num_outputs**2 * self.dtype.itemsize):
             found = _moved(rows, step), self.posterior_precision.covariance_blocks(rows)
-            del rows  # before the next are made
+            del rows  # before the next are computed
             yield found
 
     def _jointly(self, x: Inputs) -> Jacobian:
-        """Rows at all inputs, if their joint covariance fits."""
+        """Rows of J at all inputs, if their joint covariance fits in memory."""
         chunks = self._chunks(x)
         if chunks.length is not None:
             self._require_joint(chunks.length)
@@ -193,14 +193,14 @@ class PredictionVerbs(Fitted):
 
     def _require_joint(self, count: int) -> None:
         size = count * self.num_outputs
-        # K**, and the whitened cross-covariance whose square is subtracted from it
+        # K** and the whitened cross-covariance whose square is subtracted from it
         needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * self.dtype.itemsize
         require_memory(needed, self.network.device, f"the joint covariance of {size:,} outputs",
                        "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
                        self._model.settings.memory_budget)
 
     def _step(self, mean: str) -> dict[str, Tensor] | None:
-        """θ - θ̄ by parameter, from which the mean is asked for; None for the network's own outputs."""
+        """θ - θ̄ by parameter for ``mean="posterior"``; None for the network's outputs."""
         if mean == "map":
             return None
         if mean != "posterior":
@@ -215,7 +215,7 @@ class PredictionVerbs(Fitted):
         return draw
 
     def _sampled(self, chunks: Chunks, draws: WeightDraws) -> Iterator[Tensor]:
-        """Outputs at all weight samples, (S, m, C), of each chunk."""
+        """Outputs at all weight samples, (S, m, C), for each chunk."""
         for start, x in chunks.inputs(max(1, _SAMPLED // (draws.count * self.num_outputs))):
             outputs = self.network.varying(x, start)
             yield torch.stack([outputs(theta) for theta in draws]).to(self.dtype)
@@ -229,12 +229,12 @@ def _moved(rows: Jacobian, step: dict[str, Tensor] | None) -> Tensor:
 def _responses(
     parts: Iterable[tuple[Tensor, ...]], apart: bool, respond: Callable[..., Response], axis: int = 0
 ) -> Distribution:
-    """Responses from what is known of f at each chunk, chunk by chunk or all together; `axis` is that of examples."""
+    """Responses from the moments or samples of f, chunk by chunk or all at once; `axis` is the axis of examples."""
     if not apart:
         parts = [tuple(torch.cat(same, axis) for same in zip(*parts, strict=True))]
     found = []
     for part in parts:
-        with torch.no_grad():  # a temperature is a parameter
+        with torch.no_grad():  # a temperature requires grad
             found.append(respond(*part))
     return joined(found)
 

@@ -1,4 +1,4 @@
-"""Verbs of selection: scores of a model by what it predicts of its training data, all in nats, larger is better."""
+"""Model selection methods of a posterior: scores from predictions of training data, in nats, larger is better."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ntk_laplace.selection import LearningCurve, PrequentialEvidence, average_sc
 __all__ = ["SelectionVerbs"]
 
 _METHODS = ("auto", "evidence", "average")
-_ORDERS = 10  # of a conditional evidence in closed form
+_ORDERS = 10  # random orders of a closed-form conditional evidence
 
 
 class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
-    """Criteria beside the evidence, on its scale: sums over the data in nats, and more is better."""
+    """Selection criteria on the scale of the evidence: sums over the data in nats, larger is better."""
 
     def conditional_log_marginal_likelihood(
         self, m: int, permutations: int | None = None, seed: int = 0, *, method: str = "auto",
         scale: float | None = None, samples: int = 1000,
     ) -> Tensor:  # fmt: skip
-        """Conditional evidence log p(the other points given m of them), averaged over orders ([L22] Eq. 5, 19).
+        """Conditional evidence log p(other points given m points), averaged over orders ([L22] Eq. 5, 19).
 
-        At fixed weights: the linearized model is conditioned, the network is not trained anew. Its Jacobians have
-        seen all points that it was trained on; to hide the others, train on the first m, fit to all, and pass
+        At fixed weights: the linearized model is conditioned, the network is not retrained. Its Jacobians depend on
+        all points that it was trained on. To hide the others, train on the first m, fit to all, and pass
         ``permutations=0``.
 
         Parameters
@@ -37,22 +37,22 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         m : int
             Points to condition on.
         permutations : int, optional
-            Random orders. 0: the data's own, conditioned on its first m points. By default 10, and 1 for "average",
-            where each is a fit of its own.
+            Number of random orders. 0: the order of the data, conditioned on its first m points. By default 10, or 1
+            for "average", where each order needs a fit.
         seed : int
-            Of the orders.
+            Random seed of the orders.
         method : str
             "evidence": the joint density in closed form, log Z(all) - log Z(first m), the evidence with correction of
-            all points less that of m (structure "gp" and "full"). For a Gaussian likelihood this is Gaussian-process
-            regression; others are expanded to second order at the network's outputs, as the evidence does.
-            "average": [L22] appendix B, for every structure: the refitted linear model of the m points, its
-            covariance scaled to predict a seventeenth of them that is held out, predicts the others one by one under
-            the likelihood itself: a sum of marginals, which is not the joint density. "auto": the first where it can
-            be had.
+            all points minus that of m (structures "gp" and "full"). For a Gaussian likelihood this is Gaussian-process
+            regression; others are expanded to second order at the network's outputs, as in the evidence. "average":
+            [L22] appendix B, for every structure: the refitted linearized model of the m points predicts each other
+            point under the likelihood itself, with its covariance scaled on a held-out seventeenth of the m points.
+            The result is a sum of marginals, not the joint density. "auto": "evidence" if the structure supports it,
+            else "average".
         scale : float, optional
-            For "average": factor of the latent covariance; nothing is then held out.
+            For "average": factor of the latent covariance; no points are then held out.
         samples : int
-            For "average": points of f where the predictive has no closed form.
+            For "average": number of points of f, if the predictive has no closed form.
 
         Returns
         -------
@@ -64,7 +64,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         DataError
             If m leaves no points to predict, or the data cannot be read again.
         UnsupportedError
-            If a method does not exist for the structure.
+            If the structure does not support the method.
         """
         method = self._selection_method(method)
         require_beginning(m, self.num_examples, 0 if method == "evidence" else 2)
@@ -90,14 +90,14 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Parameters
         ----------
         permutations : int
-            Random orders; 0 keeps the data's own.
+            Number of random orders; 0 keeps the order of the data.
         seed : int
-            Of the orders.
+            Random seed of the orders.
 
         Returns
         -------
         LearningCurve
-            Its terms add up to the evidence with correction; from term m + 1 on they are the conditional evidence.
+            Its terms sum to the evidence with correction; from term m + 1 on they sum to the conditional evidence.
 
         Raises
         ------
@@ -113,19 +113,19 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         ]))  # fmt: skip
 
     def loo_log_density(self) -> Tensor:
-        """Σ log p(y_n given all other points), each from the closed form of `leave_one_out`.
+        """Σ log p(y_n given all other points), from the closed form of `leave_one_out`.
 
         Returns
         -------
         Tensor, ()
-            In nats: a cross-validated score of N folds, at fixed weights. A warning says where it is not to be
-            trusted, as `leave_one_out` does.
+            In nats: N-fold cross-validation at fixed weights. A warning is issued if it is not reliable, as in
+            `leave_one_out`.
 
         Raises
         ------
         UnsupportedError
-            If the structure is not "gp" or "full", or the curvature not the GGN: points are then taken out of an
-            approximation, which ranks them (`leave_one_out`) but is no score.
+            If the structure is not "gp" or "full", or the curvature is not the GGN: removal from an approximate
+            curvature ranks points (`leave_one_out`) but is not a score.
         """
         score, found = self._loo_score()
         self._warn_of(found)
@@ -134,9 +134,9 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     def bic(self, effective: bool = False) -> Tensor:
         """Bayesian information criterion as a log score, Σ log p(y_n given f_n) - ½ P log N.
 
-        The textbook's BIC is minus twice this. It approximates an evidence under a unit-information prior, for
-        N much larger than P; a network is seldom there. N is how often points count, the sum of example weights, w
-        times each under ``Tempered(likelihood, w)``; points without any target are not counted.
+        The textbook BIC is -2 times this. It approximates the evidence under a unit-information prior for N much
+        larger than P, which rarely holds for a network. N is the sum of example weights, times w under
+        ``Tempered(likelihood, w)``; points without any target are not counted.
 
         Parameters
         ----------
@@ -152,7 +152,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         return self._penalized(effective, 0.5 * math.log(count))
 
     def aic(self, effective: bool = False) -> Tensor:
-        """Akaike's information criterion as a log score, Σ log p(y_n given f_n) - P; the textbook's is -2 of it.
+        """Akaike's information criterion as a log score, Σ log p(y_n given f_n) - P; the textbook AIC is -2 times it.
 
         Parameters
         ----------
@@ -197,7 +197,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     def _selection_method(self, method: str) -> str:
         if method not in _METHODS:
             raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method), "Choose one of these.")
-        drawn = self.structure == "full" and self._model.curvature_type.kind == "mc"  # other labels in every subset
+        drawn = self.structure == "full" and self._model.curvature_type.kind == "mc"  # subsets sample other labels
         exact = self.structure in ("gp", "full") and not drawn
         if method == "evidence" and not exact:
             raise UnsupportedError(

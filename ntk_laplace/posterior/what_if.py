@@ -1,4 +1,4 @@
-"""Verbs of change: the posterior that other training data would have given."""
+"""What-if methods of a posterior: the posterior that other training data would have given."""
 
 from __future__ import annotations
 
@@ -29,56 +29,56 @@ __all__ = ["WhatIfVerbs"]
 
 
 class WhatIfVerbs(Fitted):
-    """What if the training data were others? Answered by the linearized network, without training it again.
+    """Posteriors for changed training data, from the linearized network, without retraining.
 
-    Each verb returns a new posterior with the same verbs; this one stays as it is. Training points keep their numbers,
-    removed ones too, so that changes can follow one another. The mean is that of the linearized network at weights θ
-    that have moved, f + J(θ - θ*). ``steps=1`` is one Newton step, in closed form; more iterate, and ``steps=None``
-    goes on to the optimum of the convex linearized model, its exact refit. Where training stopped short of its own
-    optimum, what was left undone is held fixed, so that changing nothing moves nothing: ``remove([], steps=None)`` is
-    no refit, and a warning says so. ``predict(x, mean="posterior")`` has the mean at the linearized model's optimum.
+    Each method returns a new posterior; this one does not change. Training points keep their indices, removed ones too,
+    so changes can be chained. The mean is that of the linearized network at the new weights θ, f + J(θ - θ*).
+    ``steps=1`` is one Newton step, in closed form; more steps iterate; ``steps=None`` continues to the optimum of the
+    convex linearized model, its exact refit. If training stopped before its optimum, the remaining gradient is kept
+    fixed: without a change of the data the weights do not move. So ``remove([], steps=None)`` is not a refit, and a
+    warning is issued. ``predict(x, mean="posterior")`` uses the linearized model's optimum.
 
-    Structures "gp" and "full" answer for the linearized model itself. The structured ones ("kfac" and so on) answer for
-    theirs: one Newton step in the function space of the points that change, V = J H⁻¹ Jᵀ with the structure's H, which
-    is no refit; changes that follow one another are there one joint step from the trained weights. Where H holds too
-    little of what is to leave, a leverage above 0.9, nothing is taken out of it, as in a ranking; a warning says so.
+    Structures "gp" and "full" are exact for the linearized model. The structured ones ("kfac" and so on) make one
+    Newton step in the function space of the changed points, with V = J H⁻¹ Jᵀ from the structure's H, which is not a
+    refit; chained changes are one joint step from the trained weights. If the removed group's leverage exceeds 0.9,
+    its curvature is not subtracted, as in a ranking, and a warning is issued.
     """
 
     def remove(self, indices: Indices, steps: int | None = 1) -> WhatIfVerbs:
-        """Posterior without some training points, all of them together.
+        """Posterior without some training points, removed jointly.
 
         Parameters
         ----------
         indices : int, sequence of int, or Tensor
-            Numbers of training points, or a mask.
+            Indices of training points, or a mask.
         steps : int or None
-            Newton steps; None for the exact refit of the linearized model. Structured posteriors, and curvatures
-            other than the GGN, have one step.
+            Newton steps; None for the exact refit of the linearized model. Structured posteriors and curvatures
+            other than the GGN support only one step.
 
         Returns
         -------
         Posterior
-            In one step f(x) moves by -V_xM (I - Λ_M V_MM)⁻¹ r_M, V by V_xM (I - Λ_M V_MM)⁻¹ Λ_M V_Mx.
+            One step changes f(x) by -V_xM (I - Λ_M V_MM)⁻¹ r_M and V by V_xM (I - Λ_M V_MM)⁻¹ Λ_M V_Mx.
 
         Raises
         ------
         DataError
-            If an index is out of range or repeated, or no point is left.
+            If an index is out of range or repeated, or no point remains.
         UnsupportedError
-            If more than one step is asked of a structured posterior, or of another curvature than the GGN.
+            If `steps` is not 1 for a structured posterior, or for a curvature other than the GGN.
         MemoryBudgetError
-            If they are too many for a structured posterior.
+            If there are too many for a structured posterior.
         """
         return self.reweight(indices, 0.0, steps)
 
     def reweight(self, indices: Indices, weights: Tensor | float, steps: int | None = 1) -> WhatIfVerbs:
-        """Posterior in which some training points count otherwise.
+        """Posterior in which some training points have other weights.
 
         Parameters
         ----------
         indices : int, sequence of int, or Tensor
         weights : float or Tensor, (m,)
-            At least 0, in place of those they have: 0 removes a point, 2 counts it twice.
+            At least 0; they replace the current weights: 0 removes a point, 2 counts it twice.
         steps : int or None
             As in `remove`.
 
@@ -110,7 +110,7 @@ class WhatIfVerbs(Fitted):
         Returns
         -------
         Posterior
-            In one step f(x) moves by V_xM (r_M(y) - r_M), and V stays, if the likelihood's curvature knows no targets.
+            If Λ does not depend on the targets, one step changes f(x) by V_xM (r_M(y) - r_M) and V does not change.
 
         Raises
         ------
@@ -123,12 +123,12 @@ class WhatIfVerbs(Fitted):
         return self._moved(relabeled(self._model, self._points(), chosen, y), steps)
 
     def add(self, x: Inputs, y: Any, steps: int | None = 1) -> WhatIfVerbs:
-        """Posterior given new training points as well, whose pull on the mean is followed, unlike in `condition`.
+        """Posterior given new training points as well, with a new mean; `condition` keeps the mean.
 
         Parameters
         ----------
         x : tensor, tuple or dict of tensors
-            m inputs; they become training points N, N+1, and so on.
+            m inputs; they become training points N, N+1, ...
         y : Tensor
             Their targets.
         steps : int or None
@@ -137,7 +137,7 @@ class WhatIfVerbs(Fitted):
         Returns
         -------
         Posterior
-            In one step f(x) moves by V_xM (I + Λ_M V_MM)⁻¹ r_M.
+            One step changes f(x) by V_xM (I + Λ_M V_MM)⁻¹ r_M.
 
         Raises
         ------
@@ -155,35 +155,35 @@ class WhatIfVerbs(Fitted):
             return self._moved(self._points().joined(model.likelihood, added.points), steps, added)
 
     def relinearize(self, x: Inputs | None = None, steps: int = 1) -> WhatIfVerbs:
-        """Let a copy of the network follow this what-if, and linearize it where it arrives.
+        """Move a copy of the network to the weights of this what-if, and linearize it there.
 
-        The first step takes it to the weights that the what-if implies, each further one to the optimum of the network
-        linearized where it is then: Gauss-Newton steps, halved until the objective of the changed data falls. Many of
-        them are training; the result can go on with `relinearize`, and be request what if again. What training had left
-        undone stays held, as it is by `remove`. The caller's network, and this posterior, stay as they are.
+        The first step goes to the weights of the what-if, each further one to the optimum of the network linearized at
+        its current weights: Gauss-Newton steps, halved until the objective of the changed data decreases. Many steps
+        amount to training. The result supports further `relinearize` and what-ifs. The gradient that remained after
+        training is kept fixed, as in `remove`. The caller's network and this posterior do not change.
 
         Parameters
         ----------
         x : tensor, tuple or dict of tensors, optional
-            Inputs of all training points in the order of the fit, removed ones too, those that were added last.
-            Structure "gp" keeps no inputs and needs them; "full" reads its data again.
+            Inputs of all training points in the order of the fit, removed ones too, added ones last. Structure "gp"
+            stores no inputs and needs them; "full" reads its data again.
         steps : int
-            At most; it ends sooner where nothing moves any more.
+            Maximum number; it stops earlier if the weights no longer move.
 
         Returns
         -------
         Posterior
-            Of the moved network (``posterior.network.theta`` are its weights), with the same structure, numbers of
+            Of the moved network (its weights are ``posterior.network.theta``), with the same structure, indices of
             points, weights and targets.
 
         Raises
         ------
         DataError
-            If inputs are needed and not there, or are not those of the fit.
+            If inputs are needed and missing, or are not those of the fit.
         NumericalError
-            If no step makes the objective fall.
+            If no step decreases the objective.
         UnsupportedError
-            If nothing was changed, or the structure is not "gp" or "full", or the curvature not the GGN.
+            If nothing was changed, the structure is not "gp" or "full", or the curvature is not the GGN.
         """
         if self.structure not in ("gp", "full") or self._model.curvature_type.kind != "ggn":
             raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for Gauss-Newton steps',
@@ -194,12 +194,12 @@ class WhatIfVerbs(Fitted):
         return type(self)(model, structure, self.reason)
 
     def _points(self) -> TrainingPoints:
-        """The points to change: where the next step starts."""
+        """The points to change, at the start of the next step."""
         structure = self._structure
         return structure.unmoved_points if isinstance(structure, ChangedStructure) else structure.points
 
     def _warn_of_nothing(self, points: TrainingPoints, steps: int | None) -> None:
-        """Say that several steps are no refit where no training point is, or was, changed."""
+        """Warn that several steps are not a refit if no training point is or was changed."""
         now = self._points()
         same = len(points.f) == len(now.f) and torch.equal(points.counts, now.counts)
         if steps == 1 or self._model.displacement is not None or not same or not torch.equal(points.targets,

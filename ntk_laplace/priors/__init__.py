@@ -1,4 +1,4 @@
-"""Gaussian priors over the weights: precisions per group of parameters, and a mean."""
+"""Gaussian priors over the weights: a precision per group of parameters, and a mean."""
 
 from __future__ import annotations
 

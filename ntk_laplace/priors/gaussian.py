@@ -1,4 +1,4 @@
-"""The Gaussian prior: its precisions are hyperparameters, its mean is not."""
+"""The Gaussian prior: its precisions are hyperparameters, its mean is fixed."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ __all__ = ["GaussianPrior"]
 class GaussianPrior(nn.Module):
     """Gaussian prior ``θ ~ N(μ0, P0⁻¹)`` with diagonal P0: one precision per group of parameters.
 
-    With precision δ it is the prior whose maximum a posteriori is found by weight decay δ on the summed loss.
+    Weight decay δ on the summed loss finds the maximum a posteriori under precision δ.
 
     Parameters
     ----------
     precision : float, Tensor or mapping
-        In inverse squared units of the weights: one for all groups, one per group (in the order of
-        `group_names`), or by name of the group, or of a parameter that is a group of its own. With
-        ``groups="parameter"`` a mapping takes parameter names, to a number or a tensor of the parameter's shape.
+        In inverse squared units of the weights: one for all groups, one per group (in the order of `group_names`), or
+        a mapping from names of groups, or of parameters that are the only member of a group. With
+        ``groups="parameter"`` a mapping from parameter names to a number or a tensor of the parameter's shape.
     mean : float, Tensor or mapping
-        One for all, flat (P,) in the order of the network's parameters, or by name of parameter to a number or
-        a tensor of its shape. A mapping must hold every parameter, and may hold more.
+        One for all, flat (P,) in the order of the network's parameters, or a mapping from parameter names to a number
+        or a tensor of its shape. A mapping must contain every parameter, and may contain more.
     groups : {"all", "layer", "tensor", "parameter"} or mapping
         Which parameters share a precision: all; those of one module (the group's name is the module's path, ""
-        for the network itself); each tensor; none; or ``{group: [names of parameters or modules]}``, which must
-        hold every parameter once.
+        for the network itself); those of one tensor; none; or ``{group: [names of parameters or modules]}``, which
+        must contain every parameter once.
 
     Attributes
     ----------
     log_precision : nn.Parameter, (G,), float64
-        The hyperparameters; there from the start for ``groups="all"``, else after `bind`.
+        The hyperparameters; available at once for ``groups="all"``, else after `bind`.
 
     Raises
     ------
     HyperparameterError
-        If a precision is not positive and finite or a mean not finite; from `bind`, if names or sizes do not
-        fit the network.
+        If a precision is not positive and finite, or a mean is not finite; in `bind`, if names or sizes do not match
+        the network.
     """
 
     log_precision: nn.Parameter | None
@@ -65,11 +65,11 @@ class GaussianPrior(nn.Module):
         if groups == "all":
             self._make(self._grouping, precision)
 
-    # --- the door -------------------------------------------------------------------------------------
+    # --- construction -----------------------------------------------------------------------------------
 
     @classmethod
     def of(cls, prior: GaussianPrior | None, groups: str = "all") -> GaussianPrior:
-        """A prior as it is; precision 1 in these groups for None.
+        """The given prior; for None a prior of precision 1 in these groups.
 
         Raises
         ------
@@ -81,7 +81,7 @@ class GaussianPrior(nn.Module):
         return cls(groups=groups) if prior is None else prior
 
     def bind(self, shapes: Mapping[str, Size]) -> GaussianPrior:
-        """Settle groups and mean for parameters of these names and shapes; a second time changes nothing.
+        """Determine groups and mean for parameters of these names and shapes; a repeated call changes nothing.
 
         Parameters
         ----------
@@ -130,7 +130,7 @@ class GaussianPrior(nn.Module):
 
     @property
     def precision(self) -> Tensor:
-        """Precisions δ, (G,), differentiable in `log_precision`; assign what `precision=` takes to change them."""
+        """Precisions δ, (G,), differentiable in `log_precision`. Assignable, with the values of `precision=`."""
         return self._log_precision().exp()
 
     @precision.setter
@@ -143,7 +143,7 @@ class GaussianPrior(nn.Module):
             self.log_precision.copy_(self._grouping.values(value).log())
 
     def group_of(self, name: str) -> int | slice:
-        """Where in `log_precision` a parameter's precision stands; a slice for ``groups="parameter"``."""
+        """Index of a parameter's precision in `log_precision`; a slice for ``groups="parameter"``."""
         return self._bound().place(name)
 
     def group_counts(self) -> Tensor:
@@ -183,12 +183,12 @@ class GaussianPrior(nn.Module):
         return 0.5 * (self.precision.to(theta.device) * self.group_distances(theta)).sum()
 
     def extra_repr(self) -> str:
-        """Groups and precisions in a word."""
+        """Groups and precisions, for `repr`."""
         kind = self.groups if isinstance(self.groups, str) else list(self.groups)
         count = "not bound" if self.log_precision is None else f"{self.log_precision.numel()} precision(s)"
         return f"groups={kind!r}, {count}"
 
-    # --- inside ------------------------------------------------------------------------------------------------
+    # --- internal ----------------------------------------------------------------------------------------------
 
     def _make(self, grouping: Grouping, precision: Value | Mapping[str, Value]) -> None:
         self.log_precision = nn.Parameter(grouping.values(precision).log())

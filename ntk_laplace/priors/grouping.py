@@ -1,4 +1,4 @@
-"""Grouping: which parameters share a precision, and values per group laid out per parameter and back."""
+"""Grouping: which parameters share a precision; maps between values per group and per parameter."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Grouping:
     Attributes
     ----------
     by_parameter : bool
-        Every number is a group of its own; else every tensor belongs to one.
+        Every scalar parameter is a group; otherwise every tensor belongs to one group.
     shapes : dict of str to Size
         The network's parameters in the order that flattens θ; empty before a network is known.
     group_of : dict of str to int
         Group of each tensor.
     names : list of str
-        Of the groups.
+        Names of the groups.
     """
 
     by_parameter: bool = False
@@ -38,19 +38,19 @@ class Grouping:
 
     @classmethod
     def of(cls, groups: str | Mapping[str, Sequence[str]], shapes: dict[str, Size]) -> Grouping:
-        """Settle the groups of a network.
+        """Determine the groups of a network.
 
         Raises
         ------
         HyperparameterError
-            If a mapping does not hold every parameter once.
+            If a mapping does not contain every parameter once.
         """
         group_of, names = assign(groups, list(shapes))
         return cls(groups == "parameter", shapes, group_of, names)
 
     @property
     def num_parameters(self) -> int:
-        """P."""
+        """P, the number of parameters."""
         return sum(shape.numel() for shape in self.shapes.values())
 
     @property
@@ -61,7 +61,7 @@ class Grouping:
         return list(self.names)
 
     def place(self, name: str) -> int | slice:
-        """Where among the precisions a tensor's stand."""
+        """Index, or slice, of a tensor's precisions."""
         if name not in self.group_of:
             raise unknown("parameter", name, self.shapes)
         if not self.by_parameter:
@@ -78,14 +78,14 @@ class Grouping:
         return torch.zeros(len(self.names), dtype=torch.int64, device=device).index_add(0, index, sizes)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values per group (G,) as values per parameter (P,)."""
+        """Expand values per group (G,) to values per parameter (P,)."""
         if self.by_parameter:
             return values
         index, sizes = self._index(values.device)
         return values[index].repeat_interleave(sizes, output_size=self.num_parameters)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Values per parameter (P,) added up in each group, (G,)."""
+        """Sum values per parameter (P,) over each group, (G,)."""
         if self.by_parameter:
             return values
         index, sizes = self._index(values.device)
@@ -93,12 +93,12 @@ class Grouping:
         return sums.new_zeros(len(self.names)).index_add(0, index, sums)
 
     def values(self, given: Value | Mapping[str, Value]) -> Tensor:
-        """Precisions of the groups, (G,), from whatever they were given as.
+        """Precisions of the groups, (G,), from any accepted input.
 
         Raises
         ------
         HyperparameterError
-            If number, shape or names do not fit.
+            If number, shape or names do not match.
         """
         size = self.num_parameters if self.by_parameter else len(self.names)
         if isinstance(given, Mapping):

@@ -1,4 +1,4 @@
-"""Parameters by name: which group each belongs to, and values by name laid out flat."""
+"""Parameters by name: their groups, and flattening of values given by name."""
 
 from __future__ import annotations
 
@@ -91,17 +91,17 @@ def flatten(given: Mapping[str, Value], shapes: Mapping[str, Size], what: str) -
 
 
 def checked_precision(value: Any) -> Any:
-    """Copies of precisions in float64, each positive and finite, in the form they were given."""
+    """Float64 copies of precisions, in the given format; each must be positive and finite."""
     return _checked(value, lambda v: (v > 0) & v.isfinite(), "precisions that are positive and finite")
 
 
 def checked_mean(value: Any) -> Any:
-    """Copies of means in float64, each finite, in the form they were given."""
+    """Float64 copies of means, in the given format; each must be finite."""
     return _checked(value, torch.isfinite, "prior means that are finite")
 
 
 def _checked(value: Any, good: Any, expected: str) -> Any:
-    """Detached copies in float64, every entry of which is `good`."""
+    """Detached float64 copies; every entry must be `good`."""
     if isinstance(value, Mapping):
         return {str(key): _checked(part, good, f"{expected}, for {key!r} too") for key, part in value.items()}
     try:
@@ -126,18 +126,18 @@ def names_of(group: str, members: Any) -> list[str]:
 
 
 def unknown(what: str, name: str, known: Any) -> HyperparameterError:
-    """Error for a name that nothing in the network bears."""
+    """The error for a name that does not occur in the network."""
     return HyperparameterError(
         f"the name of a {what}", f"{name!r}", f"The network has {shorten(list(known))}; frozen ones are left out."
     )
 
 
 def describe(shapes: Mapping[str, Size]) -> str:
-    """Return the size of a network in words."""
+    """Describe the size of a network."""
     return f"{len(shapes)} tensors with {sum(shape.numel() for shape in shapes.values())} parameters"
 
 
 def shorten(names: Sequence[str], most: int = 8) -> str:
-    """Return the first few names, and how many more there are."""
+    """The first few names, and the number of further ones."""
     rest = len(names) - most
     return ", ".join(map(repr, names[:most])) + (f" and {rest} more" if rest > 0 else "")

@@ -1,4 +1,4 @@
-"""Selection: how well a model predicts what it has not seen, asked of its training data in one order or another."""
+"""Selection: scores of predictions of training points from other training points, in different orders."""
 
 from ntk_laplace.selection.average import average_score
 from ntk_laplace.selection.curve import LearningCurve, require_beginning

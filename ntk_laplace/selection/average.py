@@ -1,4 +1,4 @@
-"""The conditional evidence of [L22] appendix B: part of the data fitted, part to set a scale, the rest predicted."""
+"""Conditional evidence of [L22] appendix B: fit to part of the data, set a scale on part, predict the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ntk_laplace.structures import LinearizedModel, Structure
 
 __all__ = ["average_score"]
 
-_TUNED = 17  # one of so many conditioned points is held out: 5 % of all data where 85 % are conditioned on
+_TUNED = 17  # one of 17 conditioned points is held out: 5 % of all data if 85 % are conditioned on
 SCALES = torch.logspace(-3, 1, 17, dtype=torch.float64)
 
 
@@ -31,10 +31,10 @@ def average_score(
     order : Tensor, (N,)
     m : int
     scale : float, optional
-        Factor of the latent covariance. None: of `SCALES`, the one that predicts a seventeenth of the first m best,
-        points which the fit then does not see.
+        Factor of the latent covariance. None: the one of `SCALES` that best predicts a held-out seventeenth of the
+        first m points.
     samples : int
-        Points of f where the predictive has no closed form.
+        Number of points of f, if the predictive has no closed form.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def average_score(
 
 
 class _Fit:
-    """The linearized network given some of the points, its mean refitted to those: the others are unseen."""
+    """The linearized network fitted to some of the points, with its mean refitted to them."""
 
     def __init__(self, model: LinearizedModel, structure: Structure, index: Tensor) -> None:
         self.model, self.structure = model, structure

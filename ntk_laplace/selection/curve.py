@@ -1,4 +1,4 @@
-"""The learning curve: how well each point is predicted from those before it."""
+"""The learning curve: the predictive density of each point given the earlier points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LearningCurve", "require_beginning"]
 
-_WINDOW = 20  # points of the running mean: at most so many, a tenth of the curve
+_WINDOW = 20  # maximum window of the running mean, in points; a tenth of the curve if that is less
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LearningCurve:
     Attributes
     ----------
     terms : Tensor, (orders, N)
-        Nats; each row adds up to the evidence with correction, the same for every order.
+        Nats; each row sums to the evidence with correction, which is the same for every order.
     """
 
     terms: Tensor
@@ -38,18 +38,18 @@ class LearningCurve:
 
     @property
     def standard_error(self) -> Tensor:
-        """Of `mean`, (N,); NaN for one order."""
-        if len(self.terms) == 1:  # of which torch warns
+        """Standard error of `mean`, (N,); NaN for one order."""
+        if len(self.terms) == 1:  # torch would warn
             return torch.full_like(self.terms[0], float("nan"))
         return self.terms.std(0) / len(self.terms) ** 0.5
 
     @property
     def evidence(self) -> float:
-        """All terms together, nats."""
+        """Sum of all terms, nats."""
         return float(self.terms.sum(1).mean())
 
     def conditional(self, m: int) -> float:
-        """Conditional evidence given the first m points: the later terms' sum, averaged over the orders, nats."""
+        """Conditional evidence given the first m points: the sum of the later terms, averaged over orders, nats."""
         return float(self.terms[:, require_beginning(m, self.terms.shape[1], 0) :].sum(1).mean())
 
     def to_dataframe(self) -> pd.DataFrame:
@@ -64,7 +64,7 @@ class LearningCurve:
         })  # fmt: skip
 
     def plot(self) -> Figure:
-        """The terms, and the evidence that they add up to below ([L22] Fig. 4)."""
+        """Plot the terms, and their cumulative sum, the evidence, below ([L22] Fig. 4)."""
         from matplotlib.figure import Figure
 
         frame = self.to_dataframe()
@@ -76,7 +76,7 @@ class LearningCurve:
         top.plot(frame["n"], frame["log_density"], ".", ms=3, color="#9aa3ad", label=label)
         top.plot(frame["n"], smooth, color="#1f4e79", label=f"running mean of {window}")
         top.set_ylabel("point n given those before, nats")
-        # the first points may lie far below all others
+        # the first terms may be far below all others
         low, high = smooth[len(frame) // 10 :].min(), frame["log_density"].max()
         top.set_ylim(low - 0.3 * (high - low) - 0.1, high + 0.1 * (high - low) + 0.1)
         top.legend(fontsize=8, loc="lower right")
@@ -86,7 +86,7 @@ class LearningCurve:
 
 
 def require_beginning(m: int, num_examples: int, least: int) -> int:
-    """m, if some points come before and some after.
+    """Validate m: at least `least`, and fewer than all points.
 
     Raises
     ------

@@ -11,14 +11,14 @@ __all__ = ["orders"]
 
 
 def orders(num_examples: int, permutations: int, seed: int) -> list[Tensor]:
-    """Random orders of N examples, the same for a seed on every machine; with ``permutations=0`` their own alone.
+    """Random orders of N examples, reproducible from the seed on every machine; the identity if ``permutations=0``.
 
     Raises
     ------
     DataError
-        If the number is not a whole one from 0.
+        If the number of permutations is not an integer of at least 0.
     HyperparameterError
-        If the seed is not.
+        If the seed is not an integer of at least 0.
     """
     if not is_whole(permutations, 0):
         raise DataError("a number of permutations, 0 or more", repr(permutations), "0 keeps the data's own order.")

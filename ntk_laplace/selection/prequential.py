@@ -1,12 +1,12 @@
-"""Evidence of the first points of any order, and of each point given those before it: function space.
+"""Prequential evidence in function space: of the first n points of any order, and of each point given those before it.
 
 The Laplace-GGN replaces the likelihood of point i by a Gaussian factor in δ_i = J_i(θ - θ*),
 t_i = exp(log p(y_i | f_i) + r_iᵀδ_i - ½ δ_iᵀΛ_iδ_i). With the prior of δ, N(-d, K), d = J(θ* - μ0), the evidence of
-any set A of points is the Gaussian integral Z(A) = E[Π_A t_i], which is that of [T20] Theorem 3.3:
+any set A of points is the Gaussian integral Z(A) = E[Π_A t_i], as in [T20] Theorem 3.3:
 
     log Z(A) = Σ_A log p(y_i | f_i) + ½ rᵀKr - dᵀr - ½ log det B - ½ ‖L⁻¹Sᵀ(Kr - d)‖²,   B = I + SᵀKS = L Lᵀ,
 
-everything restricted to A. No inverse of Λ is taken. With A = all data it is the evidence with correction ([I21] A.1).
+all restricted to A. Λ is never inverted. For A = all data this is the evidence with correction ([I21] A.1).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PrequentialEvidence"]
 
 @dataclass(frozen=True)
 class PrequentialEvidence:
-    """What the evidence of points in any order is made of; a new order only picks rows and columns.
+    """Terms of the evidence of points in any order; a new order only selects rows and columns.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class PrequentialEvidence:
     whitened : Tensor, (N, R, N, R)
         SᵀKS.
     pull : Tensor, (N, R, N)
-        SᵀK r, apart by the point of r.
+        Terms of SᵀK r, one for each point of r.
     energy : Tensor, (N, N)
-        rᵀK r, apart by the points of both.
+        Terms of rᵀK r, one for each pair of points.
     back : Tensor, (N, R)
         Sᵀd.
     work : Tensor, (N,)
@@ -58,7 +58,7 @@ class PrequentialEvidence:
         cls, space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood, distance: Tensor,
         budget: int | None = None,
     ) -> PrequentialEvidence:  # fmt: skip
-        """From a posterior's rows; `distance` is d = J(θ* - μ0), (N, C)."""
+        """Compute the terms from a posterior's rows; `distance` is d = J(θ* - μ0), (N, C)."""
         n, k = space.weighted.num_examples, space.weighted.num_cotangents
         require_memory(2 * (n * k) ** 2 * points.f.element_size(), points.f.device,
                        f"B of {n * k:,} x {n * k:,} in the data's order and in another",
@@ -77,7 +77,7 @@ class PrequentialEvidence:
         )
 
     def _factor(self, order: Tensor) -> Tensor:
-        """L of B with the points in this order."""
+        """Cholesky factor L of B with the points in this order."""
         size = len(order) * self.back.shape[1]
         matrix = self.whitened[order][:, :, order].reshape(size, size)
         matrix.diagonal().add_(1.0)
@@ -97,9 +97,9 @@ class PrequentialEvidence:
     def increments(self, order: Tensor) -> Tensor:
         """log Z(first n) - log Z(first n - 1) for each n, (N,), from one factorization.
 
-        The leading blocks of L factor the leading blocks of B, and forward substitution never looks back, so the
-        columns W = L⁻¹SᵀK r, one for each point of r, and L⁻¹Sᵀd hold what every beginning of the data needs. With
-        a = E[δ_n] and V = Cov[δ_n] given the points before,
+        The leading blocks of L are the factors of the leading blocks of B, and forward substitution uses only earlier
+        rows. So the columns W = L⁻¹SᵀK r, one for each point of r, and L⁻¹Sᵀd suffice for all prefixes of the data.
+        With a = E[δ_n] and V = Cov[δ_n] given the earlier points,
         log E[t_n] = log p + aᵀr + ½ rᵀVr - ½ log det(I + SᵀVS) - ½ ‖(L⁻¹Sᵀ(Kr - d))_n‖².
         """
         order = order.to(self.log_prob.device)
@@ -108,11 +108,11 @@ class PrequentialEvidence:
         columns = self.pull[order][:, :, order].reshape(n * k, n)
         columns = solve_lower(factor, columns).view(n, k, n)  # W
         start = solve_lower(factor, self.back[order].reshape(n * k, 1)).view(n, k, 1)
-        so_far = columns.cumsum(-1) - start  # L⁻¹Sᵀ(Kr - d), r of the points up to each column's alone
+        so_far = columns.cumsum(-1) - start  # L⁻¹Sᵀ(Kr - d), with r only up to each column's point
         own = so_far.diagonal(dim1=0, dim2=2).T  # in the rows of that point, (N, R)
         energy = self.energy[order][:, order]
         prior = energy.tril(-1).sum(1) - self.work[order] + 0.5 * energy.diagonal()  # rᵀ(K r - d) + ½ rᵀKr
         earlier = torch.ones(n, n, dtype=torch.bool, device=columns.device).triu(1).unsqueeze(1)  # rows before n
-        seen = (columns * (so_far - 0.5 * columns) * earlier).sum((0, 1))  # less what those before it explain
+        seen = (columns * (so_far - 0.5 * columns) * earlier).sum((0, 1))  # minus what the earlier points explain
         log_det = factor.diagonal().log().view(n, k).sum(1)  # ½ log det(I + SᵀVS)
         return self.log_prob[order] + prior - seen - log_det - 0.5 * own.square().sum(1)

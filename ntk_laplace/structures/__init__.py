@@ -1,4 +1,4 @@
-"""Structures: what is kept of the training data so that every later question is algebra."""
+"""Structures: how the posterior precision is stored, and what is kept of the training data."""
 
 from ntk_laplace.curvature import STRUCTURE_SPECS
 from ntk_laplace.structures.accumulation import Accumulation

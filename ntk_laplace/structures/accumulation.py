@@ -1,4 +1,4 @@
-"""Accumulation: one or two passes over streaming data, in bounded memory, interrupted and resumed without loss."""
+"""Accumulation: one or two passes over streaming data, in bounded memory; an interrupted fit resumes without loss."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ntk_laplace.structures.data_passes import read_batches
 
 __all__ = ["FIRST", "SECOND", "Accumulation"]
 
-FIRST, SECOND = "first", "second"  # passes: factors, blocks and diagonals; then moments in the eigenbasis
+FIRST, SECOND = "first", "second"  # passes: factors, blocks and diagonals; then second moments in the eigenbasis
 
 
 @dataclass
 class Accumulation:
-    """What a fit has gathered so far; `advance` goes on from there.
+    """The sums of a structured fit so far; `advance` continues from them.
 
     Attributes
     ----------
@@ -45,18 +45,18 @@ class Accumulation:
     signature : mapping of str to str
         Fingerprints of the network, the likelihood and so on.
     stage : str
-        The pass that is under way.
+        The current pass.
     batches_done, examples_done : int
-        In that pass.
+        Batches and examples processed in that pass.
     parameter_blocks : list of ParameterBlock
-        Known from the first batch on.
+        Determined by the first batch.
     summaries : list of Summary
     eigenbases : list of Eigenbasis
-        The eigenbasis, once it is settled (or from the start, if it is another fit's).
+        One per block, after the first pass (from the start if they are reused from another fit).
     f, targets, weights : RowBuffer
         Outputs, canonical targets, and example weights if there are any.
     checkpoint : callable
-        Called after each batch, to save what there is if it is time, and with ``now=True`` at an interruption.
+        Called after each batch to save the state if it is due, and with ``now=True`` at an interruption.
     """
 
     spec: StructureSpec
@@ -73,12 +73,12 @@ class Accumulation:
     checkpoint: Callable[..., None] = field(default=lambda gathered, now=False: None, repr=False, compare=False)
 
     def advance(self, model: LinearizedModel, batches: Source) -> None:
-        """Go on to the end of the data, through all passes.
+        """Continue to the end of the data, through all passes.
 
         Raises
         ------
         FitInterrupted
-            On Ctrl-C, between two batches; this object, its `state`, holds all that was gathered.
+            On Ctrl-C, between two batches. Its `state` is this object, from which the fit resumes.
         """
         borrowed = bool(self.eigenbases)
         if self.stage == FIRST and not self.batches_done:
@@ -95,9 +95,9 @@ class Accumulation:
             self._pass(model, batches, "second moments", self._second)
 
     def again(self, model: LinearizedModel, batches: Source) -> None:
-        """Gather anew at other hyperparameters of the likelihood: in the same eigenbasis, in one pass.
+        """Recompute the sums at new hyperparameters of the likelihood: in the same eigenbasis, in one pass.
 
-        For a `copy`: what there was is gone, should the pass not come to its end.
+        Call it on a `copy`: an interrupted pass loses the previous sums.
         """
         self.stage, self.batches_done, self.examples_done = FIRST, 0, 0
         self.parameter_blocks = list(self.parameter_blocks)
@@ -107,7 +107,7 @@ class Accumulation:
         self._complete(model)
 
     def forget(self, expected: int | None = None) -> None:
-        """Let go of outputs, targets and weights, and make room for as many as are expected."""
+        """Drop outputs, targets and weights, and allocate buffers for the expected number of examples."""
         self.f, self.targets, self.weights = (RowBuffer(expected or 0) for _ in range(3))
 
     def _pass(self, model: LinearizedModel, batches: Source, what: str, absorb: Callable[..., None]) -> None:
@@ -124,7 +124,7 @@ class Accumulation:
             raise FitInterrupted(self, self.examples_done, batches.length) from cause
 
     def _rest(self, reader: Iterator[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs, Tensor]]:
-        """Batches that were not yet seen; those that were must be as many examples as then."""
+        """Batches not yet processed; the skipped ones must have as many examples as in the interrupted fit."""
         skipped = sum(num_examples(x) for x, _ in islice(reader, self.batches_done))
         if skipped != self.examples_done:
             raise DataError(f"the {self.examples_done:,} examples of the interrupted fit in the first "
@@ -133,14 +133,14 @@ class Accumulation:
         yield from reader
 
     def copy(self) -> Accumulation:
-        """The same, to go on with while this one stays."""
+        """An independent copy; changing it leaves this one unchanged."""
         summaries = [Summary(s.block, {name: value.clone() for name, value in s.sums.items()}) for s in self.summaries]
         return replace(self, summaries=summaries, parameter_blocks=list(self.parameter_blocks),
                        eigenbases=list(self.eigenbases), f=self.f.copy(),
                        targets=self.targets.copy(), weights=self.weights.copy())
 
     def _first(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
-        """One batch: parts on the first, sums on all; outputs and targets are kept."""
+        """First pass, one batch: find the parameter blocks (first batch only), add to the sums, store outputs."""
         n, seen = num_examples(x), self.examples_done
         targets, weights = _canonical(model, y, n, seen), roots.weights(seen, n)
         counts, done = _counts(model, targets, weights), 0
@@ -166,12 +166,12 @@ class Accumulation:
             self.weights.append(weights)
 
     def _meet(self, rows: Jacobian, model: LinearizedModel) -> None:
-        """Parts of parameters that no batch before has reached: so far the curvature is zero there.
+        """Add blocks for parameters that no earlier batch reached; their curvature is zero so far.
 
         Raises
         ------
         UnsupportedError
-            Where Kronecker factors would depend on how the data are cut into batches.
+            If the Kronecker factors would depend on how the data are split into batches.
         """
         known = {name for part in self.parameter_blocks for name in part.names}
         late = [block for block in rows.blocks if not set(block.names) <= known]
@@ -194,7 +194,7 @@ class Accumulation:
         return [diagonal_block(name, size) for name, size in sizes.items() if size and name in names]
 
     def _complete(self, model: LinearizedModel) -> None:
-        """Parameters that no example reaches have no curvature, and their prior all the same."""
+        """Add zero diagonal blocks for parameters that no example reaches: their precision is the prior's."""
         known = {name for part in self.parameter_blocks for name in part.names}
         added = self._plain(set(model.network.names) - known, model)
         self.parameter_blocks = [*self.parameter_blocks, *added]
@@ -206,7 +206,7 @@ class Accumulation:
                 summary.sums["squares"] = zeros
 
     def _second(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor) -> None:
-        """One batch: second moments in the eigenbasis."""
+        """Second pass, one batch: second moments in the eigenbasis."""
         seen = self.examples_done
         n = num_examples(x)
         targets = _canonical(model, y, n, seen)
@@ -224,11 +224,11 @@ class Accumulation:
                                            fused_layers)
 
     def _fused_layers(self, model: LinearizedModel) -> FusedLayers:
-        """Sums are enough of parts of the form's own kind, on the first batch of all."""
+        """Layers whose sums can be accumulated during backward: blocks of the spec's kind; all on the first batch."""
         if not self.parameter_blocks:
             return self.spec.fused_layers(dict.fromkeys(model.network.names))
         blocks, kind = self.parameter_blocks, self.spec.kind
-        plain = {block.weight for block in blocks if block.kind == "block"}  # biases with blocks of their own
+        plain = {block.weight for block in blocks if block.kind == "block"}  # biases with separate blocks
         layers = {block.weight: block.layer for block in blocks if block.kind == kind and block.layer}
         if plain:
             layers = {
@@ -246,7 +246,7 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class _BatchRoot:
-    """S of a batch, once its outputs are known, times the roots of the examples' counts."""
+    """Computes S of a batch from its outputs, times the square roots of the examples' counts."""
 
     roots: _Roots
     targets: Tensor
@@ -268,9 +268,9 @@ class _BatchRoot:
 
 
 class _Roots:
-    """Where S comes from: each batch's own outputs, or, for labels drawn at random, all outputs at once.
+    """Computes the Hessian roots S, from each batch's outputs, or from all outputs at once if labels are sampled.
 
-    Drawn labels must not depend on how the data are cut into batches, so a pass for the outputs comes first.
+    Sampled labels must not depend on how the data are split into batches, so they need a first pass for all outputs.
     """
 
     def __init__(self, model: LinearizedModel, batches: Source) -> None:
@@ -290,13 +290,13 @@ class _Roots:
         return _BatchRoot(self, targets, seen, counts, self.columns)
 
     def weights(self, seen: int, n: int) -> Tensor | None:
-        """Example weights of one batch, which has been read."""
+        """Example weights of one batch, which must have been read."""
         weights = self._batches.weights
         return None if weights is None else weights[seen : seen + n].to(self.model.network.device)
 
 
 def _require_memory(parts: list[ParameterBlock], spec: StructureSpec, model: LinearizedModel) -> None:
-    """Refuse sums that do not fit, before the first of them is allocated."""
+    """Raise an error if the sums do not fit in memory, before any is allocated."""
     largest = max(parts, key=lambda part: part.numbers, default=None)
     ways = ['structure="diag", which keeps one number per parameter'] * (spec.name != "diag")
     ways += ['parameters="last_layer"', *["dtype=torch.float32"] * (model.jacobian_pass.dtype != torch.float32)]
@@ -309,7 +309,7 @@ def _require_memory(parts: list[ParameterBlock], spec: StructureSpec, model: Lin
 
 
 def _counts(model: LinearizedModel, targets: Tensor, weights: Tensor | None) -> Tensor | None:
-    """How often each example of a batch counts, (n,): not at all where it has no target; None for once each."""
+    """How often each example of a batch counts, (n,): 0 without a target; None if each counts once."""
     observed = model.likelihood.observed(targets)
     if observed is None:
         return weights
@@ -318,7 +318,7 @@ def _counts(model: LinearizedModel, targets: Tensor, weights: Tensor | None) -> 
 
 
 def _canonical(model: LinearizedModel, y: Tensor, n: int, seen: int) -> Tensor:
-    """Targets of a batch in canonical form; an error names the batch's place in the data."""
+    """Targets of a batch in canonical form; an error names the batch's position in the data."""
     try:
         targets = model.likelihood.targets(y, n, model.network.num_outputs)
     except DataError as error:
@@ -332,7 +332,7 @@ def _canonical(model: LinearizedModel, y: Tensor, n: int, seen: int) -> Tensor:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, so that a batch counts whole or not at all."""
+    """Defer Ctrl-C to the end of the block, so that a batch is counted either fully or not at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Autosave: checkpoints of a fit that is under way."""
+"""Autosave: periodic checkpoints of a running fit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Autosave:
     Parameters
     ----------
     path : path or None
-        None saves nothing. The file holds the training targets seen so far: a fit that resumes needs them.
+        None saves nothing. The file contains the training targets seen so far: a resumed fit needs them.
 
     Raises
     ------
     DataError
-        If nothing can be written there.
+        If the path is not writable.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
@@ -33,7 +33,7 @@ class Autosave:
         self._path, self._last = path, time.monotonic()
 
     def __call__(self, gathered: Accumulation, now: bool = False) -> None:
-        """Save if it is time."""
+        """Save if a minute has elapsed, or `now`."""
         if self._path is None or not (now or time.monotonic() - self._last > _EVERY):
             return
         write({"accumulation": record(gathered, include_data=True)}, self._path)

@@ -1,4 +1,4 @@
-"""What a structure is: how training data become precision, and what is kept of them."""
+"""Base of all structures: settings, the linearized model, and the interface of a structure."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = ["ExactStructure", "LinearizedModel", "Settings", "Structure", "requir
 
 @dataclass(frozen=True)
 class Settings:
-    """How to spend the machine.
+    """Computational settings: batch size, memory, progress, checkpoints.
 
     Attributes
     ----------
     batch_size : int, optional
-        Examples per pass; by default as many as a working set of 128 MiB allows. Small batches of a loader are read
-        together up to this number, by default at most 5,000 and 32 MiB, unless the network treats their examples
-        otherwise then.
+        Examples per pass through the network; by default as many as a working set of 128 MiB allows. Small batches of
+        a loader are merged up to this number, by default at most 5,000 examples and 32 MiB, unless merging would
+        change the network's outputs.
     memory_budget : int, optional
-        Bytes the fit may take; the free memory of the device by default.
+        Bytes the fit may use; by default the free memory of the device.
     progress : bool, optional
-        Show a progress bar; by default if the error stream is a terminal.
+        Show a progress bar; by default if stderr is a terminal.
     checkpoint : path, optional
-        Where a structured fit writes what it has gathered, every minute and when it is interrupted.
+        File to which a structured fit writes its state, every minute and when it is interrupted.
     resume : path or object, optional
-        That file, or the `state` of a `FitInterrupted`: the fit goes on from there with the same data.
+        That file, or the `state` of a `FitInterrupted`: the fit continues from it with the same data.
     """
 
     batch_size: int | None = None
@@ -58,7 +58,7 @@ class Settings:
 
     @classmethod
     def of(cls, settings: Settings | None) -> Settings:
-        """Settings as they are; the defaults for None.
+        """The given settings; the defaults for None.
 
         Raises
         ------
@@ -73,23 +73,23 @@ class Settings:
 
 @dataclass(frozen=True)
 class LinearizedModel:
-    """A trained network and the model it was trained under.
+    """The network linearized at its trained weights, with its likelihood and prior.
 
     Attributes
     ----------
     network : Network
-        The private copy at θ*.
+        Private copy of the network at θ*.
     likelihood : Likelihood
     prior : GaussianPrior
     curvature_type : CurvatureType
-        Which precision.
+        GGN, empirical Fisher or Monte-Carlo Fisher.
     jacobian_pass : JacobianPass
-        Makes rows at inputs.
+        Computes rows of the Jacobian at inputs.
     settings : Settings
     displacement : Tensor, (P,), optional
-        θ - θ*, how far a what-if has moved the weights of the linearized model; the network itself stays.
+        θ - θ*, the displacement of the linearized model's weights by a what-if; the network itself does not move.
     training_gradient : Tensor, (P,), optional
-        Once the network itself has followed a what-if (relinearized), the gradient that training had left.
+        After `relinearize`, the gradient of the objective that remained at the end of training.
     fitted_at : tuple of Tensor, optional
         The hyperparameters at the fit, as `present_values` gives them.
     """
@@ -106,23 +106,23 @@ class LinearizedModel:
 
     @property
     def theta(self) -> Tensor:
-        """Weights of the linearized model, (P,), in the algebra's floating type: θ*, or where a what-if moved them."""
+        """Weights θ of the linearized model, (P,), in the algebra's dtype: θ*, or the weights after a what-if."""
         theta = self.network.theta.to(self.jacobian_pass.dtype)
         return theta if self.displacement is None else theta + self.displacement
 
     def outputs(self, rows: Jacobian) -> Tensor:
-        """f of the linearized model at rows of J, (n, C): the network's outputs, or f + J(θ - θ*) after a move."""
+        """Outputs of the linearized model at rows of J, (n, C): f + J(θ - θ*), or f without a displacement."""
         return rows.f if self.displacement is None else rows.f + rows.jvp(self.network.unflatten(self.displacement))
 
     def at(self, index: Tensor) -> LinearizedModel:
-        """The same model of some of the training points: noise per point is theirs alone."""
-        with torch.no_grad():  # a part of a parameter is none, and must not hold on to its graph
+        """The model restricted to some training points: noise per point is restricted to them."""
+        with torch.no_grad():  # a slice of a parameter must not keep its graph
             likelihood = self.likelihood.at(index)
         settings = replace(self.settings, checkpoint=None, resume=None)  # those belong to the whole fit
         return replace(self, likelihood=likelihood, settings=settings)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LinearizedModel:
-        """The same on another device, its algebra in another floating type; hyperparameters move in place."""
+        """The model on another device, with another dtype for the algebra; hyperparameters move in place."""
         network = self.network.to(device)
         for module in (self.prior, self.likelihood):
             module.to(device)
@@ -133,7 +133,7 @@ class LinearizedModel:
 
 
 class Structure(Protocol):
-    """The verbs of a structure.
+    """Interface of a structure: how the posterior precision is stored and computed.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class Structure(Protocol):
     points: TrainingPoints | UnsavedPoints
 
     def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
-        """Algebra at the present hyperparameters."""
+        """The factorized posterior precision at the current hyperparameters."""
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr over the training points, (P,)."""
@@ -155,37 +155,37 @@ class Structure(Protocol):
         """J v at the training points, (N, C)."""
 
     def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
-        """∂ log det B/∂Λ_n, (N, C, C): V at the training points, where the curvature is exact."""
+        """∂ log det B/∂Λ_n, (N, C, C); equal to V_nn if the curvature is exact."""
 
     def newton_step(self, model: LinearizedModel, precision: PosteriorPrecision, gradient: Tensor) -> NewtonStep:
-        """z = H⁻¹g with what the correction asks of it."""
+        """z = H⁻¹g with the terms that the correction needs."""
 
     def merged(self, model: LinearizedModel, other: Structure) -> Structure:
-        """The structure of both data sets together."""
+        """The structure fitted to the union of both data sets."""
 
     def refit_on(self, model: LinearizedModel, batches: Source) -> Structure:
-        """The same structure fitted to other data, so that the two can be merged."""
+        """The same kind of structure fitted to other data, so that the two can be merged."""
 
     def subset(self, model: LinearizedModel, index: Tensor) -> Structure:
-        """The same structure of some of its examples, ascending; `model` is the model of those."""
+        """The structure of some of its examples, ascending; `model` is the model of those."""
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """Rows of J at some of its examples, ascending, in pieces."""
+        """Rows of J at some of its examples, ascending, in batches."""
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
-        """What is kept, at the present hyperparameters, as plain containers of tensors."""
+        """Serializable state at the current hyperparameters, as plain containers of tensors."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move what is kept."""
+        """Move the stored tensors."""
 
 
 def require_unchanged(model: LinearizedModel, base: TrainingPoints | None) -> None:
-    """Refuse to write down a what-if; `base` are the points before it, if there was one.
+    """Refuse to save the result of a what-if; `base` are the points before it, if there was one.
 
     Raises
     ------
     UnsupportedError
-        If there was, or if the network itself has followed one.
+        If there was one, or if the network was relinearized after one.
     """
     if base is not None or model.training_gradient is not None:
         raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
@@ -193,7 +193,7 @@ def require_unchanged(model: LinearizedModel, base: TrainingPoints | None) -> No
 
 
 class ExactStructure:
-    """What function space and the whole weight space do alike: H is P0 + JᵀΛJ itself.
+    """Common part of the exact structures, in function and weight space: H = P0 + JᵀΛJ.
 
     Attributes
     ----------
@@ -206,15 +206,15 @@ class ExactStructure:
     base: TrainingPoints | None = None
 
     def _merged_base(self, model: LinearizedModel, other: ExactStructure) -> TrainingPoints | None:
-        """After a what-if too, new points leave the weights where they are: all of their pull is held."""
+        """Base after new points were added: conditioning never moves the weights, also after a what-if."""
         if self.base is None:
             return None
         added = self.points.subset(slice(self.base.num_examples, None))
-        added = replace(added, weights=added.f.new_zeros(len(added.f)))  # of those that a what-if added, nothing is
+        added = replace(added, weights=added.f.new_zeros(len(added.f)))  # added points: no training residual
         return self.base.joined(model.likelihood, added).joined(model.likelihood, other.points)
 
     def _base_at(self, index: Tensor) -> TrainingPoints | None:
-        """Of some points; those that were added come last, and belong to no base."""
+        """Base of some points. Points that were added come last and have none."""
         return None if self.base is None else self.base.subset(index[index < self.base.num_examples])
 
     def newton_step(self, model: LinearizedModel, precision: PosteriorPrecision, gradient: Tensor) -> NewtonStep:
@@ -223,5 +223,5 @@ class ExactStructure:
         return NewtonStep(z, self.jvp(model, z))
 
     def refit_on(self, model: LinearizedModel, batches: Source) -> Structure:
-        """The same of other data."""
+        """The same kind of structure fitted to other data."""
         return type(self)(model, batches)

@@ -1,4 +1,4 @@
-"""Small batches of a loader read as one: every batch has a price of its own, whatever its size."""
+"""Merge small batches of a loader to amortize the overhead per batch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ __all__ = ["merged_batches"]
 
 
 def merged_batches(batches: Source | InputBatches, network: Network) -> Iterator[tuple]:
-    """The same examples in the same order; neighboring batches joined up to the size that suits the source.
+    """Merge consecutive batches up to the source's batch size; the examples and their order do not change.
 
-    A batch is a tuple whose first member is input.
-    A loader may have put examples into one batch because they belong together: batches of different forms stay apart,
-    and so do those whose examples the network would treat otherwise in one batch.
+    A batch is a tuple whose first element is the input. Batches of different formats are not merged, nor are
+    batches whose merging would change the network's outputs.
     """
     waiting: list[tuple] = []
     count = size = 0
 
-    def full() -> bool:  # no room for another like the last: it is not waited for
+    def full() -> bool:  # no capacity for another batch like the last
         return count + n > batches.batch_size or size + nbytes > BATCH_BYTES
 
     for batch in batches:
@@ -38,7 +37,7 @@ def merged_batches(batches: Source | InputBatches, network: Network) -> Iterator
 
 
 def _joined(waiting: list[tuple], network: Network) -> list[tuple]:
-    """One batch if the network bears it; the list is emptied, so that nothing holds the parts while it is in use."""
+    """One merged batch if the network's outputs allow it. The list is emptied, which frees the parts early."""
     one = len(waiting) > 1 and network.independent_of_batches([batch[0] for batch in waiting])
     found = [concatenate(waiting)] if one else list(waiting)
     waiting.clear()

@@ -1,4 +1,4 @@
-"""What if, in a structured posterior: its sums stay, and the points that changed stand beside them as a low rank."""
+"""What-ifs in a structured posterior: its sums are unchanged; the changed points are a low-rank update."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["ChangedStructure", "MovedPoints", "rows_of"]
 
 
 class MovedPoints:
-    """Training points at the weights that a what-if moved to; a pass over the data makes their outputs, once needed.
+    """Training points at the displaced weights of a what-if; a pass over the data computes their outputs on demand.
 
-    Whatever `TrainingPoints` answers, they answer; number, targets and weights take no pass.
+    Has the attributes of `TrainingPoints`; number, targets and weights need no pass.
 
     Parameters
     ----------
     unmoved_points : TrainingPoints
-        The same points at the trained weights, where the curvature stays.
+        The same points at the trained weights, at which the curvature is taken.
     outputs : callable
-        Gives the outputs (N, C).
+        Computes the outputs (N, C).
     """
 
     def __init__(self, unmoved_points: TrainingPoints, outputs: Callable[[], Tensor]) -> None:
@@ -45,7 +45,7 @@ class MovedPoints:
 
     @cached_property
     def finalized(self) -> TrainingPoints:
-        """Plain points."""
+        """The points with their outputs computed."""
         with torch.no_grad():
             return replace(self._unmoved, f=self._outputs(), expanded=self._unmoved.f)
 
@@ -56,24 +56,24 @@ class MovedPoints:
 
 
 class ChangedStructure:
-    """A structured posterior some of whose points count otherwise, have other targets, or were added.
+    """A structured posterior some of whose points have other weights or targets, or were added.
 
-    Its curvature is the structure's own, with these points taken out and put in; or put in alone, where it holds too
-    little of those that leave. All changes are one joint Newton step
-    from the trained weights, whether they were asked for together or one after the other.
+    Its curvature is the structure's, with the old terms of these points subtracted and the new ones added; only added
+    if their leverage exceeds `max_leverage`. All changes are one joint Newton step from the trained weights, whether
+    they were made together or in sequence.
 
     Parameters
     ----------
     model : LinearizedModel
-        Before any move.
+        Without displacement.
     inner : StructuredStructure
-        As it was fitted.
+        The fitted structure.
     unmoved_points : TrainingPoints
-        All points as they are now, outputs at the trained weights.
+        All points after the change, outputs at the trained weights.
     max_leverage : float
-        Leverage above which no point is taken out of the precision.
+        Leverage above which no point is subtracted from the precision.
     added : sequence of FunctionSpaceStructure
-        Of the points that were added, in their order.
+        The added points, in their order.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class ChangedStructure:
         self.max_leverage, self.added = max_leverage, tuple(added)
         self.base = inner.points
         before = model.likelihood.in_form_of(self.base.targets, unmoved_points.targets)
-        self._targets = torch.cat([before, unmoved_points.targets[len(before) :]])  # before the change, and those added
+        self._targets = torch.cat([before, unmoved_points.targets[len(before) :]])  # before the change; then added
         self.index = self._changed()
         self.rows = self._read(model)
         self.points: MovedPoints | TrainingPoints = unmoved_points
         self._found: tuple[StructuredWeightSpace | ChangedWeightSpace, tuple[Tensor, ...]] | None = None
 
     def _changed(self) -> Tensor:
-        """Numbers of the points that are not as they were, those that were added last, (m,)."""
+        """Indices of the changed points, added ones last, (m,)."""
         base, unmoved_points, n = self.base, self.unmoved_points, len(self.base.f)
         now, before = unmoved_points.targets[:n], self._targets[:n]
         other = ((now != before) & ~(now.isnan() & before.isnan())).reshape(n, -1).any(1)  # NaN is a missing target
@@ -109,23 +109,23 @@ class ChangedStructure:
 
     @property
     def name(self) -> str:
-        """What `structure=` called it."""
+        """The name that `structure=` takes."""
         return self.inner.name
 
     @property
     def parameter_blocks(self) -> list[ParameterBlock]:
-        """What shares a factorization, and in which spec."""
+        """Which parameters share a factorization, and of which kind."""
         return self.inner.parameter_blocks
 
     def changed(
         self, model: LinearizedModel, unmoved_points: TrainingPoints, added: FunctionSpaceStructure | None = None
     ) -> ChangedStructure:
-        """Other points again, from the same sums."""
+        """The structure of other points, from the same sums."""
         together = self.added if added is None else (*self.added, added)
         return ChangedStructure(model, self.inner, unmoved_points, self.max_leverage, together)
 
     def step(self, model: LinearizedModel) -> Tensor:
-        """θ - θ* after one joint Newton step, H'⁻¹ J_Gᵀ(r' - r), (P,), and `points` there."""
+        """θ - θ* after one joint Newton step, H'⁻¹ J_Gᵀ(r' - r), (P,); sets `points` to those at θ."""
         with torch.no_grad():
             if self.rows is None:
                 move = torch.zeros_like(model.theta)
@@ -140,18 +140,18 @@ class ChangedStructure:
     # --- algebra
 
     def posterior_precision(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
-        """Algebra at the present hyperparameters.
+        """The factorized posterior precision at the current hyperparameters.
 
         Raises
         ------
         MemoryBudgetError
-            If the points that changed are too many.
+            If too many points changed.
         """
         modules = model.prior, model.likelihood
         if self._found is None or not unmoved(self._found[1], *modules):
             self._found = self._factored(replace(model, displacement=None)), present_values(*modules)
         moved = copy.copy(self._found[0])
-        moved.theta = model.theta  # around which samples are drawn; nothing else knows of a move
+        moved.theta = model.theta  # the mean of weight samples; nothing else depends on the displacement
         return moved
 
     def _factored(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
@@ -164,7 +164,7 @@ class ChangedStructure:
                                   model.settings.memory_budget, self.max_leverage)
 
     def _difference(self, model: LinearizedModel) -> tuple[Tensor, Tensor, Tensor]:
-        """T (m, C, R) with T D Tᵀ = Λ' - Λ at those of `rows` where it is not zero, their places, and D (m, R)."""
+        """Positions in `rows` with Λ' ≠ Λ, (m,), T (m, C, R) and D (m, R) with T D Tᵀ = Λ' - Λ there."""
         weights = self.unmoved_points.counts[self.index]
         old = self.index[self.index < len(self.base.f)]
         was = torch.zeros_like(weights)
@@ -184,7 +184,7 @@ class ChangedStructure:
     def _roots(self, model: LinearizedModel, points: TrainingPoints) -> Tensor:
         """S at the points that changed, each counted once, (m, C, R)."""
         with torch.no_grad():
-            # labels that are drawn are drawn for all points at once
+            # sampled labels are drawn for all points at once
             return replace(points, weights=None).root(model.curvature_type, model.likelihood)[self.index].detach()
 
     # --- further passes
@@ -205,7 +205,7 @@ class ChangedStructure:
         return torch.cat([self.inner.jvp(model, vector), *(one.rows.jvp(named) for one in self.added)])
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """From another pass; those that were added are kept."""
+        """Rows of J from another pass; those of added points are stored."""
         n, index = len(self.base.f), index.to(self.unmoved_points.f.device)
         old = index[index < n]
         if len(old):
@@ -215,7 +215,7 @@ class ChangedStructure:
             yield Jacobian.concatenate([one.rows for one in self.added]).subset(added)
 
     def sensitivity(self, model: LinearizedModel, precision: Any) -> Tensor:
-        """Not there: how the structure's sums follow Λ is known before a change alone."""
+        """Refused: the derivative of the structure's sums in Λ is not available after a change."""
         raise UnsupportedError(
             "a posterior of the data it was fitted to, for the evidence's gradient in the likelihood's hyperparameters",
             f"structure={self.name!r} that a what-if changed",
@@ -223,12 +223,12 @@ class ChangedStructure:
         )
 
     def newton_step(self, model: LinearizedModel, precision: Any, gradient: Tensor) -> NewtonStep:
-        """z = H'⁻¹g; zᵀ(H' - P0)z is this structure's own."""
+        """z = H'⁻¹g and J z; zᵀ(H' - P0)z uses this structure's H'."""
         z = precision.solve(gradient)
         own = *precision.quadratic(z), lambda: self.sensitivity(model, precision)
         return NewtonStep(z, self.jvp(model, z), own)
 
-    # --- what a change does not go together with
+    # --- not supported after a change
 
     def refit_on(self, model: LinearizedModel, batches: Source) -> StructuredStructure:
         """Refused."""
@@ -250,7 +250,7 @@ class ChangedStructure:
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the sums, the rows and the points."""
         points = self.points.finalized if isinstance(self.points, MovedPoints) else self.points
-        self.inner = self.inner.copied()  # the posterior that was asked keeps its own
+        self.inner = self.inner.copied()  # the original posterior keeps its structure
         self.inner.to(device, dtype)
         self.base = self.inner.points
         self.unmoved_points, self.points = self.unmoved_points.to(device, dtype), points.to(device, dtype)
@@ -263,12 +263,12 @@ class ChangedStructure:
 
 
 def rows_of(model: LinearizedModel, structure: Any, index: Tensor) -> Jacobian:
-    """Rows of J at a few training points, ascending, from another pass; kept.
+    """Rows of J at a few training points, ascending, from another pass.
 
     Raises
     ------
     MemoryBudgetError
-        If they are more than a few.
+        If the rows do not fit in memory.
     DataError
         If the data cannot be read again.
     """

@@ -1,4 +1,4 @@
-"""Reading the training data behind a progress bar, and what must not change between two readings."""
+"""Passes over the training data with a progress bar, and fingerprints of what must not change between them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHUNK = 4096  # examples whose output Hessians are compared at a time
 def read_batches(
     model: LinearizedModel, batches: Source, what: str
 ) -> Iterator[tuple[Inputs, Tensor]]:
-    """One pass over the data; `what` is being computed."""
+    """One pass over the data; the progress bar shows `what`."""
     return track(
         merged_batches(batches, model.network), f"ntk_laplace: {what}", batches.length, model.settings.progress,
         lambda pair: num_examples(pair[0]),
@@ -41,7 +41,7 @@ def read_batches(
 
 
 def read_outputs(model: LinearizedModel, batches: Source) -> tuple[Tensor, Tensor]:
-    """The network's outputs (N, C), in the algebra's floating type, and the targets as they come."""
+    """The network's outputs (N, C), in the algebra's dtype, and the targets as given."""
     f, targets = RowBuffer(batches.length or 0), RowBuffer(batches.length or 0)
     for x, y in read_batches(model, batches, "outputs"):
         f.append(model.network.without_grad(x, len(f)).to(model.jacobian_pass.dtype))
@@ -52,7 +52,7 @@ def read_outputs(model: LinearizedModel, batches: Source) -> tuple[Tensor, Tenso
 def read_rows(
     model: LinearizedModel, batches: Source, root: Tensor | None, max_batch: int | None, what: str
 ) -> Iterator[Jacobian]:
-    """Rows of J, or of SᵀJ for S (N, C, R), at most so many examples at a time; `what` is being computed."""
+    """Rows of J, or of SᵀJ for S (N, C, R), at most `max_batch` examples at a time."""
     seen = 0
     for x, _ in read_batches(model, batches, what):
         n = num_examples(x)
@@ -61,14 +61,14 @@ def read_rows(
 
 
 def selected(batches: Source, index: Tensor, total: int) -> Selected:
-    """The examples at `index` of a source with so many."""
+    """The examples at `index` of a source with `total` examples."""
     keep = torch.zeros(total, dtype=torch.bool)
     keep[index.cpu()] = True
     return Selected(batches, keep)
 
 
 def vjp(model: LinearizedModel, batches: Source, residual: Tensor, max_batch: int | None) -> Tensor:
-    """Jᵀr, (P,), for r (N, C): one backward pass per batch, seeded with r."""
+    """Jᵀr, (P,), for r (N, C): one backward pass per batch, with cotangent r."""
     total = torch.zeros_like(model.theta)
     for rows in read_rows(model, batches, residual.unsqueeze(-1), max_batch, "gradient"):
         total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), model.network.shapes)
@@ -83,7 +83,7 @@ def jvp(model: LinearizedModel, batches: Source, vector: Tensor, max_batch: int 
 
 
 def digest(*tensors: Tensor) -> str:
-    """Fingerprint of numbers."""
+    """Fingerprint of tensors."""
     found = hashlib.blake2b(digest_size=32)
     for tensor in tensors:
         found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())  # NumPy has no bfloat16
@@ -91,9 +91,9 @@ def digest(*tensors: Tensor) -> str:
 
 
 class ModelSignature(Mapping[str, str]):
-    """Fingerprints, by name, of all that the sums over the data depend on.
+    """Fingerprints, by name, of everything that the sums over the data depend on.
 
-    That of the weights, which stay as they are, is made when it is asked for: only an interrupted fit is compared.
+    The fingerprint of the weights, which are constant, is computed on access: only an interrupted fit is compared.
     """
 
     def __init__(self, model: LinearizedModel) -> None:
@@ -122,7 +122,7 @@ class ModelSignature(Mapping[str, str]):
 
 
 def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPoints) -> float | None:
-    """c where Λ_n now is c times Λ_n under the likelihood `before`, for all n; None if there is no such number."""
+    """c with Λ_n now = c Λ_n under the likelihood `before`, for all n; None if there is no such number."""
     if unmoved(present_values(before), model.likelihood):
         return 1.0
     factor: float | None = None

@@ -1,7 +1,7 @@
-"""structure="full": the data pass by, and JᵀΛJ stays.
+"""structure="full": JᵀΛJ over all P parameters, summed over streaming data.
 
-A correction asks for another pass over the data, and so does a change of the likelihood's hyperparameters, unless it
-multiplies all Λ_n by one number (a Gaussian's noise); predictions and changes of the prior do not.
+A correction needs another pass over the data, and so does a change of the likelihood's hyperparameters, unless it
+multiplies all Λ_n by one number (a Gaussian's noise). Predictions and changes of the prior need none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FullStructure(ExactStructure):
     ----------
     model : LinearizedModel
     batches : Source
-        Read once here, and again when the likelihood moves.
+        Read once here, and again when the likelihood's hyperparameters change.
     """
 
     name = "full"
@@ -53,20 +53,20 @@ class FullStructure(ExactStructure):
             f = f + jvp(model, batches, model.displacement, self._max_batch(model, model.network.num_outputs))
         self.points = TrainingPoints.checked(model.likelihood, f, targets, batches.weights)
         self._ggn: Tensor | None = None
-        self._likelihood: Likelihood | None = None  # as it was when JᵀΛJ was summed
+        self._likelihood: Likelihood | None = None  # at which JᵀΛJ was summed
 
     @property
     def source(self) -> Source:
-        """The data, to be read again."""
+        """The training data, for another pass."""
         return self._batches
 
     def posterior_precision(self, model: LinearizedModel) -> FullWeightSpace:
-        """Factor H at the present hyperparameters."""
+        """Factorize H at the current hyperparameters."""
         self._follow(model)
         return FullWeightSpace(self._ggn, model.prior, model.network.shapes, model.theta)
 
     def _follow(self, model: LinearizedModel) -> None:
-        """Bring JᵀΛJ to the likelihood's present hyperparameters."""
+        """Update JᵀΛJ to the likelihood's current hyperparameters."""
         if self._ggn is None:
             self._ggn, self._likelihood = self._accumulate(model), copy.deepcopy(model.likelihood)
         if unmoved(present_values(self._likelihood), model.likelihood):
@@ -85,12 +85,12 @@ class FullStructure(ExactStructure):
         return ggn
 
     def _max_batch(self, model: LinearizedModel, cotangents: int) -> int:
-        """Examples whose rows may be written out at a time."""
+        """Examples whose dense rows fit in memory at a time."""
         max_batch = max(1, _ROWS // (model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize))
         return min(max_batch, model.settings.batch_size or max_batch)
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
-        """Jᵀr, (P,): one pass, seeded with r."""
+        """Jᵀr, (P,), in one pass with cotangent r."""
         return vjp(model, self._batches, residual, self._max_batch(model, 1))
 
     def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class FullStructure(ExactStructure):
     def merged(self, model: LinearizedModel, other: FullStructure) -> FullStructure:
         """JᵀΛJ of both data sets."""
         for one in (self, other):
-            one._follow(model)  # to the same hyperparameters
+            one._follow(model)  # at the same hyperparameters
         total = copy.copy(self)
         total._ggn = self._ggn + other._ggn
         total._batches = Joined([self._batches, other._batches])
@@ -117,7 +117,7 @@ class FullStructure(ExactStructure):
     def changed(
         self, model: LinearizedModel, points: TrainingPoints, added: FullStructure | None = None
     ) -> FullStructure:
-        """The same model of other points, the last of them those of `more`; what the network saw stays known."""
+        """The structure of changed points, those of `added` last; `base` remembers the training points."""
         self._follow(model)
         other = copy.copy(self)
         other.points = points
@@ -128,7 +128,7 @@ class FullStructure(ExactStructure):
         return other
 
     def _downdated(self, model: LinearizedModel, other: FullStructure) -> Tensor | None:
-        """JᵀΛJ of the other points from those whose Λ has changed; None if that is the better part of them."""
+        """JᵀΛJ of the other points by updating the points whose Λ has changed; None if more than half have."""
         root, before = (points.root(model.curvature_type, model.likelihood) for points in (other.points, self.points))
         own = torch.cat([before, before.new_zeros(len(root) - len(before), *before.shape[1:])])
         moved = (root != own).flatten(1).any(1).nonzero().squeeze(1)
@@ -149,23 +149,23 @@ class FullStructure(ExactStructure):
         return ggn.sub_(gone)
 
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
-        """H⁻¹g with the curvature of these points, (P,)."""
+        """H⁻¹g, (P,), with the curvature of `points`."""
         return self.changed(model, points).posterior_precision(model).solve(gradient)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> FullStructure:
-        """JᵀΛJ of those, from another pass."""
+        """JᵀΛJ of some points, from another pass."""
         some = FullStructure(model, selected(self._batches, index, self.points.num_examples))
         some.points, some.base = self.points.subset(index), self._base_at(index)
         return some
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """From another pass."""
+        """Rows of J, from another pass."""
         batches = selected(self._batches, index, self.points.num_examples)
         max_batch = self._max_batch(model, model.network.num_outputs)
         yield from read_rows(model, batches, None, max_batch, "Jacobians")
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
-        """JᵀΛJ at the present likelihood, its lower triangle."""
+        """The lower triangle of JᵀΛJ at the current likelihood."""
         require_unchanged(model, self.base)
         self._follow(model)
         return {"ggn": self._ggn}
@@ -175,14 +175,14 @@ class FullStructure(ExactStructure):
         cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints,
         batches: Batches | None
     ) -> FullStructure:
-        """From a checkpoint."""
+        """Restore from a checkpoint."""
         made = cls.__new__(cls)
         made._batches, made.points, made._ggn = kept_or_missing(batches), points, saved["ggn"]
         made._likelihood = copy.deepcopy(model.likelihood)
         return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move JᵀΛJ, and where batches go."""
+        """Move JᵀΛJ, and set the device of later batches."""
         self._batches.device, self.points = device, self.points.to(device, dtype)
         self.base = None if self.base is None else self.base.to(device, dtype)
         self._ggn = None if self._ggn is None else self._ggn.to(device, dtype)

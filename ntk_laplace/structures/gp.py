@@ -1,4 +1,4 @@
-"""structure="gp": rows of the Jacobian are kept, and every answer is algebra on them."""
+"""structure="gp": function space, with stored rows of the Jacobian."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FunctionSpaceStructure"]
 
 
 class FunctionSpaceStructure(ExactStructure):
-    """Exact function space over stored rows; training inputs are not kept.
+    """Exact inference in function space over stored rows; training inputs are not stored.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class FunctionSpaceStructure(ExactStructure):
     Attributes
     ----------
     rows : Jacobian
-        Of J at the training points.
+        Rows of J at the training points.
     """
 
     name = "gp"
@@ -54,7 +54,7 @@ class FunctionSpaceStructure(ExactStructure):
 
     @staticmethod
     def require_memory_for(model: LinearizedModel, n: int, first: Jacobian | None) -> None:
-        """Refuse N examples if B, which is N R x N R, does not fit, and rows like the first ones on top."""
+        """Refuse N examples if B (N R x N R) and rows like `first` for all of them do not fit in memory."""
         c = model.network.num_outputs
         size = model.curvature_type.columns(model.likelihood, c) * n
         element = model.jacobian_pass.dtype.itemsize
@@ -71,7 +71,7 @@ class FunctionSpaceStructure(ExactStructure):
         )  # fmt: skip
 
     def posterior_precision(self, model: LinearizedModel) -> FunctionSpace:
-        """Factor B at the present hyperparameters, without a new Jacobian."""
+        """Factorize B at the current hyperparameters, without a new Jacobian."""
         root = self.points.root(model.curvature_type, model.likelihood).detach()
         return FunctionSpace(self.rows, root, model.prior, model.network.shapes)
 
@@ -84,7 +84,7 @@ class FunctionSpaceStructure(ExactStructure):
         return self.rows.jvp(model.network.unflatten(vector))
 
     def sensitivity(self, model: LinearizedModel, precision: FunctionSpace) -> Tensor:
-        """∂ log det B/∂Λ_n = V_nn, (N, C, C), or what stands for it where Λ_n keeps its range."""
+        """∂ log det B/∂Λ_n = V_nn, (N, C, C), or its equal on the range of Λ_n if that is constant."""
         left_inverse = self.points.left_inverse(model.curvature_type, model.likelihood)
         return precision.covariance_blocks(self.rows) if left_inverse is None else precision.sensitivity(left_inverse)
 
@@ -100,7 +100,7 @@ class FunctionSpaceStructure(ExactStructure):
     def changed(
         self, model: LinearizedModel, points: TrainingPoints, added: FunctionSpaceStructure | None = None
     ) -> FunctionSpaceStructure:
-        """The same model of other points, the last of them those of `more`; what the network saw stays known."""
+        """The structure of changed points, those of `added` last; `base` remembers the training points."""
         other = copy.copy(self)
         other.rows = self.rows if added is None else Jacobian.concatenate([self.rows, added.rows])
         other.points = points
@@ -108,7 +108,7 @@ class FunctionSpaceStructure(ExactStructure):
         return other
 
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
-        """H⁻¹g with the curvature of these points, (P,); points that count for nothing take no part."""
+        """H⁻¹g, (P,), with the curvature of `points`; points of weight zero are skipped."""
         root = points.root(model.curvature_type, model.likelihood)
         active = (points.counts > 0).nonzero().squeeze(1)
         everything = len(active) == len(root)
@@ -117,14 +117,14 @@ class FunctionSpaceStructure(ExactStructure):
         return FunctionSpace(rows, root, model.prior, model.network.shapes).solve(gradient)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> FunctionSpaceStructure:
-        """Their rows; no new pass."""
+        """The stored rows of some points; no pass over the data."""
         some = copy.copy(self)
         some.rows, some.points = self.rows.subset(index), self.points.subset(index)
         some.base = self._base_at(index)
         return some
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """Rows that are kept."""
+        """The stored rows."""
         yield self.rows.subset(index)
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
@@ -142,13 +142,13 @@ class FunctionSpaceStructure(ExactStructure):
         cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints,
         batches: Batches | None
     ) -> FunctionSpaceStructure:
-        """From a checkpoint."""
+        """Restore from a checkpoint."""
         made = cls.__new__(cls)
         made.rows, made.points = jacobian_from_record(saved), points
         return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the rows; none is made anew."""
+        """Move the rows; none is recomputed."""
         self.rows, self.points = self.rows.to(dtype, device), self.points.to(device, dtype)
         self.base = None if self.base is None else self.base.to(device, dtype)
 

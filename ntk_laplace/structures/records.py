@@ -1,4 +1,4 @@
-"""Records: what a structured fit has gathered, as plain containers of tensors that load with ``weights_only=True``."""
+"""Serialization of a structured fit's state: plain containers of tensors that load with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
-    """An accumulation; outputs, targets and weights, which are training data, only if asked for."""
+    """Serialize an accumulation; outputs, targets and weights, which are training data, only with `include_data`."""
     return {
         "form": spec_record(gathered.spec),
         "model": dict(gathered.signature),
@@ -50,7 +50,7 @@ def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
 
 
 def from_record(saved: Mapping[str, Any]) -> Accumulation:
-    """The accumulation that was recorded."""
+    """Restore a serialized accumulation."""
     parts = [ParameterBlock(**(dict(part) | {"entries": tuple(part["entries"])})) for part in saved["parts"]]
     sums = saved["sums"]
     eigenbases = [_eigenbasis(own) for own in saved["eigenbases"]]
@@ -69,18 +69,18 @@ def _eigenbasis(saved: Mapping[str, Tensor | None]) -> Eigenbasis:
 
 
 def spec_record(spec: StructureSpec) -> dict[str, Any]:
-    """Name and options of a form; a borrowed basis is in the eigenbases."""
+    """Name and options of a spec; a reused basis is stored with the eigenbases."""
     options = {name: value for name, value in vars(spec).items() if name != "basis"}
     return {"name": spec.name, "options": options}
 
 
 def spec_from(saved: Mapping[str, Any]) -> StructureSpec:
-    """The form that was recorded."""
+    """Restore a serialized spec."""
     return STRUCTURE_SPECS[saved["name"]](**saved["options"])
 
 
 def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Save, all or nothing: a reader never meets half a file."""
+    """Save atomically: a reader never sees a partial file."""
     path = Path(path)
     partial = path.with_name(path.name + ".block")
     torch.save(dict(content), partial)
@@ -88,12 +88,12 @@ def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def opened(path: str | os.PathLike[str], what: str, remedy: str, device: torch.device) -> Any:
-    """What a file holds that `write` made; nothing in it is run.
+    """Content of a file that `write` made; no code in it is executed.
 
     Raises
     ------
     DataError
-        If it is no such file.
+        If it is not such a file.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise DataError(f"a path of {what}", repr(path), remedy)
@@ -101,12 +101,12 @@ def opened(path: str | os.PathLike[str], what: str, remedy: str, device: torch.d
         return torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError as error:
         raise DataError(f"{what} at {path}", "no such file", remedy) from error
-    except Exception as error:  # whatever unpickling foreign bytes may raise
+    except Exception as error:  # unpickling foreign bytes may raise anything
         raise DataError(f"{what} at {path}", f"what cannot be read as one ({type(error).__name__})", remedy) from error
 
 
 def require_place(path: Any) -> None:
-    """Refuse a checkpoint that could not be written, before the work that it is to keep.
+    """Refuse a path that is not writable, before the computation to be saved.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def require_place(path: Any) -> None:
 
 
 def resumed(resume: Any, spec: StructureSpec, device: torch.device) -> Accumulation | None:
-    """The accumulation to go on with, from a file or an interruption's `state`.
+    """The accumulation to resume, from a file or the `state` of a `FitInterrupted`.
 
     Raises
     ------
@@ -142,7 +142,7 @@ def resumed(resume: Any, spec: StructureSpec, device: torch.device) -> Accumulat
 
 
 def spec_words(spec: StructureSpec) -> str:
-    """A form as one would write it."""
+    """A spec as Python code."""
     options = ", ".join(f"{k}={v!r}" for k, v in spec_record(spec)["options"].items())
     return f"{type(spec).__name__}({options})"
 

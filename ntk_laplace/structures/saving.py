@@ -1,4 +1,4 @@
-"""Saving: a posterior as plain containers of tensors. `ntk_laplace.checkpoint` reads them."""
+"""Serialization of a posterior as plain containers of tensors. `ntk_laplace.checkpoint` reads them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORMAT, VERSION = "ntk_laplace posterior", 1
 
 
 def posterior_record(model: LinearizedModel, structure: Structure, reason: str, include_data: bool) -> dict[str, Any]:
-    """Everything but the network's weights and, unless asked for, the training data.
+    """Everything but the network's weights and, without `include_data`, the training data.
 
     Raises
     ------
     UnsupportedError
-        If the structure is made of its training data and they are not to be kept.
+        If the structure consists of training data and `include_data` is False.
     """
     network = model.network
     return {
@@ -52,7 +52,7 @@ def posterior_record(model: LinearizedModel, structure: Structure, reason: str, 
 
 
 def _plain(spec: Any) -> Any:
-    """The form of the network's inputs in plain containers; None if something else is in it."""
+    """The format of the network's inputs in plain containers; None if it contains another type."""
     if spec is None or isinstance(spec, (Tensor, str, int, float)):
         return spec
     if not isinstance(spec, (Mapping, tuple, list)):

@@ -1,4 +1,4 @@
-"""structure="kfac", "ekfac", "inf", "diag": sums over the data stay, the data pass by."""
+"""structure="kfac", "ekfac", "inf", "diag": block approximations of H from sums over streaming data."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["StructuredStructure"]
 
 
 class StructuredStructure:
-    """Parts of weight space: Kronecker factors, blocks, diagonals.
+    """Block-diagonal weight space: Kronecker factors, dense blocks, diagonals.
 
     A change of the prior costs O(P). A change of the likelihood that multiplies all Λ_n by one number (a Gaussian's
-    noise) rescales the sums; any other asks for another pass over the data, in the eigenbasis of the fit.
+    noise) rescales the sums; any other needs another pass over the data, in the eigenbasis of the fit.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class StructuredStructure:
     spec : StructureSpec
         KFAC, EKFAC, INF or Diagonal, with their options.
     accumulated : Accumulation, optional
-        Of an interrupted fit, which goes on.
+        State of an interrupted fit, to resume.
     """
 
     def __init__(
@@ -59,49 +59,49 @@ class StructuredStructure:
         self._finalize(model)
 
     def _finalize(self, model: LinearizedModel) -> None:
-        """What follows from the sums, once, at the likelihood they were gathered under."""
+        """Derive points and the blocks' extra state from the sums, at the likelihood of the fit."""
         gathered = self._accumulated
         self.points: TrainingPoints | UnsavedPoints = self._gathered_points()
         model.likelihood.bind(*self.points.f.shape)
         for summary in gathered.summaries:
-            summary.require_finite()  # at the fit: eigenvectors may be made long after it
+            summary.require_finite()  # checked at the fit: eigenvectors may be computed much later
         self._extras = self.spec.finalized(gathered.summaries, gathered.eigenbases)
         self._likelihood = copy.deepcopy(model.likelihood)
         self._scale = 1.0
 
     def _gathered_points(self) -> TrainingPoints:
-        """Outputs and targets of all examples; kept once, here."""
+        """Outputs and targets of all examples; stored only here."""
         points = self._accumulated.points
         self._accumulated.forget()
         return points
 
     @property
     def name(self) -> str:
-        """What `structure=` called it."""
+        """The name that `structure=` takes."""
         return self.spec.name
 
     @property
     def parameter_blocks(self) -> list[ParameterBlock]:
-        """What shares a factorization, and in which spec."""
+        """Which parameters share a factorization, and of which kind."""
         return list(self._accumulated.parameter_blocks)
 
     @property
     def eigenbases(self) -> Sequence[Eigenbasis]:
-        """Eigenbases of the parts."""
+        """Eigenbases of the parameter blocks."""
         gathered = self._accumulated
         if not gathered.eigenbases:
             gathered.eigenbases = [Eigenbasis.of(summary) for summary in gathered.summaries]
         return gathered.eigenbases
 
     def _eigenbases(self) -> list[Eigenbasis]:
-        """The same for Λ at the likelihood's present hyperparameters."""
+        """Eigenbases for Λ at the likelihood's current hyperparameters."""
         pairs = zip(self.eigenbases, self.parameter_blocks, strict=True)
         return [eigenbasis.scaled(part.table, self._scale) for eigenbasis, part in pairs]
 
     # --- algebra
 
     def posterior_precision(self, model: LinearizedModel) -> StructuredWeightSpace:
-        """Algebra at the present hyperparameters."""
+        """The factorized posterior precision at the current hyperparameters."""
         self._follow(model)
         with torch.no_grad():
             by_group = model.prior.precision.to(model.theta)
@@ -110,7 +110,7 @@ class StructuredStructure:
         algebras = []
         for summary, eigenbasis, extra in zip(gathered.summaries, self._eigenbases(), self._extras, strict=True):
             part = summary.block
-            precision = named[part.weight]  # a bias that is part of it has the same
+            precision = named[part.weight]  # a bias in the block has the same
             if precision.ndim or part.kind == "diagonal":
                 sizes = {name: model.network.shapes[name].numel() for name in part.names}
                 precision = part.gather({name: named[name].expand(size) for name, size in sizes.items()})
@@ -118,12 +118,12 @@ class StructuredStructure:
         return StructuredWeightSpace(algebras, model.prior, model.network.shapes, model.theta)
 
     def _follow(self, model: LinearizedModel) -> None:
-        """Bring the sums to the likelihood's present hyperparameters."""
+        """Update the sums to the likelihood's current hyperparameters."""
         factor = common_factor(model, self._likelihood, self.points)
         if factor is not None:
             self._scale = factor
             return
-        gathered = replace(self._accumulated)  # what there is stays, until the pass has come to its end
+        gathered = replace(self._accumulated)  # the old sums are valid until the pass ends
         gathered.eigenbases = list(gathered.eigenbases) if self.spec.second_pass else []
         gathered.again(model, self._batches)
         self._accumulated = gathered
@@ -133,7 +133,7 @@ class StructuredStructure:
     # --- further passes
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
-        """Jᵀr, (P,): one pass, seeded with r."""
+        """Jᵀr, (P,), in one pass with cotangent r."""
         return vjp(model, self._batches, residual, model.settings.batch_size)
 
     def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
@@ -141,11 +141,11 @@ class StructuredStructure:
         return jvp(model, self._batches, vector, model.settings.batch_size)
 
     def sensitivity(self, model: LinearizedModel, precision: StructuredWeightSpace) -> Tensor:
-        """∂ log det B/∂Λ_n, (N, C, C), eigenbases held."""
+        """∂ log det B/∂Λ_n, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, None)
 
     def newton_step(self, model: LinearizedModel, precision: StructuredWeightSpace, gradient: Tensor) -> NewtonStep:
-        """z = H⁻¹g; zᵀ(H - P0)z is this structure's own."""
+        """z = H⁻¹g and J z; zᵀ(H - P0)z uses this structure's H."""
         z = precision.solve(gradient)
         own = *precision.quadratic(z), lambda: self._sensitivity(model, precision, z)
         return NewtonStep(z, self.jvp(model, z), own)
@@ -157,7 +157,7 @@ class StructuredStructure:
     # --- more data
 
     def refit_on(self, model: LinearizedModel, batches: Source) -> StructuredStructure:
-        """The same form fitted to other data, in this eigenbasis."""
+        """The same structure fitted to other data, in this eigenbasis."""
         accumulated = Accumulation(self.spec, signature=ModelSignature(model),
                                    parameter_blocks=list(self.parameter_blocks))
         if self.spec.second_pass:
@@ -165,16 +165,16 @@ class StructuredStructure:
         return StructuredStructure(model, batches, self.spec, accumulated)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> StructuredStructure:
-        """Sums over those alone, in this eigenbasis, from another pass."""
+        """Sums over some points, in this eigenbasis, from another pass."""
         return self.refit_on(model, selected(self._batches, index, self.points.num_examples))
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """From another pass."""
+        """Rows of J, from another pass."""
         batches = selected(self._batches, index, self.points.num_examples)
         yield from read_rows(model, batches, None, model.settings.batch_size, "Jacobians")
 
     def merged(self, model: LinearizedModel, other: StructuredStructure) -> StructuredStructure:
-        """Sums over both data sets; forms whose sums live in an eigenbasis must share it."""
+        """Sums over both data sets; structures whose sums are in an eigenbasis must share it."""
         _require_mergeable(self, other)
         for one in (self, other):
             one._follow(model)
@@ -182,7 +182,7 @@ class StructuredStructure:
         total = copy.copy(self)
         pairs = zip(ours.summaries, theirs.summaries, strict=True)
         summaries = [a.scaled(self._scale).merged(b.scaled(other._scale)) for a, b in pairs]
-        f = fill_buffer([self.points.f, other.points.f])  # refused here if a checkpoint held none
+        f = fill_buffer([self.points.f, other.points.f])  # an error here if the checkpoint has no data
         points = self.points.joined(model.likelihood, other.points)
         eigenbases = list(ours.eigenbases) if self.spec.second_pass else []
         total._accumulated = replace(
@@ -195,7 +195,7 @@ class StructuredStructure:
         return total
 
     def copied(self) -> StructuredStructure:
-        """The same, to be moved elsewhere while this one stays."""
+        """A copy that can move to another device while this one stays."""
         other = copy.copy(self)
         other._accumulated, other._likelihood = self._accumulated.copy(), copy.deepcopy(self._likelihood)
         return other
@@ -203,7 +203,7 @@ class StructuredStructure:
     # --- checkpoints
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
-        """The sums at the present likelihood, and the eigenbasis, if it was asked for."""
+        """The sums at the current likelihood, and the eigenbasis if it was computed."""
         self._follow(model)
         gathered = self._accumulated
         eigenbases = self._eigenbases()
@@ -220,7 +220,7 @@ class StructuredStructure:
         cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints,
         batches: Batches | None
     ) -> StructuredStructure:
-        """From a checkpoint."""
+        """Restore from a checkpoint."""
         made = cls.__new__(cls)
         gathered = from_record(saved)
         made.spec, made._batches, made._accumulated = gathered.spec, kept_or_missing(batches), gathered
@@ -230,7 +230,7 @@ class StructuredStructure:
         return made
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the sums, and where batches go."""
+        """Move the sums, and set the device of later batches."""
         gathered = self._accumulated
         gathered.summaries = [summary.to(device, dtype) for summary in gathered.summaries]
         gathered.eigenbases = [eigenbasis.to(device, dtype) for eigenbasis in gathered.eigenbases]
@@ -240,7 +240,7 @@ class StructuredStructure:
 
 
 def _reuse_eigenbasis(accumulated: Accumulation, spec: StructureSpec, model: LinearizedModel) -> None:
-    """Take parts and eigenbasis from another posterior, if the form names one."""
+    """Take parameter blocks and eigenbases from the posterior that the spec's `basis` names, if any."""
     other: Any = getattr(spec, "basis", None)
     if other is None:
         return
@@ -258,7 +258,7 @@ def _reuse_eigenbasis(accumulated: Accumulation, spec: StructureSpec, model: Lin
 
 
 def _require_same_model(accumulated: Accumulation, model: LinearizedModel) -> None:
-    """What is resumed must go on as it began."""
+    """Refuse to resume a fit under a different model."""
     for what, now in ModelSignature(model).items():
         if accumulated.signature.get(what) != now:
             raise UnsupportedError(f"to resume with the {what} of the interrupted fit", "another",
