@@ -1,4 +1,4 @@
-"""One family of errors: each names what was expected, what came, and what to do."""
+"""One family of errors: each states what was expected, what was given, and what to do."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = [
 
 
 class NTKLaplaceError(Exception):
-    """Base of every error the library raises on purpose.
+    """Base class of the library's own errors.
 
     Parameters
     ----------
     expected : str
         What the library needs.
     got : str
-        What it was given.
+        What was given.
     remedy : str
-        What the caller can do about it, a whole sentence.
+        What the caller can do about it, as a full sentence.
     """
 
     def __init__(self, expected: str, got: str, remedy: str) -> None:
@@ -52,11 +52,11 @@ class TargetError(DataError):
 
 
 class NonFiniteError(DataError):
-    """A NaN or an infinity where a number is needed; the first bad example is named."""
+    """A NaN or an infinity where a finite number is needed; the message names the first bad example."""
 
 
 class NetworkError(NTKLaplaceError):
-    """The network cannot be linearized as it stands."""
+    """The network cannot be linearized."""
 
 
 class MixedExamplesError(NetworkError):
@@ -68,7 +68,7 @@ class NonDeterministicError(NetworkError):
 
 
 class HyperparameterError(NTKLaplaceError, ValueError):
-    """A precision, a noise, a temperature or their grouping makes no sense."""
+    """A precision, a noise, a temperature or their grouping is invalid."""
 
 
 class MemoryBudgetError(NTKLaplaceError, MemoryError):
@@ -76,20 +76,20 @@ class MemoryBudgetError(NTKLaplaceError, MemoryError):
 
 
 class UnsupportedError(NTKLaplaceError, NotImplementedError):
-    """The request has no meaning for this structure, likelihood or input."""
+    """The request is not supported for this structure, likelihood or input."""
 
 
 class NumericalError(NTKLaplaceError, ArithmeticError):
-    """A factorization broke down; nothing was repaired in silence."""
+    """A factorization or another computation failed numerically; nothing was repaired silently."""
 
 
 class FitInterrupted(KeyboardInterrupt):
-    """A fit was interrupted; what it had gathered is kept.
+    """A fit was interrupted; its partial sums are kept.
 
     Attributes
     ----------
     state : object
-        Pass it as ``Settings(resume=error.state)`` to go on with the same data.
+        Pass it as ``Settings(resume=error.state)`` to continue with the same data.
     """
 
     def __init__(self, state: object, done: int, total: int | None) -> None:
@@ -100,12 +100,13 @@ class FitInterrupted(KeyboardInterrupt):
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """A training with evidence was interrupted; the network is left at the best evidence so far.
+    """Training with evidence was interrupted; the network has the weights of the best evidence so far.
 
     Attributes
     ----------
     state : dict
-        The end of the last epoch, or of one a second before: pass it as ``Settings(resume=error.state)``.
+        State at the end of the last epoch, or of one up to a second earlier. Pass it as
+        ``Settings(resume=error.state)``.
     """
 
     def __init__(self, state: dict, done: int, total: int) -> None:
@@ -115,21 +116,21 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class NTKLaplaceWarning(UserWarning):
-    """Something the caller should know: a fallback in use, a costly choice."""
+    """A warning that the caller should read, such as a fallback in use or a costly choice."""
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Whether a value is a whole number, Python's or NumPy's, of at least `least`; True and False are none."""
+    """Whether a value is an integer of Python or NumPy that is at least `least`; booleans do not count."""
     return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
 
 
 def require_whole(what: str, value: object, least: int, remedy: str) -> int:
-    """A whole number of at least `least`, as it is.
+    """Return an integer of at least `least` unchanged.
 
     Raises
     ------
     HyperparameterError
-        If it is something else.
+        If `value` is not such an integer.
     """
     if not is_whole(value, least):
         raise HyperparameterError(f"{what} as a whole number, at least {least}", f"{value!r}", remedy)

@@ -51,4 +51,5 @@ class Scalar(Tensor):
 
 def scalar(value: Tensor) -> Tensor:
     """Return one number with a gradient as a `Scalar`, the same node of the graph; any other tensor as it is."""
-    return value.as_subclass(Scalar) if value.requires_grad and value.ndim == 0 and value.is_floating_point() else value
+    number = type(value) is Tensor and value.ndim == 0 and value.is_floating_point()  # other subclasses stay
+    return value.as_subclass(Scalar) if number and value.requires_grad else value

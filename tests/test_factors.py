@@ -441,7 +441,7 @@ def test_a_rule_that_does_not_hold_is_left_out_of_the_next_plan(sizes, monkeypat
 
     def doubled(use):
         reader = rules._addmm(use)
-        return reader and rules.Extractor(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
+        return reader and rules.Extractor(lambda gradient: reader.extract(2.0 * gradient) if use.operand else None)
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -556,7 +556,7 @@ def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch, squared):
     """The proof looks at some examples' gradients; if they disagree, all rows are made and looked into."""
     def doubled(use):
         reader = rules._addmm(use)
-        return reader and rules.Extractor(lambda gradient: reader.read(2.0 * gradient) if use.operand else None)
+        return reader and rules.Extractor(lambda gradient: reader.extract(2.0 * gradient) if use.operand else None)
 
     torch.manual_seed(3)
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

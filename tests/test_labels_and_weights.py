@@ -20,6 +20,7 @@ from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.explorer.gather import Naming, gather
 from ntk_laplace.likelihoods import Likelihood, Tempered
 from ntk_laplace.metrics import held_out_scores, mean_log_likelihood
+from ntk_laplace.network import Caller
 from ntk_laplace.predictive import predictive
 from ntk_laplace.training.objective import Objective
 from reference import Dense, difference, outputs, relative_error, take
@@ -509,7 +510,7 @@ def test_training_skips_what_is_missing() -> None:
     prior = ntkl.GaussianPrior(2.0).bind({name: p.shape for name, p in network.named_parameters()})
     gradients = []
     for data in ((x, y), (x[6:], y[6:])):
-        objective = Objective(network, ntkl.Categorical(), prior, len(data[1]), 3)
+        objective = Objective(Caller(network), ntkl.Categorical(), prior, len(data[1]), 3)
         objective.settle()
         network.zero_grad()
         objective.gradient(*data)

@@ -103,8 +103,9 @@ each_output = pytest.mark.parametrize("outputs", OUTPUTS)
 
 
 def test_every_likelihood_is_a_case() -> None:
-    own = set(Likelihood.__subclasses__()) | set(PerOutput.__subclasses__())
-    assert {type(case.build()) for case in CASES} == own - {CustomLikelihood, PerOutput, *LOCAL}
+    known = {*Likelihood.__subclasses__(), *PerOutput.__subclasses__()}
+    own = {kind for kind in known if kind.__module__.startswith("ntk_laplace.")}  # other tests define some
+    assert {type(case.build()) for case in CASES} == own - {CustomLikelihood, PerOutput}
 
 
 # --- the laws -------------------------------------------------------------------------------------
@@ -637,9 +638,6 @@ class Logistic(Likelihood):
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         z = (y - f) * (-self.log_scale).exp()
         return (nn.functional.logsigmoid(z) + nn.functional.logsigmoid(-z) - self.log_scale).sum(-1)
-
-
-LOCAL = {Logistic}
 
 
 def test_a_log_density_is_enough() -> None:

@@ -1,4 +1,4 @@
-"""The door for data: inputs, and batches of them with their targets."""
+"""Data reading and validation: inputs, and batches of inputs and targets."""
 
 from ntk_laplace.data.batches import (
     BATCH_BYTES,

@@ -1,6 +1,6 @@
 """Sources of batches: a loader, a dataset or a pair (X, y) becomes batches of (x, y) on one device.
 
-Example weights that come along, (X, y, w) or batches (x, y, w), are gathered as the batches pass by.
+Example weights, given as (X, y, w) or as batches (x, y, w), are collected during the first pass.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ __all__ = [
     "kept_or_missing", "samplers_of",
 ]  # fmt: skip
 
-_BATCH = 512  # examples read at a time where the caller did not say
-_LARGEST_BATCH = 5_000  # and of examples that are small, if what is done with them bears it
-_UNKNOWN_BATCH = 2048  # as long as nobody said what is done with them
-BATCH_BYTES = 32 * 2**20  # of inputs, in a batch of small examples
+_BATCH = 512  # default batch size
+_LARGEST_BATCH = 5_000  # largest batch size for small examples, if their use allows it
+_UNKNOWN_BATCH = 2048  # largest batch size until `limit_batch_size` is called
+BATCH_BYTES = 32 * 2**20  # target size of a batch's inputs, in bytes
 _USUAL = ("labels", "label", "targets", "target", "y")  # keys of targets, for messages
 
 
 def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
-    """Inputs and targets of a batch: a pair of them, or one mapping with the targets under a key.
+    """Inputs and targets of a batch, which is a pair or a mapping with the targets under the key `targets`.
 
     Raises
     ------
     DataError
-        If it is neither, or a mapping without that key.
+        If the batch is neither, or the mapping lacks that key.
     """
     if isinstance(batch, Mapping):
         return _apart(batch, targets)
@@ -61,7 +61,7 @@ def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
 
 
 def _apart(batch: Mapping[str, Any], targets: str | None) -> tuple[Inputs, Tensor]:
-    """A mapping without its targets, and these."""
+    """Split a mapping into inputs and targets."""
     got = f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch))}"
     if targets is None:
         likely = next((key for key in _USUAL if key in batch), _USUAL[0])
@@ -78,28 +78,28 @@ def _apart(batch: Mapping[str, Any], targets: str | None) -> tuple[Inputs, Tenso
 
 
 class Batches:
-    """Pairs of inputs and targets in batches, as often as wanted, on one device.
+    """Batches of inputs and targets on one device; every iteration is one pass over the data.
 
     Parameters
     ----------
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
-        A loader keeps its own batches, sampler and `collate_fn`. A dataset, or tensors, are cut into batches of
-        `batch_size` in their order. A mapping, of all data or of one batch, holds its targets under the key `targets`.
-        Batches and items too may be (x, y, w), w one weight per example.
+        A loader keeps its batches, sampler and `collate_fn`. A dataset or tensors are split into batches of
+        `batch_size` in their order. A mapping, of all data or of one batch, has its targets under the key `targets`.
+        Batches and items may also be (x, y, w), w one weight per example.
     batch_size : int, optional
-        Examples that make a good batch; by default 512, and more of tensors that are small.
+        Examples per batch; by default 512, and more for tensors with small examples.
     device : torch.device
         Where batches go.
     dtype : InputDtype or torch.dtype, optional
         Taken by floating inputs: the network's own.
     targets : str, optional
-        The key of the targets in batches that are one mapping; pairs need none.
+        The key of the targets in batches that are mappings; pairs need none.
 
     Raises
     ------
     DataError
-        If nothing is there, or pairs cannot be read; from a pass, if it does not give as many examples as the first, or
-        their targets in another order.
+        If the data are empty or cannot be read as pairs; from a pass, if the number of examples or the order of the
+        targets differs from that of the first pass.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class Batches:
     ) -> None:  # fmt: skip
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
-        self._order = 0, 0  # checksums of the targets, and of the weights, as they come
+        self._order = 0, 0  # checksums of the targets and of the weights, in reading order
         self._weights: RowBuffer | None = None
         self.read = 0
         self._chosen = batch_size is not None
-        self._fitting = _LARGEST_BATCH  # so many examples are as large as a batch should be
+        self._fitting = _LARGEST_BATCH  # batch size at which the inputs fill BATCH_BYTES
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
         self._source: Any
         self._targets = targets
@@ -147,14 +147,14 @@ class Batches:
         cls, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
         targets: str | None = None,
     ) -> Batches:  # fmt: skip
-        """Batches as they are, so that several readers notice a source that changes; of anything else, new ones."""
+        """Return `Batches` unchanged, so that several readers detect a changing source; wrap other data."""
         return data if isinstance(data, cls) else cls(data, batch_size, device, dtype, targets)
 
     def limit_batch_size(self, most: int) -> None:
-        """Cut tensors in memory into even batches of at most so many examples (of 512 at least), as suits their use.
+        """Split tensors in memory into even batches of at most `most` examples (or 512 if that is more).
 
-        A batch is what an interruption waits for: many examples where little is done with each. A size that the
-        caller chose stays. So do a loader's batches; small ones may be read together, up to that size.
+        Interrupts are handled between batches, so the batch size bounds the delay. A size chosen by the caller does
+        not change. A loader keeps its batches; readers may merge small ones up to `batch_size`.
         """
         if self._chosen:
             return
@@ -165,12 +165,12 @@ class Batches:
 
     @property
     def length(self) -> int | None:
-        """Number of examples, if it is known without a pass (a loader that drops its last batch delivers fewer)."""
+        """Number of examples if it is known without a pass (a loader that drops its last batch yields fewer)."""
         return self._length
 
     @property
     def weights(self) -> Tensor | None:
-        """Weights of the first `read` examples, as many as any pass has come to; None where the data have none."""
+        """Weights of the first `read` examples, the most that any pass has read; None if the data have no weights."""
         return None if self._weights is None else self._weights.so_far
 
     @property
@@ -179,14 +179,14 @@ class Batches:
         return isinstance(self._source, DataLoader) and isinstance(self._source.sampler, RandomSampler)
 
     def first(self) -> tuple[Inputs, Tensor]:
-        """The first batch, which the next pass gives too: a stream that can be read only once loses nothing."""
+        """The first batch. The next pass yields it again, so a stream that can be read only once loses no batch."""
         begun = iter(self)
         pair = next(begun)
         self._begun = chain([pair], begun)
         return pair
 
     def close(self) -> None:
-        """Give up a pass that `first` has begun."""
+        """Discard a pass that `first` has begun."""
         self._begun = None
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
@@ -219,7 +219,7 @@ class Batches:
         self._total, self._order = seen, order
 
     def _note(self, weights: Tensor | None, seen: int, n: int) -> None:
-        """Gather a batch's weights, once."""
+        """Store a batch's weights, once per example."""
         if seen and (weights is None) != (self._weights is None):
             raise DataError("example weights in all batches, or in none",
                             f"a batch {'without' if weights is None else 'with'} them after {seen:,} examples",
@@ -247,7 +247,7 @@ class Batches:
 
 
 class Joined:
-    """Several sources one after the other, read as `Batches` are.
+    """Several sources in sequence, with the interface of `Batches`.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ class Joined:
 
     @property
     def device(self) -> torch.device:
-        """Where batches go."""
+        """Device of the batches."""
         return self.sources[0].device
 
     @device.setter
@@ -269,12 +269,12 @@ class Joined:
 
     @property
     def read(self) -> int:
-        """Number of examples that any pass has come to."""
+        """Number of examples read so far, in any pass."""
         return sum(source.read for source in self.sources)
 
     @property
     def weights(self) -> Tensor | None:
-        """Weights of those, ones where a source has none; None if no source has any."""
+        """Weights of the examples read, 1 for sources without weights; None if no source has weights."""
         found = [(source.weights, source.read) for source in self.sources]
         if all(weights is None for weights, _ in found):
             return None
@@ -289,7 +289,7 @@ class Joined:
 
     @property
     def batch_size(self) -> int:
-        """Examples that make a good batch."""
+        """Batch size of the first source."""
         return self.sources[0].batch_size
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
@@ -298,14 +298,14 @@ class Joined:
 
 
 class Selected:
-    """Some examples of a source, read as `Batches` are, in the source's order.
+    """A subset of a source in the source's order, with the interface of `Batches`.
 
     Parameters
     ----------
     source : Source
-        Read anew in every pass; it must give the same examples in the same order each time.
+        It is read again in every pass and must give the same examples in the same order each time.
     keep : Tensor of bool, (N,)
-        Which of the source's examples.
+        Which of the source's examples are kept.
 
     Raises
     ------
@@ -318,7 +318,7 @@ class Selected:
 
     @property
     def device(self) -> torch.device:
-        """Where batches go."""
+        """Device of the batches."""
         return self.source.device
 
     @device.setter
@@ -327,23 +327,23 @@ class Selected:
 
     @property
     def read(self) -> int:
-        """Number of kept examples that any pass has come to."""
+        """Number of kept examples read so far, in any pass."""
         return int(self.keep[: self.source.read].sum())
 
     @property
     def weights(self) -> Tensor | None:
-        """Weights of those; None where the data have none."""
+        """Weights of the kept examples read; None if the data have no weights."""
         weights = self.source.weights
         return None if weights is None else weights[self.keep[: len(weights)].to(weights.device)]
 
     @property
     def length(self) -> int:
-        """Number of examples that are kept."""
+        """Number of kept examples."""
         return int(self.keep.sum())
 
     @property
     def batch_size(self) -> int:
-        """Examples that make a good batch."""
+        """Batch size of the source."""
         return self.source.batch_size
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
@@ -361,7 +361,7 @@ Source = Batches | Joined | Selected
 
 
 class Missing:
-    """Data that a checkpoint did not hold: any pass over them is refused."""
+    """Placeholder for data that a checkpoint does not contain; any pass over it raises an error."""
 
     device: torch.device | None = None
     length = weights = None
@@ -373,30 +373,30 @@ class Missing:
 
 
 def kept_or_missing(batches: Batches | None) -> Batches | Missing:
-    """The data, or what stands in for them."""
+    """The data, or a `Missing` placeholder if there are none."""
     return Missing() if batches is None else batches
 
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:
-    """A loader's batches as they come, the same in every pass; the caller's random state is not touched."""
+    """A loader's batches, the same in every pass; the caller's random state does not change."""
     return _with_own_randomness(_with_own_workers(loader))
 
 
 def _with_own_workers(loader: DataLoader) -> DataLoader:
-    """The loader, without workers that outlive a pass.
+    """The loader without persistent workers.
 
-    They would start no second pass from the same numbers, nor go on with a pass of the caller's, and are in no copy.
+    Persistent workers break reproducible passes, disturb the caller's iterator and cannot be copied.
     """
     if loader.persistent_workers:
         loader = copy.copy(loader)
-        vars(loader).update(persistent_workers=False, _iterator=None)  # a loader refuses to be told so
+        vars(loader).update(persistent_workers=False, _iterator=None)  # a loader does not allow assigning these
     return loader
 
 
 def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
-    """Batches drawn from a random stream of their own, the same in every pass.
+    """Batches drawn from a private random stream, the same in every pass.
 
-    A shuffling loader then keeps one order over passes, and the caller's random state is not touched.
+    A shuffling loader then has the same order in every pass, and the caller's random state does not change.
     """
     ours = torch.Generator().manual_seed(0).get_state()
     own = [(generator, generator.get_state()) for generator in generators_of(loader)]
@@ -420,15 +420,15 @@ def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
 
 
 def generators_of(loader: DataLoader) -> list[torch.Generator]:
-    """Random generators that belong to a loader or to one of its samplers."""
+    """Random generators owned by a loader or by one of its samplers."""
     owned = (value for owner in (loader, *samplers_of(loader)) for value in _attributes(owner))
     return list({id(value): value for value in owned if isinstance(value, torch.Generator)}.values())
 
 
 def samplers_of(loader: DataLoader) -> list[Any]:
-    """A loader's samplers, those that other samplers hold among them."""
+    """A loader's samplers, including samplers nested in other samplers."""
     found = [sampler for sampler in (loader.sampler, loader.batch_sampler) if sampler is not None]
-    for owner in found:  # grows
+    for owner in found:  # the list grows during the loop
         inner = (value for value in _attributes(owner) if isinstance(value, Sampler))
         found += [sampler for sampler in inner if all(sampler is not one for one in found)]
     return found
@@ -447,7 +447,7 @@ def _length_of(data: Any) -> int | None:
 
 
 def _checksum(values: Tensor | None, before: int) -> int:
-    """Of the numbers that have come so far, whatever the batches they came in."""
+    """Running checksum of the values, independent of how they are split into batches."""
     if values is None:
         return before
     return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), before)

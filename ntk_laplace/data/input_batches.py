@@ -1,4 +1,4 @@
-"""Inputs alone, in batches: of tensors, or of a loader or a dataset whose batches may hold targets as well."""
+"""Batches of inputs without targets, from tensors or from a loader or dataset whose batches may contain targets."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from ntk_laplace.errors import DataError
 __all__ = ["InputBatches"]
 
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_BATCH = 512  # examples at a time where the caller did not say
+_BATCH = 512  # default batch size
 _READ = 64  # examples of a dataset that are collated at a time
 _MOST_MEMBERS = 3  # of a batch that is a tuple: inputs, targets and weights
 
 
 class InputBatches:
-    """Inputs in batches, in their order, on one device, as often as wanted.
+    """Batches of inputs in their order on one device; every iteration is one pass.
 
-    What is input in a loader's batch follows from the form of the inputs at the fit: a batch of that form is inputs; of
-    a pair or a triple whose first member has it, that member is; of a mapping that has its keys and others, those keys
-    are. Forms agree if keys, numbers of axes and kinds of type (floating or not) do.
+    The format of the inputs at the fit decides which part of a loader's batch is the input. It is the whole batch if
+    that has the format, the first member of a pair or triple if that has it, and the format's keys of a mapping that
+    has more keys. Formats agree if keys, numbers of axes and kinds of dtype (floating or not) agree.
 
     Parameters
     ----------
     x : tensor, tuple or dict of tensors, DataLoader or Dataset
-        A loader keeps its batches and their order; a dataset is read in its order, with torch's default `collate_fn`.
+        A loader keeps its batches and their order. A dataset is read in its order, with torch's default `collate_fn`.
     form : tensor, or nested tuples, lists and dicts of them, optional
-        Of the inputs at the fit, without an example. Where it is not known, of a tuple with up to three members the
-        first is input.
+        Format of the inputs at the fit, with no examples. If it is not given, the first member of a tuple of up to
+        three is the input.
     batch_size : int, optional
-        Most examples of a batch; tensors and larger batches are cut. By default 512, and 32 MiB.
+        Maximum examples per batch; tensors and larger batches are split. By default 512 examples and 32 MiB.
     device : torch.device
         Where batches go.
     dtype : InputDtype
@@ -56,17 +56,17 @@ class InputBatches:
     Attributes
     ----------
     length : int or None
-        Number of examples of tensors; None of a loader or a dataset.
+        Number of examples of tensors; None for a loader or a dataset.
     batch_size : int
-        Most examples of a batch.
+        Maximum examples per batch.
 
     Raises
     ------
     DataError
-        If `x` is no inputs, or a loader shuffles; from a pass, if there are none, or a batch does not hold inputs of
-        that form.
+        If `x` is not a valid input, or a loader shuffles; from a pass, if there are no inputs, or a batch does not
+        contain inputs of that format.
     UnsupportedError
-        If a gradient in the inputs is asked for; of a loader's inputs, from a pass.
+        If a gradient in the inputs is requested; for a loader's inputs, the error comes from a pass.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class InputBatches:
             return
         for batch in batches_of(self._source):
             x = self._inputs(batch)
-            with torch.set_grad_enabled(self._with_gradients):  # as it was when the question was asked
+            with torch.set_grad_enabled(self._with_gradients):  # the caller's grad mode at construction
                 refuse_input_gradients(x)
             yield x
 
     def _inputs(self, batch: Any) -> Inputs:
-        """What of a loader's batch is input."""
+        """The input part of a loader's batch."""
         pair = isinstance(batch, (tuple, list)) and 0 < len(batch) <= _MOST_MEMBERS
         if self._input_format is None:
             return as_tensors(batch[0] if pair else batch)
@@ -128,7 +128,7 @@ class InputBatches:
 
 
 def _part_like(x: Any, form: Inputs) -> Inputs | None:
-    """What of `x` has a form: `x` itself, of mappings the keys of the form; None if it has another."""
+    """The part of `x` with the given format: `x` itself, or for mappings the format's keys; None if there is none."""
     if isinstance(form, Tensor):
         fits = isinstance(x, Tensor) and x.ndim == form.ndim and x.is_floating_point() == form.is_floating_point()
         return x if fits else None
@@ -148,7 +148,7 @@ def _part_like(x: Any, form: Inputs) -> Inputs | None:
 
 
 def _require_order(loader: DataLoader) -> None:
-    """Refuse a loader whose examples come in an order that nobody knows.
+    """Raise an error for a loader whose examples come in an unknown order.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Forms: keys, shapes and types of inputs, in words for errors about those that a network does not take."""
+"""Input formats: keys, shapes and types of inputs, and error texts for inputs that a network does not accept."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["describe_inputs", "format_of", "input_remedy", "same_input_format"]
 
 
 def format_of(x: Inputs) -> Inputs:
-    """The same inputs without an example: keys, shapes and types."""
+    """The same inputs with zero examples, which keeps keys, shapes and types."""
     return map_tensors(lambda tensor: tensor.detach().new_empty(0, *tensor.shape[1:]), x)
 
 
 def describe_inputs(x: Inputs, examples: str = "") -> str:
-    """Inputs as people would write them, ``float32 (4, 5)`` or ``{'tokens': int64 (4, 7)}``.
+    """A short description of inputs, such as ``float32 (4, 5)`` or ``{'tokens': int64 (4, 7)}``.
 
     Parameters
     ----------
     x : tensor, or nested tuples, lists and dicts of them
     examples : str
-        In place of their number, "n" for a form.
+        Text shown instead of the number of examples, "n" for a format.
     """
     if isinstance(x, Tensor):
         sizes = [str(size) for size in x.shape]
@@ -38,12 +38,12 @@ def describe_inputs(x: Inputs, examples: str = "") -> str:
 
 
 def same_input_format(x: Inputs, form: Inputs) -> bool:
-    """Whether inputs differ from those of a form in their number alone."""
+    """Whether inputs have the given format, up to the number of examples."""
     return describe_inputs(x, "n") == describe_inputs(form, "n")
 
 
 def input_remedy(x: Inputs, form: Inputs | None) -> str:
-    """What to do about inputs on which a network fails, a whole sentence; `form` is that of others it took."""
+    """Advice for inputs on which a network fails, a full sentence; `form` is the format of inputs that worked."""
     if form is None:
         whole = [tensor for tensor in leaves(x) if not tensor.is_floating_point()]
         return ("Convert them, x.to(torch.float32), if they are values and no indices." if whole
@@ -65,5 +65,5 @@ def input_remedy(x: Inputs, form: Inputs | None) -> str:
 
 
 def _kind(tensor: Tensor) -> str:
-    """What is not converted in silence: floating types are."""
+    """Kind of dtype; conversion between floating types is automatic, other conversions are not."""
     return "floating" if tensor.is_floating_point() else str(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Inputs: a tensor, or tuples, lists and dicts of tensors (nested as one likes) that share their first axis."""
+"""Inputs: a tensor, or nested tuples, lists and dicts of tensors that share their first axis."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Inputs = Any
 
 
 def map_tensors(function: Callable[[Tensor], Any], x: Inputs) -> Any:
-    """Apply `function` to every tensor of a nested input; other leaves stay as they are."""
+    """Apply `function` to every tensor of a nested input; other leaves do not change."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
-        # a BatchEncoding or the like becomes a plain dict: the network sees the same keys
+        # a BatchEncoding and similar types become a plain dict with the same keys
         return {key: map_tensors(function, value) for key, value in x.items()}
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(map_tensors(function, value) for value in x))
@@ -61,7 +61,7 @@ def num_examples(x: Inputs) -> int:
     Raises
     ------
     DataError
-        If there is no tensor, or one without such an axis, or one that cannot be cut along it.
+        If there is no tensor, or a tensor lacks such an axis or cannot be sliced along it.
     """
     tensors = leaves(x)
     if not tensors:
@@ -84,7 +84,7 @@ def num_examples(x: Inputs) -> int:
 
 
 def num_bytes(x: Inputs) -> int:
-    """Of all tensors of an input."""
+    """Total bytes of all tensors of an input."""
     return sum(tensor.nbytes for tensor in leaves(x))
 
 
@@ -94,7 +94,7 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
 
 
 def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Join nested inputs along their first axis."""
+    """Concatenate nested inputs along their first axis."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -109,7 +109,7 @@ def concatenate(parts: Sequence[Inputs]) -> Inputs:
 
 
 def alike(x: Inputs, other: Inputs) -> bool:
-    """Whether two nested inputs consist of tensors alone, and differ at most in their number of examples."""
+    """Whether two nested inputs contain only tensors and differ at most in their number of examples."""
     if isinstance(x, Tensor) and isinstance(other, Tensor):
         return x.shape[1:] == other.shape[1:] and x.dtype == other.dtype
     if type(x) is not type(other):
@@ -155,13 +155,13 @@ def to_device(x: Inputs, device: torch.device, dtype: InputDtype | torch.dtype |
 
 
 def differentiable(x: Inputs) -> Inputs:
-    """The same inputs; tensors of inference mode, which cannot enter an autograd graph, as copies."""
+    """The same inputs, with copies of inference-mode tensors, which cannot enter an autograd graph."""
     with torch.inference_mode(False):
         return map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, x)
 
 
 def refuse_input_gradients(x: Inputs) -> None:
-    """Rows are made without a graph through the inputs: gradients in them would be zero in silence.
+    """Raise an error for inputs that require gradients: Jacobians have no graph to them, so gradients would be zero.
 
     Raises
     ------
@@ -174,7 +174,7 @@ def refuse_input_gradients(x: Inputs) -> None:
 
 
 def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:
-    """Raise if a NaN or an infinity is in `values`, and name the first example that holds one.
+    """Raise if `values` contain a NaN or an infinity, and name the first such example.
 
     Raises
     ------
@@ -195,20 +195,20 @@ def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> Non
 
 
 def as_tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """One tensor of what is an array, a table or a column of numbers, or nested lists of them.
+    """Convert an array, a table, a column of numbers or nested lists to one tensor.
 
     Raises
     ------
     TypeError, ValueError, RuntimeError
-        If `x` is none.
+        If `x` cannot be converted.
     """
-    # torch takes a column of pandas for a sequence, and asks it for its row named 0
+    # torch treats a pandas column as a sequence and looks up its row named 0
     foreign = hasattr(x, "__array__") and not isinstance(x, (Tensor, np.ndarray))
     return torch.as_tensor(np.array(x) if foreign else x, dtype=dtype)
 
 
 def as_tensors(x: Any) -> Inputs:
-    """Arrays, tables and nested lists of numbers become tensors; tuples and dicts keep their shape."""
+    """Convert arrays, tables and nested lists of numbers to tensors; tuples and dicts of tensors do not change."""
     if isinstance(x, (Tensor, Mapping)) or (isinstance(x, (tuple, list)) and leaves(x)):
         return x
     try:

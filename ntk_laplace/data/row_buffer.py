@@ -1,4 +1,4 @@
-"""Gathering: the few numbers that each batch leaves behind, in one tensor."""
+"""A growing buffer that collects a few rows from each batch in one tensor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["RowBuffer", "fill_buffer"]
 
 
 class RowBuffer:
-    """Rows that arrive batch by batch, in one tensor with room for more.
+    """Rows that are appended batch by batch to one preallocated tensor.
 
-    Small tensors that stayed, one from each batch, would lie between the large ones that come and go. An allocator
-    then cannot give those the same place again, and memory grows with the number of batches.
+    One small tensor per batch would fragment the memory between the large temporary ones, and memory would grow with
+    the number of batches.
 
     Parameters
     ----------
     room : int
-        Rows to expect, if known; room grows by doubling otherwise.
+        Expected number of rows, if known; otherwise the capacity doubles as needed.
     """
 
     def __init__(self, room: int = 0) -> None:
@@ -37,7 +37,7 @@ class RowBuffer:
         Raises
         ------
         DataError
-            If a row has another shape than those before.
+            If the rows have another shape than earlier ones.
         """
         end = self._count + len(rows)
         if self._rows is None:
@@ -55,23 +55,23 @@ class RowBuffer:
 
     @property
     def rows(self) -> Tensor:
-        """All rows so far, (N, ...), in memory of their own size."""
+        """All rows so far, (N, ...), without spare capacity."""
         if self._rows is None:
             return torch.empty(0)
         return self._rows if self._count == len(self._rows) else self._rows[: self._count].clone()
 
     @property
     def so_far(self) -> Tensor:
-        """The same, where they lie: memory in which there may be room for more."""
+        """The same rows as a view of the buffer."""
         return torch.empty(0) if self._rows is None else self._rows[: self._count]
 
     def copy(self) -> RowBuffer:
-        """The same rows, to go on with while these stay."""
+        """A copy of the buffer that can grow independently."""
         return fill_buffer([self.rows] if self._count else [], self._room)
 
 
 def fill_buffer(parts: Iterable[Tensor], room: int = 0) -> RowBuffer:
-    """All rows of some tensors, one after the other as they come."""
+    """A buffer with the rows of all given tensors, in order."""
     found = RowBuffer(room)
     for part in parts:
         found.append(part)

@@ -1,4 +1,4 @@
-"""Example weights: how often each example counts, the third member of (x, y, w)."""
+"""Example weights: the number of times each example counts, the third member of (x, y, w)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["example_weights"]
 
 
 def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
-    """Split (x, y, w) into (x, y) and one weight per example, float64; other data stay, without weights.
+    """Split (x, y, w) into (x, y) and one weight per example, float64; other data are returned with None.
 
     Parameters
     ----------
     data : object
         (x, y, w) is a tuple or list of three, w real numbers of shape (N,), as many as targets.
     seen : int
-        Number of the first example, for messages.
+        Index of the first example, for messages.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
 
 
 def _in_double_precision(weights: Any) -> Any:
-    """Python's numbers as float64, which torch would round to its default type; anything else as it is read."""
+    """Python numbers as float64 (torch would use its default dtype); other values as `as_tensors` reads them."""
     numbers = isinstance(weights, (tuple, list)) and all(
         isinstance(weight, Real) and not isinstance(weight, bool) for weight in weights
     )

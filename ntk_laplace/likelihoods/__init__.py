@@ -1,6 +1,6 @@
-"""Observation models: log p(y given f), its derivatives and their roots, and what a response looks like.
+"""Observation models: log p(y given f), its derivatives in f, Hessian square roots, and response distributions.
 
-A likelihood knows no network, kernel or prior. Every one obeys the same laws, with f of shape (N, C):
+A likelihood does not depend on the network, kernel or prior. All obey the same identities, with f of shape (N, C):
 ``residual = ∂ log p/∂f``, ``hessian = -∂² log p/∂f²`` and ``root rootᵀ = hessian``.
 """
 

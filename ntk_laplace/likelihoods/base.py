@@ -1,4 +1,4 @@
-"""What every likelihood knows: one contract, with defaults by automatic differentiation."""
+"""The base class of likelihoods: one interface, with defaults by automatic differentiation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Likelihood"]
 
 
 class Likelihood(nn.Module):
-    """An observation model p(y given f), f being the natural parameter (N, C) a network puts out.
+    """An observation model p(y given f), where f (N, C) is the network's output, the natural parameter.
 
-    To make your own, override `log_prob` alone: residual, hessian and root then come by automatic
-    differentiation. Override `mean` and `response_covariance` too for predictions with moments, `targets` to
-    check what users bring, and `distribution` for samples of y.
+    A subclass must override `log_prob`; residual, hessian and root then come from automatic differentiation.
+    Override `mean` and `response_covariance` for predictive moments, `targets` to validate targets, and
+    `distribution` for samples of y.
 
-    Everything follows the dtype and device of f, and is differentiable in the hyperparameters, which are
-    parameters of this module on a log scale. Examples never mix.
+    Results have the dtype and device of f and are differentiable in the hyperparameters, which are parameters of
+    this module on a log scale. Examples never mix.
     """
 
     classifies: bool = False
@@ -34,16 +34,16 @@ class Likelihood(nn.Module):
     weight: float = 1.0
     """How many times each example counts; see `Tempered`."""
 
-    # --- the door -------------------------------------------------------------------------------------
+    # --- validation -----------------------------------------------------------------------------------
 
     @staticmethod
     def of(likelihood: Likelihood) -> Likelihood:
-        """A likelihood as it is.
+        """Return a likelihood unchanged.
 
         Raises
         ------
         UnsupportedError
-            If it is something else: a name, a loss.
+            If it is something else, such as a name or a loss.
         """
         if not isinstance(likelihood, Likelihood):
             raise UnsupportedError("a likelihood object", f"{likelihood!r}",
@@ -60,15 +60,14 @@ class Likelihood(nn.Module):
         """
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check targets and bring them into canonical form, one row per example.
+        """Check targets and convert them to canonical form, one row per example.
 
-        By default they stay as they are, but (N,) becomes (N, 1) where f has one output, so that
-        ``y - f`` pairs each target with its own output.
+        By default they do not change, except that (N,) becomes (N, 1) if f has one output, to match ``y - f``.
 
         Raises
         ------
         TargetError
-            If shape, type or values do not fit; values name the first bad example.
+            If shape, type or values do not fit; for values the message names the first bad example.
         NonFiniteError
             If an entry is NaN or infinite.
         """
@@ -76,15 +75,15 @@ class Likelihood(nn.Module):
         return y.unsqueeze(1) if y.dim() == 1 and num_outputs == 1 else y
 
     def event_shape(self, num_outputs: int) -> Size | None:
-        """Shape of one example's target in canonical form; None if the likelihood does not say."""
+        """Shape of one example's target in canonical form; None if it is not fixed."""
         return None
 
     def at(self, index: Tensor | slice) -> Likelihood:
-        """Return the likelihood of a subset of the examples it was bound to: itself unless noise is per point."""
+        """Return the likelihood of a subset of the bound examples; itself unless noise is per point."""
         return self
 
     def for_new_points(self) -> Likelihood:
-        """Return the likelihood at points it was not bound to: itself unless noise is per point.
+        """Return the likelihood at new points; itself unless noise is per point.
 
         Raises
         ------
@@ -94,30 +93,30 @@ class Likelihood(nn.Module):
         return self
 
     def log_curvature_scale(self) -> Tensor | None:
-        """Return log c, if all that the hyperparameters do to `hessian` is to multiply it by a number c; else None."""
+        """Return log c if the hyperparameters affect `hessian` only by a scalar factor c; else None."""
         return None
 
-    # --- targets that are missing ------------------------------------------------------------------------
+    # --- missing targets ---------------------------------------------------------------------------------
 
     def observed(self, y: Tensor) -> Tensor | None:
-        """Which canonical targets are there: (N,), or (N, C) where each output has its own; None if all are.
+        """Mask of observed canonical targets: (N,), or (N, C) for one target per output; None if all are observed.
 
-        A missing target adds nothing to log p, its gradient and its curvature.
+        A missing target contributes nothing to log p, its gradient and its curvature.
         """
         return None
 
     def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
-        """Canonical targets `y` in which those that are not `observed` are missing."""
+        """Canonical targets `y`, marked as missing where `observed` is false."""
         raise self._unsupported("missing targets", "Use Bernoulli, Categorical, Gaussian or Poisson.")
 
     def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
-        """Canonical targets `y` in a form that can stand in one tensor with the targets `other`."""
+        """Canonical targets `y` in the format of `other`, so that both can be concatenated."""
         return y
 
     # --- the density and its derivatives in f -----------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Log density (or probability) of each example, with all constants, (N,), nats."""
+        """Log density (or probability) of each example, including constants, (N,), nats."""
         raise NotImplementedError(f"{type(self).__name__} must override log_prob(f, y)")
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
@@ -126,17 +125,17 @@ class Likelihood(nn.Module):
         return differentiation.gradient(lambda f: self.log_prob(f, y), f)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """Minus the second derivative of `log_prob` in f, (N, C, C). Canonical ones need no `y`."""
+        """Minus the second derivative of `log_prob` in f, (N, C, C). A canonical link does not need `y`."""
         return differentiation.negative_hessian(lambda f: self.log_prob(f, y), f)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (N, C, R) with ``S Sᵀ`` equal to `hessian`, exact where it is singular."""
+        """S (N, C, R) with ``S Sᵀ`` equal to `hessian`, exact for singular matrices too."""
         return differentiation.root_of_hessian(self.hessian(f, y))
 
     def left_inverse(self, f: Tensor) -> Tensor | None:
         """L (N, R, C) with ``L S = I``, if the range of `hessian` is the same at all hyperparameters; else None.
 
-        Gradients of evidences are cheaper where there is one. Where a column of S is zero, so is the row of L.
+        It makes evidence gradients cheaper. Where a column of S is zero, the row of L is zero.
         """
         return None
 
@@ -164,7 +163,7 @@ class Likelihood(nn.Module):
         return self.response_covariance(f).diagonal(dim1=-2, dim2=-1)
 
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
-        """Return the response given f, of batch shape (N,); `scalar` for a network with outputs of shape (N,)."""
+        """Return the response given f, with batch shape (N,); `scalar` is for a network with outputs of shape (N,)."""
         return MixtureResponse(self, f.unsqueeze(0), scalar)
 
     # --- the response when f is uncertain -----------------------------------------------------------------
@@ -174,7 +173,7 @@ class Likelihood(nn.Module):
         return MixtureResponse(self, f, scalar)
 
     def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
-        """Response for f ~ N(mean, covariance) in closed form; None if there is no such form."""
+        """Response for f ~ N(mean, covariance) in closed form; None if there is no closed form."""
         return None
 
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
@@ -188,7 +187,7 @@ class Likelihood(nn.Module):
         raise self._unsupported("a probit approximation", 'Predict with method="glm".')
 
     def _require_apart(self, f: Tensor, y: Tensor) -> None:
-        """Half of the examples must have the same log densities without the others."""
+        """Check that half of the examples have the same log densities without the other half."""
         half = len(f) // 2
         with torch.no_grad():
             whole = self.log_prob(f, y)[:half]

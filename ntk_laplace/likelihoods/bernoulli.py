@@ -1,4 +1,4 @@
-"""Bernoulli: yes or no for each output, f the log odds."""
+"""Bernoulli: a binary target for each output; f is the log odds."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["Bernoulli"]
 class Bernoulli(PerOutput):
     """Bernoulli likelihood, ``p(y=1 given f) = σ(f)``; C outputs are C independent labels ([T20] Table 2.1).
 
-    Targets are 0 or 1, of shape (N, C), or (N,) for one output. A soft label y between them is the probability that
-    the label is 1: ``log p = y log σ(f) + (1 - y) log σ(-f)``, whose residual is ``y - σ(f)`` and whose curvature is
-    that of any label.
+    Targets are 0 or 1, of shape (N, C), or (N,) for one output. A soft label y in (0, 1) is the probability that the
+    label is 1: ``log p = y log σ(f) + (1 - y) log σ(-f)``. Its residual is ``y - σ(f)``; its curvature is the same as
+    for hard labels.
 
     Parameters
     ----------
     missing : str, optional
-        "nan": a target that is NaN is a missing label, which adds nothing to log p, its gradient and its curvature.
+        "nan": a NaN target is a missing label, which contributes nothing to log p, its gradient and its curvature.
         By default a NaN is an error.
 
     Raises
     ------
     HyperparameterError
-        If `missing` is something else.
+        If `missing` has another value.
     """
 
     classifies = True
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check targets from 0 to 1, (N, C), and (N,) for one output."""
+        """Check targets in [0, 1], (N, C), or (N,) for one output."""
         y = self._columns(y, num_examples, num_outputs)
         remedy = "Map labels of -1 and 1 by (y + 1) / 2; use Categorical() for more classes."
         good = ((y >= 0) & (y <= 1)) | y.isnan()
@@ -68,7 +68,7 @@ class Bernoulli(PerOutput):
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``√(σ(f) σ(-f))`` on the diagonal, 0 where a label is missing, (N, C, C)."""
-        # half the logarithm and not a square root: its gradient is finite at saturation
+        # exp of half the logarithm, not a square root: its gradient is finite at saturation
         return torch.diag_embed(self._known((0.5 * (logsigmoid(f) + logsigmoid(-f))).exp(), y))
 
     def mean(self, f: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class Bernoulli(PerOutput):
         return BernoulliResponse(self, f, torch.zeros_like(f), self.response_variance(f), scalar)
 
     def average(self, f: Tensor, scalar: bool = False) -> Response:
-        """Average over samples of f (S, n, C): of one output a Bernoulli, of more their joint mixture."""
-        if f.shape[-1] > 1:  # outputs that share f's uncertainty are dependent
+        """Average over samples of f (S, n, C): a Bernoulli for one output, a joint mixture for several."""
+        if f.shape[-1] > 1:  # outputs are dependent through the uncertainty of f
             return MixtureResponse(self, f, scalar)
         log_yes, log_no = (logsigmoid(s * f).logsumexp(0) - math.log(f.shape[0]) for s in (1, -1))
         epistemic = self.mean(f).var(0, correction=0)

@@ -1,4 +1,4 @@
-"""Categorical: one of C classes, f the logits, with a temperature."""
+"""Categorical: one of C classes; f are the logits, divided by a temperature."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Categorical"]
 class Categorical(Likelihood):
     """Categorical likelihood of C classes, ``p = softmax(f / T)`` ([T20] Table 2.1).
 
-    Targets are labels 0..C-1 of shape (N,); -100 is a missing label, as in ``torch.nn.CrossEntropyLoss``, and adds
-    nothing to log p, its gradient and its curvature. Soft labels are floating rows of probabilities y, (N, C):
-    ``log p = Σ_c y_c log p_c``, whose residual is ``(y - p) / T`` and whose curvature is that of any label; a row of
-    -100 is a missing one.
+    Targets are labels 0..C-1 of shape (N,). A label of -100 is missing, as in ``torch.nn.CrossEntropyLoss``, and
+    contributes nothing to log p, its gradient and its curvature. Soft labels are floating rows of probabilities y,
+    (N, C): ``log p = Σ_c y_c log p_c``. Their residual is ``(y - p) / T``; their curvature is the same as for hard
+    labels. A row of -100 is a missing label.
 
     Parameters
     ----------
     temperature : float
-        T; above 1 the classes' probabilities are more even. A hyperparameter, `log_temperature`.
+        T; above 1 the class probabilities are more even. Stored as the hyperparameter `log_temperature`.
 
     Raises
     ------
@@ -64,7 +64,7 @@ class Categorical(Likelihood):
             )
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check class labels 0..C-1, (N,), or soft labels, (N, C); -100 stands for a missing one."""
+        """Check class labels 0..C-1, (N,), or soft labels, (N, C); -100 marks a missing label."""
         self.bind(num_examples, num_outputs)
         return read_classes(y, num_examples, num_outputs)
 
@@ -73,11 +73,11 @@ class Categorical(Likelihood):
         return Size()
 
     def rank(self, num_outputs: int) -> int:
-        """C - 1: adding a constant to all logits changes nothing."""
+        """C - 1, because adding a constant to all logits changes nothing."""
         return num_outputs - 1
 
     def observed(self, y: Tensor) -> Tensor | None:
-        """Which labels are there, (N,); None if all are."""
+        """Mask of observed labels, (N,); None if all are observed."""
         there = is_observed(y)
         return None if bool(there.all()) else there
 
@@ -86,15 +86,15 @@ class Categorical(Likelihood):
         return y.masked_fill(~observed.view(-1, *[1] * (y.dim() - 1)), MISSING_LABEL)
 
     def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
-        """Labels (N,) as rows of probabilities, (N, C), if the others are."""
+        """Convert labels (N,) to rows of probabilities (N, C) if `other` has that format."""
         return as_probabilities(y, other.shape[1], other) if y.dim() < other.dim() else y
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Log probability of each label, ``Σ_c y_c log p_c`` of a soft one, 0 of a missing one, (N,), nats."""
+        """Log probability of each label, ``Σ_c y_c log p_c`` for soft labels, 0 for missing ones, (N,), nats."""
         return label_log_prob(self._log_probabilities(f), y)
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        """``(y - p) / T`` ([T20] 2.5), y one-hot for a label, (N, C), without cancellation where p is near 1."""
+        """``(y - p) / T`` ([T20] 2.5), y one-hot for hard labels, (N, C), without cancellation where p is near 1."""
         p = self.mean(f)
         if y.dim() == 2:
             y = y.to(f).clamp_min(0)
@@ -116,16 +116,16 @@ class Categorical(Likelihood):
         class. The other columns of A Q are, with s = √p,
         ``-s_m s_j`` in row m and ``δ_ij s_i - p_i s_j / (1 + s_m)`` in the others. It is 0 where the label is missing.
         """
-        # examples last: C is small, and the processor's vectors run along them
+        # examples are the last axis: C is small, and vector instructions run along the examples
         f = f.T.contiguous()
-        # half the logarithm and not √p: its gradient is finite where p underflows
+        # exp of half the logarithm, not √p: its gradient is finite where p underflows
         s = (0.5 * torch.log_softmax(f / self._temperature(f), 0)).exp()
         top = f.max(0, keepdim=True).indices
         s_top = s.gather(0, top)
         after = torch.arange(len(f) - 1, device=f.device).unsqueeze(1) >= top
-        own = torch.where(after, s[1:], s[:-1]) / self._temperature(f)  # s_j of every class but m
+        own = torch.where(after, s[1:], s[:-1]) / self._temperature(f)  # s_j of all classes except m
         own = own if y is None else own * label_mass(y, f).sqrt()
-        # every entry of column j is a multiple of s_j; in memory a column after the other, as backward passes start
+        # every entry of column j is a multiple of s_j; columns are contiguous, as backward passes read them
         shared = (s.square() / (1 + s_top)).scatter(0, top, s_top)
         columns = own.unsqueeze(1) * shared.neg()
         before = own.masked_fill(after, 0.0)
@@ -134,19 +134,19 @@ class Categorical(Likelihood):
         return columns.permute(2, 1, 0)
 
     def left_inverse(self, f: Tensor) -> Tensor | None:
-        """L (N, C-1, C) with ``L S = I``: T (I + u uᵀ/(s_m (1 + s_m))) diag(1/u) on the classes but m, zero on m.
+        """L (N, C-1, C), ``L S = I``: T (I + u uᵀ/(s_m (1 + s_m))) diag(1/u) on all classes except m, zero on m.
 
-        u holds s_j = √p_j of these classes; in `root` their rows are diag(u) (I - u uᵀ/(1 + s_m)) / T. A class whose
-        probability underflows carries no information: its row and column are zero.
+        u has the entries s_j = √p_j of these classes; their rows in `root` are diag(u) (I - u uᵀ/(1 + s_m)) / T. A
+        class whose probability underflows carries no information: its row and column are zero.
         """
         if type(self) is not Categorical:
-            return None  # a subclass may have another curvature
+            return None  # a subclass may override the curvature
         s = (0.5 * self._log_probabilities(f)).exp()
         top = f.argmax(-1, keepdim=True)
         others = torch.arange(f.shape[-1] - 1, device=f.device)
         others = others + (others >= top)
         s_top, u = s.gather(-1, top), s.gather(-1, others)
-        # squares of what follows must stay finite
+        # squares of the reciprocals must stay finite
         over = torch.where(u > torch.finfo(u.dtype).tiny ** 0.45, u.reciprocal(), 0.0)
         inner = u.unsqueeze(-1) * u.unsqueeze(-2) / (s_top * (1 + s_top)).unsqueeze(-1)
         inner.diagonal(dim1=-2, dim2=-1).add_(1.0)
@@ -186,7 +186,7 @@ class Categorical(Likelihood):
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """``softmax(κ f/T)`` with ``κ_c = (1 + π v_c/(8 T²))^-½``, v the variances of f.
 
-        The usual extension to more classes; it ignores the covariances between logits, and ``glm`` does not.
+        This is the usual multiclass extension. It ignores covariances between logits; ``glm`` includes them.
         """
         temperature = self._temperature(mean)
         variance = covariance.diagonal(dim1=-2, dim2=-1) / temperature**2

@@ -1,4 +1,4 @@
-"""Roots of small covariances, one per input, with nothing added to them."""
+"""Square roots of small covariances, one per input, without jitter."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["cholesky", "covariance_root", "marginal_factor", "marginal_log_densi
 
 
 def covariance_root(covariance: Tensor) -> Tensor:
-    """Symmetric W with ``W W`` equal to positive semidefinite `covariance` (n, C, C); singular is welcome.
+    """Symmetric W with ``W W`` equal to positive semidefinite `covariance` (n, C, C), which may be singular.
 
-    Unlike other roots it is unique and continuous, so covariances that agree up to rounding give samples that
-    agree too: up to rounding where they are regular, up to its square root where they are singular. Eigenvalues
-    that rounding made negative count as zero; beyond that a warning names the size.
+    Unlike other square roots it is unique and continuous. Covariances that agree up to rounding therefore give
+    samples that agree up to rounding if they are regular, and up to its square root if they are singular. Eigenvalues
+    that are negative by rounding count as zero; for larger ones a warning reports the size.
 
     Raises
     ------
     NumericalError
-        If a covariance is not finite, or has an eigenvalue that no rounding explains.
+        If a covariance is not finite, or has a negative eigenvalue larger than rounding errors.
     """
     if not covariance.isfinite().all():
         raise NumericalError(
@@ -75,13 +75,13 @@ def require_positive(variance: Tensor) -> None:
 
 
 def marginal_factor(covariance: Tensor, there: Tensor) -> Tensor:
-    """Cholesky factors of covariances (..., C, C) over entries that are `there`, of the identity over the others."""
+    """Cholesky factors of covariances (..., C, C) over observed entries (`there`), of the identity over the others."""
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
     return cholesky(torch.where(there.unsqueeze(-1) & there.unsqueeze(-2), covariance, eye))
 
 
 def marginal_log_density(error: Tensor, covariance: Tensor, there: Tensor) -> Tensor:
-    """Log density N(error; 0, Σ) over the entries that are `there`, (..., C) -> (...), nats."""
+    """Log density N(error; 0, Σ) over the observed entries (`there`), (..., C) -> (...), nats."""
     factor = marginal_factor(covariance, there)
     scaled = torch.linalg.solve_triangular(factor, error.masked_fill(~there, 0.0).unsqueeze(-1), upper=False)
     log_det = 2.0 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -1,4 +1,4 @@
-"""A likelihood of your own, from a log density alone."""
+"""A user-defined likelihood from a log density."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ __all__ = ["CustomLikelihood", "from_log_prob"]
 
 
 class CustomLikelihood(Likelihood):
-    """A likelihood from ``log_density(f, y)``; residual, hessian and root come by automatic differentiation.
+    """A likelihood from ``log_density(f, y)``; residual, hessian and root come from automatic differentiation.
 
     Parameters
     ----------
     log_density : callable or nn.Module
-        Takes f (N, C) and targets with N rows, returns log p(y given f), (N,), in nats and with its constants;
-        twice differentiable, concave in f, and without mixing examples. A module's parameters are
-        hyperparameters.
+        Takes f (N, C) and targets with N rows, returns log p(y given f), (N,), in nats including constants. It must
+        be twice differentiable, concave in f, and must not mix examples. A module's parameters are hyperparameters.
     mean : callable, optional
         Mean response (N, C) of f; needed for `mean` and `variance` of predictions, and for ``method="blr"``.
     covariance : callable, optional
@@ -42,7 +41,7 @@ class CustomLikelihood(Likelihood):
         self._log_density, self._mean, self._covariance = log_density, mean, covariance
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Your log density, (N,), checked for shape."""
+        """The given log density, (N,), checked for shape."""
         scores = self._log_density(f, y)
         if not isinstance(scores, Tensor) or scores.shape != f.shape[:1]:
             shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
@@ -54,11 +53,11 @@ class CustomLikelihood(Likelihood):
         return scores
 
     def mean(self, f: Tensor) -> Tensor:
-        """Mean response of f, (N, C), as you gave it."""
+        """The given mean response of f, (N, C)."""
         return super().mean(f) if self._mean is None else self._mean(f)
 
     def response_covariance(self, f: Tensor) -> Tensor:
-        """Covariance of the response, (N, C, C), as you gave it."""
+        """The given covariance of the response, (N, C, C)."""
         return super().response_covariance(f) if self._covariance is None else self._covariance(f)
 
 

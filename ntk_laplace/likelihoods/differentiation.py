@@ -1,4 +1,4 @@
-"""Residual, hessian and root from a log density alone, by automatic differentiation in f."""
+"""Residual, hessian and root of a log density, by automatic differentiation in f."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["gradient", "jacobian", "negative_hessian", "root_of_hessian"]
 
 
 def gradient(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
-    """Gradient in f of ``log_density(f)`` (N,), one example at a time, (N, C).
+    """Per-example gradient in f of ``log_density(f)`` (N,), (N, C).
 
-    Differentiable in whatever else the density depends on, if gradients are enabled.
+    If gradients are enabled, it is differentiable in all other tensors that the density depends on.
     """
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -25,12 +25,12 @@ def gradient(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
 
 
 def jacobian(function: Callable[[Tensor], Tensor], f: Tensor) -> Tensor:
-    """Jacobian in f of ``function(f)`` (N, K) that treats examples apart, (N, K, C)."""
+    """Per-example Jacobian in f of ``function(f)`` (N, K), which must not mix examples, (N, K, C)."""
     keep = torch.is_grad_enabled()
     with torch.enable_grad():
         f = _leaf(f)
         columns = function(f).unbind(1)
-        # one backward pass per output and no vmap: every differentiable log density is welcome
+        # one backward pass per output instead of vmap, which some differentiable functions do not support
         return torch.stack([_rows(column, f, create_graph=keep, retain_graph=True) for column in columns], 1)
 
 
@@ -41,16 +41,16 @@ def negative_hessian(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tens
         return -_rows(log_density(f), f, create_graph=True)
 
     hessian = jacobian(negative_gradient, f)
-    return 0.5 * (hessian + hessian.mT)  # equal up to rounding
+    return 0.5 * (hessian + hessian.mT)  # symmetric up to rounding before this line
 
 
 def root_of_hessian(hessian: Tensor) -> Tensor:
-    """S (N, C, C) with ``S Sᵀ`` equal to positive semidefinite `hessian`, singular ones included.
+    """S (N, C, C) with ``S Sᵀ`` equal to positive semidefinite `hessian`, which may be singular.
 
     Raises
     ------
     NonFiniteError
-        If a hessian holds NaN or infinity.
+        If a hessian contains NaN or infinity.
     UnsupportedError
         If a hessian has a negative eigenvalue beyond rounding: the log density is not concave there.
     """
@@ -63,7 +63,7 @@ def root_of_hessian(hessian: Tensor) -> Tensor:
         )
     values, vectors = torch.linalg.eigh(hessian)
     eps = torch.finfo(hessian.dtype).eps
-    # rounding of second derivatives: relative to the batch's largest, and to log p itself, which is of order one
+    # rounding of second derivatives is relative to the batch's largest value and to log p, which is of order one
     spectrum = values.detach()
     tolerance = eps * max(10.0, 1e3 * hessian.shape[-1] * float(spectrum.abs().max()))
     if float(spectrum.min()) < -tolerance:
@@ -81,7 +81,7 @@ def _leaf(f: Tensor) -> Tensor:
 
 
 def _rows(outputs: Tensor, f: Tensor, create_graph: bool, retain_graph: bool | None = None) -> Tensor:
-    """Gradient of the sum of outputs, which is each example's own if examples do not mix."""
+    """Gradient of the sum of outputs, which is the per-example gradient if examples do not mix."""
     if not outputs.requires_grad:
         return torch.zeros_like(f)
     (rows,) = torch.autograd.grad(

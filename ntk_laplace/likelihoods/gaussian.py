@@ -1,4 +1,4 @@
-"""Gaussian: real responses with noise of one variance, one per output, one per point, or a full covariance."""
+"""Gaussian: real responses with a noise variance (one, per output or per point) or a full noise covariance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("auto", "scalar", "output", "point", "covariance")
 
 
 class Gaussian(PerOutput):
-    """Gaussian likelihood ``y = f + ε``, ε with the variance `noise` ([T20] Table 2.1).
+    """Gaussian likelihood ``y = f + ε``, where ε has the variance `noise` ([T20] Table 2.1).
 
     Targets are real numbers of shape (N, C), or (N,) for one output.
 
@@ -31,23 +31,23 @@ class Gaussian(PerOutput):
         A *variance*, in squared units of y: one number, one per output (C,), one per point (N,) or (N, C), or
         the covariance of the outputs (C, C).
     kind : {"auto", "scalar", "output", "point", "covariance"}
-        What `noise` means; only needed where its shape leaves a choice, as when N = C.
+        What `noise` means; needed only if its shape is ambiguous, as when N = C.
     missing : str, optional
-        "nan": a target that is NaN is missing; the example's density is that of its other outputs, of a covariance the
-        marginal one. By default a NaN is an error.
+        "nan": a NaN target is missing. The example's density is then the marginal density of its other outputs. By
+        default a NaN is an error.
 
     Attributes
     ----------
     log_noise : nn.Parameter
-        Log variances in the shape of `noise`; for a covariance the logarithms of D in Σ = U diag(D) Uᵀ.
+        Log variances in the shape of `noise`; for a covariance log D in Σ = U diag(D) Uᵀ.
     coupling : nn.Parameter or None
-        For a covariance, the entries of the unit triangular U below its diagonal, row by row.
+        For a covariance, the entries of the unit lower triangular U below its diagonal, row by row.
 
     Raises
     ------
     HyperparameterError
-        If a variance is not positive, a covariance not positive definite, the shape fits no kind, or `missing` is
-        something else.
+        If a variance is not positive, a covariance is not positive definite, the shape fits no kind, or `missing` has
+        another value.
     """
 
     log_noise: nn.Parameter
@@ -75,12 +75,12 @@ class Gaussian(PerOutput):
 
     @property
     def kind(self) -> str:
-        """What the noise means; "auto" until `bind` if its shape leaves a choice."""
+        """What the noise means; "auto" until `bind` if its shape is ambiguous."""
         return self._kind.removeprefix("auto ")
 
     @property
     def noise(self) -> Tensor:
-        """Variance(s), in the shape they were given; assign to change them in place."""
+        """Variance(s), in the given shape; assign to change them in place."""
         if self.coupling is None:
             return scalar(self.log_noise.exp())
         factor = self._factor(self.log_noise)
@@ -101,7 +101,7 @@ class Gaussian(PerOutput):
                 self.coupling.copy_(coupling)
 
     def bind(self, num_examples: int, num_outputs: int) -> None:
-        """Settle what the noise means for N examples and C outputs, and check its shape."""
+        """Determine what the noise means for N examples and C outputs, and check its shape."""
         self._kind = self._resolve(num_examples, num_outputs)
 
     def at(self, index: Tensor | slice) -> Likelihood:
@@ -110,21 +110,21 @@ class Gaussian(PerOutput):
             return self
         part = Gaussian.__new__(Gaussian)
         nn.Module.__init__(part)
-        # a plain tensor, so that gradients reach this module's parameter
+        # a plain tensor, not a parameter, to let gradients reach this module's parameter
         part._kind, part.log_noise, part.coupling = "point", self.log_noise[index], None
         part.missing = self.missing
         return part
 
     def for_new_points(self) -> Likelihood:
-        """Return this likelihood; noise per point belongs to the training points and raises."""
+        """Return this likelihood; with noise per point, which belongs to the training points, raise an error."""
         if self.kind == "point":
             raise self._no_noise("new points")
         return self
 
-    # --- the door -----------------------------------------------------------------------------------------
+    # --- validation ---------------------------------------------------------------------------------------
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check real targets, (N, C), and (N,) for one output."""
+        """Check real targets, (N, C), or (N,) for one output."""
         return self._columns(y, num_examples, num_outputs)
 
     def event_shape(self, num_outputs: int) -> Size:
@@ -132,13 +132,13 @@ class Gaussian(PerOutput):
         return Size((num_outputs,))
 
     def log_curvature_scale(self) -> Tensor | None:
-        """Return -log σ² where one variance multiplies all of Λ = I/σ²."""
+        """Return -log σ² for a scalar variance, where Λ = I/σ²."""
         return -self.log_noise if self.kind == "scalar" else None
 
     # --- the density and its derivatives in f ---------------------------------------------------------------
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
-        """Log density of each example, of its targets that are there, (N,), nats."""
+        """Log density of each example's observed targets, (N,), nats."""
         # log N(y; f, Σ) = -½ (y - f)ᵀ Σ⁻¹ (y - f) - ½ log det Σ - C/2 log 2π
         error, there = self._error(f, y)
         distance = (self._solved(error, f, there) * error).sum(-1)
@@ -146,19 +146,19 @@ class Gaussian(PerOutput):
         return -0.5 * (distance + self._log_det(f, there) + count * math.log(2 * math.pi))
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
-        """``Σ⁻¹ (y - f)`` ([T20] Table 2.1) over the targets that are there, 0 for the others, (N, C)."""
+        """``Σ⁻¹ (y - f)`` ([T20] Table 2.1) over the observed targets, 0 for the others, (N, C)."""
         error, there = self._error(f, y)
         return self._solved(error, f, there)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``Σ⁻¹`` ([T20] Table 2.1) over the targets that are there, 0 for the others, (N, C, C)."""
+        """``Σ⁻¹`` ([T20] Table 2.1) over the observed targets, 0 for the others, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._known((-self._log_variance(f)).exp(), y))
         root = self.root(f, y)
         return root @ root.mT
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """``L⁻ᵀ`` with ``L Lᵀ = Σ`` over the targets that are there, 0 for the others, (N, C, C)."""
+        """``L⁻ᵀ`` with ``L Lᵀ = Σ`` over the observed targets, 0 for the others, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._known((-0.5 * self._log_variance(f)).exp(), y))
         self._require_fit("covariance", *f.shape)
@@ -171,7 +171,7 @@ class Gaussian(PerOutput):
     def left_inverse(self, f: Tensor) -> Tensor | None:
         """``Lᵀ`` with ``L Lᵀ = Σ``, (N, C, C)."""
         if type(self) is not Gaussian:
-            return None  # a subclass may have another curvature
+            return None  # a subclass may override the curvature
         if self.coupling is None:
             return torch.diag_embed((0.5 * self._log_variance(f)).exp())
         self._require_fit("covariance", *f.shape)
@@ -208,11 +208,11 @@ class Gaussian(PerOutput):
     def average(self, f: Tensor, scalar: bool = False) -> Response:
         """Average over samples of f (S, n, C): an equal mixture of normals."""
         if self._kind.startswith("auto"):
-            self.bind(*f.shape[1:])  # the mixture asks for each sample's noise by index
+            self.bind(*f.shape[1:])  # the mixture looks up each sample's noise by index
         return super().average(f, scalar)
 
     def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
-        """Normal response for f ~ N(mean, covariance): their covariances add."""
+        """Normal response for f ~ N(mean, covariance); its covariance is the sum of latent covariance and noise."""
         noise = self.response_covariance(mean)
         if scalar:
             parts = (mean.squeeze(-1), covariance.flatten(), noise.flatten())
@@ -220,20 +220,20 @@ class Gaussian(PerOutput):
         return MultivariateNormalResponse(self, mean, covariance, noise)
 
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
-        """Return the exact response: the link is linear already."""
+        """Return the exact response, because the link is the identity."""
         return self.integrate(mean, covariance, scalar)
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    # --- private --------------------------------------------------------------------------------------------------
 
     def _error(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``y - f``, zero where a target is missing, and which are there; None for all of them."""
+        """``y - f``, zero where a target is missing, and the mask of observed targets (None if all are observed)."""
         there = self.observed(y)
         if there is None:
             return y.to(f) - f, None
         return torch.where(there, y.to(f), f) - f, there
 
     def _solved(self, error: Tensor, f: Tensor, there: Tensor | None) -> Tensor:
-        """``Σ⁻¹ error`` over the targets that are there, (N, C)."""
+        """``Σ⁻¹ error`` over the observed targets, (N, C)."""
         if self.coupling is None:
             return error * (-self._log_variance(f)).exp()
         self._require_fit("covariance", *f.shape)
@@ -242,7 +242,7 @@ class Gaussian(PerOutput):
         return torch.cholesky_solve(error.unsqueeze(-1), self._marginal_factor(f, there)).squeeze(-1)
 
     def _marginal_factor(self, f: Tensor, there: Tensor) -> Tensor:
-        """Cholesky factors of Σ over the targets that are there and of the identity over the others, (N, C, C)."""
+        """Cholesky factors of Σ over the observed targets and of the identity over the others, (N, C, C)."""
         factor = self._factor(f)
         return marginal_factor(factor @ factor.mT, there)
 
@@ -273,7 +273,7 @@ class Gaussian(PerOutput):
         return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def _resolve(self, num_examples: int, num_outputs: int) -> str:
-        """Tell what the noise means for N examples and C outputs."""
+        """Return what the noise means for N examples and C outputs."""
         kind = self._kind
         if kind.startswith("auto"):
             if num_examples == num_outputs and self.log_noise.shape[0] == num_outputs:

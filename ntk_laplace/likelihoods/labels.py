@@ -1,4 +1,4 @@
-"""Class labels: hard ones (N,), soft ones (N, C), and those that are missing, -100."""
+"""Class labels: hard (N,), soft (N, C), and missing (-100)."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def read_classes(y: Any, num_examples: int, num_classes: int) -> Tensor:
 
 
 def is_observed(y: Tensor) -> Tensor:
-    """Which labels are there, (N,)."""
+    """Mask of observed labels, (N,)."""
     return (y if y.dim() == 1 else y[:, 0]) != MISSING_LABEL
 
 
 def label_mass(y: Tensor, like: Tensor) -> Tensor:
-    """How much of a label there is, (N,): 1, or 0 of a missing one; Σ_c y_c of a soft one, which is 1 to rounding."""
+    """Mass of each label, (N,): 1, or 0 for a missing label; Σ_c y_c for a soft label, which is 1 up to rounding."""
     return y.to(like).clamp_min(0).sum(-1) if y.dim() == 2 else is_observed(y).to(like)
 
 
 def label_log_prob(log_p: Tensor, y: Tensor) -> Tensor:
-    """Log probability of labels under log p (N, C), ``Σ_c y_c log p_c`` of soft ones, 0 of missing ones, (N,), nats."""
+    """Log probability of labels under log p (N, C): ``Σ_c y_c log p_c`` if soft, 0 if missing, (N,), nats."""
     if y.dim() == 2:
         y = y.to(log_p)
         return torch.where(y > 0, y * log_p, torch.zeros_like(log_p)).sum(-1)  # 0 log 0 is 0
@@ -45,6 +45,6 @@ def label_log_prob(log_p: Tensor, y: Tensor) -> Tensor:
 
 
 def as_probabilities(y: Tensor, num_classes: int, like: Tensor) -> Tensor:
-    """Labels (N,) as rows of probabilities in the type of `like`, (N, C); -100 throughout where a label is missing."""
+    """Labels (N,) as rows of probabilities (N, C) in the dtype of `like`; a missing label is a row of -100."""
     rows = one_hot(y.long().clamp_min(0), num_classes).to(like)
     return rows.masked_fill(~is_observed(y).unsqueeze(1), MISSING_LABEL)

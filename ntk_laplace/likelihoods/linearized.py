@@ -1,4 +1,4 @@
-"""The response linearized through the inverse link: a Gaussian of the response's moments."""
+"""The response linearized through the inverse link: a Gaussian with the linearized moments."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["LinearizedResponse"]
 
 
 class LinearizedResponse(Response):
-    """The response after the linearization through the inverse link, with Gaussian moments ([T20] 3.16).
+    """The Gaussian response after linearization through the inverse link ([T20] 3.16).
 
-    `log_prob` is the density of that Gaussian at the response. For classes the response is the vector of
-    indicators, whose covariance is singular: its density is that of the first C-1 indicators, which is the
-    same whichever is left out. It is a density, not comparable with a log probability; use `probs` for that.
+    `log_prob` is the density of this Gaussian at the response. For classes the response is the vector of
+    indicators, whose covariance is singular. The density is then that of the first C-1 indicators; it does not
+    depend on which indicator is left out. It is not comparable with a log probability; use `probs` for that.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -35,7 +35,7 @@ class LinearizedResponse(Response):
         self, likelihood: Likelihood, mean: Tensor, latent: Tensor, noise: Tensor, scalar: bool = False
     ) -> None:
         self.loc, self.covariance_matrix, self.scalar = mean, latent + noise, scalar
-        # copies: views would hold on to both matrices
+        # copies, because views would keep both matrices in memory
         parts = (latent.diagonal(dim1=-2, dim2=-1).clone(), noise.diagonal(dim1=-2, dim2=-1).clone())
         self._own(likelihood, mean.shape[-1], *(self._drop(part) for part in parts))
         super().__init__(mean.shape[:1], Size() if scalar else mean.shape[1:], validate_args=False)
@@ -53,7 +53,7 @@ class LinearizedResponse(Response):
         return self.mean
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density of the Gaussian at responses, or at labels (…, n), which count as their indicators."""
+        """Log density of the Gaussian at responses, or at labels (…, n), which are converted to indicators."""
         y = torch.as_tensor(value, device=self.loc.device)
         if self.likelihood.event_shape(self.num_outputs) == () and not y.is_floating_point():
             labels = self.likelihood.targets(y.flatten(), y.numel(), self.num_outputs)
@@ -70,7 +70,7 @@ class LinearizedResponse(Response):
         return density.log_prob(y[..., :free])
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draw from the Gaussian; singular covariances are welcome."""
+        """Draw from the Gaussian; its covariance may be singular."""
         root = covariance_root(self.covariance_matrix)
         noise = torch.randn(Size(sample_shape) + self.loc.shape, dtype=self.loc.dtype, device=self.loc.device)
         return self._drop(self.loc + (root @ noise.unsqueeze(-1)).squeeze(-1))
@@ -85,7 +85,7 @@ class LinearizedResponse(Response):
         first, mean = parts[0], torch.cat([part.loc for part in parts])
         nothing = mean.new_zeros(()).expand(*mean.shape, mean.shape[-1])
         whole = cls(first.likelihood, mean, nothing, nothing, first.scalar)
-        for name in ("covariance_matrix", "epistemic", "aleatoric"):  # the sum does not tell its parts apart
+        for name in ("covariance_matrix", "epistemic", "aleatoric"):  # the parts cannot be recovered from their sum
             setattr(whole, name, torch.cat([getattr(part, name) for part in parts]))
         return whole
 

@@ -1,4 +1,4 @@
-"""The response averaged over samples of f: an equal mixture, kept exactly."""
+"""The response averaged over samples of f: an exact mixture with equal weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MixtureResponse"]
 
-_HELD = 2**22  # numbers of f at a time
+_HELD = 2**22  # entries of f processed at a time
 
 
 class MixtureResponse(Response):
@@ -75,9 +75,9 @@ class MixtureResponse(Response):
         return self.mean
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log of the average density, in nats, one number per input; see `Response.log_prob`."""
+        """Log of the average density in nats, one number per input; see `Response.log_prob`."""
         samples, n, _ = self.f.shape
-        if self._event is None:  # a likelihood of your own reads its targets alone
+        if self._event is None:  # a user-defined likelihood reads its own targets
             sample_shape, y = Size(), torch.as_tensor(value, device=self.f.device)
         else:
             sample_shape, y = self._split(value)
@@ -108,7 +108,7 @@ class MixtureResponse(Response):
         index = torch.arange(n, device=self.f.device).repeat(repeats)
         pick = torch.randint(samples, (repeats * n,), device=self.f.device)
         response = self._at(index).distribution(self.f[pick, index], self.scalar)
-        if isinstance(response, MixtureResponse):  # a log density alone tells no way to draw
+        if isinstance(response, MixtureResponse):  # a log density alone defines no sampler
             raise UnsupportedError(
                 "a likelihood that can draw responses", type(self.likelihood).__name__, "Override distribution(f)."
             )

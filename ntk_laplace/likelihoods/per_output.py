@@ -1,4 +1,4 @@
-"""Likelihoods whose outputs have a target each, some of which may be missing."""
+"""Likelihoods with one target per output, some of which may be missing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class PerOutput(Likelihood):
     Parameters
     ----------
     missing : str, optional
-        "nan": a target that is NaN is missing, and adds nothing to log p, its gradient and its curvature. By default a
+        "nan": a NaN target is missing and contributes nothing to log p, its gradient and its curvature. By default a
         NaN is an error.
 
     Raises
     ------
     HyperparameterError
-        If it is something else.
+        If `missing` has another value.
     """
 
     missing: str | None = None
@@ -39,7 +39,7 @@ class PerOutput(Likelihood):
         self.missing = missing
 
     def observed(self, y: Tensor) -> Tensor | None:
-        """Which targets are there, (N, C); None if all are."""
+        """Mask of observed targets, (N, C); None if all are observed."""
         if self.missing is None:
             return None
         there = ~y.isnan()
@@ -50,13 +50,13 @@ class PerOutput(Likelihood):
         return y.masked_fill(~observed, torch.nan)
 
     def _columns(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Targets (N, C) as they are read, NaN among them where that is said to be a missing one."""
+        """Read targets (N, C); NaN is allowed if it marks a missing target."""
         remedy = ("Remove or impute examples with missing targets, or say that NaN marks a missing one, "
                   f'{type(self).__name__}(missing="nan").')  # fmt: skip
         return read_columns(y, num_examples, num_outputs, self.missing is not None, remedy)
 
     def _filled(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Targets in the type of f, zero where they are missing, and where they are there; None for everywhere."""
+        """Targets in the dtype of f, zero where missing, and the mask of observed ones (None if all are observed)."""
         y = y.to(f)
         if self.missing is None:
             return y, None
@@ -64,7 +64,7 @@ class PerOutput(Likelihood):
         return torch.where(there, y, torch.zeros_like(y)), there
 
     def _known(self, values: Tensor, y: Tensor | None) -> Tensor:
-        """Values (N, C), or a diagonal's entries, zero where the target is missing."""
+        """Values (N, C), such as diagonal entries, set to zero where the target is missing."""
         if self.missing is None or y is None:
             return values
         return values.masked_fill(y.isnan(), 0.0)

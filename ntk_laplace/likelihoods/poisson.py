@@ -1,4 +1,4 @@
-"""Poisson: counts, f the log rate."""
+"""Poisson: counts; f is the log rate."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ __all__ = ["Poisson"]
 class Poisson(PerOutput):
     """Poisson likelihood of counts, ``rate = exp(f)``, independent over outputs ([T20] Table 2.1).
 
-    Targets are whole numbers from 0, of shape (N, C), or (N,) for one output.
+    Targets are nonnegative whole numbers of shape (N, C), or (N,) for one output.
 
     Parameters
     ----------
     missing : str, optional
-        "nan": a count that is NaN is missing, and adds nothing to log p, its gradient and its curvature. By default a
+        "nan": a NaN count is missing and contributes nothing to log p, its gradient and its curvature. By default a
         NaN is an error.
 
     Raises
     ------
     HyperparameterError
-        If `missing` is something else.
+        If `missing` has another value.
     """
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check counts, (N, C), and (N,) for one output."""
+        """Check counts, (N, C), or (N,) for one output."""
         y = self._columns(y, num_examples, num_outputs)
         remedy = "Poisson() is for counts; continuous targets want another likelihood, such as Gaussian()."
         good = ((y >= 0) & (y == y.floor())) | y.isnan()

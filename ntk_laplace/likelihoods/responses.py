@@ -1,8 +1,8 @@
-"""Distributions of a response: torch distributions that also keep epistemic and aleatoric variance apart.
+"""Distributions of a response: torch distributions that separate epistemic and aleatoric variance.
 
-For a batch of n inputs each has batch shape (n,), so ``log_prob(y)`` is one number per input whatever the number
-of outputs. By the law of total variance, ``variance = epistemic + aleatoric``: the variance of the mean response
-over the posterior of f, and the mean over it of the response's own variance.
+For a batch of n inputs each has batch shape (n,), so ``log_prob(y)`` is one number per input for any number of
+outputs. By the law of total variance ``variance = epistemic + aleatoric``. Epistemic is the variance of the mean
+response over the posterior of f; aleatoric is the mean over that posterior of the response's variance given f.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 
 
 class Response(td.Distribution):
-    """Distribution of y given x, one per input, that reads targets as the likelihood does.
+    """Distribution of y given x, one per input; it accepts the same targets as the likelihood.
 
     Attributes
     ----------
     epistemic, aleatoric : Tensor, the shape of `mean`
-        The two parts of `variance`: from not knowing f, and from the noise of y given f.
+        The two parts of `variance`: from the uncertainty of f, and from the noise of y given f.
     likelihood : Likelihood
-        Whose responses these are.
+        The likelihood of these responses.
     """
 
     likelihood: Likelihood
@@ -52,7 +52,7 @@ class Response(td.Distribution):
     aleatoric: Tensor
 
     def _own(self, likelihood: Likelihood, num_outputs: int, epistemic: Tensor, aleatoric: Tensor) -> None:
-        # the likelihood is a module, and no distribution may register it
+        # a plain attribute: a distribution must not register the likelihood, which is a module
         self.likelihood, self.num_outputs = likelihood, num_outputs
         self.epistemic, self.aleatoric = epistemic, aleatoric
 
@@ -67,8 +67,8 @@ class Response(td.Distribution):
         Parameters
         ----------
         value : Tensor, sample_shape + (n,) + event_shape
-            Targets as the likelihood takes them; with one output, (n,) and (n, 1) are both welcome. Missing ones add
-            nothing: the density is that of the others.
+            Targets as the likelihood accepts them; with one output, (n,) and (n, 1) are both accepted. Missing targets
+            contribute nothing: the density is that of the observed ones.
 
         Raises
         ------
@@ -78,14 +78,14 @@ class Response(td.Distribution):
         return super().log_prob(self._read(value))
 
     def present(self, value: Any) -> Tensor | None:
-        """Which inputs have a target in `value` at all, (n,); None if all have theirs, every output's."""
+        """Mask of inputs with at least one observed target in `value`, (n,); None if no target is missing."""
         y = torch.as_tensor(value, device=self.epistemic.device)
         observed = self.likelihood.observed(self.likelihood.targets(y, self.batch_shape[0], self.num_outputs))
         return None if observed is None else observed.reshape(self.batch_shape[0], -1).any(1)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Put responses for consecutive batches of inputs together."""
+        """Concatenate responses for consecutive batches of inputs."""
         return parts[0] if len(parts) == 1 else cls._join(parts)
 
     @classmethod
@@ -93,7 +93,7 @@ class Response(td.Distribution):
         raise no_join(cls)
 
     def _read(self, y: Any) -> Tensor:
-        """Bring targets into the shape sample_shape + (n,) + event_shape, checked and in canonical form."""
+        """Check targets and convert them to canonical form, with shape sample_shape + (n,) + event_shape."""
         sample_shape, y = self._split(y)
         n = self.batch_shape[0]
         canonical = self.likelihood.targets(y, math.prod(sample_shape) * n, self.num_outputs)
@@ -102,7 +102,7 @@ class Response(td.Distribution):
         return canonical.reshape(sample_shape + self.batch_shape + self.event_shape)
 
     def _split(self, y: Any) -> tuple[Size, Tensor]:
-        """Sample shape of `y`, and `y` with it folded into the first dimension."""
+        """Sample shape of `y`, and `y` with the sample dimensions flattened into the first one."""
         y = torch.as_tensor(y, device=self.epistemic.device)
         n, event = self.batch_shape[0], self.event_shape
         if event == (1,) and y.shape == (n,):
@@ -121,7 +121,7 @@ class Response(td.Distribution):
 
 
 def no_join(kind: type) -> UnsupportedError:
-    """The error of responses that cannot be put together."""
+    """The error for responses that cannot be concatenated."""
     return UnsupportedError("responses whose parts can be put together", kind.__name__,
                             "Define its class method join(parts), or predict as many inputs in one go, "
                             "predict(x, batch_size=len(x)).")
@@ -160,7 +160,7 @@ class MultivariateNormalResponse(Response, td.MultivariateNormal):
         self._own(likelihood, mean.shape[-1], *parts)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density of the targets that are there; see `Response.log_prob`."""
+        """Log density of the observed targets; see `Response.log_prob`."""
         y = self._read(value)
         there = ~y.isnan()
         if bool(there.all()):
@@ -175,7 +175,7 @@ class MultivariateNormalResponse(Response, td.MultivariateNormal):
 class FactorizedResponse(Response, td.Independent):
     """Response whose outputs are independent: a torch distribution of batch shape (n, C).
 
-    For a network whose outputs have shape (N,) (`scalar`) the batch has shape (n, 1) here and (n,) outside.
+    For a network with outputs of shape (N,) (`scalar`) the parameters have shape (n, 1) and the public batch (n,).
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class FactorizedResponse(Response, td.Independent):
         self._own(likelihood, num_outputs, epistemic, aleatoric)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of the targets that are there, a soft label's y log p + (1 - y) log(1 - p), one per input."""
+        """Log probability of the observed targets, y log p + (1 - y) log(1 - p) for soft labels, one per input."""
         y = self._read(value)
         missing = y.isnan()
         scores = self.base_dist.log_prob(y.masked_fill(missing, 0.0)).masked_fill(missing, 0.0)
@@ -197,7 +197,7 @@ class FactorizedResponse(Response, td.Independent):
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
         bases, scalar = [part.base_dist for part in parts], parts[0].event_shape == ()
-        names = [name for name in type(bases[0]).arg_constraints if name != "probs"]  # logits say the same
+        names = [name for name in type(bases[0]).arg_constraints if name != "probs"]  # logits are equivalent
         values = {name: torch.cat([getattr(base, name) for base in bases]) for name in names}
         rows = _concatenated(parts, "epistemic", "aleatoric")
         rows = [row.unsqueeze(-1) for row in rows] if scalar else rows
@@ -205,7 +205,7 @@ class FactorizedResponse(Response, td.Independent):
 
 
 class BernoulliResponse(FactorizedResponse):
-    """Independent yes or no for each output, from the log odds (n, C)."""
+    """Independent binary responses, one per output, from the log odds (n, C)."""
 
     def __init__(
         self, likelihood: Likelihood, logits: Tensor, epistemic: Tensor, aleatoric: Tensor, scalar: bool = False
@@ -241,7 +241,7 @@ class CategoricalResponse(Response, td.Categorical):
         self._own(likelihood, logits.shape[-1], epistemic, aleatoric)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of labels, Σ_c y_c log p_c of soft ones (…, n, C), 0 of missing ones, one per input."""
+        """Log probability of labels: Σ_c y_c log p_c if soft (…, n, C), 0 if missing, one per input."""
         y, soft = torch.as_tensor(value, device=self.logits.device), self.logits.shape
         if y.is_floating_point() and y.shape[-2:] == soft:
             sample_shape, y = y.shape[:-2], y.reshape(-1, soft[-1])

@@ -1,4 +1,4 @@
-"""Targets at the door: shape, type and values, with the first bad example named."""
+"""Validation of targets: shape, type and values; errors name the first bad example."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = [
     "MISSING_LABEL", "first_bad", "read", "read_columns", "read_labels", "read_probabilities", "require",
 ]  # fmt: skip
 
-MISSING_LABEL = -100  # as torch.nn.CrossEntropyLoss has it, `ignore_index`
-_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}  # of a sum of probabilities; of shorter types, more
+MISSING_LABEL = -100  # the default `ignore_index` of torch.nn.CrossEntropyLoss
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-4}  # tolerance of a sum of probabilities; larger for 16-bit types
 _REMEDY = "Remove or impute examples with missing targets."
 
-_NOT_COMPARED = (torch.uint16, torch.uint32, torch.uint64)  # torch has next to no operations for them
+_NOT_COMPARED = (torch.uint16, torch.uint32, torch.uint64)  # torch has almost no operations for these
 
 
 def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY) -> Tensor:
@@ -27,16 +27,16 @@ def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY
     Parameters
     ----------
     missing : bool
-        NaN marks a missing target, and is welcome.
+        Whether NaN is allowed as a missing target.
     remedy : str
-        Of entries that are not finite.
+        Advice in the error for entries that are not finite.
 
     Raises
     ------
     TargetError
-        If `y` is no array of numbers, is empty, or has another number of rows.
+        If `y` is not an array of numbers, is empty, or has another number of rows.
     NonFiniteError
-        If an entry is infinite, or NaN where that marks no missing target.
+        If an entry is infinite, or NaN and `missing` is false.
     """
     try:
         y = as_tensor(y)
@@ -64,7 +64,7 @@ def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY
 def read_columns(
     y: Any, num_examples: int, num_outputs: int, missing: bool = False, remedy: str = _REMEDY
 ) -> Tensor:
-    """Targets of shape (N, C), floating; (N,) is welcome for one output. Integers become float64."""
+    """Read floating targets of shape (N, C), or (N,) for one output. Integers become float64."""
     y = read(y, num_examples, missing, remedy)
     if num_outputs == 1 and y.dim() == 1:
         y = y.unsqueeze(1)
@@ -79,7 +79,7 @@ def read_columns(
 
 
 def read_labels(y: Any, num_examples: int, num_classes: int) -> Tensor:
-    """Class labels of shape (N,), int64 in 0..C-1, or -100 for a missing one; whole numbers of any type are welcome."""
+    """Class labels of shape (N,), int64 in 0..C-1, or -100 if missing; accepts whole numbers of any dtype."""
     y = read(y, num_examples, remedy=f"{_REMEDY} A missing class label is {MISSING_LABEL}.")
     if y.dim() != 1:
         one_hot = y.shape == (num_examples, num_classes)
@@ -102,7 +102,7 @@ def read_labels(y: Any, num_examples: int, num_classes: int) -> Tensor:
 
 
 def read_probabilities(y: Tensor, num_examples: int, num_classes: int) -> Tensor:
-    """Soft labels, (N, C): rows of probabilities, or of -100 throughout for a missing label."""
+    """Soft labels, (N, C): rows of probabilities; a row of -100 is a missing label."""
     y = read(y, num_examples, remedy=f"{_REMEDY} A row of {MISSING_LABEL} is a missing label.")
     tolerance = _ROUNDING.get(y.dtype, 2e-2)
     good = (y >= 0).all(1) & ((y.sum(1) - 1).abs() <= tolerance)

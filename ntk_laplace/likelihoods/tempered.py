@@ -1,4 +1,4 @@
-"""Tempered: a likelihood whose every example counts several times, or less than once."""
+"""Tempered: a likelihood in which every example counts w times."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Tempered"]
 class Tempered(Likelihood):
     """The likelihood ``p(y given f)^w``: each example counts w times.
 
-    Under data augmentation the loss sees more than the N examples there are, and [I21] section 4.3 weighs the
-    likelihood by w = 5 for it. With a whole w the evidence and the posterior are those of the data repeated w
-    times. New responses are predicted by the likelihood itself.
+    Data augmentation increases the effective number of examples; [I21] section 4.3 uses w = 5 for it. With an integer
+    w the evidence and the posterior are those of the data repeated w times. New responses are predicted by the
+    likelihood without the weight.
 
     Parameters
     ----------
     likelihood : Likelihood
-        Its hyperparameters are this one's.
+        Its hyperparameters are those of this likelihood.
     weight : float
         w.
 
@@ -46,14 +46,14 @@ class Tempered(Likelihood):
         self.classifies = likelihood.classifies
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
-        """The likelihood's own hyperparameters, under their own names."""
+        """The hyperparameters of `likelihood`, under their own names."""
         return self.likelihood.named_parameters(prefix, recurse, remove_duplicate)
 
     def extra_repr(self) -> str:
         """The weight."""
         return f"weight={self.weight:g}"
 
-    # --- the door
+    # --- validation
 
     def bind(self, num_examples: int, num_outputs: int) -> None:
         """As the likelihood does."""
@@ -73,25 +73,25 @@ class Tempered(Likelihood):
         return self if own is self.likelihood else Tempered(own, self.weight)
 
     def for_new_points(self) -> Likelihood:
-        """The likelihood itself: a new response comes once."""
+        """The likelihood without the weight: a new response counts once."""
         return self.likelihood.for_new_points()
 
     def log_curvature_scale(self) -> Tensor | None:
         """The likelihood's."""
         return self.likelihood.log_curvature_scale()
 
-    # --- targets that are missing
+    # --- missing targets
 
     def observed(self, y: Tensor) -> Tensor | None:
-        """As the likelihood has it."""
+        """As the likelihood does."""
         return self.likelihood.observed(y)
 
     def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
-        """As the likelihood has it."""
+        """As the likelihood does."""
         return self.likelihood.hidden(y, observed)
 
     def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
-        """As the likelihood has it."""
+        """As the likelihood does."""
         return self.likelihood.in_form_of(y, other)
 
     # --- the density and its derivatives in f
@@ -113,7 +113,7 @@ class Tempered(Likelihood):
         return math.sqrt(self.weight) * self.likelihood.root(f, y)
 
     def left_inverse(self, f: Tensor) -> Tensor | None:
-        """That of the likelihood, over √w."""
+        """The likelihood's left inverse, divided by √w."""
         found = self.likelihood.left_inverse(f)
         return None if found is None else found / math.sqrt(self.weight)
 
@@ -121,7 +121,7 @@ class Tempered(Likelihood):
         """The likelihood's."""
         return self.likelihood.rank(num_outputs)
 
-    # --- the response, which is the likelihood's own
+    # --- the response, delegated to the likelihood
 
     def mean(self, f: Tensor) -> Tensor:
         """Mean response."""

@@ -1,6 +1,6 @@
-"""The door for networks: a private copy at its weights and mode, the choice of parameters, probes of good conduct.
+"""The frozen network: a private copy of the caller's module, the choice of parameters, and checks before use.
 
-The caller's module is read once and never touched: everything behind this door works on the copy.
+The caller's module is read once and never changed. All other code works on the copy.
 """
 
 from ntk_laplace.network.caller import Caller

@@ -1,4 +1,4 @@
-"""How a module is called: on one input, or on its parts; and which part of what it returns is its output."""
+"""Call conventions of a module: how inputs become arguments of `forward`, and which returned tensor is the output."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Caller"]
 
 
 class Caller(nn.Module):
-    """Calls a module on one input, or on the parts of a tuple or dict where its `forward` takes them apart.
+    """Calls a module on one input, or unpacks a tuple or dict if its `forward` accepts the parts as arguments.
 
-    Always under the state of `torch.autocast` that it was made in: the fit's.
+    Every call runs under the `torch.autocast` state in which this object was created, the state of the fit.
 
     Parameters
     ----------
     module : nn.Module
     output : str or int, optional
-        Which tensor of what the module returns: a key of a mapping, a field of a dataclass, a named tuple or another
-        object, or a position in a tuple or list. By default the module returns the tensor itself.
+        Which returned tensor is the output: a key of a mapping, a field of a dataclass, named tuple or other object,
+        or a position in a tuple or list. By default the module returns one tensor.
     targets : str, optional
-        The key of the targets in batches that are one mapping: the module is never given it.
+        The key of the targets in batches that are mappings. It is not passed to the module.
 
     Raises
     ------
     NetworkError
-        If `output` or `targets` are neither; from a call, if the module returns no tensor there.
+        If `output` or `targets` has another type; from a call, if the module returns no such tensor.
     """
 
     def __init__(self, module: nn.Module, output: str | int | None = None, targets: str | None = None) -> None:
@@ -49,7 +49,7 @@ class Caller(nn.Module):
         self._signature = _signature(module)
 
     def forward(self, x: Inputs) -> Tensor:
-        """The tensor of outputs, as the module gives it."""
+        """The module's output tensor."""
         with self.autocast.entered():
             found = self._returned(x)
         if self.output is None and isinstance(found, Tensor):
@@ -70,7 +70,7 @@ class Caller(nn.Module):
         return self.module(x)
 
     def _takes_no_dict(self, x: dict) -> bool:
-        """Whether `forward` has no single argument that a dict could be."""
+        """Whether `forward` cannot take a dict as its only argument."""
         if self._signature is None or not all(isinstance(key, str) for key in x):
             return False
         try:
@@ -80,7 +80,7 @@ class Caller(nn.Module):
         return False
 
     def remedy(self, x: Inputs) -> str:
-        """What to do about a dict on which the module fails, if `forward` does not name all of its keys; or nothing."""
+        """Advice for a dict on which the module fails; empty if `forward` names all of its keys."""
         if not isinstance(x, dict) or self._signature is None:
             return ""
         starred = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -94,7 +94,7 @@ class Caller(nn.Module):
 
 
 def _signature(module: nn.Module) -> inspect.Signature | None:
-    """Of the `forward` that a call comes to; wrappers around it take anything."""
+    """Signature of the innermost `forward`; wrappers accept any arguments."""
     while (inner := _wrapped(module)) is not None:
         module = inner
     try:
@@ -104,7 +104,7 @@ def _signature(module: nn.Module) -> inspect.Signature | None:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """The module inside torch.compile's wrapper, inside DataParallel, or inside adapters of peft."""
+    """The module inside a wrapper of torch.compile, DataParallel or peft."""
     inner = getattr(module, "_orig_mod", None)
     if isinstance(module, nn.DataParallel):
         inner = module.module
@@ -114,7 +114,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bool:
-    """Whether `forward` names these arguments; a bare ``*args`` or ``**kwargs`` names nothing."""
+    """Whether `forward` names all of these arguments; ``*args`` and ``**kwargs`` do not count as names."""
     if signature is None or not all(isinstance(key, str) for key in kwargs):
         return False
     try:
@@ -129,8 +129,8 @@ def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bo
 
 
 def _part(found: Any, output: str | int) -> Any:
-    """The part of that name or at that position; None if there is none."""
-    if isinstance(found, Mapping):  # a ModelOutput of transformers is one
+    """The returned value with this name or at this position; None if there is none."""
+    if isinstance(found, Mapping):  # includes a ModelOutput of transformers
         return found.get(output)
     if isinstance(output, str):
         return getattr(found, output, None)
@@ -138,7 +138,7 @@ def _part(found: Any, output: str | int) -> Any:
 
 
 def _tensors(found: Any) -> list[str | int]:
-    """Names, or positions, of the tensors in what a module returns."""
+    """Names or positions of the tensors among a module's return values."""
     parts: dict[Any, Any] = {}
     if isinstance(found, Mapping):
         parts = dict(found)
@@ -152,7 +152,7 @@ def _tensors(found: Any) -> list[str | int]:
 
 
 def _no_output(found: Any, output: str | int | None) -> NetworkError:
-    """The module returned no tensor, or none where it was looked for."""
+    """The error for a module that returned no tensor, or none under `output`."""
     if isinstance(found, Tensor):
         return NetworkError(f"a network that returns several outputs, to take output={output!r} of",
                             f"a Tensor of shape {tuple(found.shape)}", "Leave output= out.")

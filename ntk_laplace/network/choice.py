@@ -1,4 +1,4 @@
-"""Which parameters are linearized."""
+"""The choice of the parameters to linearize."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ParameterChoice = None | str | Iterable[str] | Callable[[str, nn.Parameter], boo
 
 
 def choose(module: nn.Module, choice: ParameterChoice) -> set[str]:
-    """Names of the parameters to linearize: all that require gradients, "last_layer", names, prefixes, or a function's.
+    """Names of the parameters to linearize: all that require gradients, "last_layer", names, prefixes, or a predicate.
 
     Raises
     ------
     NetworkError
-        If there are none, or one of them cannot be taken.
+        If no parameter is chosen, or a chosen one cannot be linearized.
     """
     named = dict(module.named_parameters())
     free = [name for name, parameter in named.items() if parameter.requires_grad]

@@ -1,4 +1,4 @@
-"""The private copy: the network as it was written, without the caller's hooks, graphs and compilers."""
+"""The private copy of a network, without backward hooks, stored graphs and torch.compile wrappers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["private_copy", "require_module"]
 
 
 def require_module(module: Any) -> nn.Module:
-    """The module, as it is.
+    """Return the module unchanged.
 
     Raises
     ------
     NetworkError
-        If it is none.
+        If it is not an `nn.Module`.
     """
     if not isinstance(module, nn.Module):
         raise NetworkError("a torch.nn.Module", f"a {type(module).__name__}",
@@ -29,7 +29,7 @@ def require_module(module: Any) -> nn.Module:
 
 
 def private_copy(module: nn.Module) -> nn.Module:
-    """A twin of the module at its weights and in its mode, which nothing of the caller's reaches.
+    """A copy of the module with its weights and modes that shares no state with the caller's.
 
     Raises
     ------
@@ -40,7 +40,7 @@ def private_copy(module: nn.Module) -> nn.Module:
     for prefix, part in module.named_modules():
         for name, value in vars(part).items():
             if type(value) is OrderedDict and not value:
-                memo[id(value)] = OrderedDict()  # as every module has many, for hooks; deepcopy is slow with them
+                memo[id(value)] = OrderedDict()  # every module has many, for hooks, and deepcopy is slow on them
             elif name not in ("_parameters", "_buffers", "_modules"):
                 memo |= _left_behind(value, f"{prefix}.{name}" if prefix else name)
     try:
@@ -50,14 +50,15 @@ def private_copy(module: nn.Module) -> nn.Module:
         raise NetworkError("a module that copy.deepcopy can copy", f"{type(cause).__name__}: {cause}",
                            "Keep only parameters, buffers and plain values on the module.") from cause
     for ours, theirs in zip(twin.parameters(), module.parameters(), strict=True):
-        ours.requires_grad_(theirs.requires_grad)  # TorchScript's copy forgets it
+        ours.requires_grad_(theirs.requires_grad)  # a TorchScript copy loses this flag
     return _without_backward_hooks(_uncompiled(twin))
 
 
 class _Stale:
-    """In the place of a tensor that a forward pass has left on the module, with its graph (attention maps, say).
+    """Placeholder for a tensor with a graph that a forward pass stored on the module (attention maps, for example).
 
-    A network that writes it anew never sees this one; one that reads it would be linearized through an old graph.
+    A network that overwrites the attribute never reads the placeholder. Reading it raises an error, because the
+    network would be linearized through an old graph.
     """
 
     def __init__(self, name: str) -> None:
@@ -68,7 +69,7 @@ class _Stale:
         raise _reads(next((a.name for a in arguments if isinstance(a, cls)), "a tensor"))
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__"):  # what copy and pickle ask for
+        if attribute.startswith("__"):  # copy and pickle look these up
             raise AttributeError(attribute)
         raise _reads(self.name)
 
@@ -88,7 +89,7 @@ def _left_behind(value: Any, name: str) -> dict[int, _Stale]:
 
 
 class _Eager(nn.Module):
-    """In the place of torch.compile's wrapper: one fused node would hide the layers; names stay as they are."""
+    """Replacement of torch.compile's wrapper, whose fused node would hide the layers; names do not change."""
 
     def __init__(self, compiled: nn.Module) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class _Eager(nn.Module):
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """The same network without torch.compile's wrappers, changed in place."""
+    """Remove torch.compile's wrappers, in place."""
     for part in list(module.modules()):
         for name, child in part._modules.items():
             if child is not None and _is_compiled(child):
@@ -119,7 +120,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _without_backward_hooks(module: nn.Module) -> nn.Module:
-    """Backward hooks belong to the caller's training: here they would run on, and could change, our gradients."""
+    """Remove backward hooks: they belong to the caller's training and could change our gradients."""
     for part in module.modules():
         part._backward_hooks.clear()
         part._backward_pre_hooks.clear()

@@ -1,4 +1,4 @@
-"""The network behind the door: outputs with or without a graph, parameters by name, probes of good conduct."""
+"""The frozen network: outputs with or without a graph, parameters by name, and checks before linearization."""
 
 from __future__ import annotations
 
@@ -31,58 +31,58 @@ from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
 
-_AT_A_TIME = 2048  # examples in one forward pass whose graph is not wanted
-_FIRST = 4  # examples that are evaluated together, then every other one of them alone
+_AT_A_TIME = 2048  # examples in one forward pass without a graph
+_FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
-    """Run a block and put the random state of the CPU, and of `device`, back as it was."""
+    """Run a block, then restore the random state of the CPU and of `device`."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
 
 
 class Network:
-    """A network frozen at its trained weights, as a function of inputs and of chosen parameters.
+    """A network frozen at its trained weights, as a function of inputs and of the chosen parameters.
 
     Parameters
     ----------
     module : nn.Module
-        Maps a batch of N examples to outputs of shape (N, C) or (N,). Copied, with its weights, buffers and the
-        mode of every submodule.
+        Maps a batch of N examples to outputs of shape (N, C) or (N,). It is copied with its weights, its buffers and
+        the mode of every submodule.
     parameters : optional
         Which parameters are linearized: None (all that require gradients), "last_layer" (those of the last module
-        that has some), names or module prefixes, or a predicate ``(name, parameter) -> bool``. Parameters with
-        ``requires_grad=False`` are left out in any case.
+        that has any), names or module prefixes, or a predicate ``(name, parameter) -> bool``. Parameters with
+        ``requires_grad=False`` are always left out.
     output, targets : optional
-        Which tensor of what the module returns, and which key of dict inputs it is not given: see `Caller`.
+        Which returned tensor is the output, and which key of dict inputs is not passed to the module: see `Caller`.
 
     Attributes
     ----------
     module : nn.Module
         The private copy; only the chosen parameters require gradients.
     caller : Caller
-        How it is called; holds `output` and `targets`.
+        Calls the copy; stores `output` and `targets`.
     names : list of str
         Names of the chosen parameters, in the module's order.
     shapes : dict of str to torch.Size
         Their shapes.
     theta : Tensor, (P,)
-        Their values, flat, in this order.
+        Their values as a flat vector, in this order.
     num_outputs : int or None
         C, known after the first evaluation.
     scalar : bool
         Whether the module returns shape (N,).
     precision : torch.dtype
-        The coarsest floating type that outputs are computed in, known after `probe`; what is compared with autograd
-        is compared up to the rounding of this type.
+        The coarsest floating type that outputs are computed in, known after `probe`. Its rounding is the tolerance of
+        comparisons with autograd.
 
     Raises
     ------
     NetworkError
-        If the module cannot be copied, or no parameter is left, or a name is unknown.
+        If the module cannot be copied, no parameter is left, or a name is unknown.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class Network:
         self.input_dtype = InputDtype(first.dtype, frozenset(own))
         self.num_outputs: int | None = None
         self.scalar = False
-        self._input_format: Inputs | None = None  # of inputs that it took
+        self._input_format: Inputs | None = None  # of inputs that were evaluated successfully
         self._channels_last = False
 
     @property
     def output(self) -> str | int | None:
-        """Which tensor of what the module returns; None if it returns one."""
+        """Which returned tensor is the output; None if the module returns one tensor."""
         return self.caller.output
 
     @property
     def targets(self) -> str | None:
-        """The key of the targets in batches that are one mapping, if they are."""
+        """The key of the targets in batches that are mappings; None for pairs."""
         return self.caller.targets
 
     @property
@@ -142,7 +142,7 @@ class Network:
 
     @property
     def input_format(self) -> Inputs | None:
-        """Keys, shapes and types of inputs that it took, without an example; None as long as it took none."""
+        """Keys, shapes and types of evaluated inputs, with no examples; None before the first evaluation."""
         return self._input_format
 
     @input_format.setter
@@ -150,7 +150,7 @@ class Network:
         self._input_format = form
 
     def to(self, device: torch.device) -> Network:
-        """The same network on another device; itself if it is there."""
+        """The same network on another device; this object if it is already on that device."""
         if device == self.device:
             return self
         moved = copy.deepcopy(self)
@@ -167,7 +167,7 @@ class Network:
         return moved
 
     def slices(self) -> dict[str, slice]:
-        """Where each chosen parameter lies in a flat vector of length P."""
+        """Slice of each chosen parameter in a flat vector of length P."""
         found, start = {}, 0
         for name, parameter in self._parameters.items():
             found[name] = slice(start, start + parameter.numel())
@@ -175,12 +175,12 @@ class Network:
         return found
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
-        """A flat vector (..., P) as tensors by name."""
+        """Split a flat vector (..., P) into tensors by name."""
         shapes = self.shapes
         return {n: vector[..., s].reshape((*vector.shape[:-1], *shapes[n])) for n, s in self.slices().items()}
 
     def arithmetic(self) -> AbstractContextManager:
-        """What a pass runs in: products of 16-bit types are fast in it on every processor."""
+        """Context of a forward or backward pass, in which 16-bit matrix products are fast on every processor."""
         return Products() if Products.helps(self.device, self.precision) else nullcontext()
 
     def evaluate(self, x: Inputs, offset: int = 0) -> Tensor:
@@ -191,8 +191,8 @@ class Network:
         DataError
             If the network fails on these inputs.
         NetworkError
-            If the outputs are not a floating tensor of shape (N, C) or (N,), with one C in all batches, or none are
-            found under `output`.
+            If the outputs are not a floating tensor of shape (N, C) or (N,), C differs between batches, or there is no
+            tensor under `output`.
         NonFiniteError
             If an output is NaN or infinite.
         """
@@ -200,13 +200,14 @@ class Network:
             return self._outputs(self._call, x, offset)
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
-        """Outputs (N, C) without a graph, so many examples at a time that activations stay small."""
+        """Outputs (N, C) without a graph, computed in chunks to bound the memory of activations."""
         return self._in_parts(self._call, x, offset)
 
     def independent_of_batches(self, parts: Sequence[Inputs]) -> bool:
-        """Whether examples give the same outputs among those of other batches as among their own.
+        """Whether examples give the same outputs when they are batched with examples of other batches.
 
-        Of each batch a pair is looked at: a network that takes its way by what a whole batch has in common shows then.
+        The check uses two examples of each batch. It detects a network whose control flow depends on a property
+        shared by the whole batch.
         """
         pairs = [take(x, torch.tensor([0, num_examples(x) - 1])) for x in parts]
         try:
@@ -218,16 +219,16 @@ class Network:
         return _gap(apart, whole) <= self._tolerance(apart)
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
-        """Outputs (N, C) at other values (P,) of the chosen parameters, as `without_grad`."""
+        """Outputs (N, C) without a graph, at other values (P,) of the chosen parameters."""
         values = {f"module.{n}": v.to(self.dtype) for n, v in self.unflatten(theta).items()}
         return self._in_parts(lambda part: torch.func.functional_call(self.caller, values, (part,)), x, 0)
 
     def varying(self, x: Inputs, offset: int = 0) -> Callable[[Tensor], Tensor]:
         """Outputs (N, C) at `x` as a function of the chosen parameters' values (P,), as `with_parameters`.
 
-        Where all of these parameters belong to one module whose outputs are the network's, what comes before that
-        module is evaluated once. The first values are given to the whole network too: where it does not agree, as
-        where it uses a parameter elsewhere as well, the whole network is evaluated for all of them.
+        If all of these parameters belong to one module whose outputs are the network's, the layers before that module
+        are evaluated once. The first values are also evaluated with the whole network. If the two disagree, because
+        the network uses a parameter elsewhere for example, the whole network is evaluated every time.
         """
         with torch.inference_mode(False), torch.no_grad():
             head = Head.of(self.module, self.names, lambda: self._outputs(self._call, x, offset))
@@ -256,17 +257,17 @@ class Network:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def probe(self, x: Inputs) -> Tensor:
-        """Hold the network to what linearization needs, on the first examples of `x`, and lay its weights out.
+        """Check the network on the first examples of `x`, and choose the memory format of its weights.
 
-        Two of the first four examples, evaluated by themselves, must give those rows of the four's outputs, and buffers
-        must not move. Convolution weights are laid out channels last where that is faster and the network bears it:
-        backward passes of float32 convolutions on a CPU take half the time then. A network whose code asks for
-        contiguous activations (``x.view(n, -1)``) raises; it stays as it was.
+        Two of the first four examples, evaluated alone, must give the same outputs as in the batch of four, and the
+        buffers must not change. Convolution weights become channels last where this is faster and the network supports
+        it: backward passes of float32 convolutions on a CPU then take half the time. A network that requires
+        contiguous activations (``x.view(n, -1)``) raises with channels last; its weights then stay contiguous.
 
         Returns
         -------
         Tensor, (2, C)
-            Outputs of the two with their autograd graph, in the layout that was chosen.
+            Outputs of the two examples with their autograd graph, in the chosen memory format.
 
         Raises
         ------
@@ -295,7 +296,7 @@ class Network:
             try:
                 return self.caller(x)
             except RuntimeError:
-                self._to_format(torch.channels_last)  # that was not it
+                self._to_format(torch.channels_last)  # the memory format was not the cause
                 raise
 
     def _probe_few(self, x: Inputs) -> Tensor:
@@ -305,7 +306,7 @@ class Network:
         self.precision = computation_dtype(self.module, first, seen.found)
         if self._channels_last_is_faster():
             self._to_format(torch.channels_last)
-        with self.arithmetic():  # so that the graph is that of later passes
+        with self.arithmetic():  # to get the same graph as later passes
             alone = self.evaluate(_every_other(x))  # back to contiguous if that raises
         self.precision = computation_dtype(self.module, alone, seen.found)
         tolerance = self._tolerance(first)
@@ -317,7 +318,7 @@ class Network:
             for name in moved:
                 self.module.get_buffer(name).copy_(before[name])
         if _gap(alone, first[::2]) > tolerance:
-            # the other examples matter, or the same batch twice would not agree either
+            # either the other examples matter, or the same batch gives other outputs the second time
             again = 0.0 if moved else _gap(first, self.without_grad(x))
             if again > tolerance:
                 raise NonDeterministicError("a deterministic network",
@@ -336,12 +337,12 @@ class Network:
         return spatial and self.device.type == "cpu" and self.dtype == torch.float32
 
     def _tolerance(self, outputs: Tensor) -> float:
-        """How far outputs of one example may be apart in two batches."""
+        """Largest allowed difference of one example's outputs between two batches."""
         scale = float(outputs.abs().max()) or 1.0
         return scale * {torch.float64: 1e-9, torch.float32: 1e-4}.get(self.precision, 3e-2)
 
     def _outputs(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
-        """What the network gives, (N, C); what it fails on is told as bad inputs, or handed on if memory ran out."""
+        """Network outputs (N, C). Exceptions become DataError; out-of-memory errors are re-raised."""
         n = num_examples(x)
         try:
             out = call(x)
@@ -367,7 +368,7 @@ class Network:
         return out
 
     def _wrong_outputs(self, expected: str, got: str, x: Inputs) -> NTKLaplaceError:
-        """Inputs of another form than those that went well are to blame, else the network."""
+        """A DataError if the format differs from that of successful inputs, else a NetworkError."""
         if self._input_format is None or same_input_format(x, self._input_format):
             return NetworkError(f"network outputs of shape {expected}", got,
                                 "Wrap the network in a module that returns one row of outputs per example.")
@@ -385,4 +386,4 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _every_other(x: Inputs) -> Inputs:
-    return take(x, torch.arange(0, num_examples(x), 2))  # not strided: the graph is that of later batches
+    return take(x, torch.arange(0, num_examples(x), 2))  # indexed, not strided, to get the same graph as later batches

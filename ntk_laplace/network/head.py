@@ -1,4 +1,4 @@
-"""Heads: the module that all chosen parameters belong to, evaluated alone at inputs that the network gave it once."""
+"""The head: the module that owns all chosen parameters, evaluated alone at stored inputs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def owner_of(names: Sequence[str]) -> str:
 
 
 class Head:
-    """A module whose output is the network's, with what the network gave it.
+    """A module whose output is the network's output, with the arguments of its call.
 
     Parameters
     ----------
     module : nn.Module
     prefix : str
-        Of its parameters' names in the network.
+        Prefix of its parameters' names in the network.
     arguments : tuple of (positional arguments, keyword arguments)
-        That it was called with.
+        Arguments of the recorded call.
     shape : torch.Size
-        Of the network's outputs, (N, C).
+        Shape of the network's outputs, (N, C).
     """
 
     def __init__(self, module: nn.Module, prefix: str, arguments: tuple[tuple, dict[str, Any]], shape: Size) -> None:
@@ -40,14 +40,14 @@ class Head:
 
     @classmethod
     def of(cls, network: nn.Module, names: Sequence[str], evaluate: Callable[[], Tensor]) -> Head | None:
-        """The head that holds all parameters of these names; None if there is none.
+        """The head that owns all parameters with these names; None if there is none.
 
         Parameters
         ----------
         network : nn.Module
         names : sequence of str
         evaluate : callable
-            Runs the network once, without a graph, and gives its outputs (N, C).
+            Runs the network once, without a graph, and returns its outputs (N, C).
         """
         owner = owner_of(names)
         if not owner:
@@ -68,13 +68,13 @@ class Head:
         return cls(module, owner + ".", arguments, found.shape) if _same(out, version, found) else None
 
     def __call__(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Outputs (N, C) at other values of the parameters, by their names in the network."""
+        """Outputs (N, C) at other parameter values, given by their names in the network."""
         own = {name.removeprefix(self._prefix): value for name, value in values.items()}
         return torch.func.functional_call(self._module, own, *self._arguments).reshape(self._shape)
 
 
 def _same(out: Any, version: int, found: Tensor) -> bool:
-    """Whether the network's outputs are the module's own numbers, at most in another shape."""
+    """Whether the network's outputs are the module's output tensor, up to a reshape."""
     return (
         isinstance(out, Tensor) and out.is_contiguous() and found.is_contiguous() and out.numel() == found.numel()
         and out.data_ptr() == found.data_ptr() and out.dtype == found.dtype and out._version == version

@@ -1,4 +1,4 @@
-"""Floating precision: what a forward pass rounds to, and the state of `torch.autocast` that it runs under."""
+"""Floating precision: the rounding of a forward pass, and the `torch.autocast` state that it runs under."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _PRODUCTS = {
 
 @dataclass(frozen=True)
 class Autocast:
-    """A state of `torch.autocast`, which can be entered again.
+    """A recorded state of `torch.autocast`, which can be restored.
 
     Attributes
     ----------
     dtypes : tuple of (str, torch.dtype or None)
-        For each device type the type that autocast computes in; None where it is off.
+        For each device type, the dtype of autocast; None where autocast is off.
     """
 
     dtypes: tuple[tuple[str, torch.dtype | None], ...] = tuple((kind, None) for kind in _DEVICE_TYPES)
 
     @classmethod
     def present(cls) -> Autocast:
-        """The state of this moment."""
+        """The current state."""
         return cls(tuple((kind, _autocast_dtype(kind)) for kind in _DEVICE_TYPES))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Run a block in this state, whatever the present one is.
+        """Run a block in this state.
 
         Weights are cast anew at each use: the cache of an outer context would hand casts of an earlier pass, with
         their graph, to a later one.
@@ -66,15 +66,14 @@ def _autocast_dtype(kind: str) -> torch.dtype | None:
 def outside_autocast() -> Iterator[None]:
     """Run a block (or, as a decorator, a function) outside of the caller's `torch.autocast`.
 
-    It would round the algebra's matrix products where they are in float32. The network is called under the state of
-    the fit all the same.
+    Autocast would round float32 matrix products of the linear algebra. Network calls still use the state of the fit.
     """
     with Autocast().entered():
         yield
 
 
 class _Mode(TorchDispatchMode):
-    """A dispatch mode without torch's wrapper: that imports the compiler, in seconds, and slows every operation."""
+    """A dispatch mode without torch's wrapper, which imports the compiler (seconds) and slows every operation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -82,7 +81,7 @@ class _Mode(TorchDispatchMode):
 
 
 class DtypesSeen(_Mode):
-    """Floating types of the results of all operations in a block: those of frozen layers too, which no graph shows."""
+    """Records the floating types of all results in a block, including frozen layers, which are in no graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,15 +94,15 @@ class DtypesSeen(_Mode):
 
 
 class Products(_Mode):
-    """Matrix products and convolutions of 16-bit types, done in float32 and rounded to the type of their operands.
+    """Computes 16-bit matrix products and convolutions in float32 and rounds the result to the operands' type.
 
-    Processors with instructions for such products do the same: they add up in float32 and round once. On a CPU that
-    has none, torch's own kernels take ten times as long and more.
+    Processors with 16-bit instructions do the same: they accumulate in float32 and round once. On a CPU without them,
+    torch's own kernels take at least ten times as long.
     """
 
     @staticmethod
     def helps(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether the device has no instructions for products of this type."""
+        """Whether the device lacks instructions for matrix products of this type."""
         supported = {
             torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
             torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -129,10 +128,10 @@ def computation_dtype(module: nn.Module, out: Tensor, seen: Iterable[torch.dtype
     ----------
     module : nn.Module
     out : Tensor
-        Outputs with their graph: every type in it counts.
+        Outputs with their graph; every dtype in the graph counts.
     seen : iterable of torch.dtype
-        Of the forward pass. Among them those of 16 bits count, and those of the module's parameters; a float64
-        network may well hold a constant in float32.
+        Dtypes of the forward pass. Those of 16 bits or fewer and those of the module's parameters count. Others do
+        not: a float64 network may contain a float32 constant.
     """
     own = _floating(module.parameters())
     found = {dtype for dtype in seen if dtype.itemsize <= 2 or dtype in own} | _graph_dtypes(out)
