@@ -125,7 +125,7 @@ class Likelihood(nn.Module):
         return differentiation.gradient(lambda f: self.log_prob(f, y), f)
 
     def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """Minus the second derivative of `log_prob` in f, (N, C, C). With a canonical link it does not depend on `y`."""
+        """Minus the second derivative of `log_prob` in f, (N, C, C). For canonical links it is independent of `y`."""
         return differentiation.negative_hessian(lambda f: self.log_prob(f, y), f)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
