@@ -48,7 +48,7 @@ def compare_models(
         Orders of the data for it, the same for all models; as in `conditional_log_marginal_likelihood`.
     conditional : str
         Its method, one for all models: "evidence", "average", or "none" to omit it. "auto" is "evidence" if every
-        structure supports it, and "none" if there are at most two points.
+        structure supports it, else "average", or "none" for at most two points.
     predictive : str
         Method of `predict` for the test data.
 

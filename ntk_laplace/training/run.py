@@ -64,7 +64,7 @@ class Model:
     targets: str | None = None
 
     def posterior(self, quietly: bool = False) -> Posterior:
-        """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses repeated warnings."""
+        """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses the library's warnings."""
         with in_mode(self.network, training=False), warnings.catch_warnings():
             if quietly:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)

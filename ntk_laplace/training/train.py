@@ -241,7 +241,7 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
 
 
 def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str]) -> None:
-    """Fit a posterior to two examples, so that unsupported or too large evidences raise before the first epoch.
+    """Fit a posterior to two examples, to raise errors of an evidence (also of its memory) before the first epoch.
 
     Raises
     ------
