@@ -84,7 +84,7 @@ class NumericalError(NTKLaplaceError, ArithmeticError):
 
 
 class FitInterrupted(KeyboardInterrupt):
-    """A fit was interrupted; its partial sums are kept.
+    """A fit was interrupted; its partial results are kept.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Meters: wall time and extra memory of a piece of work, as well as this machine can tell."""
+"""Measurement of wall time and peak memory of a block, as precisely as the machine allows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 __all__ = ["PeakMemory", "Stopwatch"]
 
 _STATM = Path("/proc/self/statm")
-_PERIOD = 0.002  # seconds between two looks at the resident memory
+_PERIOD = 0.002  # seconds between two samples of the resident memory
 
 
 class Stopwatch:
-    """Wall time of a block; work that a GPU still has in its queue is waited for.
+    """Wall time of a block; on a GPU it waits for queued work.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class Stopwatch:
     Attributes
     ----------
     seconds : float
-        Known when the block is left.
+        Available after the block.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,12 +49,12 @@ class Stopwatch:
 
 
 class PeakMemory:
-    """Most memory that a block held at one time, beyond what was held before it.
+    """Peak memory of a block, beyond the memory allocated before it.
 
-    On CUDA it is what torch's allocator counts, to the byte; the device's peak statistics are reset. Elsewhere it is an
-    estimate of the whole process: a thread looks at the resident memory every two milliseconds where ``/proc`` has
-    it, so that shorter peaks, and memory that the allocator had kept from before, may be missed. Where there is no
-    ``/proc`` the operating system's high-water mark is read, which says something only if the block raised it.
+    On CUDA it is exact and comes from torch's allocator; the device's peak statistics are reset. On other devices it is
+    an estimate for the whole process. Where ``/proc`` exists, a thread samples the resident memory every two
+    milliseconds; shorter peaks, and memory that the allocator reuses, may be missed. Elsewhere it is the operating
+    system's high-water mark, which is informative only if the block raises it.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class PeakMemory:
     Attributes
     ----------
     bytes : int or None
-        Known when the block is left; None where the machine does not say.
+        Available after the block; None if the machine does not report it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,21 +94,21 @@ class PeakMemory:
 
 
 class _Sampler:
-    """A thread that keeps the largest resident memory it has seen."""
+    """A thread that records the largest resident memory it samples."""
 
     def __init__(self) -> None:
         self._most, self._done = 0, threading.Event()
         self._thread = threading.Thread(target=self._run, name="ntk_laplace memory meter", daemon=True)
 
     def start(self) -> int:
-        """Begin; return the resident bytes at the beginning."""
-        # the thread's own stack belongs to the beginning
+        """Start; return the resident bytes at the start."""
+        # the thread's own stack counts as memory at the start
         self._thread.start()
         self._most = _resident()
         return self._most
 
     def stop(self) -> int:
-        """End; return the most resident bytes seen."""
+        """Stop; return the largest resident bytes sampled."""
         self._done.set()
         self._thread.join()
         return max(self._most, _resident())
@@ -133,9 +133,9 @@ def _high_water_mark() -> int | None:
 
 
 def _give_back_freed_memory() -> None:
-    """Let the C library return what it keeps of freed memory; a block that takes it again would seem free of cost."""
+    """Make the C library return freed memory; reused memory would not count as memory of the block."""
     try:
-        trim = ctypes.CDLL(None).malloc_trim  # glibc alone has it
+        trim = ctypes.CDLL(None).malloc_trim  # only in glibc
     except (AttributeError, OSError, TypeError):
         return
     trim(0)

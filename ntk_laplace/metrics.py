@@ -1,6 +1,6 @@
-"""Held-out quality of predictions: log likelihood, Brier score, accuracy, calibration, error, coverage, detection.
+"""Metrics of predictions on held-out data: log likelihood, Brier score, accuracy, calibration, RMSE, coverage, AUROC.
 
-Functions of plain arrays and of distributions; they know no network and no posterior.
+They are functions of arrays and of distributions, independent of networks and posteriors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def class_probabilities(probabilities: ArrayLike) -> NDArray[np.float64]:
     Parameters
     ----------
     probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
-        With one column, or none, the probability of class 1 of two.
+        With one column or shape (N,), the probability of class 1 of two classes.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def class_probabilities(probabilities: ArrayLike) -> NDArray[np.float64]:
         )
     if table.shape[1] == 1:
         table = np.concatenate([1.0 - table, table], axis=1)
-    # rounding in float32 sums leaves 1e-6 or so; NaN fails the comparison and is caught too
+    # float32 sums have rounding errors of about 1e-6; NaN fails the comparison and is detected too
     bad = ~((table >= 0).all(1) & (table <= 1 + 1e-5).all(1) & (np.abs(table.sum(1) - 1) < 1e-4))
     if bad.any():
         first = int(bad.argmax())
@@ -88,7 +88,7 @@ def accuracy(probabilities: ArrayLike, labels: ArrayLike) -> float:
 def brier_score(probabilities: ArrayLike, labels: ArrayLike) -> float:
     """Mean squared distance of the probabilities from the indicator of the true class, summed over classes: 0 to 2.
 
-    Brier's own definition, which for two classes is twice the common one that counts class 1 alone.
+    This is Brier's definition. For two classes it is twice the common definition, which counts only class 1.
 
     Parameters
     ----------
@@ -132,9 +132,9 @@ class Reliability:
     confidence : ndarray, (B,)
         Mean probability of the predicted class in each bin.
     accuracy : ndarray, (B,)
-        Fraction of these predictions that are right.
+        Fraction of these predictions that are correct.
     count : ndarray of int, (B,)
-        Examples in each bin.
+        Number of examples in each bin.
     """
 
     confidence: NDArray[np.float64]
@@ -182,7 +182,7 @@ def expected_calibration_error(probabilities: ArrayLike, labels: ArrayLike, bins
 
 
 def rmse(prediction: ArrayLike, targets: ArrayLike) -> float:
-    """CurvatureType mean squared error over all examples and outputs, in the targets' unit."""
+    """Root mean squared error over all examples and outputs, in the unit of the targets."""
     guess, truth = _array(prediction), _array(targets)
     if guess.size != truth.size or guess.size == 0:
         raise TargetError(
@@ -194,9 +194,9 @@ def rmse(prediction: ArrayLike, targets: ArrayLike) -> float:
 
 
 def detection_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
-    """Area under the ROC curve of a score that should be larger for inputs of a kind never seen.
+    """Area under the ROC curve of a score that should be larger for out-of-distribution inputs.
 
-    The probability that a random one of `outside` scores higher than a random one of `inside`; ties count half.
+    The probability that a random element of `outside` is larger than a random element of `inside`; ties count half.
 
     Parameters
     ----------
@@ -211,18 +211,18 @@ def detection_auroc(inside: ArrayLike, outside: ArrayLike) -> float:
 
 
 def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int = 15) -> dict[str, float]:
-    """All that fits a prediction: log likelihood; accuracy, Brier score and ECE of classes; RMSE of numbers.
+    """All applicable scores: log likelihood; accuracy, Brier score and ECE for classes; RMSE for regression.
 
-    Targets that the likelihood takes for missing ones count in none. Soft labels have a log likelihood alone.
+    Missing targets are left out. Soft labels have only a log likelihood.
 
     Parameters
     ----------
     predictive : Distribution, batch shape (N,)
-        Such as `posterior.predict(x)`; with `probs` it is one of classes.
+        Such as `posterior.predict(x)`; one with `probs` is a classification.
     targets : Tensor
         In the shape that ``predictive.log_prob`` takes.
     bins : int
-        Of the ECE.
+        Number of bins of the ECE.
 
     Returns
     -------
@@ -241,7 +241,7 @@ def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int =
         return scores | {"rmse": rmse(mean[there.to(mean.device)], targets[there])}
     several = probabilities.ndim == 2 and probabilities.shape[1] > 1 and targets.ndim == 2
     if several or (targets.is_floating_point() and bool((targets != targets.floor()).any())):
-        return scores  # several yes-or-no outputs, or soft labels: no one class is the true one
+        return scores  # several binary outputs, or soft labels: there is no single true class
     return scores | {
         "accuracy": accuracy(probabilities, targets),
         "brier": brier_score(probabilities, targets),
@@ -257,7 +257,7 @@ def interval_coverage(
     Parameters
     ----------
     mean, variance, targets : array_like or Tensor, (N,) or (N, C)
-        Predictive moments (the variance with observation noise) and what was observed.
+        Predictive mean, predictive variance including observation noise, and observed targets.
     levels : sequence of float
         Nominal probabilities in (0, 1), such as 0.9 for the central 90 % interval.
 
@@ -283,7 +283,7 @@ def interval_coverage(
 
 
 def _present(predictive: Distribution, targets: torch.Tensor) -> torch.Tensor | None:
-    """Which examples have a target, of a prediction of this library; None if all have."""
+    """Mask of examples with a target, for a prediction of this library; None if all have one."""
     find = getattr(predictive, "present", None)
     present = None if find is None else find(targets)
     return None if present is None else present.to(targets.device)

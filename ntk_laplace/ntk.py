@@ -1,4 +1,4 @@
-"""The empirical neural tangent kernel of a network as one matrix."""
+"""The empirical neural tangent kernel of a network as a dense matrix."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def empirical_ntk(
     Parameters
     ----------
     network : nn.Module
-        Maps (N, ...) to (N, C) or (N,); comes back untouched.
+        Maps (N, ...) to (N, C) or (N,); does not change.
     x1, x2 : tensor, tuple or dict of tensors
-        N1 and N2 inputs; without `x2`, K(x1, x1), of which half is computed.
+        N1 and N2 inputs. Without `x2` the result is K(x1, x1), of which only half is computed.
     prior : GaussianPrior, optional
         By default precision 1: the plain NTK, J Jᵀ.
     parameters, output : optional
         As in `laplace`.
     dtype : torch.dtype, optional
-        Of the factors and the result; the network's own by default.
+        Dtype of the Jacobians and the result; the network's by default.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Predictive distributions of responses from the moments or samples of f: glm, blr, probit, map, nn."""
+"""Predictive distributions of responses from moments or samples of f: glm, blr, probit, map, nn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ntk_laplace.likelihoods.responses import Response, no_join
 
 __all__ = ["METHODS", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples"]
 
-CHUNK = 2**22  # numbers f held at a time while averaging: 32 MB in float64
+CHUNK = 2**22  # entries of f in memory at a time while averaging: 32 MB in float64
 
 
 def predictive(
@@ -34,19 +34,19 @@ def predictive(
     likelihood : Likelihood
     mean : Tensor, (n, C)
     covariance : Tensor, (n, C, C)
-        Of the outputs at each input; may be singular.
+        Covariance of the outputs at each input; may be singular.
     method : {"glm", "blr", "probit", "map"}
-        * ``glm``: the response averaged over f ([T20] 3.15), in closed form where there is one (Gaussian), else
-          over `samples` points of f.
+        * ``glm``: the response averaged over f ([T20] 3.15), in closed form if there is one (Gaussian), else
+          over `samples` quasi-Monte-Carlo points of f.
         * ``blr``: moments of the response linearized through the link ([T20] 3.16): mean g⁻¹(mean), covariance
           G V Gᵀ + Cov(y given f), with G the slope of the inverse link g⁻¹.
         * ``probit``: MacKay's closed-form class probabilities.
         * ``map``: the response at the mean of f, as if f were certain.
     samples : int
-        Points of f for ``glm``.
+        Number of points of f for ``glm``.
     generator : Generator, optional
-        Seeds these points; by default they are always the same. They are shared by all inputs, so splitting a
-        batch changes nothing.
+        Seeds these points; by default they are always the same. All inputs share them, so splitting a batch does not
+        change the result.
     scalar : bool
         The network's outputs have shape (N,): means and events are scalars.
 
@@ -58,22 +58,22 @@ def predictive(
     Raises
     ------
     UnsupportedError
-        If there is no such method, or none for this likelihood.
+        If the method is unknown, or not available for this likelihood.
     HyperparameterError
-        If `samples` is no whole number, or not positive.
+        If `samples` is not a positive integer.
     NumericalError
-        If a covariance has a negative eigenvalue that no rounding explains.
+        If a covariance has a negative eigenvalue larger than rounding errors.
     """
     return Predictive(likelihood, method, samples, generator, scalar)(mean, covariance)
 
 
 class Predictive:
-    """`predictive` for inputs that come in parts: points of f are made once, and shared by all of them.
+    """`predictive` for several batches of inputs: the points of f are generated once and shared.
 
     Parameters
     ----------
     likelihood, method, samples, generator, scalar
-        As of `predictive`, with what they raise.
+        As in `predictive`, with the same errors.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Predictive:
 
 
 def joined(parts: Sequence[Response]) -> Response:
-    """Responses for consecutive inputs as one.
+    """Concatenate responses for consecutive inputs.
 
     Raises
     ------
     UnsupportedError
-        If there are several, of a class that does not say how to put them together.
+        If there are several and their class does not support concatenation.
     """
     if len(parts) == 1:
         return parts[0]
@@ -129,16 +129,16 @@ def predictive_from_samples(likelihood: Likelihood, f: Tensor, scalar: bool = Fa
 
 
 def normal_points(samples: int, dimension: int, generator: Generator | None = None) -> Tensor:
-    """Points that fill a standard normal evenly (scrambled Sobol), (samples, dimension), float64.
+    """Quasi-Monte-Carlo points of a standard normal (scrambled Sobol), (samples, dimension), float64.
 
-    Averages over them are unbiased over seeds, and closer to the integral than over independent draws. Without a
-    generator the seed is 0: an answer does not depend on random numbers drawn elsewhere, nor disturbs them.
+    Averages over them are unbiased over seeds, and more accurate than averages over independent draws. Without a
+    generator the seed is 0; the global random state is neither read nor changed.
     """
     seed = 0
     if generator is not None:
         seed = int(torch.randint(2**31 - 1, (1,), generator=generator, device=generator.device))
     uniform = SobolEngine(dimension, scramble=True, seed=seed).draw(samples, dtype=torch.float64)
-    return torch.special.ndtri(uniform + 2.0**-31)  # the middle of the engine's cells of width 2⁻³⁰, never 0
+    return torch.special.ndtri(uniform + 2.0**-31)  # the center of the engine's cells of width 2⁻³⁰, never 0
 
 
 def _glm(

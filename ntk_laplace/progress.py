@@ -1,4 +1,4 @@
-"""Progress of long work, shown only where a person is watching."""
+"""Progress bars, shown only on a terminal by default."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def track(
     items: Iterable[T], description: str | Callable[[], str], total: int | None, enabled: bool | None = None,
     size: Callable[[T], int] = lambda item: 1,
 ) -> Iterator[T]:  # fmt: skip
-    """Iterate over `items` behind a progress bar with the time left.
+    """Iterate over `items` with a progress bar that shows the remaining time.
 
     Parameters
     ----------
     items : iterable
-        The work.
+        The items of work.
     description : str or callable
-        What is being done; a callable is asked again after each item.
+        What is being done; a callable is called again after each item.
     total : int, optional
-        Sum of their sizes, if known.
+        Sum of the items' sizes, if known.
     enabled : bool, optional
         Show the bar; by default only if the error stream is a terminal.
     size : callable
-        Of one item; by default they count alike.
+        Returns the size of an item; by default all items have equal size.
     """
     show = sys.stderr.isatty() if enabled is None else enabled
     if not show:

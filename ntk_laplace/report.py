@@ -1,6 +1,6 @@
-"""A page in one file: headings, paragraphs, tables and pictures, with nothing fetched from anywhere.
+"""A self-contained HTML page: headings, paragraphs, tables and images, without external resources.
 
-Pictures are embedded; the style follows the reader's light or dark setting; the page works from a mail attachment.
+Images are embedded, the style follows the browser's light or dark setting, and the page works offline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .9rem; }
 @media print { h2 { break-after: avoid; } figure, table { break-inside: avoid; } }
 """
 
-# the browser itself refuses whatever is not in the file
+# makes the browser block all external resources
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -59,11 +59,11 @@ class Page:
     Parameters
     ----------
     title : str
-        Of the page, and its first heading.
+        Title of the page and text of its first heading.
     lead : str
-        One or two sentences below it.
+        One or two sentences below the title.
     footer : str
-        Last line.
+        The last line.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class Page:
     _sections: list[tuple[str, str]] = field(default_factory=list, repr=False)
 
     def section(self, heading: str) -> Page:
-        """Start a section; the page's list of contents links to it."""
+        """Start a section; the table of contents links to it."""
         anchor = f"section-{len(self._sections) + 1}"
         if self._sections:
             self._body.append("</section>")
@@ -95,7 +95,7 @@ class Page:
         return self
 
     def link(self, text: str, href: str) -> Page:
-        """Add a paragraph that is a link to a file beside the page."""
+        """Add a paragraph that links to a file in the page's folder."""
         self._body.append(f'<p><a href="{escape(href)}">{escape(text)}</a></p>')
         return self
 
@@ -118,7 +118,7 @@ class Page:
             + "</tr>"
             for row in rows
         ]
-        # focusable, so that a keyboard can scroll it where the window is narrow
+        # focusable, to allow keyboard scrolling in a narrow window
         self._body.append(
             f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
             f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
@@ -127,16 +127,16 @@ class Page:
         return self
 
     def picture(self, image: bytes, alt: str, caption: str) -> Page:
-        """Add a PNG picture.
+        """Add a PNG image.
 
         Parameters
         ----------
         image : bytes
             A PNG file.
         alt : str
-            What the picture shows, for those who cannot see it.
+            Alternative text: what the image shows.
         caption : str
-            Shown below it.
+            Text below the image.
 
         Raises
         ------
@@ -151,7 +151,7 @@ class Page:
             raise DataError(
                 "a text alternative for the picture", "an empty one", "Say in words what the picture shows."
             )
-        # width and height keep the text still while a long page is laid out
+        # width and height avoid layout shifts while a long page loads
         width, height = int.from_bytes(image[16:20], "big"), int.from_bytes(image[20:24], "big")
         data = base64.b64encode(image).decode()
         self._body.append(

@@ -1,4 +1,4 @@
-"""Memory: what a device has, what a plan needs, and a refusal before anything is allocated."""
+"""Memory checks: the available memory of a device, and an error before a computation that would exceed it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _free_host_memory() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):
-        # macOS and others: total physical memory is the best portable answer
+        # macOS and others: total physical memory is the best portable estimate
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit, used = _read_number(_CGROUP_LIMITS), _read_number(_CGROUP_USAGE)
     if limit is not None and used is not None:
@@ -38,16 +38,16 @@ def _free_host_memory() -> int:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device` (containers' limits are respected)."""
+    """Bytes that can still be allocated on `device`, within container limits."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # what torch's caching allocator holds but does not use is free to us as well
+        # memory that torch's caching allocator reserves but does not use is also available
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return _free_host_memory()
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people: ``format_bytes(2**31) == '2.0 GiB'``."""
+    """Human-readable bytes: ``format_bytes(2**31) == '2.0 GiB'``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -56,20 +56,20 @@ def format_bytes(count: float) -> str:
 
 
 def require_memory(needed: int, device: torch.device, what: str, remedy: str, budget: int | None = None) -> None:
-    """Refuse a plan that does not fit, before anything is allocated.
+    """Raise an error before allocation if the predicted memory does not fit.
 
     Parameters
     ----------
     needed : int
         Predicted bytes.
     device : torch.device
-        Where they would be allocated.
+        Device of the allocation.
     what : str
-        What they would hold.
+        What would be allocated.
     remedy : str
-        What to do instead, a whole sentence.
+        What to do instead, as a full sentence.
     budget : int, optional
-        The caller's own limit in bytes; the free memory of the device if left out.
+        The caller's limit in bytes; by default the free memory of the device.
 
     Raises
     ------
@@ -86,5 +86,5 @@ def require_memory(needed: int, device: torch.device, what: str, remedy: str, bu
 
 
 def is_about_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; torch's CPU allocator raises a plain RuntimeError."""
+    """Whether an error means out of memory; torch's CPU allocator raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

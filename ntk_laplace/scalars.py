@@ -1,4 +1,4 @@
-"""Scalars that carry a gradient and still are plain numbers to Python: `float` reads one without a warning."""
+"""Scalar tensors with a gradient that `float` converts without a warning."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Scalar", "scalar"]
 
 
 class Scalar(Tensor):
-    """A tensor () with a gradient. ``float(value)`` reads its value, where torch warns of the gradient that it leaves.
+    """A tensor () with a gradient; ``float(value)`` returns its value without torch's warning about the lost gradient.
 
-    It is a tensor in everything else: optimizers, `torch.autograd.grad` and ``backward`` take it, NumPy refuses it as
-    long as it carries a gradient, and it is pickled and printed as the plain tensor it is. What torch makes of it is
-    such a scalar again if it is one number with a gradient, and a plain tensor otherwise.
+    Otherwise it is a normal tensor: optimizers, `torch.autograd.grad` and ``backward`` accept it, NumPy raises an error
+    while it requires a gradient, and it is pickled and printed as a plain tensor. The result of a torch operation on it
+    is a `Scalar` if it is one number with a gradient, else a plain tensor.
     """
 
     @classmethod
@@ -24,7 +24,7 @@ class Scalar(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
-        """Call the function on plain tensors; of its result, one number with a gradient becomes a scalar."""
+        """Call the function on plain tensors; a result that is one number with a gradient becomes a `Scalar`."""
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
             return scalar(found) if type(found) is Tensor else found

@@ -1,4 +1,4 @@
-"""Attribution put to the test: scores of training points against what retraining without them does."""
+"""Evaluation of data attribution: scores of training points compared with retraining without them."""
 
 from ntk_laplace.attribution.adapter import Attributor, predicted
 from ntk_laplace.attribution.retraining import random_halves, retrain, without_each_in_turn

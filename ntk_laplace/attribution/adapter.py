@@ -1,4 +1,4 @@
-"""A posterior in the shapes that attribution benchmarks ask for."""
+"""A posterior with the interface of data attribution benchmarks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Attributor:
     Parameters
     ----------
     posterior : Posterior
-        Of any structure.
+        A posterior of any structure.
     by : str
         The quantity, as in `Posterior.explain`.
     batch_size : int
-        Test points at a time.
+        Number of test points at a time.
     """
 
     posterior: Posterior
@@ -44,16 +44,16 @@ class Attributor:
             raise DataError("at least one test point at a time", f"batch_size={self.batch_size!r}", "Leave it out.")
 
     def explain(self, test: Inputs, targets: Any = None) -> Tensor:
-        """Scores, (n, N): the fall of the quantity if the training point were removed.
+        """Scores, (n, N): the decrease of the quantity if the training point were removed.
 
-        Positive: the training point helps. For a variance positive means that it makes the prediction surer.
+        A positive score means that the training point helps; for a variance, that it makes the prediction more certain.
 
         Parameters
         ----------
         test : tensor, tuple or dict of tensors
             n inputs.
         targets : optional
-            Their targets, for the log likelihood; for classes by default the predicted ones.
+            Their targets, for the log likelihood; for classes the predicted classes by default.
         """
         test = as_tensors(test)
         count, found = num_examples(test), []
@@ -74,16 +74,16 @@ class Attributor:
 def predicted(
     posterior: Posterior, kept: ArrayLike, measure: Callable[[Posterior], Tensor], steps: int | None = 1
 ) -> NDArray[np.float64]:
-    """What the linearized model says of training on subsets: all other points removed together.
+    """Predictions of the linearized model for training on subsets, with all other points removed together.
 
     Parameters
     ----------
     posterior : Posterior
-        With structure "gp".
+        A posterior with structure "gp".
     kept : array_like of bool, (M, N)
-        Which training points each subset holds.
+        Which training points are in each subset.
     measure : callable
-        From a posterior to a tensor of outcomes, such as the loss at each test point.
+        Maps a posterior to a tensor of outcomes, such as the loss at each test point.
     steps : int or None
         Newton steps, as in `Posterior.remove`.
 

@@ -1,4 +1,4 @@
-"""Retraining: the ground truth of attribution, by a function of yours, resumable and in parallel processes."""
+"""Retraining with a user-defined function, the ground truth of attribution; resumable and parallel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Train = Callable[[NDArray[np.int64], int], ArrayLike]
 
 
 def random_halves(count: int, num_examples: int, seed: int = 1000) -> NDArray[np.bool_]:
-    """Masks of random halves of the training points, (count, N); half s comes from the seed `seed` + s."""
+    """Masks of random halves of the training points, (count, N); half s uses the random seed `seed` + s."""
     if not is_whole(count, 1) or not is_whole(num_examples, 2):
         raise DataError("at least one half of at least two points", f"{count!r} of {num_examples!r}", "Ask for more.")
     kept = np.zeros((count, num_examples), dtype=bool)
@@ -35,7 +35,7 @@ def random_halves(count: int, num_examples: int, seed: int = 1000) -> NDArray[np
 
 
 def without_each_in_turn(indices: Iterable[int], num_examples: int) -> NDArray[np.bool_]:
-    """Masks of all training points but one, for each of `indices`, (m, N)."""
+    """Masks of all training points except one, for each of `indices`, (m, N)."""
     given = list(indices) if isinstance(indices, Iterable) else [indices]
     if not given or not all(is_whole(index, 0) and index < num_examples for index in given):
         raise DataError(f"training points from 0 to {num_examples - 1}", f"{given[:5]} ...", "Pass their numbers.")
@@ -49,25 +49,25 @@ def retrain(
     train: Train, kept: ArrayLike, seeds: Sequence[int] = (0,), *, folder: str | os.PathLike[str] | None = None,
     processes: int = 1, progress: bool | None = None,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """Outcomes of training on subsets of the data, from several seeds.
+    """Outcomes of training on subsets of the data with several random seeds.
 
     Parameters
     ----------
     train : callable
-        ``train(indices, seed)``, with the numbers of the training points to use, ascending; returns the outcomes, an
-        array that has one shape for all subsets, such as the loss at each test point. Train to convergence: noise of
-        the optimizer makes all attributions look alike.
+        ``train(indices, seed)``, with the ascending indices of the training points to use. It returns the outcomes, an
+        array of the same shape for all subsets, such as the loss at each test point. Train to convergence: with
+        optimizer noise the scores of attribution methods become indistinguishable.
     kept : array_like of bool, (M, N)
-        Which training points each subset holds.
+        Which training points are in each subset.
     seeds : sequence of int
     folder : path, optional
-        Every outcome is written there as soon as it is known; a further call with the same subsets goes on from
-        what it finds.
+        Every outcome is written to this folder when it is computed. A later call with the same subsets continues from
+        the stored outcomes.
     processes : int
-        Above 1, `train` runs in so many fresh processes, with one thread each: it must be a function of an importable
+        Above 1, `train` runs in this many new processes with one thread each; it must be a function of an importable
         module.
     progress : bool, optional
-        Show a bar; by default if the error stream is a terminal.
+        Show a progress bar; by default if the error stream is a terminal.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def retrain(
     Raises
     ------
     DataError
-        If a subset is empty, the folder belongs to other subsets, or outcomes differ in shape.
+        If a subset is empty, the folder contains other subsets, or outcomes differ in shape.
     UnsupportedError
         If `train` cannot be sent to another process.
     """
@@ -131,7 +131,7 @@ def _in_parallel(
 
 
 class _Store:
-    """Outcomes on disk, one file each; a fingerprint of the subsets keeps other experiments out."""
+    """Outcomes on disk, one file each; a fingerprint of the subsets detects other experiments."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, kept: NDArray[np.bool_]) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -156,7 +156,7 @@ class _Store:
         partial = file.with_suffix(".part")
         with partial.open("wb") as stream:
             np.save(stream, outcome, allow_pickle=False)
-        partial.replace(file)  # a reader never meets half a file
+        partial.replace(file)  # atomic: a reader never sees a partial file
 
     def _file(self, job: Job) -> Path | None:
         return None if self.folder is None else self.folder / f"seed{job[0]}-subset{job[1]}.npy"

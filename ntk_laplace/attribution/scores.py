@@ -1,7 +1,7 @@
-"""Scores of an attribution: how well it predicts what retraining on other data does. Plain arrays in, numbers out.
+"""Scores of an attribution method: how well it predicts retraining on other data.
 
-Axes: M subsets of the training data that were retrained on, N training points, n test points. Effects are changes of a
-quantity at a test point if a training point is removed, as `Posterior.removal_effects` gives them.
+Axes: M subsets of the training data used for retraining, N training points, n test points. Effects are changes of a
+quantity at a test point if a training point is removed, as returned by `Posterior.removal_effects`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Score:
-    """A number with its error.
+    """A score with its standard error.
 
     Attributes
     ----------
@@ -54,14 +54,14 @@ class Score:
 
 
 def additive(effects: ArrayLike, kept: ArrayLike) -> NDArray[np.float64]:
-    """What single effects predict for subsets: the sum over the points that are left out.
+    """Additive prediction for subsets: the sum of effects over the points left out.
 
     Parameters
     ----------
     effects : array_like, (n, N)
         Change of the quantity if a training point is removed.
     kept : array_like of bool, (M, N)
-        Which training points each subset holds.
+        Which training points are in each subset.
 
     Returns
     -------
@@ -82,20 +82,19 @@ def datamodeling_score(
     Parameters
     ----------
     predictions : array_like, (M, n)
-        Of each test point's outcome after training on each subset: `additive` of single effects, or `predicted` by
-        removing all points together. Any increasing function of the outcome will do.
+        Predicted outcome of each test point after training on each subset: `additive` effects, or `predicted` with all
+        points removed together. An increasing function of the outcome gives the same score.
     outcomes : array_like, (M, n) or (S, M, n)
-        After retraining; over S seeds their mean is taken.
+        Outcomes after retraining; they are averaged over S random seeds.
     bootstrap : int
-        Samples for the standard error; 0 leaves it out (NaN).
+        Number of bootstrap samples for the standard error; 0 omits it (NaN).
     seed : int
-        Of the bootstrap.
+        Random seed of the bootstrap.
 
     Returns
     -------
     Score
-        Mean over test points of Spearman's correlation; a test point whose predictions or outcomes are all the same
-        counts as 0.
+        Mean over test points of Spearman's correlation; a test point with constant predictions or outcomes counts as 0.
 
     Raises
     ------
@@ -116,9 +115,9 @@ def datamodeling_score(
 
 
 def seed_ceiling(outcomes: ArrayLike, bootstrap: int = 200, seed: int = 0) -> Score:
-    """What retraining itself reaches from another seed, outcomes (S, M, n): the mean over pairs of seeds.
+    """Score of retraining with another random seed, outcomes (S, M, n): the mean over pairs of seeds.
 
-    A score near it cannot be told from a perfect one with outcomes of one seed.
+    With outcomes of one seed, a score near this ceiling cannot be distinguished from a perfect one.
     """
     outcomes = _finite(outcomes, "outcomes")
     if outcomes.ndim != 3 or len(outcomes) < 2:
@@ -132,17 +131,17 @@ def seed_ceiling(outcomes: ArrayLike, bootstrap: int = 200, seed: int = 0) -> Sc
 
 @dataclass(frozen=True)
 class Agreement:
-    """Predicted against retrained changes.
+    """Agreement of predicted changes with those of retraining.
 
     Attributes
     ----------
     correlation : float
-        Pearson's.
+        Pearson correlation.
     rank_correlation : float
-        Spearman's.
+        Spearman correlation.
     slope : float
-        Of the least-squares line of truth on prediction through the origin: 1 where effects have the right size,
-        above 1 where they are too small.
+        Slope of the least-squares line of truth on prediction through the origin: 1 if effects have the right size,
+        above 1 if they are too small.
     """
 
     correlation: float
@@ -154,12 +153,12 @@ class Agreement:
 
 
 def leave_one_out_agreement(predictions: ArrayLike, truth: ArrayLike) -> Agreement:
-    """Predicted changes against those of retraining, over all pairs of removed and test points together.
+    """Agreement of predicted changes with those of retraining, over all pairs of removed and test points.
 
     Parameters
     ----------
     predictions, truth : array_like, of one shape
-        Changes of a quantity, after less before.
+        Changes of a quantity, after minus before.
     """
     x, y = _finite(predictions, "predictions").ravel(), _finite(truth, "truth").ravel()
     if x.shape != y.shape or len(x) < 3 or not (np.ptp(x) and np.ptp(y)):
@@ -178,14 +177,14 @@ def mislabel_auroc(suspicion: ArrayLike, wrong: ArrayLike) -> float:
         Such as `LeaveOneOut.suspicion`.
     wrong : array_like of bool, (N,)
     """
-    from ntk_laplace.metrics import detection_auroc  # scikit-learn is not imported with the library
+    from ntk_laplace.metrics import detection_auroc  # imports scikit-learn lazily
 
     suspicion, wrong = _suspects(suspicion, wrong)
     return detection_auroc(suspicion[~wrong], suspicion[wrong])
 
 
 def mislabels_found(suspicion: ArrayLike, wrong: ArrayLike, shares: Sequence[float] = (0.1, 0.2, 0.4)) -> dict:
-    """Share of all wrong labels among the most suspicious so many of the data, by share looked at."""
+    """Fraction of all wrong labels found among the most suspicious examples, by fraction of the data inspected."""
     suspicion, wrong = _suspects(suspicion, wrong)
     shares = [shares] if isinstance(shares, (int, float)) else list(shares)
     if not all(isinstance(share, (int, float)) and 0 < share <= 1 for share in shares):
@@ -201,16 +200,16 @@ class RemovalCurve:
     Attributes
     ----------
     removed : array, (F,)
-        Numbers of points.
+        Numbers of removed points.
     outcomes : dict of str to array, (F,)
-        By ranking.
+        Outcomes by ranking.
     """
 
     removed: NDArray[np.int64]
     outcomes: dict[str, NDArray[np.float64]]
 
     def plot(self, label: str = "outcome") -> Figure:
-        """A line for each ranking."""
+        """Plot one line per ranking."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(5.6, 3.8), layout="constrained")
@@ -227,16 +226,16 @@ class RemovalCurve:
 def removal_curve(
     train: Callable[[NDArray[np.int64]], float], rankings: dict[str, ArrayLike], removed: Sequence[int]
 ) -> RemovalCurve:
-    """Retrain without the first so many points of each ranking.
+    """Retrain without the first points of each ranking.
 
     Parameters
     ----------
     train : callable
-        From the numbers of the training points that are kept to one number.
+        Maps the indices of the kept training points to one number.
     rankings : dict of str to array_like, (N,)
-        All training points, the first to go first.
+        All training points in the order of removal.
     removed : sequence of int
-        How many.
+        How many points to remove.
     """
     removed = np.atleast_1d(np.asarray(removed, dtype=np.int64))
     if removed.size == 0 or not rankings:
@@ -253,11 +252,11 @@ def removal_curve(
     return RemovalCurve(removed, found)
 
 
-# --- inside
+# --- private
 
 
 def _spearman(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each column; 0 where one is constant."""
+    """Spearman correlation of each column; 0 if a column is constant."""
     a, b = _ranks(first), _ranks(second)
     a, b = a - a.mean(0), b - b.mean(0)
     scale = np.sqrt((a**2).sum(0) * (b**2).sum(0))
@@ -265,7 +264,7 @@ def _spearman(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArra
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    from scipy.stats import rankdata  # its import touches the warning filters and random numbers
+    from scipy.stats import rankdata  # the import changes warning filters and random state
 
     return rankdata(values, axis=0)
 

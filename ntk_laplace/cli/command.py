@@ -1,4 +1,4 @@
-"""The parser of the command, and what becomes of failures."""
+"""The command's argument parser and error handling."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Those of the process by default.
+        The arguments of the process by default.
 
     Returns
     -------
     int
-        Exit code: 0, 1 where something failed, 130 if interrupted. Wrong usage leaves with 2.
+        Exit code: 0 for success, 1 for an error, 130 if interrupted. Wrong usage exits with 2.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    # here and not above: the demo's parts take time to import, and --help needs none of them
+    # imported lazily: the demo's imports are slow, and --help does not need them
     from ntk_laplace.demo import run_demo
     from ntk_laplace.errors import NTKLaplaceError
 
@@ -125,7 +125,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _own(options: argparse.Namespace) -> int:
-    """A command on one's own network."""
+    """Run a command on the user's network."""
     from ntk_laplace.cli import evidence, explain
     from ntk_laplace.errors import NTKLaplaceError
 

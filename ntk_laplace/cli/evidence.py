@@ -1,4 +1,4 @@
-"""The command ``ntk-laplace evidence``: the comparison of structures for one's own network and data."""
+"""The command ``ntk-laplace evidence``: comparison of structures for the user's network and data."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def run(options: argparse.Namespace) -> None:
     Raises
     ------
     NTKLaplaceError
-        If something that was brought does not fit.
+        If the network, the data or an option is invalid.
     OSError
-        If a file cannot be written; before the work.
+        If a file cannot be written; raised before the computation.
     ComparisonInterrupted
-        After what was finished has been printed.
+        After the finished rows have been printed.
     """
     for path in (options.json, options.plot):
         require_writable(path)

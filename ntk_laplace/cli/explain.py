@@ -1,4 +1,4 @@
-"""The command ``ntk-laplace explain``: a page of explanations for one's own network and data."""
+"""The command ``ntk-laplace explain``: a page of explanations for the user's network and data."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def run(options: argparse.Namespace) -> None:
     Raises
     ------
     NTKLaplaceError
-        If something that was brought does not fit.
+        If the network, the data or an option is invalid.
     OSError
-        If the page cannot be written; before the work.
+        If the page cannot be written; raised before the computation.
     """
     require_writable(options.out)
     model = bring(options)

@@ -1,4 +1,4 @@
-"""What people bring to the command: a file with their network, a checkpoint of its weights, arrays of data."""
+"""Input files of the command: a Python file with the network, a checkpoint of its weights, arrays of data."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from ntk_laplace.network import Caller
 __all__ = ["check_forward", "load_data", "load_inputs", "load_network", "load_weights"]
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
-_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and of torch.compile
-_FORMATS = {  # of other data files, and pandas' function for tables
+_PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and torch.compile
+_FORMATS = {  # other data formats, with the pandas function that reads each table
     ".csv": "read_csv({})",
     ".tsv": "read_csv({}, sep='\\t')",
     ".txt": "read_csv({}, sep=None, engine='python')",
@@ -42,7 +42,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 def load_network(path: Path, factory: str) -> nn.Module:
-    """Run a Python file, and call its function that returns the network.
+    """Run a Python file and call its function that returns the network.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def _run(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise NetworkError("a Python file, whose name ends with .py", f"{path}", "Rename it.")
     module = importlib.util.module_from_spec(spec)
-    # as Python does for a script: the file finds its neighbours, and pickle and dataclasses find the file
+    # as Python does for a script: the file can import its neighbors, and pickle and dataclasses find the module
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.resolve().parent))
     try:
@@ -90,7 +90,7 @@ def _run(path: Path) -> ModuleType:
 
 
 def _called(function: Callable[[], Any], what: str, path: Path) -> Any:
-    """The function's value; whatever it raises becomes a message with the file's own line."""
+    """The function's return value; exceptions become an error message with the line in the file."""
     try:
         return function()
     except (Exception, SystemExit) as cause:
@@ -106,12 +106,12 @@ def _called(function: Callable[[], Any], what: str, path: Path) -> Any:
 
 
 def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None) -> None:
-    """Run the network on two examples, so that an error in it is told as one.
+    """Run the network on two examples, to report errors in it clearly.
 
     Raises
     ------
     NetworkError
-        If it cannot take them, or returns no tensor of outputs.
+        If it fails on them, or returns no tensor of outputs.
     """
     caller, few = Caller(network, output), take(x, slice(2))
     try:
@@ -134,22 +134,22 @@ def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None
 
 
 def load_weights(network: nn.Module, path: Path) -> None:
-    """Put a checkpoint's weights into the network; every one of them, and nothing else.
+    """Load a checkpoint's weights into the network; the names must match exactly.
 
     Parameters
     ----------
     network : nn.Module
-        Its floating type is kept.
+        Its dtype does not change.
     path : Path
-        Of a state dict, or of a dict that holds one under "state_dict", "model" or "model_state_dict". Loaded with
-        ``weights_only=True``: it cannot run code.
+        File with a state dict, or with a dict that contains one under "state_dict", "model" or "model_state_dict". It
+        is loaded with ``weights_only=True``, which cannot run code.
 
     Raises
     ------
     DataError
-        If the file is missing or holds no weights.
+        If the file is missing or contains no weights.
     NetworkError
-        If names or shapes are not the network's.
+        If names or shapes differ from the network's.
     """
     _require_file(path, "a checkpoint")
     remedy = "Save it with torch.save(network.state_dict(), path)."
@@ -205,30 +205,30 @@ def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Pat
 
 
 class _OneArray(ValueError):
-    """A file of a single array."""
+    """The file contains a single array."""
 
 
 def load_data(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor]:
-    """X and y of an ``.npz`` file, as tensors; floating ones take `dtype`, whole numbers stay what they are.
+    """X and y of an ``.npz`` file, as tensors; floating arrays are cast to `dtype`, integers keep their dtype.
 
     Parameters
     ----------
     path : Path
     dtype : torch.dtype
     targets : str, optional
-        Name of the targets' array, if all others are the network's inputs by name, in place of X and y.
+        Name of the targets' array. All other arrays are then the network's inputs by name, instead of X and y.
 
     Raises
     ------
     DataError
-        If the file is missing, is no such file, or its arrays are no numbers.
+        If the file is missing or not an ``.npz`` file, or its arrays are not numeric.
     """
     arrays = _read(path, "an .npz file of the training data", ("X", "y") if targets is None else (targets,), targets)
     return _inputs(arrays, dtype, targets), _tensor(targets or "y", arrays[targets or "y"], dtype)
 
 
 def load_inputs(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor | None]:
-    """X of an ``.npz`` file, and y where it is there, as `load_data` reads them.
+    """X of an ``.npz`` file, and y if the file has it, read as in `load_data`.
 
     Raises
     ------
@@ -241,7 +241,7 @@ def load_inputs(path: Path, dtype: torch.dtype, targets: str | None = None) -> t
 
 
 def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str | None) -> Inputs:
-    """X, or a dict of all that are not the targets."""
+    """X, or a dict of all arrays except the targets."""
     if targets is None:
         return _tensor("X", arrays["X"], dtype)
     found = {name: _tensor(name, array, dtype) for name, array in arrays.items() if name != targets}
@@ -251,7 +251,7 @@ def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str |
 
 
 def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> dict[str, np.ndarray | None]:
-    """Arrays of a file that holds those needed; X and y, or all of them where the targets have another name."""
+    """Arrays of a file that has the needed ones: X and y, or all arrays if `targets` is given."""
     _require_file(path, what)
     words = " and ".join(needed) or "by name"
     expected = f"an .npz file with arrays {words} of numbers"
@@ -261,7 +261,7 @@ def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> 
     except (ValueError, EOFError, OSError, zipfile.BadZipFile) as cause:
         raise DataError(expected, _told(path, cause), remedy) from cause
     missing = [name for name in needed if name not in arrays]
-    if missing and _format(path) in _FORMATS:  # some of them are archives of other files
+    if missing and _format(path) in _FORMATS:  # some of these formats are zip archives
         raise DataError(expected, str(path), remedy)
     if missing:
         there = _few(list(arrays)) if arrays else "nothing"
@@ -279,13 +279,13 @@ def _told(path: Path, cause: Exception) -> str:
 
 
 def _format(path: Path) -> str:
-    """The name's ending, in small letters, before that of a compression."""
+    """The file extension in lower case, without a compression suffix."""
     endings = [ending.lower() for ending in path.suffixes]
     return endings[-2] if len(endings) > 1 and endings[-1] in _COMPRESSED else endings[-1] if endings else ""
 
 
 def _conversion(path: Path, saved: Sequence[str]) -> str:
-    """How an .npz file is made of this one, one line of Python where that can be said.
+    """How to convert this file to .npz, as one line of Python if possible.
 
     Parameters
     ----------
@@ -314,7 +314,7 @@ def _conversion(path: Path, saved: Sequence[str]) -> str:
 
 
 def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray | None]:
-    """Every name in the file, and the arrays behind those wanted, or behind all."""
+    """All names in the file, with the arrays for the wanted names, or for all."""
     loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         raise _OneArray("it holds one array without a name")
@@ -331,7 +331,7 @@ def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.as_tensor(array.astype(np.int64))
 
 
-# --- words
+# --- texts
 
 
 def _require_file(path: Path, what: str) -> None:

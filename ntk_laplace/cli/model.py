@@ -1,4 +1,4 @@
-"""The model of the commands on one's own network: loaded, checked and put together from what the options name."""
+"""The model of a command on the user's network: loaded, checked and built from the options."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["Model", "bring", "require_writable"]
 
 @dataclass(frozen=True)
 class Model:
-    """A trained network, its data, and the model it is read under.
+    """A trained network, its data, likelihood and prior.
 
     Attributes
     ----------
     network : nn.Module
-        On its device, in evaluation mode.
+        The network on its device, in eval mode.
     x, y : Tensor
-        The training data; inputs of several arrays are a dict.
+        The training data; several input arrays are a dict.
     likelihood : Likelihood
     prior : GaussianPrior
     dtype : torch.dtype
-        Of network and algebra.
+        Dtype of the network and of the linear algebra.
     settings : Settings
     output : str, int or None
-        Which of the network's outputs.
+        Which returned tensor is the output.
     """
 
     network: nn.Module
@@ -48,12 +48,12 @@ class Model:
 
 
 def bring(options: argparse.Namespace) -> Model:
-    """Load and check what `add_model_options` asked for.
+    """Load and check the model from the options of `add_model_options`.
 
     Raises
     ------
     NTKLaplaceError
-        If something does not fit.
+        If the network, the data or an option is invalid.
     """
     dtype = torch.float32 if options.float32 else torch.float64
     network = load_network(*options.network)
@@ -84,12 +84,12 @@ def _device(name: str, dtype: torch.dtype) -> torch.device:
 
 
 def require_writable(path: Path | None) -> None:
-    """Complain now, not after the work.
+    """Check before the computation that the path can be written.
 
     Raises
     ------
     OSError
-        If nothing can be written there.
+        If the path cannot be written.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""What the commands' options may be: values checked one by one, before anything is loaded."""
+"""Option types of the commands; each value is checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Options that say which network, data, likelihood and prior: the same for every command on them."""
+    """Add the options for network, data, likelihood and prior, which several commands share."""
     parser.add_argument("network", type=source, metavar="FILE.py[:FACTORY]",
                         help=f"a Python file and the function in it that returns the nn.Module (default: {FACTORY}); "
                         "the file is run")  # fmt: skip
@@ -77,7 +77,7 @@ def output(text: str) -> str | int:
 
 
 def structures(text: str) -> list[str]:
-    """Names of structures, with commas between."""
+    """Comma-separated names of structures."""
     names = [name.strip() for name in text.split(",")]
     wrong = [name for name in names if name not in STRUCTURES]
     if wrong or len(set(names)) < len(names):
@@ -98,14 +98,14 @@ def positive(text: str) -> float:
 
 
 def seed(text: str) -> int:
-    """A whole number that seeds."""
+    """An integer random seed."""
     if not text.isdecimal() or int(text) >= 2**31:
         raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**31 - 1}; got {text!r}.")
     return int(text)
 
 
 def names(text: str) -> list[str]:
-    """Names, with commas between."""
+    """Comma-separated names."""
     found = [name.strip() for name in text.split(",")]
     if not all(found):
         raise argparse.ArgumentTypeError(f"expected names with commas between; got {text!r}.")
@@ -122,19 +122,19 @@ def image_shape(text: str) -> tuple[int, ...]:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """An integer of at least 1."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}.")
     return int(text)
 
 
 def html_file(text: str) -> Path:
-    """Path of a page."""
+    """Path of an HTML file."""
     return _file(text, ".html")
 
 
 def directory(text: str) -> Path:
-    """A directory, or a path where one can be made."""
+    """A directory, or a path where one can be created."""
     path = Path(text).expanduser()
     if path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"expected a directory; got the file {text!r}. Choose another name.")
@@ -142,7 +142,7 @@ def directory(text: str) -> Path:
 
 
 def png_file(text: str) -> Path:
-    """Path of a picture."""
+    """Path of a PNG file."""
     return _file(text, ".png")
 
 

@@ -1,4 +1,4 @@
-"""Comparison: one trained network under several structures with what each costs, and several trained models."""
+"""Comparison of structures for one trained network, with their cost, and of several trained models."""
 
 from ntk_laplace.comparison.compare import ComparisonInterrupted, compare_evidence
 from ntk_laplace.comparison.models import compare_models

@@ -1,4 +1,4 @@
-"""Fit one structure after the other to the same model, and measure."""
+"""Fit several structures to the same model and compare evidence, time and memory."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ __all__ = ["ComparisonInterrupted", "compare_evidence"]
 
 _EXACT = ("gp", "full")
 _OF_STRUCTURES = (MemoryBudgetError, HyperparameterError, UnsupportedError, NumericalError)
-"""Errors that another structure need not share."""
+"""Errors that may not occur with another structure."""
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """A comparison was interrupted, and this holds what was finished.
+    """A comparison was interrupted; this contains the finished rows.
 
     Attributes
     ----------
     comparison : EvidenceComparison
-        Of the structures that were done.
+        The rows of the finished structures.
     """
 
     def __init__(self, comparison: EvidenceComparison) -> None:
@@ -67,20 +67,19 @@ def compare_evidence(
     correction: bool = False,
     **options: Any,
 ) -> EvidenceComparison:
-    """Evidence of one trained network under several structures, with the time and memory that each takes.
+    """Evidence of one trained network under several structures, with time and memory of each.
 
-    Every structure is fitted afresh to the same data at the same hyperparameters, on copies: `network`, `prior` and
-    `likelihood` come back as they were. A structure that does not fit into the memory, or has no meaning for this
-    prior, gets a row that says why, and the others go on. What a fit warns of becomes a note in its row, and is not
-    issued again. Before it is measured, a structure is fitted to a toy problem, so that what is loaded on first use
-    counts for none.
+    Every structure is fitted anew to the same data at the same hyperparameters, on copies: `network`, `prior` and
+    `likelihood` do not change. A structure that exceeds the memory or does not support this prior gets a row with the
+    reason, and the comparison continues. Warnings of a fit become a note in its row and are not issued. Each structure
+    is first fitted to a toy problem, to exclude one-time loading costs from the measurement.
 
     Parameters
     ----------
     network, data, likelihood, prior
-        As for `laplace`. A data loader is read anew for each structure.
+        As for `laplace`. A data loader is read again for each structure.
     structures : sequence
-        Names, or forms with their options: ``["gp", "kfac", INF(rank=0.5)]``. All of them by default.
+        Names, or specifications with options: ``["gp", "kfac", INF(rank=0.5)]``. By default all structures.
     correction : bool
         Add ½ gᵀH⁻¹g to each evidence.
     options
@@ -93,12 +92,12 @@ def compare_evidence(
     Raises
     ------
     ComparisonInterrupted
-        If interrupted: a `KeyboardInterrupt` that holds the finished rows.
+        If interrupted: a `KeyboardInterrupt` that contains the finished rows.
     NTKLaplaceError
-        If the network, the data or the likelihood are at fault, or no structure has a value for other reasons than
+        If the network, the data or the likelihood are invalid, or if no structure has a value for reasons other than
         memory.
     """
-    inspect.signature(laplace).bind(network, data, likelihood, **options)  # a wrong name is an error here already
+    inspect.signature(laplace).bind(network, data, likelihood, **options)  # raises early for an unknown option
     options["curvature"] = curvature_type = CurvatureType.of(options.get("curvature", "ggn"))
     prior = GaussianPrior.of(prior)
     settings = Settings.of(options.get("settings"))
@@ -129,7 +128,7 @@ def compare_evidence(
 
 
 def _labels(structures: Sequence[str | StructureSpec]) -> list[str]:
-    """A name for each structure that tells it from the others."""
+    """A unique label for each structure."""
     if isinstance(structures, str) or not isinstance(structures, Sequence) or not structures:
         raise UnsupportedError("a list of structures", repr(structures), f"Pass one such as {list(STRUCTURES)}.")
     for structure in structures:
@@ -146,7 +145,7 @@ def _labels(structures: Sequence[str | StructureSpec]) -> list[str]:
 
 
 def _label(structure: str | StructureSpec) -> str:
-    """A name as it is; a form as its name with those options that are not the defaults."""
+    """A name unchanged; a specification as its name with the non-default options."""
     if isinstance(structure, str):
         return structure
     options = []
@@ -162,9 +161,9 @@ def _examine(
     frozen: Network, data: Any, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType,
     settings: Settings
 ) -> tuple[EvidenceComparison, Batches]:  # fmt: skip
-    """What is wrong with network, prior or data shows here, before any structure; a comparison without rows.
+    """Check network, prior and data before any fit; return a comparison without rows.
 
-    A stream of unknown length is counted, so that no structure sees less of it than another.
+    A stream of unknown length is counted, to make sure that all structures read the same examples.
     """
     bound = copy.deepcopy(prior).bind(frozen.shapes)
     batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
@@ -176,9 +175,9 @@ def _examine(
 
 
 def _in_words(likelihood: Likelihood) -> str:
-    """Class and single hyperparameters, which likelihoods hold as logarithms."""
+    """Class name and scalar hyperparameters, which likelihoods store as logarithms."""
     if not isinstance(likelihood, Likelihood):
-        return "no likelihood"  # which the first fit refuses
+        return "no likelihood"  # the first fit raises an error for it
     single = [(name, p.detach().exp().item()) for name, p in likelihood.named_parameters()
               if name.startswith("log_") and p.numel() == 1]  # fmt: skip
     options = ", ".join(f"{name.removeprefix('log_')} {value:g}" for name, value in single)
@@ -202,7 +201,7 @@ def _warm_up(
     structure: str | StructureSpec, curvature_type: CurvatureType, correction: bool, device: torch.device,
     dtype: torch.dtype | None
 ) -> None:
-    """Fit to a toy problem, so that libraries and threads that come with first use are there."""
+    """Fit to a toy problem, to load libraries and start threads before the measurement."""
     with preserved_rng(device), warnings.catch_warnings(), contextlib.suppress(NTKLaplaceError):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -219,7 +218,7 @@ def _warm_up(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """A row, N, whether the structure is exact, and what stopped it."""
+    """A row, N, whether the structure is exact, and the error that stopped it."""
 
     row: StructureEvidence
     num_examples: int | None = None
@@ -230,24 +229,24 @@ class _Outcome:
 def _attempt(
     label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device, before: Sequence[_Outcome]
 ) -> _Outcome:
-    """Measure, or say in the row why not, where the fault need not be everyone's."""
+    """Measure one structure; errors that may be specific to it become the row's note."""
     try:
         with _heard([outcome.row for outcome in before]) as notes:
             outcome = _measure(label, fit, correction, device)
     except Exception as error:
-        # what fails once others have a value costs its own row alone
+        # an error after other structures have a value affects only its own row
         late = isinstance(error, NTKLaplaceError) and any(outcome.row.evidence is not None for outcome in before)
         if not (late or isinstance(error, _OF_STRUCTURES) or is_about_memory(error)):
             raise
         error.__cause__ = error.__context__ = None
-        # without its frames, which hold what the fit had allocated
+        # without its traceback, whose frames keep the fit's memory allocated
         return _Outcome(StructureEvidence(label, note=_reason(error)), fault=error.with_traceback(None))
     return replace(outcome, row=replace(outcome.row, note="; ".join(notes)))
 
 
 @contextlib.contextmanager
 def _heard(rows: Sequence[StructureEvidence]) -> Iterator[list[str]]:
-    """What the library warns of inside, where no earlier row says it; other warnings go on to the caller."""
+    """Collect the library's warnings that no earlier row reports; other warnings reach the caller."""
     notes: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -284,7 +283,7 @@ def _reason(error: Exception) -> str:
 
 
 def _together(found: EvidenceComparison, outcomes: Sequence[_Outcome]) -> EvidenceComparison:
-    """All rows, with their differences from the first exact one."""
+    """All rows, with their differences from the first exact structure."""
     n = next((outcome.num_examples for outcome in outcomes if outcome.num_examples), found.num_examples)
     exact = next((outcome.row for outcome in outcomes if outcome.exact), None)
     rows = tuple(

@@ -1,4 +1,4 @@
-"""Compare trained models by evidence, conditional evidence, leave-one-out, BIC and AIC, and by test data if given."""
+"""Comparison of trained models by evidence, conditional evidence, leave-one-out, BIC, AIC and optional test data."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from ntk_laplace.selection import require_beginning
 
 __all__ = ["compare_models"]
 
-_SHARE = 0.8  # of the data, conditioned on where m is not given
+_SHARE = 0.8  # default fraction of the data that the conditional evidence conditions on
 _CONDITIONAL = ("auto", "evidence", "average", "none")
-_COUNTED = (Bernoulli, Categorical, Poisson)  # probabilities of whole numbers, not densities
+_COUNTED = (Bernoulli, Categorical, Poisson)  # probability mass functions, not densities
 
 
 def compare_models(
     models: Iterable[Any] | Mapping[str, Posterior], test: Any = None, *, m: int | None = None,
     permutations: int | None = None, seed: int = 0, conditional: str = "auto", predictive: str = "glm",
 ) -> ModelComparison:  # fmt: skip
-    """Scores of several trained models of the same data, and how their rankings agree.
+    """Scores of several trained models of the same data, and the agreement of their rankings.
 
-    Evidences of different data, or of densities and probabilities, mean nothing beside each other: the models must
-    have the same training targets in the same order. Models whose priors are vague are named in a warning: the
-    evidence then ranks badly ([L22] sections 4.1 and 7). A prior is vague if 1/δ is over twice the mean square of the
-    weights per effective parameter, and if MacKay's precisions would, by an estimate at fixed weights, add 3 nats and
-    a tenth of its size to the evidence.
+    Evidences of different data, or of densities and probabilities, cannot be compared: the models must have the same
+    training targets in the same order. A warning names models with vague priors, for which the evidence ranks badly
+    ([L22] sections 4.1 and 7). A prior is vague if 1/δ is more than twice the mean square of the weights per effective
+    parameter, and MacKay's precisions would increase the evidence, estimated at fixed weights, by at least 3 nats and
+    a tenth of its size.
 
     Parameters
     ----------
     models : sequence or mapping
         Posteriors, pairs (name, posterior), or a mapping of names to posteriors.
     test : data, or mapping of name to data, optional
-        As for `laplace`; a mapping of names to data where models take different inputs.
+        As for `laplace`; a mapping of names to data if models have different inputs.
     m : int, optional
-        Points the conditional evidence conditions on; 80 % by default.
+        Number of points that the conditional evidence conditions on; 80 % by default.
     permutations, seed : optional
         Orders of the data for it, the same for all models; as in `conditional_log_marginal_likelihood`.
     conditional : str
-        Its method, one for all models: "evidence", "average", or "none" to leave it out; "auto" is "evidence" where
-        every structure has it, and "none" where two points or fewer leave nothing to average.
+        Its method, one for all models: "evidence", "average", or "none" to omit it. "auto" is "evidence" if every
+        structure supports it, else "average", or "none" for at most two points.
     predictive : str
         Method of `predict` for the test data.
 
@@ -59,9 +59,9 @@ def compare_models(
     Raises
     ------
     DataError
-        If there are no models, two of one name, or models of different data.
+        If there are no models, two with the same name, or models of different data.
     UnsupportedError
-        If their likelihoods cannot be compared, or the method is unknown.
+        If the likelihoods cannot be compared, or the method is unknown.
     """
     named = _named(models)
     _require_same_data(named)
@@ -76,7 +76,7 @@ def compare_models(
         raise DataError(f"test data for {', '.join(named)}", f"a mapping with {', '.join(own) or 'none'}",
                         "Give every model its own, or one (X, y) for all.")
     with torch.inference_mode(False), torch.no_grad():
-        tested = {  # first: what is wrong with test data shows at once
+        tested = {  # first, to raise errors in the test data early
             name: {} if own[name] is None else _test_scores(posterior, own[name], predictive)
             for name, posterior in named.items()
         }
@@ -110,7 +110,7 @@ def _named(models: Iterable[Any] | Mapping[str, Posterior]) -> dict[str, Posteri
 
 
 def _require_same_data(named: dict[str, Posterior]) -> None:
-    """The same targets in the same order, and log probabilities of the same kind."""
+    """Check for the same targets in the same order, and for log probabilities of the same kind."""
     (name, first), *others = named.items()
     for other, posterior in others:
         if posterior.num_examples != first.num_examples:
@@ -127,7 +127,7 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
                             "Fit all models to the same (X, y), without shuffling.")
         kinds = [_plain(one.likelihood) for one in (first, posterior)]
         words = " and ".join(type(kind).__name__ for kind in kinds)
-        # of one of your own nothing is known but that its targets are the same
+        # for user-defined likelihoods only the targets can be compared
         if any(isinstance(kind, Gaussian) for kind in kinds) and any(isinstance(kind, _COUNTED) for kind in kinds):
             raise UnsupportedError("likelihoods that are all densities or all probabilities", words,
                                    "Their units differ: compare regressions with regressions.")
@@ -144,7 +144,7 @@ def _plain(likelihood: Likelihood) -> Likelihood:
 def _same(first: Tensor, second: Tensor) -> bool:
     if first.numel() != second.numel():
         return False
-    # a float32 network reads its targets in float32
+    # a float32 network stores its targets in float32
     return torch.allclose(first.flatten().double().cpu(), second.flatten().double().cpu(), rtol=1e-6, atol=1e-12,
                           equal_nan=True)  # a missing target
 
@@ -175,17 +175,17 @@ def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str,
 
 
 def _left_out(posterior: Posterior) -> tuple[float | None, str]:
-    """The leave-one-out score, and what speaks against it, or why there is none."""
+    """The leave-one-out score and reasons to distrust it, or None and why there is no score."""
     try:
         score, found = posterior._loo_score()
-    except (UnsupportedError, DataError) as error:  # another structure, or data that are gone
+    except (UnsupportedError, DataError) as error:  # another structure, or data no longer available
         return None, f"expected {error.expected}"
     return float(score), "; ".join(found.reasons)
 
 
 def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, float]:
     """Test scores, by the names of `ModelScores`."""
-    from ntk_laplace.metrics import held_out_scores  # scikit-learn sets filters of warnings when it is imported
+    from ntk_laplace.metrics import held_out_scores  # importing scikit-learn sets warning filters
 
     network = posterior.network
     parts, targets = [], []

@@ -1,4 +1,4 @@
-"""Where a prior stands against its model's evidence: near its maximum, or so vague that the evidence ranks badly."""
+"""Check of a prior: whether its precisions are near the evidence maximum, or too vague for ranking by evidence."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ntk_laplace.posterior import Posterior
 
 __all__ = ["PriorCheck", "check_prior"]
 
-_RATIO, _NATS, _SHARE = 2.0, 3.0, 0.1  # of variances; of evidence; of the evidence's own size
+_RATIO, _NATS, _SHARE = 2.0, 3.0, 0.1  # variance ratio; gap in nats; gap over |evidence|
 
 
 @dataclass(frozen=True)
 class PriorCheck:
-    """What better precisions would do for the evidence, estimated at fixed weights.
+    """The possible increase of the evidence by better precisions, estimated at fixed weights.
 
     Attributes
     ----------
     gap : float
-        Nats.
+        Increase in nats.
     vague, narrow : bool
         Whether the prior is much wider, or much tighter, than the weights.
     words : str
-        The same in words; empty if neither.
+        A description of the finding; empty if neither.
     """
 
     gap: float
@@ -34,15 +34,15 @@ class PriorCheck:
 
 
 def check_prior(posterior: Posterior, used: Tensor, evidence: float) -> PriorCheck:
-    """Compare a prior with the weights that it is the prior of; `used` is γ (G,).
+    """Compare a prior with the trained weights; `used` is γ (G,), the effective parameters of each group.
 
     At fixed weights ∂ log q/∂ log δ_g = ½ (γ_g - δ_g‖θ_g - μ0‖²) ([I21] Eq. 8), zero at MacKay's fixed point, where the
     prior variance 1/δ_g is the mean square of the weights per effective parameter, ‖θ_g - μ0‖²/γ_g. With ρ_g the ratio
-    of the two and γ_g held, the evidence there would be ½ γ_g (log ρ_g - 1 + 1/ρ_g) higher: the gap. A prior is
-    "vague" if groups with ρ_g > 2 have gaps of 3 nats and of a tenth of the evidence's size together; "narrow" the
-    same for ρ_g < 1/2.
+    of the two and γ_g fixed, the evidence at this point would be higher by the gap ½ γ_g (log ρ_g - 1 + 1/ρ_g). A prior
+    is "vague" if the gaps of groups with ρ_g > 2 sum to at least 3 nats and a tenth of the evidence's absolute value;
+    it is "narrow" if the same is true for ρ_g < 1/2.
     """
-    prior, theta = posterior.prior, posterior._model.theta  # where a what-if moved them
+    prior, theta = posterior.prior, posterior._model.theta  # updated weights after a what-if
     precision = prior.precision.detach().double().flatten().cpu()
     used = used.detach().double().cpu().clamp_min(1e-12)
     energy = (precision * prior.group_distances(theta).detach().double().cpu()).clamp_min(1e-12 * used)

@@ -1,4 +1,4 @@
-"""What a comparison of models found: scores, their rank correlations, and the same as table, data frame and picture."""
+"""Result of a model comparison: scores and rank correlations, as a table, a data frame or a figure."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ class ModelScores:
     parameters : int
         P.
     effective_parameters : float
-        γ, how many of them the data determine.
+        γ, the number of parameters that the data determine.
     evidence : float
-        Log marginal likelihood without correction, nats, like all criteria below: sums over the training data, and
-        larger is better.
+        Log marginal likelihood without correction. Like all criteria below it is in nats, summed over the training
+        data, and larger is better.
     conditional : float or None
         Conditional evidence, given m points.
     loo : float or None
-        Leave-one-out log density; None where the structure has none.
+        Leave-one-out log density; None if the structure does not support it.
     bic, aic : float
-        As log scores; the textbook's are -2 of them.
+        As log scores; the textbook definitions are -2 times these.
     prior_gap : float
-        About how many nats better precisions would add to the evidence at these weights.
+        Estimated increase of the evidence, in nats, by better precisions at these weights.
     vague, narrow : bool
         Whether the prior is much wider, or much tighter, than the weights; see `compare_models`.
     prior : str
-        The same in words, empty if neither.
+        A description of the prior check; empty if neither.
     loo_trusted : bool or None
-        Whether leave-one-out can be taken for what retraining without each point would say; None where there is none.
+        Whether leave-one-out is a reliable estimate of retraining without each point; None if there is no score.
     loo_note : str
-        What speaks against it, or why there is none; empty if nothing.
+        Reasons to distrust it, or why there is no score; else empty.
     test_log_likelihood : float or None
-        Nats per test example, like all below None without test data.
+        In nats per test example; like all scores below None without test data.
     test_accuracy, test_brier, test_ece : float or None
-        Of classes.
+        For classification.
     test_rmse : float or None
-        Of numbers.
+        For regression.
     """
 
     name: str
@@ -101,11 +101,11 @@ class ModelComparison:
     Attributes
     ----------
     rows : tuple of ModelScores
-        In the order that the models were given in.
+        In the order of the given models.
     num_examples : int
-        N, the training points.
+        N, the number of training points.
     m : int or None
-        Points that the conditional evidence conditions on.
+        Number of points that the conditional evidence conditions on.
     conditional : str
         Its method, "evidence", "average" or "none".
     """
@@ -129,7 +129,7 @@ class ModelComparison:
 
     @property
     def warning(self) -> str:
-        """What to mind in the ranking by evidence; empty if nothing."""
+        """A caution about the ranking by evidence; empty if there is none."""
         words = []
         if self.vague:
             words.append(
@@ -149,13 +149,13 @@ class ModelComparison:
         return "; ".join(words)
 
     def spearman(self, criterion: str = "evidence", against: str = "test_log_likelihood") -> float:
-        """Spearman's ρ of two columns over the models, of minus those where less is better; NaN below 3 models."""
+        """Spearman's ρ of two columns over the models, negated where less is better; NaN below 3 models."""
         from scipy.stats import spearmanr
 
         signs = [-1.0 if name in LESS_IS_BETTER else 1.0 for name in (criterion, against)]
         pairs = [(signs[0] * x, signs[1] * y) for x, y in zip(*map(self._column, (criterion, against)), strict=True)]
         if len(pairs) < 3 or any(len({pair[side] for pair in pairs}) == 1 for side in (0, 1)):
-            return float("nan")  # ranks say nothing
+            return float("nan")  # rank correlation is undefined
         return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 
     def to_dataframe(self) -> pandas.DataFrame:
@@ -166,11 +166,11 @@ class ModelComparison:
         return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
 
     def to_json(self) -> str:
-        """All numbers with all their digits, and the rank correlations with the test log likelihood."""
+        """All numbers in full precision, and the rank correlations with the test log likelihood."""
         return json.dumps(asdict(self) | {"spearman": self._correlations()}, indent=2)
 
     def plot(self, criterion: str = "evidence", against: str = "test_log_likelihood") -> Figure:
-        """Scatter of two columns with Spearman's ρ, a point for each model ([I21] Fig. 2, [L22] Fig. 5)."""
+        """Scatter plot of two columns with Spearman's ρ, one point per model ([I21] Fig. 2, [L22] Fig. 5)."""
         from ntk_laplace.plotting import model_ranking
 
         across, up = self._column(criterion), self._column(against)
@@ -180,7 +180,7 @@ class ModelComparison:
         )  # fmt: skip
 
     def __str__(self) -> str:
-        """A table, the rank correlations with the test log likelihood, and what to mind."""
+        """A table, the rank correlations with the test log likelihood, and cautions."""
         head = f"{_counted(len(self.rows), 'model')} of {_counted(self.num_examples, 'point')}"
         head += "; scores in nats, more is better"
         if self.m is not None:
@@ -220,7 +220,7 @@ class ModelComparison:
         return values
 
     def _correlations(self) -> dict[str, float | None]:
-        """ρ of each criterion with the test log likelihood; None where there is none."""
+        """ρ of each criterion with the test log likelihood; None if it is undefined."""
         found: dict[str, float | None] = {}
         for name in CRITERIA:
             columns = name, "test_log_likelihood"

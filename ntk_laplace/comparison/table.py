@@ -1,4 +1,4 @@
-"""What a comparison found: numbers, and the same as a table, a data frame, JSON and a picture."""
+"""Result of a comparison of structures, as a table, a data frame, JSON or a figure."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ __all__ = ["EvidenceComparison", "StructureEvidence", "aligned"]
 
 @dataclass(frozen=True)
 class StructureEvidence:
-    """One structure's evidence and what it took, or why there is none.
+    """One structure's evidence with its time and memory, or the reason why there is none.
 
     Attributes
     ----------
     structure : str
-        As it was asked for, with those options that are not the defaults.
+        The requested structure, with its non-default options.
     evidence : float or None
-        Log marginal likelihood in nats, summed over the data; None where there is none, like all below.
+        Log marginal likelihood in nats, summed over the data. Like all fields below it is None if there is no value.
     difference : float or None
-        Evidence less that of the comparison's exact structure.
+        Evidence minus that of the comparison's exact structure.
     log_det : float or None
         log det B, in nats.
     log_joint : float or None
-        Log likelihood less the prior's energy, in nats; no structure changes it.
+        Log likelihood minus the prior's energy, in nats; the same for all structures.
     correction : float or None
-        ½ gᵀH⁻¹g in nats, where it was asked for.
+        ½ gᵀH⁻¹g in nats, if requested.
     fit_seconds, evidence_seconds : float or None
-        Wall time of `laplace`, in which the factorization is made, and of the evidence after it.
+        Wall time of `laplace`, which includes the factorization, and of the evidence after it.
     peak_memory : int or None
-        Most bytes held at one time beyond those from before the fit: counted by torch on CUDA, an estimate from the
-        process's resident memory elsewhere.
+        Peak bytes beyond the memory before the fit: counted by torch on CUDA, elsewhere an estimate from the
+        process's resident memory.
     note : str
-        Empty, or "refused: ..." or "failed: ..." with the reason, or "note: ..." with what the fit warned of and no
-        earlier row says.
+        Empty, or "refused: ..." or "failed: ..." with the reason, or "note: ..." with warnings of the fit that no
+        earlier row reports.
     """
 
     structure: str
@@ -64,13 +64,13 @@ class EvidenceComparison:
     Attributes
     ----------
     rows : tuple of StructureEvidence
-        In the order that was asked for.
+        In the requested order.
     exact : str or None
-        Structure that the differences refer to, the first of "gp" and "full" that has a value; None without one.
+        Structure that the differences refer to: the first of "gp" and "full" with a value, or None.
     num_examples, num_outputs, num_parameters : int or None
         N, C and P.
     model : str
-        Likelihood, prior and curvature, in words.
+        A description of likelihood, prior and curvature.
     """
 
     rows: tuple[StructureEvidence, ...]
@@ -95,11 +95,11 @@ class EvidenceComparison:
         return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
 
     def to_json(self) -> str:
-        """All numbers with all their digits, as a JSON object with the attributes' names."""
+        """All numbers in full precision, as a JSON object keyed by attribute name."""
         return json.dumps(asdict(self), indent=2)
 
     def plot(self) -> Figure:
-        """Evidence, time and memory side by side, a line for each structure."""
+        """Evidence, time and memory side by side, one row per structure."""
         from ntk_laplace.plotting import evidence_comparison
 
         return evidence_comparison(
@@ -111,7 +111,7 @@ class EvidenceComparison:
         )
 
     def __str__(self) -> str:
-        """A table of at most 80 columns where labels are short; notes and reasons of missing values stand below it."""
+        """A table of at most 80 columns if labels are short, followed by notes and reasons for missing values."""
         sizes = (("N", self.num_examples), ("C", self.num_outputs), ("P", self.num_parameters))
         head = ", ".join(f"{letter} = {count:,}" for letter, count in sizes if count is not None)
         notes = [f"{row.structure}: {row.note}" for row in self.rows if row.note]
@@ -127,7 +127,7 @@ class EvidenceComparison:
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table from its columns, headings first; the first column to the left, the others to the right."""
+    """Lines of a table from its columns, headings first; the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in columns]
     rows = list(zip(*columns, strict=True))
     rows.insert(1, tuple("-" * width for width in widths))
@@ -140,7 +140,7 @@ def _labels(rows: Sequence[StructureEvidence]) -> list[str]:
 
 
 def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[str] | None]:
-    """Columns with their headings; None for one in which nothing would stand."""
+    """Columns with their headings; None for an empty column."""
     forms = {
         "evidence": ("evidence", "{:.3f}"), "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
         "log joint": ("log_joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
@@ -150,7 +150,7 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
     for heading, (name, form) in forms.items():
         values = [getattr(row, name) for row in rows]
         cells = ["-" if value is None else form.format(value) for value in values]
-        if name == "evidence":  # "refused" or "failed"; the whole reason stands below the table
+        if name == "evidence":  # "refused" or "failed"; the full reason is below the table
             gone = [row.note.partition(":")[0] for row in rows]
             cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
         if name == "difference":

@@ -1,4 +1,4 @@
-"""The demo: three real problems and two toy ones, from data to a report, with the library used as anyone would."""
+"""The demo: three real and two toy problems, from data to a report, with the public interface only."""
 
 from ntk_laplace.demo.run import run_demo
 

@@ -1,4 +1,4 @@
-"""The demo's data: three problems that scikit-learn ships, and two toy problems one can look at. No downloads."""
+"""The demo's data: three data sets included in scikit-learn and two toy problems. No downloads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Split", "diabetes", "digits", "moons", "wave"]
 
 @dataclass(frozen=True)
 class Split:
-    """Training data and the held-out data that nothing is ever fitted to.
+    """Training data, and held-out data that are never used for fitting.
 
     Attributes
     ----------
@@ -24,9 +24,9 @@ class Split:
     x_test, y_test : Tensor
         Held-out inputs and targets.
     classes : tuple of str
-        What the labels stand for; empty for a regression.
+        Names of the classes; empty for regression.
     x_unseen : Tensor, optional
-        Inputs of a kind that is in neither part, such as other digits.
+        Out-of-distribution inputs, such as other digits.
     """
 
     x_train: Tensor
@@ -38,17 +38,17 @@ class Split:
 
 
 def digits(seed: int, train: int, held_out: int, pair: tuple[int, int] | None = None) -> Split:
-    """Handwritten digits, 8 x 8 pixels with grey values in [0, 1], as images (N, 1, 8, 8).
+    """Handwritten digits, 8 x 8 pixels with gray values in [0, 1], as images (N, 1, 8, 8).
 
     Parameters
     ----------
     seed : int
-        Chooses the images; every class keeps its share.
+        Random seed of the stratified choice of images.
     train, held_out : int
-        Numbers of images; there are 1,797 in all, and about 180 of each digit.
+        Numbers of images; there are 1,797 in all, about 180 of each digit.
     pair : (int, int), optional
-        Keep these two digits alone, labelled 0 and 1 in this order. Three hundred images of the other digits are
-        then the split's `x_unseen`.
+        Keep only these two digits, labeled 0 and 1 in this order. Three hundred images of the other digits then
+        become `x_unseen`.
     """
     bunch = load_digits()
     images, labels = bunch.images[:, None] / 16.0, bunch.target
@@ -65,7 +65,7 @@ def digits(seed: int, train: int, held_out: int, pair: tuple[int, int] | None = 
 
 
 def diabetes(seed: int, train: int) -> Split:
-    """Disease progression of 442 patients from ten measurements, all standardized by the training part."""
+    """Disease progression of 442 patients from ten measurements, standardized with the training data."""
     x, y = load_diabetes(return_X_y=True)
     parts = train_test_split(x, y[:, None], train_size=train, random_state=seed)
     x_train, x_test, y_train, y_test = (torch.as_tensor(part) for part in parts)
@@ -91,7 +91,7 @@ def _wave(x: np.ndarray) -> np.ndarray:
 
 
 def moons(seed: int) -> Split:
-    """Two interleaved half circles, 120 points in the plane; the held-out inputs are a grid of 70 x 60 over it."""
+    """Two interleaved half circles, 120 points in the plane; the held-out inputs are a grid of 70 x 60 points."""
     points, labels = make_moons(120, noise=0.16, random_state=seed)
     across, up = np.meshgrid(np.linspace(-3.0, 4.0, 70), np.linspace(-2.7, 3.2, 60))
     grid = np.stack([across.ravel(), up.ravel()], axis=1)

@@ -1,4 +1,4 @@
-"""The demo's networks: small, smooth (tanh, so that L-BFGS reaches a stationary point), float64, seeded."""
+"""The demo's networks: small, float64, seeded, and smooth (tanh), which lets L-BFGS reach a stationary point."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["cnn", "mlp", "seeded"]
 
 
 def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a float64 network with initial weights that `seed` decides, and leave torch's random state alone."""
+    """Build a float64 network with initial weights from `seed`, without changing torch's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build().double()
 
 
 def mlp(widths: Sequence[int]) -> nn.Module:
-    """Layers of the given widths, input and output included, with tanh between; images are flattened first."""
+    """Linear layers of the given widths (including input and output) with tanh between; images are flattened."""
     layers: list[nn.Module] = [nn.Flatten()]
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]

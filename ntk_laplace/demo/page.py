@@ -1,4 +1,4 @@
-"""The demo's report: the numbers and the pictures, with what to see in them."""
+"""The demo's report: numbers and figures with explanations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ntk_laplace.report import Page
 __all__ = ["EXPLORER", "SCORES", "build", "score_rows"]
 
 EXPLORER = "explanations.html"
-"""The page beside the report on which people click through explanations."""
+"""File name of the interactive page of explanations."""
 
 SCORES = ("run", "score", "MAP", "posterior")
 _LABELS = {
@@ -26,7 +26,7 @@ _LABELS = {
 
 
 def score_rows(studies: Sequence[Study]) -> list[tuple[str, str, str, str]]:
-    """Held-out scores of every run, the MAP's beside the posterior's."""
+    """Held-out scores of the MAP and the posterior for every run."""
     rows = []
     for found in studies:
         for key, (label, form) in _LABELS.items():
@@ -37,14 +37,14 @@ def score_rows(studies: Sequence[Study]) -> list[tuple[str, str, str, str]]:
 
 
 def build(studies: Sequence[Study], pictures: dict[str, Picture], summary: dict[str, Any]) -> Page:
-    """Put the report together.
+    """Assemble the report.
 
     Parameters
     ----------
     studies : sequence of Study
     pictures : mapping of name to Picture
     summary : dict
-        What is written to ``summary.json``.
+        The content of ``summary.json``.
     """
     worst = max(run["relative_difference"] for run in summary["runs"].values())
     page = Page(

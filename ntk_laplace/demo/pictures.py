@@ -1,4 +1,4 @@
-"""The demo's pictures: what each shows, in pixels and in words."""
+"""The demo's figures, with alternative texts and captions."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ METHODS = {"MAP": "map", "Posterior": "glm"}
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture and its words.
+    """A figure with its texts.
 
     Attributes
     ----------
     name : str
-        Of the file, without its ending.
+        File name without extension.
     image : bytes
-        PNG.
+        PNG data.
     alt : str
-        What it shows, for those who cannot see it.
+        Alternative text.
     caption : str
-        What to see in it.
+        Caption: what to notice.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Picture:
 
 
 def uncertainty_1d(problem: Problem, choice: Choice) -> Picture:
-    """Draw the prediction along one input, with what is uncertain in the function and what is noise."""
+    """Draw the prediction along one input, with epistemic uncertainty and noise."""
     split = problem.split
     posterior = choice.posterior(problem, "gp")
     predictive = posterior.predict(split.x_test)
@@ -80,7 +80,7 @@ def uncertainty_1d(problem: Problem, choice: Choice) -> Picture:
 
 
 def uncertainty_2d(problem: Problem, choice: Choice, seed: int) -> Picture:
-    """Draw class probabilities over two inputs, of the MAP and of the posterior, and the latent deviation."""
+    """Draw class probabilities of MAP and posterior over two inputs, and the standard deviation of f."""
     split = problem.split
     posterior = choice.posterior(problem, "gp")
     across, up = split.x_test[:, 0].unique(), split.x_test[:, 1].unique()
@@ -134,7 +134,7 @@ def calibration(studies: Sequence[Study]) -> Picture:
 
 
 def unseen(found: Study, seed: int) -> Picture:
-    """Draw how sure the predictions are on held-out digits, and on digits of classes never seen."""
+    """Draw the confidence of predictions on held-out digits and on digits of unseen classes."""
     split, classes = found.problem.split, found.problem.split.classes
     groups = {f"held-out {classes[0]} and {classes[1]}": split.x_test, "all other digits": split.x_unseen}
     panels = {
@@ -155,7 +155,7 @@ def unseen(found: Study, seed: int) -> Picture:
 
 
 def coverage(found: Study) -> Picture:
-    """Draw how often the regression's intervals hold the truth."""
+    """Draw the coverage of the regression's predictive intervals."""
     truth, series = found.problem.split.y_test, {}
     for name, predictive in (("MAP with noise alone", found.map_predictive), ("posterior", found.predictive)):
         series[name] = metrics.interval_coverage(predictive.mean, predictive.variance, truth, LEVELS)
@@ -195,7 +195,7 @@ def selection(studies: Sequence[Study]) -> Picture:
 
 
 def structures(found: Study) -> Picture:
-    """Draw the evidence of every structure, and its cost."""
+    """Draw evidence, time and memory of every structure."""
     comparison = found.comparison
     approximate = [row for row in comparison.rows if row.structure not in ("gp", "full")]
     near, far = (pick(approximate, key=lambda row: abs(row.difference)) for pick in (min, max))
@@ -213,7 +213,7 @@ def structures(found: Study) -> Picture:
 
 
 def explanation(found: Study, many: int = 4) -> Picture:
-    """Draw test images beside the training images that speak for and against their predictions."""
+    """Draw test images with the training images that support or oppose their predictions."""
     split = found.problem.split
     pair = [metrics.class_probabilities(predictive.probs) for predictive in (found.map_predictive, found.predictive)]
     chosen = _telling(pair[0], split.y_test.numpy())
@@ -246,9 +246,9 @@ def explanation(found: Study, many: int = 4) -> Picture:
 
 
 def support_of_prediction(explained: ntkl.Explanation) -> Tensor:
-    """How much each training point raises the log odds of the predicted class over the runner-up, (n, N).
+    """Effect of each training point on the log odds of the predicted class over the runner-up, (n, N).
 
-    With one output f is the log odds of class 1 itself.
+    With one output f is the log odds of class 1.
     """
     if explained.f.shape[1] == 1:
         return -explained.removal[:, :, 0] * explained.f.sign()
@@ -258,7 +258,7 @@ def support_of_prediction(explained: ntkl.Explanation) -> Tensor:
 
 
 def _telling(probabilities: np.ndarray, truth: np.ndarray) -> list[int]:
-    """Pick a sure prediction, the least sure right one, and the surest wrong one (else the next least sure)."""
+    """Select a certain prediction, the least certain correct one, and the most certain wrong one (else the next)."""
     sure, right = probabilities.max(1), probabilities.argmax(1) == truth
     doubtful = [int(i) for i in sure.argsort() if right[i]]
     wrong = [int(i) for i in sure.argsort()[::-1] if not right[i]]
@@ -266,7 +266,7 @@ def _telling(probabilities: np.ndarray, truth: np.ndarray) -> list[int]:
 
 
 def _verdict(split: Split, truth: int, pair: Sequence[np.ndarray]) -> str:
-    """Truth, predicted class and runner-up, with how sure the MAP and the posterior are of the prediction."""
+    """True class, predicted class and runner-up, with the confidence of the MAP and the posterior."""
     first, second = pair[0].argsort()[::-1][:2]
     sure = [f"{probabilities[first]:.0%}" for probabilities in pair]
     return (

@@ -1,4 +1,4 @@
-"""What the demo studies: data, network, likelihood, and candidate hyperparameters."""
+"""The demo's problems: data, network, likelihood, and candidate hyperparameters."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class Problem:
     name : str
         Key in ``summary.json``.
     title : str
-        For people.
+        Displayed title.
     network : str
-        The architecture in words.
+        Description of the architecture.
     split : Split
         Training and held-out data.
     build : callable
-        Makes the network, untrained.
+        Builds the untrained network.
     likelihood : callable
-        Makes the likelihood from a noise variance, which only the Gaussian one uses.
+        Builds the likelihood from a noise variance, which only the Gaussian uses.
     precisions, noises : tuple of float
-        Candidates, among which `choose` decides.
+        Candidates from which `choose` selects.
     compares : bool
-        Whether the evidence of all structures is wanted.
+        Whether to compute the evidence of all structures.
     """
 
     name: str
@@ -83,7 +83,7 @@ def problems(seed: int) -> list[Problem]:
 
 
 def toys(seed: int) -> tuple[Problem, Problem]:
-    """One input and a gap in the data; two inputs and two classes."""
+    """A regression with one input and a gap in the data; a classification with two inputs and two classes."""
     wave = Problem(
         "wave", "One input, with a gap in the data", "MLP, 1-16-16-1",
         data.wave(seed), lambda: mlp((1, 16, 16, 1)), lambda noise: ntkl.Gaussian(noise=noise), (0.5,), (0.04,),
@@ -96,7 +96,7 @@ def toys(seed: int) -> tuple[Problem, Problem]:
 
 
 def miniature(problem: Problem, train: int = 40, test: int = 30) -> Problem:
-    """Take the same problem with fewer examples and two candidates: seconds, for a test."""
+    """The same problem with fewer examples and two candidates, which runs in seconds for a test."""
     split = problem.split
     small = replace(
         split,

@@ -1,4 +1,4 @@
-"""The demo from end to end: studies, pictures, summary, report, and the tables on the screen."""
+"""The complete demo: studies, figures, summary, report, and tables in the terminal."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     Parameters
     ----------
     out : Path
-        Directory, made if it is not there; files of an earlier run are replaced.
+        Output directory, created if needed; files of an earlier run are replaced.
     seed : int
-        Decides splits, initial weights and the points of averages: the same seed gives the same numbers.
+        Random seed of splits, initial weights and integration points: the same seed gives the same numbers.
     console : Console, optional
-        Where progress and tables go.
+        Console for progress and tables.
     small : bool
-        A few examples and candidates of each problem, to see it work.
+        Use a few examples and candidates of each problem, for a quick run.
 
     Returns
     -------
     dict
-        What is written to ``summary.json``.
+        The content of ``summary.json``.
 
     Raises
     ------
     OSError
-        If `out` cannot be made or written to; before anything is computed.
+        If `out` cannot be created or written to; raised before any computation.
     """
     console = Console() if console is None else console
     chosen, (wave, moons) = problems(seed), toys(seed)
     if small:
         chosen = [miniature(problem) for problem in chosen]
     out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):  # now, not after a minute of work
+    if not os.access(out, os.W_OK):  # checked before the computation
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out))
     steps = sum(len(problem.candidates) + 4 + problem.compares for problem in chosen) + 4
     with Screen(console, steps) as screen:
@@ -97,7 +97,7 @@ def _draw(found: dict[str, Study], trained: list[tuple[Problem, Choice]], seed: 
 
 
 def _explorer(found: Study) -> ntkl.ExplorerPage:
-    """Held-out images of the pair, those first that the network gets wrong."""
+    """Explorer page of held-out images of the pair, misclassified ones first."""
     split, classes = found.problem.split, found.problem.split.classes
     truth = split.y_test.reshape(-1).long()
     wrong = (found.map_predictive.probs.reshape(-1) >= 0.5).long() != truth

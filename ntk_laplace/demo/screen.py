@@ -1,4 +1,4 @@
-"""The demo on the screen: progress while it runs, one table of evidences at the end."""
+"""The demo's terminal output: progress during the run, and tables at the end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Screen", "evidence_table", "score_table"]
 
 
 class Screen:
-    """Shows how far the work is: a bar on a terminal, a line for each step where the output is a file.
+    """Shows progress: a bar on a terminal, one line per step if the output is a file.
 
     Parameters
     ----------
     console : Console
     steps : int
-        Steps in all, as far as is known beforehand.
+        Expected number of steps.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -50,7 +50,7 @@ class Screen:
         return time.perf_counter() - self._begin
 
     def step(self, what: str) -> None:
-        """Say what begins now; what went before is done."""
+        """Start a step and mark the previous one as done."""
         self._bar.update(self._task, description=what, advance=1 if self._started else 0)
         self._started = True
         if not self.console.is_terminal:
@@ -58,7 +58,7 @@ class Screen:
 
 
 def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> Table:
-    """Evidence of every run from both spaces, in nats."""
+    """Evidence of every run from function space and weight space, in nats."""
     table = _table("Evidence of one network from two spaces (nats)")
     for name in ("run", "N", "C", "P", "function space", "weight space", "diff.", "sec."):
         table.add_column(name, justify="left" if name == "run" else "right", no_wrap=True)
@@ -72,7 +72,7 @@ def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> T
 
 
 def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
-    """Held-out scores of the posterior beside those of its own MAP."""
+    """Held-out scores of the posterior and of its MAP."""
     table = _table("Held-out scores: trained network (MAP), posterior")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""One study: choose hyperparameters without held-out data, train to the MAP, fit in both spaces, evaluate."""
+"""One study: select hyperparameters without held-out data, train to the MAP, fit in both spaces, evaluate."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ __all__ = ["Candidate", "Choice", "Study", "choose", "confidence", "settled", "s
 Report = Callable[[str], None]
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 BINS = 10
-"""Of confidence; few, as the held-out images are."""
+"""Number of confidence bins; small, because there are few held-out images."""
 POINTS = 256
-"""Of the averages that score a candidate; evenly spread, they give three digits."""
+"""Number of quasi-Monte-Carlo points for scoring a candidate; they give three digits."""
 ROUGH, FINE = 0.05, 1e-4
-"""Norms of the gradient to which candidates, and the chosen one, are trained."""
-_QUIET = ntkl.Settings(progress=False)  # the demo shows progress of its own
+"""Gradient norms at which training stops, for candidates and for the chosen one."""
+_QUIET = ntkl.Settings(progress=False)  # the demo has its own progress display
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting of the hyperparameters and what came of it, in nats per example.
+    """One setting of the hyperparameters with its scores, in nats per example.
 
     Attributes
     ----------
     precision : float
-        Of the prior.
+        Prior precision.
     noise : float or None
-        Variance of the observations, where there is one.
+        Noise variance of a Gaussian likelihood.
     evidence : float
         Log marginal likelihood of the training data.
     leave_one_out : float
         Mean log predictive density of each training point given the others, in closed form.
     held_out_log_likelihood : float
-        Of the posterior's predictive; noted for the picture, never used in a choice.
+        Score of the posterior predictive; only for the figure, never used for selection.
     """
 
     precision: float
@@ -82,7 +82,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Study:
-    """What a study found; `summary` holds the numbers, the rest is for the pictures."""
+    """Results of a study; `summary` contains the numbers, the other fields are for the figures."""
 
     problem: Problem
     choice: Choice
@@ -94,7 +94,7 @@ class Study:
 
 
 def settled(problem: Problem, seed: int, report: Report, max_evaluations: int = 1000) -> Choice:
-    """Train a problem of one candidate, roughly; a picture needs no vanishing gradient."""
+    """Train a problem with one candidate to moderate accuracy, which is sufficient for a figure."""
     ((precision, noise),) = problem.candidates
     report(f"{problem.title}: training")
     network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
@@ -104,10 +104,10 @@ def settled(problem: Problem, seed: int, report: Report, max_evaluations: int = 
 
 
 def choose(problem: Problem, seed: int, report: Report, tolerance: float = FINE) -> Choice:
-    """Train every candidate from the same initial weights; keep the best by leave-one-out, and finish its training.
+    """Train every candidate from the same initial weights; select the best by leave-one-out, and finish its training.
 
-    Leave-one-out asks what the demo then asks of held-out data, how well the posterior predicts; the evidence asks
-    how well the prior does ([L22]). Both come from training data alone, and the pictures show both.
+    Leave-one-out measures how well the posterior predicts, as the held-out scores do; the evidence measures how well
+    the prior predicts ([L22]). Both use only training data, and the figures show both.
     """
     split, found = problem.split, []
     data = (split.x_train, split.y_train)
@@ -136,9 +136,9 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
     ----------
     problem : Problem
     seed : int
-        Decides initial weights and the points of the predictive's average.
+        Random seed of initial weights and of the integration points of the predictive.
     report : callable
-        Told what happens, in words.
+        Called with progress messages.
     """
     begin = time.perf_counter()
     choice = choose(problem, seed, report)
@@ -203,7 +203,7 @@ def _predict(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm
 
 
 def _unseen(problem: Problem, posterior: ntkl.Posterior, seed: int) -> dict[str, float]:
-    """Confidence in inputs of a kind never seen, and how well it tells them from held-out ones (area under ROC)."""
+    """Confidence on out-of-distribution inputs, and the AUROC for detecting them among held-out ones."""
     if problem.split.x_unseen is None:
         return {}
     scores = {}
@@ -222,6 +222,6 @@ def confidence(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "g
 
 
 def _variance_difference(posteriors: dict[str, ntkl.Posterior], x: Tensor) -> float:
-    """Largest difference of latent covariances between the two spaces, relative to the largest entry."""
+    """Largest difference of the covariances of f between the two spaces, relative to the largest entry."""
     (_, first), (_, second) = (posterior.latent_moments(x) for posterior in posteriors.values())
     return float((first - second).abs().max() / second.abs().max())

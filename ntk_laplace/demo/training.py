@@ -1,4 +1,4 @@
-"""Training to the MAP: the very objective that the Laplace approximation expands, to a vanishing gradient."""
+"""Training to the MAP: the objective that the Laplace approximation expands, until its gradient is negligible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Training", "negative_log_joint", "train_map"]
 
 @dataclass(frozen=True)
 class Training:
-    """How a training ended.
+    """The outcome of a training.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ def negative_log_joint(
     """Minus the log likelihood, summed over the data, plus the prior's energy: the loss with weight decay.
 
     ``-Σ log p(y_n given f_n) + ½ (θ-μ0)ᵀ P0 (θ-μ0)``: minus the log joint up to the prior's normalization, which
-    does not depend on the weights. `targets` are in the likelihood's form, ``likelihood.targets(y, N, C)``.
+    does not depend on the weights. `targets` are in canonical form, ``likelihood.targets(y, N, C)``.
     """
     outputs = network(x)
     f = outputs.unsqueeze(1) if outputs.ndim == 1 else outputs
@@ -66,17 +66,17 @@ def train_map(
     Parameters
     ----------
     network : nn.Module
-        Its present weights are the start.
+        Its current weights are the starting point.
     data : (Tensor, Tensor)
         All inputs and targets.
     likelihood, prior
-        At fixed hyperparameters.
+        With fixed hyperparameters.
     tolerance : float
         Stop at this Euclidean norm of the gradient of the summed loss.
     max_evaluations : int
-        Stop at the latest after about so many passes over the data.
+        Stop at the latest after about this many passes over the data.
     report : callable, optional
-        Called with the gradient's norm now and then.
+        Called with the gradient's norm from time to time.
 
     Returns
     -------
@@ -96,7 +96,7 @@ def train_map(
         nonlocal evaluations
         evaluations += 1
         loss = negative_log_joint(network, x, targets, likelihood, prior)
-        # not backward(): the hyperparameters are parameters too, and their gradients are not ours to fill
+        # not backward(), which would also fill the gradients of the hyperparameters
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient
         return loss.detach()
@@ -105,7 +105,7 @@ def train_map(
         parameters,
         max_iter=50,
         history_size=60,
-        # infinity norm: no larger than the Euclidean one, which decides below
+        # infinity norm, at most the Euclidean norm, which is tested below
         tolerance_grad=tolerance / len(targets) ** 0.5,
         tolerance_change=0.0,
         line_search_fn="strong_wolfe",
@@ -127,7 +127,7 @@ def train_map(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep torch to one thread: for networks this small, waking a second one costs more than it brings."""
+    """Limit torch to one thread, which is faster for networks this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""The explorer: explanations of many predictions as one page that people click through."""
+"""The explorer: explanations of many predictions on one interactive page."""
 
 from ntk_laplace.explorer.gather import Naming, gather
 from ntk_laplace.explorer.page import ExplorerPage, explore

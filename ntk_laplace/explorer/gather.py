@@ -1,4 +1,4 @@
-"""What the explorer shows, as plain numbers: predictions, decompositions, training points, what their removal does."""
+"""Numbers for the explorer page: predictions, decompositions, training points, and effects of their removal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ntk_laplace.progress import track
 
 __all__ = ["Naming", "gather"]
 
-_AT_ONCE = 32 * 2**20  # numbers of an (n, N, C) array: inputs explained at a time
-_HELD = 512 * 2**20  # bytes of rows of the training points shown, held at a time
-_ALL_PICTURES = 2000  # training points beyond which only those that are shown get a picture
-_MOST_FEATURES = 40  # numbers of an input that are shown
+_AT_ONCE = 32 * 2**20  # entries of an (n, N, C) array; bounds the inputs explained at a time
+_HELD = 512 * 2**20  # bytes of Jacobian rows of the displayed training points in memory at a time
+_ALL_PICTURES = 2000  # with more training points only the displayed ones get a picture
+_MOST_FEATURES = 40  # maximum number of displayed features of an input
 
 
 @dataclass(frozen=True)
 class Naming:
-    """Words for the numbers.
+    """Names of classes, features and targets on the page.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class Naming:
     features : sequence of str, optional
         Names of the inputs' columns.
     shape : sequence of int, optional
-        Height and width (and 3) of the image that an input is.
+        Height and width (and 3) of inputs that are images.
     target : str
-        What is predicted, for a regression.
+        Name of the predicted quantity, for regression.
     """
 
     classes: Sequence[str] | None = None
@@ -52,7 +52,7 @@ def gather(
     posterior: Posterior, x: Inputs, training: Inputs | None, targets: Tensor | None, k: int, naming: Naming,
     progress: bool | None = None,
 ) -> dict[str, Any]:
-    """Everything the page shows.
+    """Collect all content of the page.
 
     Parameters
     ----------
@@ -60,11 +60,11 @@ def gather(
     x : tensor, tuple or dict of tensors
         n inputs to explain.
     training : like x, optional
-        Training inputs, for their pictures or rows.
+        Training inputs, displayed as images or rows.
     targets : Tensor, optional
         True targets at `x`.
     k : int
-        Training points shown for and against each prediction.
+        Number of training points shown for and against each prediction.
     naming : Naming
     progress : bool, optional
         Show a progress bar; by default if the error stream is a terminal.
@@ -72,8 +72,8 @@ def gather(
     Raises
     ------
     DataError
-        If sizes or names do not fit together, or targets not the likelihood.
-        Or if the training data cannot be read again, where the structure keeps no rows.
+        If sizes or names do not match, the targets do not fit the likelihood, or the structure keeps no Jacobian and
+        the training data cannot be read again.
     """
     n, c = num_examples(x), posterior.num_outputs
     training = None if training is None else as_tensors(training)
@@ -106,7 +106,7 @@ def gather(
 
 
 def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
-    """Targets as the page compares them: a class, of a soft label the likely one, a number, or one for each output."""
+    """Targets as shown: a class (for a soft label the most probable one), a number, or one number per output."""
     likelihood = posterior.likelihood.for_new_points()
     y = likelihood.targets(targets, n, posterior.num_outputs)
     observed, kind = likelihood.observed(y), _kind(posterior)
@@ -172,7 +172,7 @@ _OTHER_SIDE = {"for": "against", "against": "for"}
 def _from_rows(
     posterior: Posterior, x: Inputs, k: int, progress: bool | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """One record per input, and what holds of them, in function space."""
+    """One record per input, and common information on them, in function space."""
     n, c = num_examples(x), posterior.num_outputs
     with torch.no_grad():
         removal = JointRemoval(posterior.posterior_precision, posterior.fitted.points.residual(posterior.likelihood))
@@ -199,7 +199,7 @@ def _from_rows(
 def _from_data(
     posterior: Posterior, x: Inputs, k: int, progress: bool | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The same in weight space: a ranking of all inputs, then the rows of those that are shown, for a few of them."""
+    """The same in weight space: rank the training points for all inputs, then read the Jacobian of displayed ones."""
     n, rows = num_examples(x), posterior._rows(x)
     found = posterior.explain(x, k)
     asked = _Asked.of(posterior, found)
@@ -228,21 +228,21 @@ def _from_data(
 
 
 def _exact(posterior: Posterior) -> bool:
-    """Whether its curvature is the linearized model's own."""
+    """Whether the posterior is the exact one of the linearized model."""
     return posterior.structure in ("gp", "full") and posterior.curvature_type.kind == "ggn"
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is shown beside each input: towards the predicted class, a negative logit speaks for class 0.
+    """Effects of training points on each prediction, signed for the predicted class (a negative logit means class 0).
 
     Attributes
     ----------
     found : Explanation or Ranking
     sign : Tensor, (n,)
-        -1 where a binary logit is negative: the effects are then those on its negative.
+        -1 where a binary logit is negative: the effects are then those on the negative logit.
     sides : list of dict
-        Of each input, by side, (training point, effect), the strongest first.
+        For each input, by side, pairs (training point, effect), the strongest first.
     """
 
     found: Explanation | Ranking
@@ -251,7 +251,7 @@ class _Asked:
 
     @classmethod
     def of(cls, posterior: Posterior, found: Explanation | Ranking) -> _Asked:
-        """Of an explanation by "output"."""
+        """From an explanation by "output"."""
         turned = (found.f[:, 0] < 0) & (_kind(posterior) == "binary")
         sign = torch.where(turned, -1.0, 1.0).to(found.f)
         sides = []
@@ -265,13 +265,13 @@ class _Asked:
         return cls(found, sign, sides)
 
     def groups(self) -> dict[str, list[Tensor]]:
-        """Training points that leave together, for each input."""
+        """Training points that are removed together, for each input."""
         device = self.found.f.device
         return {name: [torch.tensor([j for side in of for j, _ in own[side]], dtype=torch.long, device=device)
                        for own in self.sides] for name, of in _GROUPS.items()}  # fmt: skip
 
     def records(self, posterior: Posterior, x: Inputs) -> list[dict[str, Any]]:
-        """What every structure knows of each input."""
+        """The part of each input's record that all structures support."""
         found, kind = self.found, _kind(posterior)
         glm, plain = posterior.predict(x, "glm"), posterior.predict(x, "map")
         records = []
@@ -287,7 +287,7 @@ class _Asked:
 
 
 def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
-    """Probabilities, or mean and standard deviations."""
+    """Class probabilities, or mean and standard deviations."""
     if _kind(posterior) == "classes":
         return {"probabilities": _rounded(prediction.probs[i])}
     if _kind(posterior) == "binary":
@@ -303,7 +303,7 @@ def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
 
 
 def _without(posterior: Posterior, f: Tensor, sign: Tensor) -> dict[str, Any]:
-    """The network's own answer at other outputs."""
+    """The network's prediction at changed outputs f."""
     with torch.no_grad():
         mean = posterior.likelihood.for_new_points().mean(f[None])[0]
     said: dict[str, Any] = {"f": _rounded(f * sign)}
@@ -325,7 +325,7 @@ def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list
     )  # fmt: skip
     targets, observed = posterior.targets, posterior.likelihood.observed(posterior.targets)
     shown = _rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)
-    if observed is not None and observed.ndim == 1:  # a missing label is null, as a missing number is
+    if observed is not None and observed.ndim == 1:  # missing labels and missing numbers are null
         shown = [target if known else None for target, known in zip(shown, observed.tolist(), strict=True)]
     return {
         "target": shown,
@@ -351,7 +351,7 @@ def _pictures(x: Inputs, training: Tensor | None, shown: list[int], naming: Nami
 
 
 def _rows(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
-    """Numbers of the inputs, where they are no pictures."""
+    """Features of the inputs, if they are not images."""
     if not isinstance(x, Tensor) or x.ndim != 2 or naming.shape is not None or x.shape[1] > _MOST_FEATURES:
         return None
     features = naming.features
@@ -365,7 +365,7 @@ def _rows(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) 
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to four digits, for a page that people read."""
+    """Round numbers to four digits for display."""
     if isinstance(value, Tensor):
         value = value.detach().cpu().tolist()
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The page: numbers, style and script in one file that a browser opens from disk and that fetches nothing."""
+"""The explorer page: data, style and script in one HTML file without external resources."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ExplorerPage:
     ----------
     title : str
     content : dict
-        The numbers on the page, JSON-able: `points` (one record per input), `training` (columns), `pictures`, `rows`.
+        JSON-serializable data: `points` (one record per input), `training` (columns), `pictures`, `rows`.
     """
 
     title: str
@@ -82,9 +82,9 @@ class ExplorerPage:
         """The page as one HTML document."""
         style, script = (_asset(name) for name in ("explorer.css", "explorer.js"))
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        # the browser itself refuses whatever is not in the file
+        # makes the browser block all external resources
         policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-        # "</" would end the element, whatever it stands in
+        # "</" would end the script element, even inside a string
         numbers = json.dumps(self.content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
         promises = "".join(f"<li>{escape(words)}</li>" for words in self.content["guarantees"])
         whose = " with this posterior’s own approximate curvature" if self.content["approximate"] else ""
@@ -113,20 +113,20 @@ def explore(
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
     progress: bool | None = None,
 ) -> ExplorerPage:  # fmt: skip
-    """Make a page that explains predictions: each with its uncertainty, its training points, and what if they left.
+    """Make a page that explains predictions by uncertainty, training points, and effects of their removal.
 
     Parameters
     ----------
     posterior : Posterior
-        Of any structure; the page says what holds of its numbers.
+        A posterior of any structure; the page states whether its numbers are exact.
     x : tensor, tuple or dict of tensors
-        Inputs to explain; all of them lie on the page, so hundreds are better than thousands.
+        Inputs to explain. All of them are in the page, so use hundreds rather than thousands.
     training : like x, optional
-        The training inputs in the order of the fit, shown as images or rows where they are one tensor.
+        The training inputs in the order of the fit, shown as images or rows if they are one tensor.
     targets : Tensor, optional
         True targets at `x`, to see which predictions are wrong.
     k : int
-        Training points shown for and against each prediction, and left out together.
+        Number of training points shown for and against each prediction, and removed together.
     naming : Naming, optional
         Names of classes and features, the shape of images.
     title : str
@@ -140,7 +140,7 @@ def explore(
     Raises
     ------
     DataError
-        If sizes or names do not fit together.
+        If sizes or names do not match.
     """
     x, naming = as_tensors(x), Naming() if naming is None else naming
     if num_examples(x) == 0:

@@ -1,4 +1,4 @@
-"""Pictures of many inputs in one: a sheet of small images, and where each lies on it."""
+"""A sprite sheet: many small images of inputs in one PNG."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ntk_laplace.errors import DataError
 
 __all__ = ["images_of", "sheet"]
 
-_LARGEST = 64  # pixels of a side; larger images are thinned out
+_LARGEST = 64  # maximum side in pixels; larger images are subsampled
 
 
 def images_of(x: Tensor, shape: Sequence[int] | None) -> NDArray[np.uint8] | None:
-    """Inputs as images (n, height, width) or (n, height, width, 3), ink dark; None where they are none.
+    """Inputs as images (n, height, width) or (n, height, width, 3), dark on light; None if they are not images.
 
     Parameters
     ----------
     x : Tensor
-        (n, h, w), (n, 1 or 3, h, w), or anything that `shape` makes an image of.
+        (n, h, w), (n, 1 or 3, h, w), or any inputs that `shape` reshapes to images.
     shape : (height, width) or (height, width, 3), optional
 
     Raises
     ------
     DataError
-        If the inputs have not as many entries as `shape`.
+        If the number of entries of an input differs from that of `shape`.
     """
     values = x.detach().cpu().double()
     if shape is not None:
@@ -48,11 +48,11 @@ def images_of(x: Tensor, shape: Sequence[int] | None) -> NDArray[np.uint8] | Non
     values = values[:, ::step, ::step]
     low, high = values.min(), values.max()
     shades = ((values - low) / (high - low).clamp_min(1e-300) * 255).round().numpy().astype(np.uint8)
-    return 255 - shades if shades.ndim == 3 else shades  # gray images as ink on paper
+    return 255 - shades if shades.ndim == 3 else shades  # gray images become dark on light
 
 
 def sheet(images: NDArray[np.uint8]) -> dict[str, Any]:
-    """All images on one PNG, as the page wants it: its data, columns, and the size of one image."""
+    """All images in one PNG for the page: its data, the number of columns, and the size of one image."""
     count, height, width = images.shape[:3]
     columns = max(1, math.isqrt(count))
     rows = math.ceil(count / columns)

@@ -1,4 +1,4 @@
-"""GPyTorch: the network's tangent kernel, and its Laplace posterior, as citizens of GPyTorch."""
+"""GPyTorch interface: the network's tangent kernel and its Laplace posterior as GPyTorch objects."""
 
 from ntk_laplace.gp.kernel import NTKKernel
 from ntk_laplace.gp.model import LaplaceGP

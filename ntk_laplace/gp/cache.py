@@ -1,4 +1,4 @@
-"""Jacobian rows at the last few inputs, found again by content: training hyperparameters makes none anew."""
+"""A cache of Jacobians at recent inputs, looked up by content, so hyperparameter training computes them once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ntk_laplace.network import Network
 
 __all__ = ["CachedRows"]
 
-_KEPT = 4  # training and test inputs, and the two of another fold
+_KEPT = 4  # training and test inputs of two cross-validation folds
 
 
 class CachedRows:
     """Jacobian J_nc of one frozen network at flat inputs.
 
-    What it answers never changes, so copies of a kernel share it. A pickle of it holds the network and no inputs.
+    Its results never change, so copies of a kernel share it. A pickle contains the network but no inputs.
 
     Parameters
     ----------
     network : Network
     form : InputFormat
     dtype : torch.dtype
-        Of the rows.
+        Dtype of the Jacobians.
     """
 
     def __init__(self, network: Network, form: InputFormat, dtype: torch.dtype) -> None:
@@ -38,17 +38,17 @@ class CachedRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the network stands."""
+        """Device of the network."""
         return self.network.device
 
     def __call__(self, x: Tensor) -> Jacobian:
-        """Rows at x (n, d); the same object for the same content."""
+        """Jacobian at x (n, d); the same object for the same content."""
         refuse_input_gradients(x)
         for place, (known, rows) in enumerate(self._kept):
             if known.shape == x.shape and known.dtype == x.dtype and torch.equal(known, x):
                 self._kept.append(self._kept.pop(place))
                 return rows
-        own = x.detach().clone()  # rows hold on to their inputs, and x may be changed in place later
+        own = x.detach().clone()  # the Jacobian keeps its inputs, and x may change in place later
         rows = self._factors.rows(self.form.restore(own, self.network))
         self._kept = [*self._kept[1 - _KEPT :], (own, rows)]
         return rows
@@ -61,7 +61,7 @@ class CachedRows:
         return self.network.num_outputs
 
     def to(self, device: torch.device, dtype: torch.dtype) -> CachedRows:
-        """The same rows elsewhere, or in another floating type; the network keeps its own."""
+        """A cache on another device or in another dtype; the network keeps its dtype."""
         if (device, dtype) == (self.device, self.dtype):
             return self
         return CachedRows(self.network.to(device), self.form, dtype)

@@ -1,7 +1,6 @@
-"""Gram matrices as functions of the log precisions, with exact first derivatives from the same rows.
+"""Gram matrices as functions of the log precisions, with exact first derivatives from the same Jacobian.
 
-K(δ) = Σ_g K_g/δ_g, so ∂/∂log δ_g of <G, K> is -<G, K_g>/δ_g: no new Jacobian, and no K_g
-that is kept.
+K(δ) = Σ_g K_g/δ_g, so ∂/∂log δ_g of <G, K> is -<G, K_g>/δ_g. No new Jacobian is computed and no K_g is stored.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
 
-_PANEL = 128 * 2**20  # bytes of written-out rows at a time
+_PANEL = 128 * 2**20  # bytes of dense Jacobian rows at a time
 
 
 class GramFunction(Protocol):
-    """Something linear in the prior variances, Σ_p v_p (...)_p.
+    """A function that is linear in the prior variances, Σ_p v_p (...)_p.
 
     Attributes
     ----------
@@ -35,7 +34,7 @@ class GramFunction(Protocol):
     shapes: dict[str, Size]
 
     def value(self, variances: Variances) -> Tensor:
-        """The sum itself."""
+        """The value of the sum."""
 
     def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
         """``<upstream, value(variances)>``, a scalar."""
@@ -46,7 +45,7 @@ class GramFunction(Protocol):
 
 @dataclass(frozen=True)
 class FullGram:
-    """K between two sets of rows, interleaved; `right` None means `left` again."""
+    """K between two Jacobians, interleaved; if `right` is None it equals `left`."""
 
     left: Jacobian
     right: Jacobian | None
@@ -57,12 +56,12 @@ class FullGram:
         return gram(self.left, self.right, variances)
 
     def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
-        """Tile by tile, so that no second K is held."""
+        """Computed in tiles, without a second K in memory."""
         grid, total = self._grid(upstream), upstream.new_zeros(())
         for rows, columns, tile in gram_tiles(self.left, self.right, variances):
             part = grid[rows, :, columns]
             if self.right is None and rows != columns:
-                part = part + grid[columns, :, rows].permute(2, 3, 0, 1)  # the tile's mirror image
+                part = part + grid[columns, :, rows].permute(2, 3, 0, 1)  # the transposed tile, by symmetry
             total += (part * tile).sum()
         return total
 
@@ -82,14 +81,14 @@ class FullGram:
 
 @dataclass(frozen=True)
 class GramDiagonal:
-    """The diagonal of K between rows paired one to one, (N*C,); `right` None means `left` again."""
+    """The diagonal of K between paired Jacobian rows, (N*C,); if `right` is None it equals `left`."""
 
     left: Jacobian
     right: Jacobian | None
     shapes: dict[str, Size]
 
     def value(self, variances: Variances) -> Tensor:
-        """k of each example and output with its partner."""
+        """k of each example and output with its paired one."""
         if self.right is None:
             return diagonal_blocks(self.left, variances).diagonal(dim1=-2, dim2=-1).reshape(-1)
         like = self.left.f
@@ -113,7 +112,7 @@ class GramDiagonal:
 
 
 def weighted_by_prior(gram_function: GramFunction, prior: GaussianPrior) -> Tensor:
-    """The gram_function at the prior's variances, differentiable (once) in ``prior.log_precision``."""
+    """The value of `gram_function` at the prior's variances, differentiable (once) in ``prior.log_precision``."""
     return _Weighted.apply(prior.log_precision, gram_function, prior)
 
 
@@ -140,7 +139,7 @@ class _Weighted(torch.autograd.Function):
 
 
 def _panels(rows: Jacobian, shapes: dict[str, Size]) -> Iterator[tuple[slice, Tensor]]:
-    """Jacobian written out, some examples at a time."""
+    """Dense rows of the Jacobian, a few examples at a time."""
     step = max(1, _PANEL // max(1, rows.num_cotangents * _count(shapes) * rows.f.element_size()))
     for start in range(0, rows.num_examples, step):
         part = slice(start, min(start + step, rows.num_examples))
@@ -148,7 +147,7 @@ def _panels(rows: Jacobian, shapes: dict[str, Size]) -> Iterator[tuple[slice, Te
 
 
 def _written_out(rows: Jacobian, shapes: dict[str, Size]) -> Tensor:
-    """(n*K, P), interleaved."""
+    """Dense Jacobian, (n*K, P), interleaved."""
     return rows.dense(shapes).transpose(0, 1).flatten(0, 1)
 
 

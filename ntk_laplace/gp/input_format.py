@@ -1,4 +1,4 @@
-"""The door for GPyTorch's inputs: (N, features) as the host has them, and what the network takes."""
+"""Conversion of GPyTorch's inputs (N, features) to the network's inputs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class InputFormat:
     Attributes
     ----------
     shape : tuple of int, optional
-        Of one input, without the example axis, such as (1, 28, 28); by default the row of features itself.
+        Shape of one input, without the example axis, such as (1, 28, 28); by default the row of features.
     dtype : torch.dtype, optional
-        Such as torch.long for token ids, which GPyTorch carries as floats; by default the network's own for
-        floating inputs, and that of integers as they come.
+        Dtype of the network's inputs, such as torch.long for token ids, which GPyTorch passes as floats. By default
+        floating inputs take the network's dtype and integers keep theirs.
     """
 
     shape: tuple[int, ...] | None = None
@@ -31,12 +31,12 @@ class InputFormat:
 
     @classmethod
     def of(cls, shape: tuple[int, ...] | torch.Size | None, dtype: torch.dtype | None) -> InputFormat:
-        """Read the arguments ``input_shape`` and ``input_dtype``.
+        """Check the arguments ``input_shape`` and ``input_dtype``.
 
         Raises
         ------
         UnsupportedError
-            If they are no shape and no type.
+            If they are not a shape and a dtype.
         """
         if shape is not None and not (isinstance(shape, (tuple, list)) and all(is_whole(size, 1) for size in shape)):
             raise UnsupportedError("input_shape as a tuple of whole numbers", repr(shape),
@@ -47,7 +47,7 @@ class InputFormat:
 
     @property
     def num_features(self) -> int | None:
-        """Features of a row, if the shape says so."""
+        """Number of features of a row, if the shape is given."""
         return None if self.shape is None else torch.Size(self.shape).numel()
 
     def restore(self, x: Tensor, network: Network) -> Tensor:
@@ -56,7 +56,7 @@ class InputFormat:
         Raises
         ------
         DataError
-            If there are none, or they do not have this shape, or are not the integers that `dtype` asks for.
+            If there are none, they do not have this shape, or `dtype` is an integer type and they are not integers.
         """
         if not len(x):
             raise DataError("at least one input", "none", "Pass one or more inputs.")
@@ -71,7 +71,7 @@ class InputFormat:
         return self.cast(x, network)
 
     def cast(self, x: Tensor, network: Network) -> Tensor:
-        """The same values on the network's device, in the type it takes."""
+        """The same values on the network's device, in its input dtype."""
         if self.dtype is None:
             return x.to(network.device, network.input_dtype.of(x))
         cast = x.to(self.dtype)

@@ -22,39 +22,39 @@ __all__ = ["NTKKernel"]
 class NTKKernel(Kernel):
     """Finite-width NTK of a network under a prior, K = J P0⁻¹ Jᵀ, for GPyTorch.
 
-    A multi-output kernel: ``kernel(x1, x2)`` is (N1*C, N2*C), in the order n*C + c ("interleaved"), as GPyTorch's
-    multitask models have it. It adds to and multiplies with other kernels of C tasks. Its hyperparameters are the
-    prior's log precisions; the network's weights are none, and no mode of the network is ever switched. Jacobians at
-    the last few inputs are kept, so that training hyperparameters computes them once.
+    A multi-output kernel: ``kernel(x1, x2)`` is (N1*C, N2*C), in the order n*C + c ("interleaved") of GPyTorch's
+    multitask models. It can be added to and multiplied with other kernels of C tasks. Its hyperparameters are the
+    prior's log precisions. The network's weights are not hyperparameters, and the network's mode never changes.
+    Jacobians at recent inputs are cached, so hyperparameter training computes them once.
 
     Parameters
     ----------
     network : nn.Module
-        Maps (N, ...) to (N, C) or (N,). It is copied and comes back untouched.
+        Maps (N, ...) to (N, C) or (N,). It is copied and does not change.
     prior : GaussianPrior, optional
-        By default precision 1. Shared with the caller; its log precisions take the kernel's floating type, as
-        GPyTorch wants of hyperparameters.
+        By default precision 1. Shared with the caller; its log precisions take the kernel's dtype, as GPyTorch
+        requires.
     input_shape : tuple of int, optional
-        Shape of one input, such as (1, 28, 28), where it is not a vector: GPyTorch's inputs are (N, features).
+        Shape of one input, such as (1, 28, 28), if it is not a vector: GPyTorch's inputs are (N, features).
     input_dtype : torch.dtype, optional
-        Type of the network's inputs if it is not the network's own, such as torch.long for token ids.
+        Dtype of the inputs if it is not the network's, such as torch.long for token ids.
     parameters : optional
         Which parameters are linearized, as in `ntk_laplace.laplace`.
     dtype : torch.dtype, optional
-        Of the kernel's values; the network's own by default. ``kernel.to(dtype)`` changes it.
+        Dtype of the kernel's values; the network's by default. ``kernel.to(dtype)`` changes it.
     output : str or int, optional
-        Which tensor of what the network returns, as in `ntk_laplace.laplace`.
+        Which returned tensor is the output, as in `ntk_laplace.laplace`.
     batch_shape : torch.Size, optional
         Batch dimensions of the values. All batches share the precisions; a `ScaleKernel` with this batch shape gives
-        each its own scale.
+        each batch a separate scale.
     active_dims : sequence of int, optional
-        Features that the network sees.
+        Features that the network uses.
 
     Raises
     ------
     DataError, UnsupportedError
-        If types or shapes are none; on evaluation, if inputs are not one tensor, features do not fit `input_shape`, or
-        a gradient in the inputs is asked for.
+        If a dtype or shape argument is invalid; on evaluation, if inputs are not one tensor, features do not fit
+        `input_shape`, or a gradient in the inputs is requested.
     """
 
     has_lengthscale = False
@@ -71,7 +71,7 @@ class NTKKernel(Kernel):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        frozen = Network(network, parameters, output)  # a plain object: nothing of the network is registered
+        frozen = Network(network, parameters, output)  # not a module: its parameters are not registered
         dtype = frozen.dtype if dtype is None else dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise UnsupportedError("dtype as a floating torch.dtype", repr(dtype),
@@ -81,7 +81,7 @@ class NTKKernel(Kernel):
         self.prior.log_precision.data = self.prior.log_precision.data.to(dtype)
 
     def __call__(self, x1: Tensor, x2: Tensor | None = None, *args: Any, **params: Any) -> Any:
-        """K(x1, x2), evaluated when it is needed."""
+        """K(x1, x2), evaluated lazily."""
         for x in (x1, x2):
             if x is not None and not isinstance(x, Tensor):
                 raise DataError("inputs of a kernel as one tensor, (..., N, features)", f"a {type(x).__name__}",
@@ -90,7 +90,7 @@ class NTKKernel(Kernel):
         return super().__call__(x1, x2, *args, **params)
 
     def num_outputs_per_input(self, x1: Tensor, x2: Tensor) -> int:
-        """C; sums of kernels ask with all features, others with the active ones."""
+        """C. Sums of kernels pass all features, other callers pass the active ones."""
         if self.active_dims is not None and x1.shape[-1] != len(self.active_dims):
             x1 = x1.index_select(-1, self.active_dims)
         return self._rows.num_outputs(x1)
@@ -113,7 +113,7 @@ class NTKKernel(Kernel):
         stacked = torch.stack(values).view(*batch, *values[0].shape)
         return stacked.expand(*torch.broadcast_shapes(batch, self.batch_shape), *values[0].shape)
 
-    # --- dtype, device and batches: what other kernels read off their parameters
+    # --- dtype, device and batches, which other kernels derive from their parameters
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,7 +146,7 @@ class NTKKernel(Kernel):
         return self._over(torch.empty(()).expand(self.batch_shape)[index].shape)
 
     def _over(self, batch_shape: Size) -> NTKKernel:
-        """The same kernel with another batch shape: gradients reach the same prior."""
+        """The same kernel with another batch shape and the same prior."""
         if batch_shape == self.batch_shape:
             return self
         other = object.__new__(type(self))
@@ -156,7 +156,7 @@ class NTKKernel(Kernel):
 
 
 def _pairs(left: Any, right: Any, shape1: Size, shape2: Size, batch: Size) -> list[tuple[Any, Any]]:
-    """Rows of each batch, those of equal content as one object."""
+    """Pairs of Jacobians for each batch; Jacobians with equal content are one object."""
     if not batch:
         return [(left, right)]
     places = [torch.arange(s[:-2].numel()).view(s[:-2]).expand(batch).flatten().tolist() for s in (shape1, shape2)]

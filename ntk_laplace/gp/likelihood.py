@@ -1,4 +1,4 @@
-"""What GPyTorch takes for a likelihood: unit noise on whitened rows, the model's own responses elsewhere."""
+"""The GPyTorch likelihood: unit noise on whitened rows in training, responses of the observation model elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ResponseLikelihood"]
 
 
 class _UnitNoise(Noise):
-    """Noise 1, which is no hyperparameter: the root S holds the noise that there is."""
+    """Noise 1, not a hyperparameter: the Hessian square root S contains the noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
     Parameters
     ----------
     observation : Likelihood
-        Of the responses given f. Its hyperparameters are this module's.
+        Likelihood of the responses given f. Its hyperparameters are those of this module.
     scalar : bool
         The network's outputs have shape (N,).
     """
@@ -50,19 +50,19 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
         self, function_dist: MultivariateNormal, *params: Any, method: str = "glm", samples: int = 1000,
         generator: Generator | None = None, likelihood: Likelihood | None = None, **kwargs: Any,
     ) -> Distribution:  # fmt: skip
-        """Whitened rows with unit noise, for the evidence; responses for the posterior of f at new inputs.
+        """Whitened rows with unit noise for the evidence, or responses for the posterior of f at new inputs.
 
         Parameters
         ----------
         function_dist : MultivariateNormal
-            What the model returned: ``gp(*gp.train_inputs)`` in training mode, or ``gp(x)`` in eval mode.
+            The model's result: ``gp(*gp.train_inputs)`` in training mode, or ``gp(x)`` in eval mode.
         method, samples, generator, likelihood
             As in `Posterior.predict`, for responses.
 
         Returns
         -------
         Distribution
-            Joint and Gaussian over (n, C) for a Gaussian likelihood; else one response per input.
+            Jointly Gaussian over (n, C) for a Gaussian likelihood; else one response per input.
         """
         covariance = function_dist.lazy_covariance_matrix
         if isinstance(covariance, WhitenedGram):
@@ -94,18 +94,18 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
         return self.marginal(function_dist, *params, **kwargs).log_prob(observations)
 
     def expected_log_prob(self, target: Tensor, input: MultivariateNormal, *params: Any, **kwargs: Any) -> Tensor:
-        """Not there: the posterior is exact for the linearized model, and no variational objective is asked for."""
+        """Not supported: the posterior is exact for the linearized model and needs no variational objective."""
         raise UnsupportedError("the evidence as objective", "expected_log_prob, of variational inference",
                                "Use ExactMarginalLogLikelihood(gp.likelihood, gp).")
 
 
 def _blocks(joint: Tensor, n: int, c: int) -> Tensor:
-    """View the blocks of an interleaved joint covariance that pair an input with itself, (..., C, C, n)."""
+    """View the diagonal blocks of an interleaved joint covariance, one per input, (..., C, C, n)."""
     return joint.view(*joint.shape[:-2], n, c, n, c).diagonal(dim1=-4, dim2=-2)
 
 
 def _with_noise(latent: MultitaskMultivariateNormal, likelihood: Likelihood) -> MultitaskMultivariateNormal:
-    """y = f + noise: the noise's covariance on each input's own block ([T20] 3.15, in closed form)."""
+    """y = f + noise: add the noise covariance to each input's diagonal block ([T20] 3.15, in closed form)."""
     n, c = latent.event_shape
     joint = latent.covariance_matrix.clone()
     with torch.no_grad():

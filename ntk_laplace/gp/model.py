@@ -1,4 +1,4 @@
-"""The Laplace posterior as a GPyTorch model, on the same rows and the same factorization."""
+"""The Laplace posterior as a GPyTorch model, with the same Jacobian and the same factorization."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["LaplaceGP"]
 
 
 class _LogJoint(AddedLossTerm):
-    """What the evidence has beside -½ log det B: the log joint density, and the constant that N(0; 0, B) brings."""
+    """The terms of the evidence other than -½ log det B: the log joint density and the constant of N(0; 0, B)."""
 
     def __init__(self, posterior: Posterior, rows: int) -> None:
         self.posterior, self.rows = posterior, rows
@@ -39,41 +39,41 @@ class _LogJoint(AddedLossTerm):
 
 
 class LaplaceGP(ExactGP):
-    """A trained network as an exact GP of GPyTorch: a second face of a `Posterior`, not a second fit.
+    """A trained network as an exact GPyTorch GP: a view of a `Posterior`, not a second fit.
 
-    The model is kept in whitened form: its training rows are those of SᵀJ (R per example, in the order n*R + r), its
-    noise is 1, its targets are zero. A Hessian block Λ = S Sᵀ, singular or not, is then plain unit noise.
+    The model is stored in whitened form: its training rows are those of SᵀJ (R per example, in the order n*R + r), its
+    noise is 1, its targets are zero. Every Hessian block Λ = S Sᵀ, also a singular one, then becomes unit noise.
 
     In training mode ``gp(*gp.train_inputs)`` is the prior over these rows, and
-    ``ExactMarginalLogLikelihood(gp.likelihood, gp)`` times their number is the evidence, to rounding, with exact
-    gradients in the prior's precisions and the likelihood's hyperparameters, whatever ``max_cholesky_size`` is. In eval
+    ``ExactMarginalLogLikelihood(gp.likelihood, gp)`` times their number is the evidence, up to rounding. Its gradients
+    in the prior's precisions and the likelihood's hyperparameters are exact for every ``max_cholesky_size``. In eval
     mode ``gp(x)`` is the posterior of f at `x`, and ``gp.likelihood(gp(x))`` that of responses.
 
     Parameters
     ----------
     source : Posterior or nn.Module
-        A posterior with ``structure="gp"``, which this model shares; or a trained network, to be fitted.
+        A posterior with ``structure="gp"``, which this model shares; or a trained network, which is fitted.
     data, likelihood, prior, **fit
-        With a network: as in `ntk_laplace.laplace`.
+        For a network: as in `ntk_laplace.laplace`.
     input_shape : tuple of int, optional
-        Shape of one input, if `x` comes flat, (n, features) or (..., n, features), as GPyTorch has it. Without it
-        inputs go to the network as they are.
+        Shape of one input, if `x` is flat, (n, features) or (..., n, features), as in GPyTorch. Without it inputs are
+        passed to the network unchanged.
     input_dtype : torch.dtype, optional
-        Type of the network's inputs, such as torch.long for token ids that come as floats.
+        Dtype of the network's inputs, such as torch.long for token ids that are given as floats.
 
     Attributes
     ----------
     posterior : Posterior
-        It and the model are one: a step of an optimizer over ``gp.parameters()`` moves both, and so does ``gp.to()``.
+        It shares its state with the model: an optimizer step over ``gp.parameters()`` and ``gp.to()`` change both.
     prior : GaussianPrior
     likelihood : ResponseLikelihood
     train_inputs : tuple of one Tensor, (N*R, 1)
-        Numbers of the whitened rows; inputs are not kept.
+        Indices of the whitened rows; inputs are not stored.
 
     Raises
     ------
     UnsupportedError
-        If the posterior's structure is not "gp"; from verbs of `ExactGP` that would need inputs.
+        If the posterior's structure is not "gp"; from methods of `ExactGP` that would need inputs.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LaplaceGP(ExactGP):
         numbers = torch.arange(rows, dtype=f.dtype, device=f.device).unsqueeze(-1)
         super().__init__(numbers, f.new_zeros(rows), ResponseLikelihood(posterior.likelihood, posterior.network.scalar))
         self.prior = posterior.prior
-        self.posterior = posterior  # a plain object: the network's weights are no hyperparameters
+        self.posterior = posterior  # a plain object, not a module: the network's weights are not hyperparameters
         self._form = InputFormat.of(input_shape, input_dtype)
         self.register_added_loss_term("log_joint")
 
@@ -113,7 +113,7 @@ class LaplaceGP(ExactGP):
     # --- eval mode: the posterior of f
 
     def __call__(self, *args: Inputs) -> MultivariateNormal:
-        """Whitened rows in training mode; in eval mode the posterior of f at inputs, over (n, C)."""
+        """The prior over whitened rows in training mode; the posterior of f at inputs, over (n, C), in eval mode."""
         if self.training:
             return super().__call__(*args)
         x = args[0] if len(args) == 1 else args
@@ -140,7 +140,7 @@ class LaplaceGP(ExactGP):
             return MultitaskMultivariateNormal(mean, ZeroLinearOperator(mean.numel(), mean.numel(), dtype=mean.dtype))
         return self.posterior.latent(x)
 
-    # --- one model with the posterior
+    # --- state shared with the posterior
 
     def _apply(self, fn: Callable[[Tensor], Tensor]) -> LaplaceGP:
         super()._apply(fn)
@@ -150,15 +150,15 @@ class LaplaceGP(ExactGP):
             self.posterior.to(there.device, there.dtype)
         return self
 
-    # --- what would need the training inputs
+    # --- methods of ExactGP that would need the training inputs
 
     def set_train_data(self, inputs: Any = None, targets: Any = None, strict: bool = True) -> None:
-        """Not there: rows and roots belong to the data of the fit."""
+        """Not supported: the Jacobian and the Hessian square roots belong to the data of the fit."""
         raise UnsupportedError("the data of the fit", "other training data",
                                "Fit again: ntk_laplace.laplace(network, data, likelihood, prior).")
 
     def get_fantasy_model(self, inputs: Any, targets: Any, **kwargs: Any) -> ExactGP:
-        """Not there: a fantasy target would move the Laplace approximation, not condition a fixed Gaussian process."""
+        """Not supported: a fantasy target would change the Laplace approximation, not condition a fixed GP."""
         raise UnsupportedError("the data of the fit", "fantasy observations",
                                "Fit again with the new pairs appended to the data.")
 

@@ -1,7 +1,7 @@
-"""Whitened training rows as GPyTorch sees them: SᵀKS with noise 1, on the posterior's own factorization of B.
+"""The Gram matrix of whitened training rows for GPyTorch: SᵀKS with noise 1, with the posterior's Cholesky factor of B.
 
-A host that asks for a determinant or a solve gets the exact one, whatever `gpytorch.settings` say: no conjugate
-gradients, no stochastic log determinant, no second Cholesky.
+Log determinants and solves are exact for all `gpytorch.settings`: no conjugate gradients, no stochastic log
+determinant, no second Cholesky factorization.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["WhitenedGram", "WhitenedNormal"]
 
 
 class WhitenedGram(LinearOperator):
-    """SᵀKS over the training rows in the order n*R + r, or B = I + SᵀKS, at the posterior's present hyperparameters.
+    """SᵀKS over the training rows in the order n*R + r, or B = I + SᵀKS, at the posterior's current hyperparameters.
 
     Parameters
     ----------
     anchor : Tensor
-        A hyperparameter, by which GPyTorch knows whether gradients are wanted.
+        A hyperparameter; GPyTorch reads from it whether gradients are required.
     posterior : Posterior
-        Its curvature holds the rows of SᵀJ and the Cholesky factor of B.
+        Its precision stores SᵀJ and the Cholesky factor of B.
     size : int
         N*R.
     noise : bool
@@ -43,14 +43,14 @@ class WhitenedGram(LinearOperator):
         self._anchor, self._posterior, self._side, self._noise = anchor, posterior, size, noise
 
     def with_noise(self) -> WhitenedGram:
-        """B = I + SᵀKS; its factor is there already."""
+        """B = I + SᵀKS, whose factor is already computed."""
         return WhitenedGram(self._anchor, posterior=self._posterior, size=self._side, noise=True)
 
     @property
     def _precision(self) -> FunctionSpace:
         return self._posterior.posterior_precision
 
-    # --- what GPyTorch asks for: exact
+    # --- exact operations that GPyTorch calls
 
     def inv_quad_logdet(
         self, inv_quad_rhs: Tensor | None = None, logdet: bool | None = False, reduce_inv_quad: bool | None = True
@@ -62,7 +62,7 @@ class WhitenedGram(LinearOperator):
             right = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.dim() == 1 else inv_quad_rhs
             quadratic = solve_lower(factor, right).square().sum(-2)
             quadratic = quadratic.sum(-1) if reduce_inv_quad else quadratic
-            # zero targets, as the model has them, leave no gradient to lose
+            # with the model's zero targets the quadratic form has no gradient
             quadratic = self._value_alone(quadratic) if bool(right.any()) else quadratic
         if logdet:
             determinant = self._posterior.log_det().to(factor)
@@ -80,7 +80,7 @@ class WhitenedGram(LinearOperator):
         return solved if left_tensor is None else left_tensor @ solved
 
     def zero_mean_mvn_samples(self, num_samples: int) -> Tensor:
-        """Draws, (num_samples, N*R): of B by its factor, of SᵀKS by rows of SᵀJ times weights drawn from the prior."""
+        """Samples (num_samples, N*R): for B from its factor, for SᵀKS as SᵀJ times weights drawn from the prior."""
         if self._noise:
             lower = self._lower()
             return (lower @ torch.randn(self._side, num_samples, dtype=self.dtype, device=self.device)).T
@@ -94,7 +94,7 @@ class WhitenedGram(LinearOperator):
         return self._value_alone(torch.stack(draws))
 
     def root_decomposition(self, method: str | None = None) -> LinearOperator:
-        """B = L Lᵀ by the factor that stands; SᵀKS by its rows over √precision."""
+        """B = L Lᵀ from the stored factor; SᵀKS from SᵀJ divided by √precision."""
         if self._noise:
             return RootLinearOperator(TriangularLinearOperator(self._lower()))
         precision = self._precision
@@ -102,13 +102,13 @@ class WhitenedGram(LinearOperator):
         return RootLinearOperator(self._value_alone(rows * precision.flat_variance.sqrt()))
 
     def to_dense(self) -> Tensor:
-        """The matrix, (N*R, N*R); without a gradient, which it refuses instead."""
+        """The matrix, (N*R, N*R); a backward pass through it raises an error."""
         matrix = gram(self._precision.weighted, None, self._precision.variances)
         if self._noise:
             matrix.diagonal().add_(1.0)
         return self._value_alone(matrix)
 
-    # --- what the base class builds the rest from
+    # --- operations that the base class builds on
 
     def _cholesky(self, upper: bool = False) -> LinearOperator:
         lower = self._lower()
@@ -144,17 +144,17 @@ class WhitenedGram(LinearOperator):
         raise _no_gradient()
 
     def evaluate_kernel(self) -> LinearOperator:
-        """Itself."""
+        """Return this operator."""
         return self
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the algebra, not of the hyperparameters."""
+        """Dtype of the linear algebra, not of the hyperparameters."""
         return self._posterior.f.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the factor stands."""
+        """Device of the factor."""
         return self._posterior.f.device
 
     def _factor(self, what: str) -> Tensor:
@@ -168,7 +168,7 @@ class WhitenedGram(LinearOperator):
 
 
 class _Refuse(torch.autograd.Function):
-    """A value whose gradient in the hyperparameters is not there: it is refused, not taken for zero."""
+    """A value without a gradient in the hyperparameters: backward raises an error instead of returning zero."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def _no_gradient() -> UnsupportedError:
 
 
 class WhitenedNormal(MultivariateNormal):
-    """Zero-mean Gaussian over whitened rows, whose log density no setting of GPyTorch turns into an estimate."""
+    """Zero-mean Gaussian over whitened rows, with an exact log density under all GPyTorch settings."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of rows (..., N*R), nats."""

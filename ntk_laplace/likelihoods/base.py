@@ -29,7 +29,7 @@ class Likelihood(nn.Module):
     """
 
     classifies: bool = False
-    """Whether `mean` holds class probabilities."""
+    """Whether `mean` contains class probabilities."""
 
     weight: float = 1.0
     """How many times each example counts; see `Tempered`."""

@@ -105,7 +105,7 @@ class Gaussian(PerOutput):
         self._kind = self._resolve(num_examples, num_outputs)
 
     def at(self, index: Tensor | slice) -> Likelihood:
-        """Return this likelihood, or for noise per point that of some of the points, differentiable in `log_noise`."""
+        """Return this likelihood; for noise per point that of a subset of points, differentiable in `log_noise`."""
         if self.kind != "point":
             return self
         part = Gaussian.__new__(Gaussian)

@@ -107,7 +107,7 @@ class _Eager(nn.Module):
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """Remove torch.compile's wrappers, in place."""
+    """Replace torch.compile's wrappers by eager modules, in place."""
     for part in list(module.modules()):
         for name, child in part._modules.items():
             if child is not None and _is_compiled(child):

@@ -1,7 +1,7 @@
-"""Pictures of predictions, as matplotlib figures of their own: no pyplot, no global state, nothing at import.
+"""Plots of predictions as matplotlib figures, without pyplot, global state or import side effects.
 
-Functions of plain arrays; each returns a `Figure` that `png` turns into bytes. Every difference in colour is also one
-in shape or place.
+Functions take arrays and return a `Figure`, which `png` converts to bytes. Every difference in color is also a
+difference in shape or position.
 """
 
 from ntk_laplace.plotting.calibration import confidence_histograms, coverage_diagram, reliability_diagram

@@ -1,4 +1,4 @@
-"""Whether predicted probabilities and intervals hold."""
+"""Plots of calibration: reliability, coverage and confidence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["confidence_histograms", "coverage_diagram", "reliability_diagram"]
 
 
 def reliability_diagram(panels: Mapping[str, Mapping[str, Reliability]]) -> Figure:
-    """Accuracy against confidence of several predictions, one panel for each set of held-out data.
+    """Accuracy against confidence of several predictions, one panel per held-out data set.
 
     Parameters
     ----------
     panels : mapping of title to mapping of name to Reliability
-        At most three names in each panel. Where the predictions of all names fill one bin alone there is little to
-        be seen, and the caption should say so.
+        At most three names per panel. If all predictions are in one bin, the diagram shows little, and the caption
+        should say so.
     """
     figure = Figure(figsize=(4.3 * len(panels), 4.7), layout="constrained")
     tops = figure.subplots(2, len(panels), height_ratios=(3.4, 1), squeeze=False, sharex=True)
@@ -51,7 +51,7 @@ def coverage_diagram(levels: ArrayLike, series: Mapping[str, ArrayLike], title: 
     series : mapping of name to array_like, (L,)
         Observed fractions.
     title : str
-        What is to be seen.
+        Title of the figure.
     """
     figure = Figure(figsize=(5.0, 4.6), layout="constrained")
     axes = tidy(figure.add_subplot(), title)
@@ -65,12 +65,12 @@ def coverage_diagram(levels: ArrayLike, series: Mapping[str, ArrayLike], title: 
 
 
 def confidence_histograms(panels: Mapping[str, Mapping[str, ArrayLike]]) -> Figure:
-    """Distribution of the confidence in groups of inputs, one panel for each prediction.
+    """Distribution of the confidence in groups of inputs, one panel per prediction.
 
     Parameters
     ----------
     panels : mapping of title to mapping of group to array_like, (n,)
-        Probabilities of the predicted class, of two groups of inputs at most.
+        Probabilities of the predicted class, for at most two groups of inputs.
     """
     low = min(float(flat(values).min()) for groups in panels.values() for values in groups.values())
     edges = np.linspace(min(low, 0.5), 1.0, 21)

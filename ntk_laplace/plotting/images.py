@@ -1,4 +1,4 @@
-"""Test images beside the training images that explain them."""
+"""Plots of test images with the training images that explain their predictions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["ImageExplanation", "image_explanations"]
 
 @dataclass(frozen=True)
 class ImageExplanation:
-    """A test image beside the training images that speak for and against its prediction.
+    """A test image with the training images that support or oppose its prediction.
 
     Attributes
     ----------
     image : array_like, (h, w)
         The test image.
     caption : str
-        Above it: truth and prediction.
+        Text above the image: true and predicted class.
     supporting, opposing : sequence of (image, caption)
-        Training images, the strongest first; the caption says label and effect.
+        Training images, the strongest first; the caption states label and effect.
     """
 
     image: ArrayLike
@@ -36,14 +36,14 @@ class ImageExplanation:
 
 
 def image_explanations(rows: Sequence[ImageExplanation], unit: str) -> Figure:
-    """Test images beside the training images that speak for them (left) and against them (right).
+    """Test images with the training images that support (left) or oppose (right) their predictions.
 
     Parameters
     ----------
     rows : sequence of ImageExplanation
-        With equally many training images each.
+        Rows with equal numbers of training images.
     unit : str
-        Of the effects, for the headings.
+        Unit of the effects, for the headings.
     """
     if not rows:
         raise DataError("at least one image to explain", "none", "Pass one ImageExplanation for each row.")

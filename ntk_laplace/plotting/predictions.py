@@ -1,4 +1,4 @@
-"""Predictions and their uncertainty over one or two inputs."""
+"""Plots of predictions and their uncertainty over one or two inputs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def predictive_1d(
     grid : array_like, (n,)
         Inputs.
     mean, epistemic, total : array_like, (n,)
-        Predictive mean; standard deviations of the function alone, and with observation noise.
+        Predictive mean; standard deviations without and with observation noise.
     data : (array_like, array_like)
         Training inputs and targets.
     truth : array_like, optional
         Noise-free function at `grid`.
     title : str
-        What is to be seen.
+        Title of the figure.
     """
     grid, mean, epistemic, total = (flat(values) for values in (grid, mean, epistemic, total))
     figure = Figure(figsize=(8.6, 4.2), layout="constrained")
@@ -51,7 +51,7 @@ def predictive_1d(
         axes.plot(grid, flat(truth), color=GREY, lw=1.4, ls=(0, (4, 2)), label="truth without noise")
     axes.plot(grid, mean, color=BLUE, lw=2.0, label="network's prediction")
     axes.plot(*map(flat, data), "o", ms=4.2, color="black", mec="white", mew=0.5, label="training data")
-    # far from the data the bands may dwarf everything; what matters is on the scale of targets and predictions
+    # axis limits follow targets and mean, because bands can be much wider far from the data
     shown = np.concatenate([flat(data[1]), mean, *([] if truth is None else [flat(truth)])])
     middle, reach = (shown.max() + shown.min()) / 2, 1.1 * (shown.max() - shown.min())
     axes.set(xlabel="input x", ylabel="target y", xlim=(grid.min(), grid.max()), ylim=(middle - reach, middle + reach))
@@ -62,18 +62,18 @@ def predictive_1d(
 
 @dataclass(frozen=True)
 class Panel:
-    """One map over the plane.
+    """One map over two inputs.
 
     Attributes
     ----------
     values : array_like, (rows, columns)
         On the grid of inputs.
     title : str
-        What is to be seen.
+        Title of the panel.
     label : str
-        Of the colour bar, with the unit.
+        Label of the color bar, with the unit.
     probability : bool
-        Colours run from 0 to 1 with white in the middle, and the line at one half is drawn.
+        Whether colors range from 0 to 1 with white at one half, where a contour is drawn.
     """
 
     values: ArrayLike

@@ -1,4 +1,4 @@
-"""Evidence over hyperparameters, structures and models."""
+"""Plots of the evidence over hyperparameters, structures and models."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ntk_laplace.plotting.style import BLUE, GREY, ORANGE, SERIES, flat, tidy
 
 __all__ = ["evidence_comparison", "model_ranking", "selection_curves"]
 
-_MOST_NAMES, _LONGEST_NAME = 10, 14  # beside points without running into each other
+_MOST_NAMES, _LONGEST_NAME = 10, 14  # limits for labels at the points, to avoid overlaps
 
 
 def selection_curves(curves: Mapping[str, tuple[ArrayLike, Mapping[str, ArrayLike]]]) -> Figure:
-    """Scores of a model against its prior precision, the best of each ringed.
+    """Scores of a model against its prior precision; a ring marks the best of each.
 
     Parameters
     ----------
     curves : mapping of title to (precision, mapping of name to score), each (G,)
-        Scores in nats per example; at most three, with the same names in each panel.
+        Scores in nats per example; at most three per panel, with the same names in each.
     """
     figure = Figure(figsize=(3.6 * len(curves), 3.6), layout="constrained")
     for index, (title, (precision, scores)) in enumerate(curves.items()):
         axes = tidy(figure.add_subplot(1, len(curves), index + 1), title)
         for (name, score), (colour, marker, style) in zip(scores.items(), SERIES, strict=False):
             line = flat(score)
-            # open triangles on top: where two curves coincide both are seen
+            # open triangles are drawn on top, which keeps coinciding curves visible
             face, size = ("white", 7.5) if marker == "^" else (colour, 5.5)
             axes.plot(flat(precision), line, style, marker=marker, ms=size, mfc=face, color=colour, lw=1.7, label=name)
             best = int(line.argmax())
@@ -52,20 +52,20 @@ def evidence_comparison(
     memory: Sequence[float | None],
     exact: float | None = None,
 ) -> Figure:
-    """Evidence, time and memory of one network under several structures, a line for each.
+    """Evidence, time and memory of one network under several structures, one row each.
 
     Parameters
     ----------
     names : sequence of str
         The structures, from top to bottom.
     evidence : sequence of float or None
-        In nats; None where a structure gave no value, and below where nothing is known.
+        Evidence in nats; None, here and below, for unknown values.
     seconds : sequence of (float, float) or None
-        Of the fit, and of the evidence after it.
+        Wall time of the fit, and of the evidence after it.
     memory : sequence of float or None
-        Peak, in bytes.
+        Peak memory in bytes.
     exact : float, optional
-        Evidence of an exact structure, drawn as a line; the differences from it are written beside the points.
+        Evidence of an exact structure, drawn as a line; differences from it are written at the points.
     """
     figure = Figure(figsize=(10.2, 1.3 + 0.42 * len(names)), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1.5, 1, 1))
@@ -106,22 +106,22 @@ def model_ranking(
     hollow: Sequence[bool],
     axes: Axes | None = None,
 ) -> Figure:
-    """Two scores of several models, a point for each, with the correlation of their ranks.
+    """Two scores of several models, one point each, with their rank correlation.
 
     Parameters
     ----------
     across, up : (label, sequence of float)
         The scores.
     names : sequence of str
-        Beside the points; in a figure of its own many names, or long ones, become numbers with a key.
+        Labels of the points. In a new figure, many or long names become numbers with a key.
     parameters : sequence of int
-        Numbers of parameters: the larger the model, the larger its point.
+        Numbers of parameters; larger models have larger points.
     rho : float
-        Spearman's ρ of the two; left out if it is not a number.
+        Spearman's ρ of the two scores; omitted if it is NaN.
     hollow : sequence of bool
         Models whose prior is vague.
     axes : Axes, optional
-        Where to draw; a figure of its own otherwise.
+        Axes to draw on; by default a new figure.
     """
     keyed = axes is None and (len(names) > _MOST_NAMES or max(map(len, names)) > _LONGEST_NAME)
     figure = Figure(figsize=(7.6 if keyed else 6.0, 4.6), layout="constrained") if axes is None else axes.figure

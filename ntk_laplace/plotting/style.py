@@ -1,6 +1,6 @@
-"""What all pictures share: colours, plain axes, bytes.
+"""Common style of all plots: colors, axes, PNG output.
 
-Colours are those of Okabe and Ito, which people with any colour vision tell apart.
+Colors are those of Okabe and Ito, which are distinguishable with color vision deficiencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = ["BLUE", "GREEN", "GREY", "ORANGE", "SERIES", "VERMILION", "flat", "png", "tidy"]
 
 BLUE, ORANGE, VERMILION, GREEN, GREY = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#5B6470"
-SERIES = ((ORANGE, "s", "--"), (BLUE, "o", "-"), (GREEN, "^", ":"))  # colour, marker, line of each series in turn
+SERIES = ((ORANGE, "s", "--"), (BLUE, "o", "-"), (GREEN, "^", ":"))  # color, marker and line style of each series
 
 
 def png(figure: Figure, dpi: int = 130) -> bytes:
@@ -31,7 +31,7 @@ def flat(values: ArrayLike) -> NDArray[np.float64]:
 
 
 def tidy(axes: Axes, title: str = "") -> Axes:
-    """Axes as all our pictures have them: no box, a light grid behind, the title on the left."""
+    """Apply the common axes style: no box, a light grid behind, the title on the left."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(True, color="#E3E6EA", lw=0.7)
     axes.set_axisbelow(True)

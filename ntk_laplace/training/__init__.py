@@ -1,4 +1,4 @@
-"""Training with evidence: weights and hyperparameters in turns ([I21] Algorithm 1)."""
+"""Training with evidence: alternating updates of weights and hyperparameters ([I21] Algorithm 1)."""
 
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState

@@ -1,4 +1,4 @@
-"""What a training with evidence did, evaluation by evaluation."""
+"""The history of a training with evidence, one entry per evaluation."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class EvidenceHistory:
     names : list of str
         Hyperparameters by name: ``precision[group]``, ``noise``, ``temperature``.
     epochs : list of int
-        After which the evidence was computed, counted from 1.
+        Epochs after which the evidence was computed, counted from 1.
     evidence : list of float
-        Nats, after the hyperparameter steps.
+        Evidence in nats after the hyperparameter steps.
     evidence_before : list of float
-        Before them.
+        Evidence in nats before these steps.
     values : list of list of float
         Hyperparameters after the steps, in the order of `names`; precisions and variances, not their logarithms.
     loss : list of float
-        Of every epoch: the negative log joint in nats, as the epoch's minibatches saw it.
+        For every epoch, the negative log joint in nats, averaged over the epoch's minibatches.
     """
 
     names: list[str] = field(default_factory=list)
@@ -43,12 +43,12 @@ class EvidenceHistory:
 
     @property
     def best(self) -> int:
-        """Evaluation of the largest evidence (not its epoch, which is ``epochs[best]``)."""
+        """Index of the evaluation with the largest evidence; its epoch is ``epochs[best]``."""
         return max(range(len(self.evidence)), key=self.evidence.__getitem__)
 
     @property
     def waited(self) -> int:
-        """Evaluations since the best one."""
+        """Number of evaluations since the best one."""
         return len(self) - 1 - self.best if self.evidence else 0
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class EvidenceHistory:
 
 
 def _window(evidence: list[float], joint: list[float]) -> tuple[float, float]:
-    """From a little below the evidence's lower half to above everything: the first epochs dwarf the rest."""
+    """Axis limits from a little below the evidence's lower quartile to a little above all values."""
     low, high = sorted(evidence)[len(evidence) // 4], max(*evidence, *joint)
     margin = 0.15 * (high - low) or 1.0
     return low - margin, high + margin

@@ -1,4 +1,4 @@
-"""What an epoch reads: minibatches of the caller's data, in the caller's random order."""
+"""Minibatches of the caller's data for each epoch, in the caller's random order."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ __all__ = ["Minibatches", "count_examples", "sum_of_weights"]
 
 
 class Minibatches:
-    """One epoch's minibatches, each time anew.
+    """Minibatches of one epoch per iteration.
 
-    Tensors and datasets are cut into minibatches of nearly equal size in an order drawn from torch's global random
-    state, so that ``torch.manual_seed`` settles it; a loader keeps its own ways.
+    Tensors and datasets are split into minibatches of nearly equal size. Their order is drawn from torch's global
+    random state, so ``torch.manual_seed`` determines it. A loader keeps its batches and its order.
 
     Parameters
     ----------
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
     batch_size : int, optional
-        The largest minibatch of a dataset or of tensors; None is all of them at once, in their order.
+        Maximum size of a minibatch of a dataset or of tensors; None means one batch of all examples, in their order.
     device, dtype
-        Where minibatches go, and the floating type of inputs.
+        Device of the minibatches, and dtype of floating inputs.
     targets : str, optional
-        The key of the targets in batches that are one mapping.
+        The key of the targets in batches that are mappings.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Minibatches:
         if batch_size is not None and not is_whole(batch_size, 1):
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",
                             "Leave it out for 128.")
-        Batches(data, batch_size, device, dtype, targets)  # refuses what is no data
+        Batches(data, batch_size, device, dtype, targets)  # raises an error for invalid data
         self._device, self._dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
         self._tensors: tuple[Inputs, Tensor] | None = None
         self._loader: DataLoader | None = None
@@ -83,7 +83,7 @@ class Minibatches:
 
     @property
     def count(self) -> int | None:
-        """Minibatches of an epoch, if the loader knows."""
+        """Number of minibatches per epoch, if it is known."""
         if self._tensors is not None:
             n = len(self._tensors[1])
             return -(-n // min(n, self._batch_size or n))
@@ -99,17 +99,17 @@ class Minibatches:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Random generators of the loader and of its samplers, which a checkpoint must hold."""
+        """Random generators of the loader and of its samplers, whose states a checkpoint must contain."""
         return [] if self._loader is None else generators_of(self._loader)
 
 
 def count_examples(data: Any, batches: Batches) -> int:
-    """N, the number of examples that one pass of the evidence reads.
+    """N, the number of examples in one pass over the data of the evidence.
 
     Raises
     ------
     DataError
-        If a loader leaves some of them out.
+        If a loader omits some examples.
     """
     if not isinstance(data, DataLoader):
         return batches.length or _counted(batches)
@@ -127,7 +127,7 @@ def count_examples(data: Any, batches: Batches) -> int:
 
 
 def sum_of_weights(batches: Batches) -> float | None:
-    """Σ w_n, from a pass over data whose first batch has been read; None where they have no example weights."""
+    """Σ w_n, from a pass over data whose first batch has been read; None if they have no example weights."""
     if batches.weights is None:
         return None
     _counted(batches)

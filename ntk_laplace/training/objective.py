@@ -18,15 +18,15 @@ __all__ = ["Objective", "in_mode"]
 
 
 class Objective:
-    """The negative log joint ([I21] Eq. 6), divided by the number of examples so that learning rates keep their size.
+    """The negative log joint ([I21] Eq. 6), divided by the number of examples to match the scale of a mean loss.
 
-    ``-Σ w_n log p(y_n given f_n) + ½ (θ-μ0)ᵀP0(θ-μ0)``, the sum over a minibatch of b examples times N/b; w_n are the
-    example weights, 1 where there are none.
+    ``-Σ w_n log p(y_n given f_n) + ½ (θ-μ0)ᵀP0(θ-μ0)``, where the sum over a minibatch of b examples is multiplied by
+    N/b; w_n are the example weights, 1 by default.
 
     Parameters
     ----------
     caller : Caller
-        Of the caller's own network, whose gradients are set.
+        Calls the caller's network, whose gradients are set.
     likelihood : Likelihood
     prior : GaussianPrior
         Bound to the network.
@@ -54,17 +54,17 @@ class Objective:
 
     @property
     def scale(self) -> float:
-        """How many examples the loss is divided by: N or Σ w_n, times the weight of a tempered likelihood."""
+        """Divisor of the loss: N or Σ w_n, times the weight of a tempered likelihood."""
         return (self.num_examples if self._weight is None else self._weight) * self._likelihood.weight
 
     @property
     def words(self) -> str:
-        """How many examples there are, and how often they count, in words."""
+        """A description of the number of examples and their weights."""
         often = "" if self._weight is None else f", whose weights add up to {self._weight:g}"
         return f"{self.num_examples:,}" + often
 
     def settle(self) -> None:
-        """Take the present precisions; to be called when they have moved."""
+        """Read the current precisions; must be called after they change."""
         self._pull = []
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -72,12 +72,12 @@ class Objective:
                 self._pull.append(float(own) if own.ndim == 0 else own.view(parameter.shape).to(parameter))
 
     def gradient(self, x: Inputs, y: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Set the parameters' gradients from one minibatch; its negative log likelihood, scaled to N, nats.
+        """Set the parameters' gradients from one minibatch; return its negative log likelihood, scaled to N, nats.
 
         Raises
         ------
         DataError
-            If the minibatch has example weights and the data of the evidence have none, or the other way round.
+            If only the minibatch or only the data of the evidence have example weights.
         """
         if (weights is None) != (self._weight is None):
             raise DataError("example weights in the minibatches and in the data of the evidence, or in neither",
@@ -91,7 +91,7 @@ class Objective:
         log_prob = log_prob if weights is None else log_prob * weights.to(log_prob)
         loss = -(self.num_examples / n) * log_prob.sum()
         own = list(self.parameters.values())
-        # not all leaves: the likelihood's hyperparameters are not ours to fill
+        # only the network's parameters: the gradients of the likelihood's hyperparameters must not change
         (loss / self.scale).backward(inputs=own)
         with torch.no_grad():
             for parameter, mean, pull in zip(own, self._means, self._pull, strict=True):
@@ -105,14 +105,14 @@ class Objective:
         return loss.detach()
 
     def energy(self) -> Tensor:
-        """½ (θ-μ0)ᵀP0(θ-μ0) at the present weights, nats."""
+        """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights, nats."""
         with torch.no_grad():
             return self._prior.energy(torch.cat([p.detach().flatten() for p in self.parameters.values()]))
 
 
 @contextmanager
 def in_mode(network: nn.Module, training: bool) -> Iterator[None]:
-    """Train or eval mode for a block; afterwards every submodule is in the mode it was in."""
+    """Set train or eval mode for a block, then restore the mode of every submodule."""
     before = [(module, module.training) for module in network.modules()]
     network.train(training)
     try:

@@ -1,4 +1,4 @@
-"""What a training with evidence returns, and what its callbacks see."""
+"""The result of a training with evidence, and the state passed to its callbacks."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__ = ["Callback", "EvidenceTraining", "TrainingState"]
 
 @dataclass
 class TrainingState:
-    """What a callback sees after an epoch; with `stop` it ends the training.
+    """The state passed to a callback after an epoch; `stop` ends the training.
 
     Attributes
     ----------
     network : nn.Module
-        The one in training, in train mode; at the present weights.
+        The network in training, in train mode, at its current weights.
     optimizer : torch.optim.Optimizer
     epoch : int
-        Epochs done.
+        Number of finished epochs.
     epochs : int
-        Epochs to do at most.
+        Maximum number of epochs.
     loss : float
-        Negative log joint in nats, as this epoch's minibatches saw it.
+        Negative log joint in nats, averaged over this epoch's minibatches.
     posterior : Posterior or None
-        At these weights, if the evidence was computed after this epoch. Its prior and likelihood are those that
-        train.
+        The posterior at these weights, if the evidence was computed after this epoch. Its prior and likelihood are
+        the ones being trained.
     history : EvidenceHistory
     stopped : str
-        Why the training ends here, if it does.
+        Why the training ends here; empty if it continues.
     """
 
     network: nn.Module
@@ -62,15 +62,15 @@ Callback = Callable[[TrainingState], object]
 class EvidenceTraining:
     """A network trained with evidence.
 
-    The network itself, its prior and its likelihood are left at the best evidence too.
+    The caller's network, prior and likelihood have the values of the best evidence as well.
 
     Attributes
     ----------
     posterior : Posterior
-        At the weights and hyperparameters of the best evidence.
+        Posterior at the weights and hyperparameters of the best evidence.
     history : EvidenceHistory
     stopped : str
-        Why it ended, in words.
+        Why the training ended.
     """
 
     posterior: Posterior

@@ -1,4 +1,4 @@
-"""A training under way: weights by gradient descent on the log joint, hyperparameters by ascent on the evidence."""
+"""The training loop: gradient descent on the negative log joint, and ascent on the evidence in hyperparameters."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ __all__ = ["Model", "Run", "required"]
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained, and how its posterior is made.
+    """The network in training, and the arguments that define its posterior.
 
     Attributes
     ----------
     network : nn.Module
-        The caller's own.
+        The caller's network.
     likelihood, prior
     data : object
-        For the evidence.
+        Data of the evidence.
     structure, curvature, dtype, settings, output, targets
-        As `laplace` takes them.
+        As in `laplace`.
     """
 
     network: nn.Module
@@ -64,7 +64,7 @@ class Model:
     targets: str | None = None
 
     def posterior(self, quietly: bool = False) -> Posterior:
-        """At the present weights and hyperparameters, the network in eval mode; what was said once is not repeated."""
+        """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses the library's warnings."""
         with in_mode(self.network, training=False), warnings.catch_warnings():
             if quietly:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)
@@ -78,11 +78,11 @@ class Model:
         return state.tensors(self.network, self.prior, self.likelihood)
 
     def load(self, saved: dict[str, Tensor]) -> None:
-        """Put them back."""
+        """Restore them."""
         state.load_tensors(saved, self.network, self.prior, self.likelihood)
 
     def signature(self) -> dict[str, str]:
-        """What a training that resumes must have in common with the one that was interrupted."""
+        """Settings that a resumed training must share with the interrupted one."""
         trained = ((name, p) for name, p in self.network.named_parameters() if p.requires_grad)
         output = {} if self.output is None else {"output": repr(self.output)}
         return output | {
@@ -96,7 +96,7 @@ class Model:
 
 
 class Run:
-    """A training under way.
+    """A running training.
 
     Parameters
     ----------
@@ -105,9 +105,9 @@ class Run:
     minibatches : Minibatches
     optimizer : torch.optim.Optimizer
     scheduler : object or None
-        Stepped after every epoch, or after every minibatch.
+        Stepped after every epoch or every minibatch.
     by_batch : bool
-        Which of the two.
+        Whether the scheduler is stepped after every minibatch.
     schedule : EvidenceSchedule
     """
 
@@ -123,11 +123,11 @@ class Run:
         self.posterior: Posterior | None = None
         self.best: dict[str, Tensor] = {}
         self.stopped = ""
-        self._closed = "closure" in required(optimizer.step)  # L-BFGS evaluates on its own
+        self._closed = "closure" in required(optimizer.step)  # L-BFGS evaluates the loss itself
 
     @property
     def epoch(self) -> int:
-        """Epochs done."""
+        """Number of finished epochs."""
         return len(self.history.loss)
 
     def train_epoch(self) -> None:
@@ -136,7 +136,7 @@ class Run:
         Raises
         ------
         NonFiniteError
-            If the loss is no longer a finite number.
+            If the loss is not finite.
         """
         self.model.network.train()
         self.objective.settle()
@@ -174,8 +174,8 @@ class Run:
         return losses[0]
 
     def evaluate(self) -> None:
-        """The evidence here, K steps of the hyperparameters, and the best kept ([I21] Algorithm 1, lines 6 to 10)."""
-        self.posterior = None  # the old factors go before the new ones come
+        """Compute the evidence, take K hyperparameter steps, keep the best ([I21] Algorithm 1, lines 6 to 10)."""
+        self.posterior = None  # release the old factors before new ones are allocated
         posterior = self.model.posterior(quietly=bool(self.history.evidence))
         before = present_values(self.model.likelihood)
         theta = posterior.network.theta.to(posterior.dtype)
@@ -188,7 +188,7 @@ class Run:
         history.values.append(variables.shown(variables.get()))
         if history.best == len(history) - 1:
             self.best = self.model.tensors()
-        # where another likelihood asks for other sums, those of this fit are not quite those of a new one
+        # if other likelihood hyperparameters change the fitted sums, this fit is not exact for them
         exact = unmoved(before, self.model.likelihood) or posterior.log_scale() is not None
         self.posterior = posterior if exact else None
         patience = self.schedule.patience
@@ -196,21 +196,21 @@ class Run:
             self.stopped = f"no better evidence in {patience} evaluations"
 
     def result(self) -> EvidenceTraining:
-        """Everything at the best evidence."""
+        """The result, at the best evidence."""
         latest = self.history.best == len(self.history) - 1 and self.posterior is not None
         self.model.load(self.best)
         posterior = self.posterior if latest else self.model.posterior(quietly=True)
         return EvidenceTraining(posterior, self.history, self.stopped)
 
     def words(self) -> str:
-        """The bar's text."""
+        """Text of the progress bar."""
         found = f"{self.history.evidence[-1]:.6g} nats" if self.history.evidence else "not yet known"
         return f"ntk_laplace: epoch {self.epoch}, evidence {found}"
 
-    # --- where it stands
+    # --- snapshots
 
     def snapshot(self) -> dict[str, Any]:
-        """All that another process needs to go on from the end of this epoch."""
+        """All state that another process needs to continue from the end of this epoch."""
         return copy.deepcopy({
             "format": state.FORMAT, "version": state.VERSION, "signature": self.signature(),
             "schedule": _schedule_record(self.schedule), "tensors": self.model.tensors(),
@@ -221,7 +221,7 @@ class Run:
         })  # fmt: skip
 
     def signature(self) -> dict[str, str]:
-        """The model's, and how it is trained."""
+        """The model's signature and the training options."""
         interval = "batch" if self.by_batch else "epoch"
         return self.model.signature() | {
             "number of examples": self.objective.words, "batch size": f"{self.minibatches}",
@@ -230,7 +230,7 @@ class Run:
         }  # fmt: skip
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from a snapshot.
+        """Continue from a snapshot.
 
         Raises
         ------
@@ -240,7 +240,7 @@ class Run:
         state.require_same(saved["signature"], self.signature())
         state.require_same(saved["schedule"], _schedule_record(self.schedule))
         saved = copy.deepcopy(saved)
-        state.load_optimizer(saved["optimizer"], self.optimizer)  # before the weights: it may refuse its groups
+        state.load_optimizer(saved["optimizer"], self.optimizer)  # first, as it may raise
         self.model.load(saved["tensors"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
@@ -251,7 +251,7 @@ class Run:
 
 
 def required(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that it must be given."""
+    """Names of the function's required arguments."""
     empty, starred = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = inspect.signature(function).parameters.values()
     return [argument.name for argument in own if argument.default is empty and argument.kind not in starred]
@@ -264,7 +264,7 @@ def _listed(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _words(values: Tensor) -> str:
-    """A number, or what tells many from others."""
+    """A number, or a digest that identifies many numbers."""
     if len(values.unique()) == 1:
         return f"{float(values[0]):g}"
     digest = hashlib.sha256(values.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
@@ -272,5 +272,5 @@ def _words(values: Tensor) -> str:
 
 
 def _schedule_record(schedule: EvidenceSchedule) -> dict[str, str]:
-    """Its numbers but for the patience, which may change when a training resumes."""
+    """The schedule's numbers except the patience, which may change when a training resumes."""
     return {name: repr(value) for name, value in asdict(schedule).items() if name != "patience"}

@@ -1,4 +1,4 @@
-"""When the evidence is computed during training, and how the hyperparameters follow it."""
+"""When the evidence is computed during training, and how the hyperparameters are updated."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ __all__ = ["EvidenceSchedule"]
 
 @dataclass(frozen=True)
 class EvidenceSchedule:
-    """F, K, B and γ of [I21] Algorithm 1, and when to stop early.
+    """F, K, B and γ of [I21] Algorithm 1, and the rule for early stopping.
 
     Attributes
     ----------
     frequency : int
         F: the evidence is computed after every F-th epoch, and after the last.
     steps : int
-        K: steps of Adam on the logarithms of the hyperparameters each time. With 0 they stay, and the evidence is
-        watched.
+        K: Adam steps on the logarithms of the hyperparameters at each evaluation. With 0 the hyperparameters are fixed
+        and the evidence is only recorded.
     burn_in : int
-        B: no evidence in the first B epochs.
+        B: the evidence is not computed in the first B epochs.
     learning_rate : float
         γ, in log units.
     hyperparameters : sequence of str, optional
-        Of "precision", "noise", "temperature", or "likelihood" for all of the likelihood's, those that move. By
-        default precisions, and the noise of a Gaussian. Each step of a temperature costs a pass over the data.
+        Which hyperparameters are updated: "precision", "noise", "temperature", or "likelihood" for all of the
+        likelihood's. By default the precisions and the noise of a Gaussian. Each step of a temperature costs a pass
+        over the data.
     bounds : tuple of float
-        Of every precision, variance and temperature.
+        Lower and upper bound of every precision, variance and temperature.
     patience : int, optional
-        Stop after so many evaluations in a row without a better evidence.
+        Stop after this many consecutive evaluations without a better evidence.
 
     Raises
     ------
     HyperparameterError
-        If a number makes no sense.
+        If a number is invalid.
     """
 
     frequency: int = 5
@@ -76,7 +77,7 @@ class EvidenceSchedule:
         return epoch == last or (epoch > self.burn_in and epoch % self.frequency == 0)
 
     def moving(self, likelihood: Likelihood) -> list[str]:
-        """Which hyperparameters move."""
+        """Names of the hyperparameters that are updated."""
         if self.hyperparameters is None:
             own = dict(likelihood.named_parameters())
             return ["precision", "noise"] if "log_noise" in own else ["precision"]

@@ -1,4 +1,4 @@
-"""Where a training stands: all that another process needs to go on to the same result."""
+"""The state of a training: all that another process needs to continue to the same result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMAT, VERSION = "ntk_laplace training", 1
 
 
 def tensors(*modules: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers, the non-persistent ones too, by name."""
+    """Copies of all parameters and buffers, including non-persistent buffers, by name."""
     found: dict[str, Tensor] = {}
     for number, module in enumerate(modules):
         named = (*module.named_parameters(), *module.named_buffers())
@@ -41,14 +41,14 @@ def tensors(*modules: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_tensors(saved: Mapping[str, Tensor], *modules: nn.Module) -> None:
-    """Put them back, in place."""
+    """Restore them in place."""
     for number, module in enumerate(modules):
         for name, value in (*module.named_parameters(), *module.named_buffers()):
             value.copy_(saved[f"{number}.{name}"])
 
 
 def load_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Put its state back in the floating types it had: torch casts it to the parameters', NAdam's products too."""
+    """Restore the optimizer's state in its dtypes; torch would cast all of it to the parameters' dtype."""
     optimizer.load_state_dict(dict(saved))
     for number, own in optimizer.state_dict()["state"].items():
         for name, value in saved["state"][number].items():
@@ -57,7 +57,7 @@ def load_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -
 
 
 def optimizer_words(optimizer: torch.optim.Optimizer) -> str:
-    """Its kind and the options it was made with; a learning rate that has moved since is none of them."""
+    """The optimizer's class and initial options; the current learning rate is not included."""
     plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, str, tuple))}
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
 
@@ -75,12 +75,12 @@ def random_state(device: torch.device, generators: Sequence[torch.Generator]) ->
 
 
 def load_random(saved: Mapping[str, Any], device: torch.device, generators: Sequence[torch.Generator]) -> None:
-    """Put them back.
+    """Restore them.
 
     Raises
     ------
     UnsupportedError
-        If the data have other random generators than those of the interrupted training.
+        If the data's random generators differ from those of the interrupted training.
     """
     if len(saved["generators"]) != len(generators):
         raise UnsupportedError(f"data with {len(saved['generators'])} random generators, as before",
@@ -97,12 +97,12 @@ def load_random(saved: Mapping[str, Any], device: torch.device, generators: Sequ
 
 
 def read(resume: Any, device: torch.device) -> dict[str, Any]:
-    """A state, from a file or as it is.
+    """Return a training state, or load it from a file.
 
     Raises
     ------
     DataError
-        If it is none.
+        If it is not a training state.
     """
     remedy = "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path)."
     if isinstance(resume, (str, os.PathLike)):
@@ -117,7 +117,7 @@ def read(resume: Any, device: torch.device) -> dict[str, Any]:
 
 
 def require_same(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """What is resumed must go on as it began.
+    """Check that a resumed training has the settings of the interrupted one.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Training with evidence: what the caller brings is checked and put together, and the epochs are run."""
+"""Training with evidence: the arguments are validated and combined, and the epochs are run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ntk_laplace.training.schedule import EvidenceSchedule
 
 __all__ = ["train_with_evidence"]
 
-_EVERY, _SNAPSHOT = 60.0, 1.0  # seconds between checkpoints, and of work that an interruption may lose
+_EVERY, _SNAPSHOT = 60.0, 1.0  # seconds between checkpoints, and maximum work in seconds that an interruption loses
 
 
 def train_with_evidence(
@@ -53,54 +53,53 @@ def train_with_evidence(
     output: str | int | None = None,
     targets: str | None = None,
 ) -> EvidenceTraining:
-    """Train a network, its prior precisions and its noise at once: [I21] Algorithm 1.
+    """Train a network, its prior precisions and its noise together: [I21] Algorithm 1.
 
-    The weights follow the optimizer on the negative log joint; every few epochs the hyperparameters take some steps
-    up the Laplace-GGN evidence at those weights. At the end the network, the prior and the likelihood are left at
-    the best evidence that was seen. No validation data are needed.
+    The optimizer updates the weights on the negative log joint. Every few epochs the hyperparameters take several
+    ascent steps on the Laplace-GGN evidence at those weights. At the end the network, the prior and the likelihood
+    are set to the best evidence found. No validation data are needed.
 
     Parameters
     ----------
     network : nn.Module
-        Trained in place: its epochs in train mode, its evidence in eval mode, its own modes put back at the end.
-        Parameters with ``requires_grad=False`` stay, and have no prior.
+        Trained in place: epochs run in train mode, the evidence in eval mode, and the original modes are restored at
+        the end. Parameters with ``requires_grad=False`` do not change and have no prior.
     data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
-        A loader keeps its batches and its order. The loss divides by the number of examples, so that learning rates
-        are those of a mean loss with ``weight_decay`` δ/N, and must not be given a ``weight_decay`` of their own. With
-        example weights w (N,), in batches (x, y, w) too, the sum of them stands for N.
+        A loader keeps its batches and its order. The loss is divided by the number of examples, so learning rates are
+        those of a mean loss with ``weight_decay`` δ/N; the optimizer must not add a ``weight_decay``. With example
+        weights w (N,), or batches (x, y, w), the sum of the weights replaces N.
     likelihood : Likelihood
-        Its noise is learned where it is a Gaussian's, its temperature if the schedule asks for it. ``Tempered(
-        likelihood, weight)`` counts examples several times, as [I21] does under data augmentation.
+        The noise of a Gaussian is learned, and a temperature if the schedule includes it. ``Tempered(likelihood,
+        weight)`` counts examples several times, as [I21] does under data augmentation.
     prior : GaussianPrior, optional
-        By default precision 1 for each layer. Its precisions are the start.
+        By default precision 1 for each layer. Its precisions are the initial values.
     structure, curvature
         As in `laplace`.
     optimizer : torch.optim.Optimizer or callable
-        Over the network's parameters, or what makes one of them: ``torch.optim.Adam``,
+        An optimizer over the network's parameters, or a factory that takes them: ``torch.optim.Adam``,
         ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``. Clip gradients with its `register_step_pre_hook`.
     epochs : int
-        At most.
+        Maximum number of epochs.
     scheduler : scheduler or callable, optional
-        Of the learning rate: one of torch's over this optimizer, or what makes it of the optimizer.
+        A torch learning rate scheduler over this optimizer, or a factory that takes the optimizer.
     scheduler_interval : str
-        "epoch" or "batch": when it is stepped.
+        "epoch" or "batch": when the scheduler is stepped.
     schedule : EvidenceSchedule, optional
-        When the evidence is computed, how the hyperparameters move, and when to stop early.
+        When the evidence is computed, how the hyperparameters are updated, and when to stop early.
     batch_size : int, optional
-        Examples per minibatch of a dataset or of tensors at most; None is all at once. A loader has its own.
+        Maximum examples per minibatch of a dataset or of tensors; None means one batch of all. A loader has its own.
     evidence_data : optional
-        What the evidence reads, if it is not `data`: the examples without augmentation.
+        Data of the evidence if they are not `data`: the examples without augmentation.
     callbacks : callable or sequence of callables
         Each is called with a `TrainingState` after every epoch, and may stop the training.
     dtype : torch.dtype, optional
-        Of the evidence's algebra; float64 by default.
+        Dtype of the evidence's linear algebra; float64 by default.
     settings : Settings, optional
-        Progress bar, memory, batch size of the evidence's passes; `checkpoint` is written every minute, `resume`
-        goes on from one, or from the `state` of a `TrainingInterrupted`, to the same result bit for bit, given the
-        same data and arguments (`epochs` may grow, if the last evaluation was on schedule).
+        Progress bar, memory, batch size of the evidence's passes. A `checkpoint` is written every minute. `resume`
+        continues from a checkpoint, or from the `state` of a `TrainingInterrupted`, to the bit-identical result, given
+        the same data and arguments (`epochs` may increase, if the last evaluation was on schedule).
     output, targets : optional
-        As in `laplace`: which tensor of what the network returns, and the key of the targets in batches that are one
-        mapping.
+        As in `laplace`: which returned tensor is the output, and the key of the targets in batches that are mappings.
 
     Returns
     -------
@@ -110,9 +109,9 @@ def train_with_evidence(
     Raises
     ------
     TrainingInterrupted
-        On Ctrl-C. The network is left at the best evidence so far.
+        On Ctrl-C. The network then has the weights of the best evidence so far.
     NTKLaplaceError
-        One of its family, which names what was expected, what came and what to do.
+        A subclass that states what was expected, what was given and what to do.
     """
     schedule = EvidenceSchedule() if schedule is None else schedule
     settings = Settings.of(settings)
@@ -156,7 +155,7 @@ def train_with_evidence(
 
 
 def _require_kinds(schedule: Any, callbacks: Any) -> None:
-    """What would otherwise fail in the middle of the training, in other words."""
+    """Check types early that would otherwise fail during the training."""
     if not isinstance(schedule, EvidenceSchedule):
         raise UnsupportedError("an EvidenceSchedule", repr(schedule),
                                "Use ntk_laplace.EvidenceSchedule(frequency=10, steps=100).")
@@ -166,7 +165,7 @@ def _require_kinds(schedule: Any, callbacks: Any) -> None:
 
 
 def _go(run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings) -> EvidenceTraining:
-    """All epochs, behind a progress bar; whatever happens, the network is left at the best evidence so far."""
+    """Run all epochs with a progress bar; the network ends at the best evidence so far, also after an error."""
     latest, saved = run.snapshot(), time.monotonic()
     taken = saved
     remaining = range(run.epoch, epochs)
@@ -219,12 +218,12 @@ def _call(run: Run, epochs: int, callbacks: Sequence[Callback], evaluated: bool)
 
 
 def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) -> tuple[Inputs, Tensor] | None:
-    """Hold outputs, targets and the likelihood against each other before the first epoch.
+    """Check that outputs, targets and the likelihood fit together before the first epoch.
 
     Returns
     -------
     tuple, or None
-        The first two examples that have a target; None if the first batch has none of them.
+        The first two examples with a target; None if the first batch has no target.
     """
     frozen.module.eval()
     x, y = next(iter(batches))
@@ -242,7 +241,7 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
 
 
 def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str]) -> None:
-    """The posterior of two examples: what can have no evidence, or has no room for it, says so before the first epoch.
+    """Fit a posterior to two examples, to raise errors of an evidence (also of its memory) before the first epoch.
 
     Raises
     ------
@@ -261,7 +260,7 @@ def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: S
 
 
 def _require_length(run: Run, epochs: int) -> None:
-    """A scheduler with an end must not come to it first."""
+    """Check that a scheduler of finite length does not end before the training."""
     total, each = getattr(run.scheduler, "total_steps", None), run.minibatches.count if run.by_batch else 1
     if total is None or each is None:
         return
@@ -303,7 +302,7 @@ def _scheduler(given: Any, optimizer: torch.optim.Optimizer, by_batch: bool) -> 
     if isinstance(given, type) or (callable(given) and not _schedules(given)):
         try:
             made = given(optimizer)
-        except TypeError as error:  # a class that must be told more
+        except TypeError as error:  # a class with more required arguments
             raise UnsupportedError(expected, f"{getattr(given, '__name__', given)!r}: {error}", remedy) from error
     if not _schedules(made):
         raise UnsupportedError(expected, f"a {type(given).__name__}", remedy)
