@@ -1,0 +1,68 @@
+"""Plain English, checked: words that hide a technical term, and lines of prose that are too long to review."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = 120
+# pictures in place of a technical term, and British spellings
+BANNED = re.compile(
+    r"\b(doors?|house|toward|normalis\w+|linearis\w+|factoris\w+|optimis(e|ing|ation|er)\w*|generalis\w+|behaviour|honoured|colour(?!\b.*=))\b",
+    re.IGNORECASE,
+)
+PAGES = [ROOT / "README.md", *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p.name != "changelog.md")]
+MODULES = sorted((ROOT / "ntk_laplace").rglob("*.py"))
+
+
+def prose_of_page(text: str) -> Iterator[tuple[int, str]]:
+    """Lines of a page that are prose: no code, formula, table, picture, heading or command mark."""
+    fenced = formula = False
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.lstrip().startswith(("```", "~~~")):
+            fenced = not fenced
+        elif line.strip() == "$$" or (line.startswith("$$") and line.count("$$") == 1):
+            formula = not formula
+        elif not fenced and not formula and not line.lstrip().startswith(("|", "![", "<", "#", "$$")):
+            yield number, line
+
+
+def prose_of_module(text: str) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        docstring = token.type == tokenize.STRING and token.string.lstrip("rR").startswith('"""')
+        if docstring or token.type == tokenize.COMMENT:
+            for offset, line in enumerate(token.string.split("\n")):
+                yield token.start[0] + offset, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages(page: Path) -> None:
+    for number, line in prose_of_page(page.read_text()):
+        assert not BANNED.search(line), f"{page}:{number}: {line}"
+        words = re.sub(r"\]\([^)]*\)", "]", line)  # a link's target cannot be wrapped
+        assert len(words) <= COLUMNS, f"{page}:{number} has {len(words)} columns"
+
+
+def test_docstrings_and_comments() -> None:
+    found = [
+        f"{module.relative_to(ROOT)}:{number}: {line.strip()}"
+        for module in MODULES
+        for number, line in prose_of_module(module.read_text())
+        if BANNED.search(line)
+    ]
+    assert found == []
+
+
+def test_the_checks_find_what_they_look_for() -> None:
+    page = "# A house\n\n```python\ndoor = 1\n```\n\n$$\n\\text{house}\n$$\n\nThe linearised model.\n"
+    assert [line for _, line in prose_of_page(page) if line] == ["The linearised model."]
+    assert BANNED.search("The linearised model.") and BANNED.search("At the door") and not BANNED.search("indoor")
+    module = '"""One.\n\nTwo."""\nx = "door"  # three\n'
+    assert [line for _, line in prose_of_module(module) if line] == ['"""One.', 'Two."""', "# three"]
