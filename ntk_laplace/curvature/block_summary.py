@@ -110,7 +110,7 @@ class Summary:
         else:
             raise UnsupportedError(
                 f"every batch to reach {self.block.weight!r} through its layer",
-                "a batch whose graph takes another way",
+                "a batch that uses it in another operation",
                 'Use structure="diag", "full" or "gp", which follow any graph.',
             )
 

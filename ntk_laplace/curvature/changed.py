@@ -109,8 +109,8 @@ class ChangedWeightSpace:
             self._signs = self._signs.clamp_min(0.0)
             self._factor()
         elif not bool((self._values > 0).all()):
-            raise NumericalError("a posterior without the points that leave",
-                                 f"points that hold all of it, a leverage of {self.leverage:.17g}",
+            raise NumericalError("points to remove whose joint leverage is below 1",
+                                 f"a leverage of {self.leverage:.17g}",
                                  'Remove fewer points, use dtype=torch.float64, or structure="gp".')
         half = self._scaled @ (self._vectors * self._values.rsqrt())
         self.inner = torch.diag(self._signs) - half @ half.mT  # (D + K)⁻¹, with zeros for points where D is zero
@@ -168,8 +168,8 @@ class ChangedWeightSpace:
         """
         if self.partial:
             raise UnsupportedError(
-                "a structure that holds the points that left, for the evidence without them",
-                f"a leverage of {self.leverage:.3g} of them in it",
+                "an approximation with enough information about the removed points, for the evidence without them",
+                f"a leverage of {self.leverage:.3g} of these points in it",
                 'Change fewer points, use an exact structure ("gp" or "full"), or fit to those that stay.',
             )  # fmt: skip
         before = self.base.log_det()

@@ -140,7 +140,7 @@ class ParameterBlock:
             return None
         if len(mine) > 1:
             raise UnsupportedError(
-                f"every batch to reach {self.weight!r} through its layer", "a batch whose graph takes another way",
+                f"every batch to reach {self.weight!r} through its layer", "a batch that uses it in another operation",
                 'Use structure="full" or "gp", which follow any graph.',
             )  # fmt: skip
         return FusedBlockSums(mine[0].sums, mine[0].squared, mine[0].a)

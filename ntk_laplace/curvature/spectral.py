@@ -304,8 +304,10 @@ class KroneckerBlock(SpectralBlock):
             b = own.b.sum(3, keepdim=True) if self.sharing == "reduce" else own.b
             b = torch.einsum("kngto,gop->nktgp", b, self.basis.left)
         else:
-            raise UnsupportedError(f"every batch to reach {self.block.weight!r} through its layer",
-                                   "a batch whose graph takes another way", 'Use structure="ekfac", "diag" or "full".')
+            raise UnsupportedError(
+                f"every batch to reach {self.block.weight!r} through its layer",
+                "a batch that uses it in another operation", 'Use structure="ekfac", "diag" or "full".',
+            )  # fmt: skip
         pulled = torch.einsum("nktgp,gpq->nktgq", b, self._by_outputs(vector))
         return pulled.flatten(2) @ b.flatten(2).mT
 

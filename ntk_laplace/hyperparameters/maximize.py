@@ -158,9 +158,10 @@ class _Search:
         if "temperature" in self.variables.parameters and self.history.evidence[self.history.best] > _CERTAIN:
             present = float(self.variables.parameters["temperature"].detach().exp())
             warnings.warn(
-                "the evidence has no maximum over temperatures: no training label is predicted wrongly, and it grows "
-                f"to zero as they fall, now to {present:.2g}, where labels tell nothing of the weights; leave "
-                '"temperature" out of parameters=, as the default does', NTKLaplaceWarning, stacklevel=4,
+                "the evidence has no maximum over temperatures: all training labels are fitted, so the evidence "
+                f"increases to 0 as the temperature goes to 0 (now {present:.2g}), where labels carry no information "
+                'about the weights; leave "temperature" out of parameters=, as the default does', NTKLaplaceWarning,
+                stacklevel=4,
             )  # fmt: skip
 
     def still(self, steps: int = 20) -> bool:
