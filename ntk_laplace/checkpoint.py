@@ -71,7 +71,9 @@ def load(
         module.to(frozen.device)
     exact = saved["structure"] in ("gp", "full")
     factors = JacobianPass(frozen, saved["dtype"], keep_factors=not exact)
-    model = LinearizedModel(frozen, own, prior, CurvatureType(**saved["root"]), factors, settings,
+    root = saved["root"]  # the keys of version 1 of the format
+    curvature_type = CurvatureType(root["curvature"], root["samples"], root["seed"])
+    model = LinearizedModel(frozen, own, prior, curvature_type, factors, settings,
                             fitted_at=saved.get("fitted_at"))
     with torch.inference_mode(False):
         batches = None

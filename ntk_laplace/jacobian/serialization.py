@@ -19,7 +19,8 @@ def jacobian_record(rows: Jacobian) -> dict[str, Any]:
     for block in blocks:
         if "spans" in block:
             block["spans"] = [list(span) for span in block["spans"]]
-    return {"blocks": blocks, "num_cotangents": rows.num_cotangents, "num_examples": rows.num_examples, "f": rows.f}
+    # the keys of version 1 of the format
+    return {"blocks": blocks, "num_seeds": rows.num_cotangents, "num_examples": rows.num_examples, "f": rows.f}
 
 
 def jacobian_from_record(saved: Mapping[str, Any]) -> Jacobian:
@@ -30,4 +31,4 @@ def jacobian_from_record(saved: Mapping[str, Any]) -> Jacobian:
         if "spans" in fields:
             fields["spans"] = tuple(tuple(span) for span in fields["spans"])
         blocks.append(_KINDS[block["kind"]](**fields))
-    return Jacobian(tuple(blocks), saved["num_cotangents"], saved["num_examples"], saved["f"])
+    return Jacobian(tuple(blocks), saved["num_seeds"], saved["num_examples"], saved["f"])

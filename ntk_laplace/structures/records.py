@@ -39,7 +39,7 @@ def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
         "examples_done": gathered.examples_done,
         "parts": [asdict(part) | {"entries": list(part.entries)} for part in gathered.parameter_blocks],
         "sums": [dict(summary.sums) for summary in gathered.summaries],
-        "eigenbases": [
+        "frames": [  # the key of version 1
             {"basis_left": f.basis.left, "basis_right": f.basis.right, "left": f.left, "right": f.right}
             for f in gathered.eigenbases
         ],
@@ -53,7 +53,7 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
     """Restore a serialized accumulation."""
     parts = [ParameterBlock(**(dict(part) | {"entries": tuple(part["entries"])})) for part in saved["parts"]]
     sums = saved["sums"]
-    eigenbases = [_eigenbasis(own) for own in saved["eigenbases"]]
+    eigenbases = [_eigenbasis(own) for own in saved["frames"]]
     return Accumulation(
         spec_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
         parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], eigenbases,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -28,14 +27,14 @@ def posterior_record(model: LinearizedModel, structure: Structure, reason: str, 
     UnsupportedError
         If the structure consists of training data and `include_data` is False.
     """
-    network = model.network
+    network, kind = model.network, model.curvature_type
     return {
         "format": FORMAT,
         "version": VERSION,
         "structure": structure.name,
         "reason": reason,
         "dtype": model.jacobian_pass.dtype,
-        "root": asdict(model.curvature_type),
+        "root": {"curvature": kind.kind, "samples": kind.samples, "seed": kind.seed},  # as in version 1
         "shapes": {name: list(shape) for name, shape in network.shapes.items()},
         "digest": digest(network.theta),
         "output": network.output,
