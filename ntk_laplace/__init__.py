@@ -32,6 +32,7 @@ from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.fit import laplace, load
 from ntk_laplace.hyperparameters import HyperparameterHistory
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
@@ -44,6 +45,7 @@ from ntk_laplace.structures import (
     Diagonal,
     FullWeightSpace,
     FunctionSpace,
+    LinearizedModel,
     Settings,
     StructureSpec,
     SummedSpec,
@@ -84,9 +86,11 @@ __all__ = [
     "GaussianPrior",
     "HyperparameterError",
     "HyperparameterHistory",
+    "Jacobian",
     "LearningCurve",
     "LeaveOneOut",
     "Likelihood",
+    "LinearizedModel",
     "MemoryBudgetError",
     "MixedExamplesError",
     "ModelComparison",

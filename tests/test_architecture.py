@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import ntk_laplace as ntkl
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ntk_laplace"
 
@@ -148,3 +150,34 @@ def test_lint() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_no_capability_is_asked_by_the_name_of_a_structure() -> None:
+    """A structure declares what it can do: no comparison of anything with a structure's name, "auto" aside."""
+    names = set(ntkl.structures.structure_names())
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                given = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                assert not names & given, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+# torch's own, without a public counterpart
+FOREIGN = {
+    "_C", "_input_metadata", "_modules", "_backward_hooks", "_backward_pre_hooks", "_version",
+    "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
+}  # fmt: skip
+
+
+def test_no_private_attribute_of_another_module() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+        own |= {node.target.id for node in ast.walk(tree)
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                known = node.attr in own or node.attr in FOREIGN
+                assert known, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"

@@ -150,8 +150,7 @@ def test_labels_tell_structures_apart() -> None:
 @pytest.mark.parametrize(
     ("structures", "words"),
     [
-        (["gp", "kfak"], "expected structure among gp, full, kfac, ekfac, inf, diag, auto, or forms such as KFAC(); "
-         "got 'kfak'. Look for a typo."),
+        (["gp", "kfak"], "expected structure among gp, full, kfac, ekfac, inf, diag, auto; got 'kfak'. Use"),
         ([ntkl.KFAC], "expected structure among"),
         ("gp", "expected a list of structures; got 'gp'. Pass one such as \\['gp', "),
         ([], "expected a list of structures; got \\[\\]"),

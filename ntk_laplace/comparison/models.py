@@ -13,6 +13,7 @@ from ntk_laplace.comparison.priors import check_prior
 from ntk_laplace.comparison.ranking import ModelComparison, ModelScores
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.explain import leave_one_out_score
 from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, Tempered
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.selection import require_beginning
@@ -176,7 +177,7 @@ def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str,
 def _left_out(posterior: Posterior) -> tuple[float | None, str]:
     """The leave-one-out score and reasons to distrust it, or None and why there is no score."""
     try:
-        score, found = posterior._loo_score()
+        score, found = leave_one_out_score(posterior.fitted)
     except (UnsupportedError, DataError) as error:  # another structure, or data no longer available
         return None, f"expected {error.expected}"
     return float(score), "; ".join(found.reasons)
