@@ -171,7 +171,7 @@ def log_det(
     scale = curvature_type.log_scale(likelihood) if kept else None
     if scale is not None:
         return _LogDet.apply(prior.log_precision, scale, precision, None)
-    hessian = points.hessian(curvature_type, likelihood)
+    hessian = points.curvature(curvature_type, likelihood)
     return _LogDet.apply(prior.log_precision, hessian, precision, blocks)
 
 
@@ -234,7 +234,7 @@ def correction(
     """
     precision = prior.flat_precision().to(theta)
     residual = points.residual(likelihood)
-    hessian = points.hessian(curvature_type, likelihood)
+    hessian = points.curvature(curvature_type, likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + step.curve(prior.log_precision, hessian)
     return _Once.apply(slope - 0.5 * curve)

@@ -141,7 +141,7 @@ def test_derivatives_are_those_of_the_density(case: Case) -> None:
     torch.testing.assert_close(likelihood.residual(F, y), grad(lambda f: likelihood.log_prob(f, y).sum())(F),
                                rtol=1e-12, atol=1e-14)  # fmt: skip
     full = hessian(lambda f: likelihood.log_prob(f, y).sum())(F)
-    own, root = likelihood.hessian(F, y), likelihood.root(F, y)
+    own, root = likelihood.curvature(F, y), likelihood.root(F, y)
     torch.testing.assert_close(own, torch.stack([-full[n, :, n] for n in range(N)]), rtol=1e-12, atol=1e-14)
     assert root.shape == (N, C, likelihood.rank(C))
     torch.testing.assert_close(root @ root.mT, own, rtol=1e-12, atol=1e-14)
@@ -150,7 +150,7 @@ def test_derivatives_are_those_of_the_density(case: Case) -> None:
 @each_case
 def test_derivatives_in_hyperparameters_are_finite_where_targets_are_missing(case: Case) -> None:
     likelihood, y = bound(case)
-    values = [likelihood.log_prob(F, y), likelihood.residual(F, y), likelihood.hessian(F, y), likelihood.root(F, y)]
+    values = [likelihood.log_prob(F, y), likelihood.residual(F, y), likelihood.curvature(F, y), likelihood.root(F, y)]
     total = sum(value.sin().sum() for value in values)
     for gradient in torch.autograd.grad(total, list(likelihood.parameters())) if list(likelihood.parameters()) else ():
         assert gradient.isfinite().all()

@@ -1,7 +1,7 @@
 """Observation models: log p(y given f), its derivatives in f, Hessian square roots, and response distributions.
 
 A likelihood does not depend on the network, kernel or prior. All obey the same identities, with f of shape (N, C):
-``residual = ∂ log p/∂f``, ``hessian = -∂² log p/∂f²`` and ``root rootᵀ = hessian``.
+``residual = ∂ log p/∂f``, ``curvature = -∂² log p/∂f²`` and ``root rootᵀ = curvature``.
 """
 
 from __future__ import annotations

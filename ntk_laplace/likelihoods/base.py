@@ -20,7 +20,7 @@ __all__ = ["Likelihood"]
 class Likelihood(nn.Module):
     """An observation model p(y given f), where f (N, C) is the network's output, the natural parameter.
 
-    A subclass must override `log_prob`; residual, hessian and root then come from automatic differentiation.
+    A subclass must override `log_prob`; residual, curvature and root then come from automatic differentiation.
     Override `mean` and `response_covariance` for predictive moments, `targets` to validate targets, and
     `distribution` for samples of y.
 
@@ -93,7 +93,7 @@ class Likelihood(nn.Module):
         return self
 
     def log_curvature_scale(self) -> Tensor | None:
-        """Return log c if the hyperparameters affect `hessian` only by a scalar factor c; else None."""
+        """Return log c if the hyperparameters affect `curvature` only by a scalar factor c; else None."""
         return None
 
     # --- missing targets ---------------------------------------------------------------------------------
@@ -124,16 +124,16 @@ class Likelihood(nn.Module):
         self._require_apart(f, y)
         return differentiation.gradient(lambda f: self.log_prob(f, y), f)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """Minus the second derivative of `log_prob` in f, (N, C, C). A canonical link does not need `y`."""
         return differentiation.negative_hessian(lambda f: self.log_prob(f, y), f)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (N, C, R) with ``S Sᵀ`` equal to `hessian`, exact for singular matrices too."""
-        return differentiation.root_of_hessian(self.hessian(f, y))
+        """S (N, C, R) with ``S Sᵀ`` equal to `curvature`, exact for singular matrices too."""
+        return differentiation.root_of_hessian(self.curvature(f, y))
 
     def left_inverse(self, f: Tensor) -> Tensor | None:
-        """L (N, R, C) with ``L S = I``, if the range of `hessian` is the same at all hyperparameters; else None.
+        """L (N, R, C) with ``L S = I``, if the range of `curvature` is the same at all hyperparameters; else None.
 
         It makes evidence gradients cheaper. Where a column of S is zero, the row of L is zero.
         """

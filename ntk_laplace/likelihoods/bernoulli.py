@@ -62,7 +62,7 @@ class Bernoulli(PerOutput):
         residual = y * torch.sigmoid(-f) - (1 - y) * torch.sigmoid(f)
         return residual if there is None else residual * there
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``σ(f) σ(-f)`` on the diagonal ([T20] Table 2.1), 0 where a label is missing, (N, C, C)."""
         return torch.diag_embed(self._known(self.response_variance(f), y))
 
@@ -77,11 +77,11 @@ class Bernoulli(PerOutput):
 
     def mean_jacobian(self, f: Tensor) -> Tensor:
         """``σ(f) σ(-f)`` on the diagonal, (N, C, C)."""
-        return self.hessian(f)
+        return self.curvature(f)
 
     def response_covariance(self, f: Tensor) -> Tensor:
         """``σ(f) σ(-f)`` on the diagonal, (N, C, C)."""
-        return self.hessian(f)
+        return self.curvature(f)
 
     def response_variance(self, f: Tensor) -> Tensor:
         """``σ(f) σ(-f)``, (N, C)."""

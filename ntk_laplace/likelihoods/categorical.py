@@ -104,13 +104,13 @@ class Categorical(Likelihood):
             residual = torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
         return residual / self._temperature(f)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), 0 where the label is missing, (N, C, C)."""
         hessian = self.response_covariance(f) / self._temperature(f) ** 2
         return hessian if y is None else hessian * label_mass(y, f).view(-1, 1, 1)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (N, C, C-1) with ``S Sᵀ`` equal to `hessian`, by a Householder reflection of A = diag(√p) - p √pᵀ.
+        """S (N, C, C-1) with ``S Sᵀ`` equal to `curvature`, by a Householder reflection of A = diag(√p) - p √pᵀ.
 
         Q = I - v vᵀ/(1 + √p_m) with v = √p + e_m maps A's null vector √p to -e_m, m being the most probable
         class. The other columns of A Q are, with s = √p,

@@ -150,7 +150,7 @@ class Gaussian(PerOutput):
         error, there = self._error(f, y)
         return self._solved(error, f, there)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``Σ⁻¹`` ([T20] Table 2.1) over the observed targets, 0 for the others, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._known((-self._log_variance(f)).exp(), y))

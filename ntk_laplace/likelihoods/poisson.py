@@ -55,7 +55,7 @@ class Poisson(PerOutput):
         """``y - exp(f)`` ([T20] 2.5), (N, C)."""
         return self._known(y.to(f) - self._rate(f), y)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``exp(f)`` on the diagonal ([T20] Table 2.1), 0 where a count is missing, (N, C, C)."""
         return torch.diag_embed(self._known(self._rate(f), y))
 

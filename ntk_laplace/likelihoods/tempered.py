@@ -104,12 +104,12 @@ class Tempered(Likelihood):
         """w times the gradient in f, (N, C)."""
         return self.weight * self.likelihood.residual(f, y)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """w times minus the second derivative in f, (N, C, C)."""
-        return self.weight * self.likelihood.hessian(f, y)
+        return self.weight * self.likelihood.curvature(f, y)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (N, C, R) with ``S Sᵀ`` equal to `hessian`."""
+        """S (N, C, R) with ``S Sᵀ`` equal to `curvature`."""
         return math.sqrt(self.weight) * self.likelihood.root(f, y)
 
     def left_inverse(self, f: Tensor) -> Tensor | None:
