@@ -33,7 +33,17 @@ from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.fit import laplace
 from ntk_laplace.hyperparameters import HyperparameterHistory
-from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
+from ntk_laplace.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    Tempered,
+    register_likelihood,
+)
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
@@ -70,6 +80,7 @@ __all__ = [
     "FitInterrupted",
     "Gaussian",
     "GaussianPrior",
+    "HeteroscedasticGaussian",
     "HyperparameterError",
     "HyperparameterHistory",
     "LearningCurve",
@@ -105,5 +116,6 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "register_likelihood",
     "train_with_evidence",
 ]

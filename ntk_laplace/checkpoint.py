@@ -12,9 +12,9 @@ from torch import nn
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches
-from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
+from ntk_laplace.errors import DataError, NetworkError
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
+from ntk_laplace.likelihoods import Likelihood, likelihood_from_record
 from ntk_laplace.network import Network, require_module
 from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
 from ntk_laplace.posterior import Posterior
@@ -26,7 +26,6 @@ from ntk_laplace.structures.saving import FORMAT, VERSION
 __all__ = ["load"]
 
 _NAMES = ("weight", "bias", "spans")  # fields of Jacobian blocks and parameter blocks
-_LIKELIHOODS = {kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, Poisson)}
 
 
 def load(
@@ -47,7 +46,8 @@ def load(
         The training data, for results that need another pass: the correction, ``mean="posterior"``, other
         hyperparameters of the likelihood. Predictions, samples and the evidence do not need it.
     likelihood : Likelihood, optional
-        Required for a user-defined likelihood; its hyperparameters are set to the checkpoint's.
+        Required for a class that is not registered (`register_likelihood`); its hyperparameters are set to the
+        checkpoint's.
     settings : Settings, optional
 
     Returns
@@ -65,7 +65,7 @@ def load(
     saved = _in_names_of(network, _read(path, place))
     settings = Settings.of(settings)
     frozen = _matching(network, saved)
-    own = _likelihood(saved["likelihood"], likelihood)
+    own = likelihood_from_record(saved["likelihood"], likelihood)
     prior = _prior(saved["prior"], frozen)
     for module in (prior, own):
         module.to(frozen.device)
@@ -139,19 +139,6 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
     frozen.num_outputs, frozen.scalar = saved["num_outputs"], saved["scalar"]
     frozen.input_format = saved.get("form")  # older checkpoints do not store it
     return frozen
-
-
-def _likelihood(saved: Mapping[str, Any], own: Likelihood | None) -> Likelihood:
-    if own is None:
-        if saved["name"] not in _LIKELIHOODS:
-            raise UnsupportedError(f"likelihood= the {saved['name']} of the fit", "none",
-                                   "A checkpoint cannot hold your own likelihood's code: pass it to load().")
-        own = _LIKELIHOODS[saved["name"]](**saved["options"])
-    elif type(own).__name__ != saved["name"]:
-        raise UnsupportedError(f"a likelihood {saved['name']}, as in the fit", type(own).__name__,
-                               "Pass the likelihood of the fit, or leave it out.")
-    own.load_state_dict(saved["state"])
-    return own
 
 
 def _prior(saved: Mapping[str, Any], frozen: Network) -> GaussianPrior:

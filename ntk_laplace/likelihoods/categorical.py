@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 from ntk_laplace.errors import HyperparameterError, NetworkError
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.labels import as_probabilities, is_observed, label_log_prob, label_mass, read_classes
+from ntk_laplace.likelihoods.registry import register_likelihood
 from ntk_laplace.likelihoods.responses import CategoricalResponse, Response
 from ntk_laplace.likelihoods.targets import MISSING_LABEL
 from ntk_laplace.scalars import scalar
@@ -19,6 +20,7 @@ from ntk_laplace.scalars import scalar
 __all__ = ["Categorical"]
 
 
+@register_likelihood
 class Categorical(Likelihood):
     """Categorical likelihood of C classes, ``p = softmax(f / T)`` ([T20] Table 2.1).
 
@@ -39,6 +41,7 @@ class Categorical(Likelihood):
     """
 
     classifies = True
+    is_density = False
 
     def __init__(self, temperature: float | Tensor = 1.0) -> None:
         super().__init__()
@@ -88,6 +91,10 @@ class Categorical(Likelihood):
     def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
         """Convert labels (N,) to rows of probabilities (N, C) if `other` has that format."""
         return as_probabilities(y, other.shape[1], other) if y.dim() < other.dim() else y
+
+    def record(self) -> dict[str, Any]:
+        """The temperature."""
+        return {"temperature": self.temperature.detach()}
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each label, ``Σ_c y_c log p_c`` for soft labels, 0 for missing ones, (N,), nats."""

@@ -12,6 +12,7 @@ from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.covariances import marginal_factor
 from ntk_laplace.likelihoods.per_output import PerOutput
+from ntk_laplace.likelihoods.registry import register_likelihood
 from ntk_laplace.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
 from ntk_laplace.scalars import scalar
 
@@ -20,6 +21,7 @@ __all__ = ["Gaussian"]
 KINDS = ("auto", "scalar", "output", "point", "covariance")
 
 
+@register_likelihood
 class Gaussian(PerOutput):
     """Gaussian likelihood ``y = f + ε``, where ε has the variance `noise` ([T20] Table 2.1).
 
@@ -50,6 +52,7 @@ class Gaussian(PerOutput):
         another value.
     """
 
+    is_density = True
     log_noise: nn.Parameter
     coupling: nn.Parameter | None
 
@@ -127,10 +130,6 @@ class Gaussian(PerOutput):
         """Check real targets, (N, C), or (N,) for one output."""
         return self._columns(y, num_examples, num_outputs)
 
-    def event_shape(self, num_outputs: int) -> Size:
-        """(C,)."""
-        return Size((num_outputs,))
-
     def log_curvature_scale(self) -> Tensor | None:
         """Return -log σ² for a scalar variance, where Λ = I/σ²."""
         return -self.log_noise if self.kind == "scalar" else None
@@ -201,6 +200,10 @@ class Gaussian(PerOutput):
             return self._log_variance(f).exp()
         return super().response_variance(f)
 
+    def additive_noise(self, f: Tensor) -> Tensor:
+        """Σ, (N, C, C)."""
+        return self.response_covariance(f)
+
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Normal response given f."""
         return self.integrate(f, f.new_zeros(*f.shape, f.shape[-1]), scalar)
@@ -222,6 +225,10 @@ class Gaussian(PerOutput):
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Return the exact response, because the link is the identity."""
         return self.integrate(mean, covariance, scalar)
+
+    def record(self) -> dict[str, Any]:
+        """The noise and its kind, and the mark of missing targets."""
+        return {"noise": self.noise.detach(), "kind": self.kind, **super().record()}
 
     # --- private --------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.likelihoods import Gaussian, Likelihood
-from ntk_laplace.likelihoods.per_output import PerOutput
+from ntk_laplace.likelihoods import likelihood_record
 from ntk_laplace.points import UnsavedPoints
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.base import LinearizedModel, Structure
@@ -42,7 +41,7 @@ def posterior_record(model: LinearizedModel, structure: Structure, reason: str, 
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
         "form": _plain(network.input_format),
-        "likelihood": _likelihood_record(model.likelihood),
+        "likelihood": likelihood_record(model.likelihood),
         "prior": _prior_record(model.prior),
         "fitted_at": model.fitted_at,
         "state": structure.state(model, include_data),
@@ -63,15 +62,6 @@ def _plain(spec: Any) -> Any:
     ):
         return None
     return dict(zip(keys, found, strict=True)) if isinstance(spec, Mapping) else found
-
-
-def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if isinstance(likelihood, Gaussian):
-        options = {"noise": likelihood.noise.detach(), "kind": likelihood.kind}
-    if isinstance(likelihood, PerOutput):
-        options["missing"] = likelihood.missing
-    return {"name": type(likelihood).__name__, "options": options, "state": dict(likelihood.state_dict())}
 
 
 def _prior_record(prior: GaussianPrior) -> dict[str, Any]:
