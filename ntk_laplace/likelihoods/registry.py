@@ -7,6 +7,7 @@ is looked up among the classes that this process has registered. Nothing is impo
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -60,14 +61,19 @@ def register_likelihood(cls: _Class) -> _Class:
     """
     if not (isinstance(cls, type) and issubclass(cls, Likelihood)):
         raise UnsupportedError("a subclass of ntk_laplace.Likelihood", f"{cls!r}", "Register the class itself.")
-    place = (cls.__module__, cls.__qualname__)
     for name, other in _REGISTERED.items():
         same = name == cls.__name__ or command_name(other) == command_name(cls)
-        if same and (other.__module__, other.__qualname__) != place:
-            raise UnsupportedError(f"a name of its own for the likelihood {'.'.join(place)}",
+        if same and _place(other) != _place(cls):
+            raise UnsupportedError(f"a name of its own for the likelihood {cls.__module__}.{cls.__qualname__}",
                                    f"{name}, which is {other.__module__}.{other.__qualname__}", "Rename the class.")
     _REGISTERED[cls.__name__] = cls
     return cls
+
+
+def _place(cls: type) -> tuple[str, str]:
+    """Where a class is defined: its file, or its module if it has none, and its name there."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file or cls.__module__, cls.__qualname__
 
 
 def registered_likelihoods() -> dict[str, type[Likelihood]]:
