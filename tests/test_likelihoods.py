@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, TargetError, UnsupportedError
-from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
+from ntk_laplace.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    Tempered,
+)
 from ntk_laplace.likelihoods import from_log_prob as likelihood_from_log_prob
 from ntk_laplace.likelihoods.per_output import PerOutput
 
@@ -105,7 +114,8 @@ each_output = pytest.mark.parametrize("outputs", OUTPUTS)
 def test_every_likelihood_is_a_case() -> None:
     known = {*Likelihood.__subclasses__(), *PerOutput.__subclasses__()}
     own = {kind for kind in known if kind.__module__.startswith("ntk_laplace.")}  # other tests define some
-    assert {type(case.build()) for case in CASES} == own - {CustomLikelihood, PerOutput}
+    elsewhere = {CustomLikelihood, PerOutput, HeteroscedasticGaussian}  # the last in test_heteroscedastic
+    assert {type(case.build()) for case in CASES} == own - elsewhere
 
 
 # --- the laws -------------------------------------------------------------------------------------
@@ -759,3 +769,13 @@ def test_vmap_and_closed_forms_agree() -> None:
     """One example at a time under torch.func, as other tools call a likelihood."""
     one = vmap(grad(lambda f, y: Categorical(T).log_prob(f[None], y[None])[0]))(OUTPUTS["moderate"], LABELS)
     torch.testing.assert_close(one, Categorical(T).residual(OUTPUTS["moderate"], LABELS))
+
+
+def test_a_covariance_is_known_without_the_data() -> None:
+    """Its shape is that of one variance per point too where N = C; before `bind` the responses take the covariance."""
+    covariance = torch.tensor([[0.5, 0.1, 0.0], [0.1, 0.4, 0.0], [0.0, 0.0, 0.3]], dtype=torch.float64)
+    likelihood, f = Gaussian(covariance), OUTPUTS["moderate"][:3]
+    assert likelihood.kind == "covariance" and torch.allclose(likelihood.response_covariance(f)[1], covariance)
+    assert torch.allclose(likelihood.curvature(f)[2], torch.linalg.inv(covariance))
+    with pytest.raises(HyperparameterError, match='Say which'):
+        likelihood.bind(3, 3)
