@@ -21,7 +21,7 @@ __all__ = ["ResponseLikelihood"]
 
 
 class _UnitNoise(Noise):
-    """Noise 1, not a hyperparameter: the Hessian square root S contains the noise."""
+    """Noise 1, not a hyperparameter: the curvature root S contains the noise."""
 
     def __init__(self) -> None:
         super().__init__()

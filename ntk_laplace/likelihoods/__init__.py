@@ -1,4 +1,4 @@
-"""Observation models: log p(y given f), its derivatives in f, Hessian square roots, and response distributions.
+"""Observation models: log p(y given f), its derivatives in f, curvature roots, and response distributions.
 
 A likelihood does not depend on the network, kernel or prior. All obey the same identities, with f of shape (N, C):
 ``residual = ∂ log p/∂f`` and ``root rootᵀ = curvature``, which is ``-∂² log p/∂f²`` or its expectation.
