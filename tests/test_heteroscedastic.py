@@ -18,6 +18,7 @@ from torch.func import grad, hessian, jacrev, vmap
 
 import ntk_laplace as ntkl
 from ntk_laplace.likelihoods.linearized import LinearizedResponse
+from ntk_laplace.metrics import held_out_scores
 from reference import Dense, jacobian, outputs, relative_error
 from reference_structures import Structured, StructuredModel, parts_of
 from registry import PRIORS, problem
@@ -332,6 +333,21 @@ def test_sampled_weights_and_responses(name: str) -> None:
         assert samples.shape == (20000, 4, 2)
         assert ((samples.mean(0) - response.mean).abs() < 6 * (response.variance / 20000).sqrt()).all()
     assert posterior.sample(3, X_NEW).shape == (3, 4, 4)
+
+
+@pytest.mark.parametrize("method", ["glm", "map", "blr"])
+def test_metrics(method: str) -> None:
+    """Scores on held-out data, in one batch and in two; an example without any target does not count."""
+    posterior, y = fitted("natural", 2, missing="nan"), draw(7, 4, 2)
+    y[1, 0] = y[3] = torch.nan
+    there = ~y.isnan()
+    parts = [posterior.predict(one, method) for one in (X_NEW[:3], X_NEW[3:])]
+    for response in (posterior.predict(X_NEW, method), type(parts[0]).join(parts)):
+        scores = held_out_scores(response, y)
+        assert response.present(y).tolist() == [True, True, True, False]
+        assert scores["log_likelihood"] == pytest.approx(response.log_prob(y)[:3].mean().item())
+        error = (response.mean - y)[there].square().mean().sqrt().item()
+        assert scores["rmse"] == pytest.approx(error) and scores.keys() == {"log_likelihood", "rmse"}
 
 
 # -------------------------------------------------------------------------------------------- missing targets, weights
