@@ -62,7 +62,7 @@ def laplace(
         targets under the key `targets`. With weights w (N,), example n counts w_n times in the log likelihood, its
         gradient and its curvature, as if it occurred that often; 0 leaves it out.
     likelihood : Likelihood
-        `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one.
+        `Gaussian`, `HeteroscedasticGaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one.
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec

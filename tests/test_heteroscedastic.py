@@ -93,6 +93,9 @@ def test_density_and_derivatives(name: str) -> None:
     torch.testing.assert_close(likelihood.response_covariance(F), torch.diag_embed(variance))
     slopes = vmap(jacrev(lambda f: moments(name, f)[0]))(F)
     torch.testing.assert_close(likelihood.mean_jacobian(F), slopes, rtol=1e-12, atol=1e-14)
+    single = likelihood.root(F.float()), likelihood.residual(F.float(), Y)
+    assert all(one.dtype == torch.float32 for one in single)
+    torch.testing.assert_close(single[1].double(), likelihood.residual(F, Y), rtol=1e-4, atol=1e-4)
     assert likelihood.is_density and likelihood.num_responses(4) == 2 and likelihood.event_shape(4) == (2,)
 
 
@@ -270,6 +273,18 @@ def fitted(name: str, responses: int = 1, structure: str = "gp", missing: str | 
     likelihood = ntkl.HeteroscedasticGaussian(name, missing=missing)
     prior = options.pop("prior", ntkl.GaussianPrior(8.0))
     return ntkl.laplace(tiny(2 * responses), (X, y), likelihood, prior, structure, **options)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_the_optimum_of_the_linearized_model(name: str, structure: str) -> None:
+    """Its gradient is zero: with θ̄ = P0⁻¹Jᵀr at its outputs f̄, f̄ = f - Jθ* + K r(f̄)."""
+    network, prior = tiny(4), ntkl.GaussianPrior(20.0)
+    jac, theta = jacobian(network, X).flatten(0, 1), nn.utils.parameters_to_vector(network.parameters()).detach()
+    found = fitted(name, 2, structure, prior=prior).latent_moments(X, mean="posterior")[0]
+    residual = vmap(grad(by_hand(name)))(found, draw(6, 14, 2)).flatten()
+    expected = network(X).detach().flatten() + jac @ (jac.T @ residual / 20.0 - theta)
+    assert relative_error(found.flatten(), expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", BOTH)

@@ -126,7 +126,7 @@ class Likelihood(nn.Module):
 
     def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
         """Canonical targets `y`, marked as missing where `observed` is false."""
-        raise self._unsupported("missing targets", "Use Bernoulli, Categorical, Gaussian or Poisson.")
+        raise self._unsupported("missing targets", "Override observed(y) and hidden(y, observed).")
 
     def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
         """Canonical targets `y` in the format of `other`, so that both can be concatenated."""

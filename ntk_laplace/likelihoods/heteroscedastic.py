@@ -58,6 +58,10 @@ class HeteroscedasticGaussian(PerOutput):
     There the determinant is negative for ``y = 0`` and large ``|μ|``. This holds for softplus, for exp, and for every
     other map to positive precisions. For ``"log variance"`` the determinant is ``-(y - μ)²/(2σ⁴)``.
 
+    Newton steps with the Fisher information (Fisher scoring) find the optimum for ``mean="posterior"`` and
+    ``steps=None``. They converge linearly, fast under ``"natural"``; with a weak prior they may end in a
+    `NumericalError`, because the objective is not convex.
+
     ``predict(method="glm")`` averages over quasi-Monte-Carlo points of f, also for mean and variance.
 
     Examples
