@@ -33,7 +33,17 @@ from ntk_laplace.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.fit import laplace, load
 from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
+from ntk_laplace.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    Tempered,
+    register_likelihood,
+)
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
@@ -84,6 +94,7 @@ __all__ = [
     "FunctionSpace",
     "Gaussian",
     "GaussianPrior",
+    "HeteroscedasticGaussian",
     "HyperparameterError",
     "HyperparameterHistory",
     "Jacobian",
@@ -124,6 +135,7 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "register_likelihood",
     "register_structure",
     "train_with_evidence",
 ]

@@ -106,6 +106,26 @@ def test_no_circles_between_modules() -> None:
         walk(module, [])
 
 
+def test_likelihoods_import_nothing_of_the_library_for_annotations_alone() -> None:
+    """Responses know their likelihood by a protocol below both."""
+    for module, path in MODULES.items():
+        if package_of(module) == "likelihoods":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                    names = [one.module for one in node.body if isinstance(one, ast.ImportFrom)]
+                    assert not any(name.startswith(PACKAGE.name) for name in names), path
+
+
+def test_no_table_of_likelihoods() -> None:
+    """Callers ask a likelihood what it is able to do; saving and the command line look classes up in the registry."""
+    names = {"Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Poisson"}
+    for name in ("checkpoint", "comparison.models", "gp.likelihood", "explorer.gather",
+                 "cli.options", "cli.model", "cli.likelihood"):  # fmt: skip
+        tree = ast.parse(MODULES[f"ntk_laplace.{name}"].read_text())
+        used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)}
+        assert not used & names, f"{name} names {used & names}"
+
+
 def test_the_table_of_contents_only_names_things() -> None:
     body = ast.parse((PACKAGE / "__init__.py").read_text()).body
     for node in body:

@@ -98,7 +98,7 @@ def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
 
     own, other = jacobian(rows), jacobian(new)
     with torch.no_grad():
-        hessian = likelihood.hessian(rows.f, posterior.targets)
+        hessian = likelihood.curvature(rows.f, posterior.targets)
         residual = likelihood.residual(rows.f, posterior.targets)
     for i, point in enumerate(explore(posterior, x_new, x, targets, k=4).content["points"]):
         for name, sides in (("for", ["for"]), ("against", ["against"]), ("both", ["for", "against"])):

@@ -141,7 +141,7 @@ def test_derivatives_are_those_of_the_density(case: Case) -> None:
     torch.testing.assert_close(likelihood.residual(F, y), grad(lambda f: likelihood.log_prob(f, y).sum())(F),
                                rtol=1e-12, atol=1e-14)  # fmt: skip
     full = hessian(lambda f: likelihood.log_prob(f, y).sum())(F)
-    own, root = likelihood.hessian(F, y), likelihood.root(F, y)
+    own, root = likelihood.curvature(F, y), likelihood.root(F, y)
     torch.testing.assert_close(own, torch.stack([-full[n, :, n] for n in range(N)]), rtol=1e-12, atol=1e-14)
     assert root.shape == (N, C, likelihood.rank(C))
     torch.testing.assert_close(root @ root.mT, own, rtol=1e-12, atol=1e-14)
@@ -150,7 +150,7 @@ def test_derivatives_are_those_of_the_density(case: Case) -> None:
 @each_case
 def test_derivatives_in_hyperparameters_are_finite_where_targets_are_missing(case: Case) -> None:
     likelihood, y = bound(case)
-    values = [likelihood.log_prob(F, y), likelihood.residual(F, y), likelihood.hessian(F, y), likelihood.root(F, y)]
+    values = [likelihood.log_prob(F, y), likelihood.residual(F, y), likelihood.curvature(F, y), likelihood.root(F, y)]
     total = sum(value.sin().sum() for value in values)
     for gradient in torch.autograd.grad(total, list(likelihood.parameters())) if list(likelihood.parameters()) else ():
         assert gradient.isfinite().all()
@@ -522,3 +522,37 @@ def test_training_skips_what_is_missing() -> None:
     )  # fmt: skip
     want = ntkl.laplace(network, (x[6:], y[6:]), ntkl.Categorical(), result.posterior.prior, "full")
     assert relative_error(result.posterior.log_marginal_likelihood(), want.log_marginal_likelihood()) < 1e-9
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "diag"])
+def test_independent_labels_are_as_many_problems(structure: str) -> None:
+    """C labels of C networks side by side, soft and missing ones too, against each network with its own label."""
+
+    class Beside(nn.Module):
+        def __init__(self, networks: list[nn.Module]) -> None:
+            super().__init__()
+            self.networks = nn.ModuleList(networks)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([network(x) for network in self.networks], 1)
+
+    torch.manual_seed(3)
+    networks = [nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double() for _ in range(C)]
+    x, x_new = draw(20, N, 2), draw(21, 4, 2)
+    y = torch.where(THERE, draw(22, N, C).sigmoid(), NAN)
+    y[0] = torch.tensor([0.0, 1.0, 0.0])
+    together = ntkl.laplace(Beside(networks), (x, y), ntkl.Bernoulli(missing="nan"), ntkl.GaussianPrior(3.0), structure)
+    predicted, value = together.predict(x_new), 0.0
+    assert predicted.probs.shape == (4, C)
+    for c, network in enumerate(networks):
+        there = THERE[:, c]
+        data, prior = (x[there], y[there, c]), ntkl.GaussianPrior(3.0)
+        alone = ntkl.laplace(network, data, ntkl.Bernoulli(), prior, structure)
+        value = value + alone.log_marginal_likelihood()
+        mean, covariance = alone.latent_moments(x_new)
+        found = together.latent_moments(x_new)
+        assert relative_error(found[0][:, c], mean[:, 0]) < 1e-12
+        assert relative_error(found[1][:, c, c], covariance[:, 0, 0]) < 1e-9
+        assert relative_error(predicted.probs[:, c], alone.predict(x_new, samples=4096).probs[:, 0]) < 2e-3
+        assert found[1][:, c, (c + 1) % C].abs().max() < 1e-12
+    assert relative_error(together.log_marginal_likelihood(), value) < 1e-9

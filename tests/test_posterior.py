@@ -54,8 +54,8 @@ class Sharper(ntkl.Categorical):
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         return super().root(f, y) * (1 + self.log_temperature.exp()).sqrt()
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        return super().hessian(f, y) * (1 + self.log_temperature.exp())
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().curvature(f, y) * (1 + self.log_temperature.exp())
 
 
 def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
@@ -157,9 +157,9 @@ def test_the_monte_carlo_fisher(likelihood):
     """The same draws in both spaces, and the curvature itself on average."""
     model, root = LIKELIHOODS[likelihood].build(), ntkl.CurvatureType("mc", samples=1_500, seed=3)
     f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
-    found = root.hessian(model, f, model.targets(y, *f.shape))
+    found = root.curvature(model, f, model.targets(y, *f.shape))
     assert relative_error(found, derivatives(CASE, likelihood)[2]) < 0.2
-    seeds = [ntkl.CurvatureType("mc", 2, seed).hessian(model, f, model.targets(y, *f.shape)) for seed in (3, 5)]
+    seeds = [ntkl.CurvatureType("mc", 2, seed).curvature(model, f, model.targets(y, *f.shape)) for seed in (3, 5)]
     assert relative_error(*seeds) > 0.01
     evidences = [
         ntkl.laplace(
@@ -178,8 +178,8 @@ def test_an_example_that_counts_three_times_has_three_times_the_curvature(likeli
     f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
     arguments = f, model.targets(y, *f.shape)
     own = root.root(ntkl.Tempered(model, 3.0), *arguments)
-    for found in (own @ own.mT, root.hessian(ntkl.Tempered(model, 3.0), *arguments)):
-        assert relative_error(found, 3.0 * root.hessian(model, *arguments)) < 1e-12
+    for found in (own @ own.mT, root.curvature(ntkl.Tempered(model, 3.0), *arguments)):
+        assert relative_error(found, 3.0 * root.curvature(model, *arguments)) < 1e-12
 
 
 # ----------------------------------------------------------------------------------------- choices, auto, dtype

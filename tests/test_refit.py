@@ -132,11 +132,11 @@ class Wavy(ntkl.Likelihood):
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.grad(lambda one: one.abs().sqrt().sum() + one.abs().sum() ** 3))(f)
 
-    def hessian(self, f: Tensor, y: Tensor) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.eye(f.shape[1], dtype=f.dtype).expand(len(f), -1, -1)
 
     def root(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.hessian(f, y)
+        return self.curvature(f, y)
 
 
 def test_an_objective_without_an_optimum_is_told() -> None:

@@ -130,7 +130,7 @@ def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPo
     for start in range(0, len(points.f), _CHUNK):
         part = slice(start, start + _CHUNK)
         new, old = (
-            model.curvature_type.hessian(likelihood.at(part), points.f[part], points.targets[part]).detach()
+            model.curvature_type.curvature(likelihood.at(part), points.f[part], points.targets[part]).detach()
             for likelihood in (model.likelihood, before)
         )
         if factor is None:
