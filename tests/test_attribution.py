@@ -10,8 +10,8 @@ from sklearn.metrics import roc_auc_score
 
 import ntk_laplace as ntkl
 from ntk_laplace import attribution
+from refusals import inputs, labels, network, refused
 from retraining import data, ridge, weights
-from test_bad_input import inputs, labels, network, refused
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ntk_laplace as ntkl
+from compared_fits import STRUCTURES, assert_same, dealt, fit
+from noise import draw
 from ntk_laplace.comparison import compare_models
 from ntk_laplace.data import Batches, Joined, Selected
 from ntk_laplace.network import Caller
@@ -21,7 +23,6 @@ from reference_refit import Linearized
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import derivatives, jacobians
 from structured_cases import MC
-from test_labels_and_weights import STRUCTURES, assert_same, dealt, draw, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids, trained, truth
 from reference import jacobian, outputs, relative_error
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
-from test_bad_input import inputs, labels, network, refused
-from test_identities import TURNS, fit, ids, jacobians, tolerance, trained, truth
+from registry_cases import jacobians, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 

@@ -18,7 +18,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.comparison import ModelComparison, ModelScores
 from ntk_laplace.comparison.priors import check_prior
-from test_bad_input import inputs, labels, network, refused
+from refusals import inputs, labels, network, refused
 
 WIDTHS = (1, 2, 4, 8)
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import fit, truth
 from ntk_laplace.meter import PeakMemory
 from reference import Dense, outputs, relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
-from test_identities import derivatives, fit, jacobians, truth
+from registry_cases import derivatives, jacobians
 
 STRUCTURES = ("gp", "full")
 CASE = "far_from_optimum"

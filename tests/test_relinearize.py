@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from reference import relative_error
-from test_bad_input import refused
+from refusals import refused
 
 DECAY = 5.0
 

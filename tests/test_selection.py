@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids, trained, truth
 from ntk_laplace.predictive import predictive
 from ntk_laplace.selection import orders
 from reference import Dense, call, relative_error, take
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NOISE, PRIORS, problem, targets
-from test_bad_input import inputs, labels, network, refused
-from test_identities import TURNS, fit, ids, tolerance, trained, truth
+from registry_cases import tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 STRUCTURES = ("gp", "full", "kfac", "ekfac", "inf", "diag")

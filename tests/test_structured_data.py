@@ -23,16 +23,13 @@ from reference import jacobian, num_examples, relative_error, take
 from reference_structures import Structured, parts_of
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
 from registry_cases import offered
+from streams import Interrupted, interrupted_kfac, loader
 from structured_cases import CURVATURES, STRUCTURES, fresh_fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
 CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]  # its eigenvectors are LAPACK's choice
 NETWORKS = ("deep_mlp", "cnn_groups", "decoder_dict", "lstm")
-
-
-def loader(x, y, **options) -> DataLoader:
-    return DataLoader([(take(x, n), y[n]) for n in range(num_examples(x))], **options)
 
 
 def answers(posterior, x) -> list[Tensor]:
@@ -517,22 +514,6 @@ def test_rows_gathered_in_one_tensor():
 # --------------------------------------------------------------------------------------------------------- interruption
 
 
-class Interrupted(Dataset):
-    """Raises KeyboardInterrupt, as Ctrl-C does, at the n-th example that is read."""
-
-    def __init__(self, x: Tensor, y: Tensor, at: int) -> None:
-        self.x, self.y, self.left = x, y, at
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return self.x[n], self.y[n]
-
-
 @pytest.mark.parametrize("by_path", [False, True], ids=["state", "path"])
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
@@ -555,17 +536,6 @@ def test_an_interrupted_fit_goes_on(structure, curvature, by_path, tmp_path):
     settings = ntkl.Settings(batch_size=2, resume=resume)
     found = fresh_fit("deep_mlp", "categorical", "layer", curvature, structure, data=data, settings=settings)
     assert_same(found, fresh_fit("deep_mlp", "categorical", "layer", curvature, structure), case.x_new, 1e-10)
-
-
-def interrupted_kfac():
-    """The state of a KFAC fit that read two batches of two."""
-    case = problem("deep_mlp")
-    data = DataLoader(Interrupted(case.x, targets(LIKELIHOODS["categorical"], case), 6), batch_size=2)
-    with pytest.raises(ntkl.FitInterrupted) as stop:
-        fresh_fit(
-            "deep_mlp", "categorical", "layer", "ggn", "kfac", data=data, settings=ntkl.Settings(batch_size=2)
-        )
-    return ntkl.Settings(batch_size=2, resume=stop.value.state)
 
 
 @pytest.mark.parametrize("change", ["nothing", "batches", "curvature", "likelihood", "prior"])

@@ -11,38 +11,9 @@ from reference import difference, outputs, relative_error
 from reference_structures import Structured, StructuredModel
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
 from registry_cases import derivatives, jacobians, offered, tolerance
-from structured_cases import CURVATURES, STRUCTURES, fit, fresh_fit, structured, truth
+from structured_cases import CASES, CHOSEN, CURVATURES, STRUCTURES, fit, fresh_fit, ids, structured, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
-
-CROSSED = (
-    "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "conv_transpose1d", "decoder_dict",
-)  # fmt: skip
-# its eigenvectors are LAPACK's choice in most networks: held to the dense matrix in test_structured
-CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]
-
-
-def cases() -> list[tuple[str, str, str, str, str]]:
-    """Some networks with every structure, the others with one; likelihoods, priors and curvatures in turn."""
-    found = []
-    for i, network in enumerate(NETWORKS):
-        for j, structure in enumerate(CHOSEN):
-            if network in CROSSED or i % len(CHOSEN) == j:
-                # ties of a Gaussian's eigenvalues leave open what INF keeps
-                likelihoods = [each for each in offered(network) if each != "gaussian" or structure != "inf"]
-                priors = list(PRIORS) if structure in ("inf", "diag") else ["layer", "scalar", "tensor"]
-                found.append((
-                    network, likelihoods[(i + j) % len(likelihoods)], priors[(i // 2 + j) % len(priors)],
-                    CURVATURES[(i + j // 2) % 3], structure,
-                ))  # fmt: skip
-    return found
-
-
-CASES = cases()
-
-
-def ids(case: tuple[str, ...]) -> str:
-    return "-".join(case)
 
 
 def groups(posterior) -> Tensor:

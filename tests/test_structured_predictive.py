@@ -11,8 +11,7 @@ from ntk_laplace.predictive import predictive
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
 from registry_cases import jacobians, tolerance
-from structured_cases import fit, fresh_fit, truth
-from test_structured_posterior import CASES, CHOSEN, ids
+from structured_cases import CASES, CHOSEN, fit, fresh_fit, ids, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import fit as exact_fit
 from ntk_laplace.explain import SPREADS
 from reference import differentiate, outputs, relative_error, take
+from reference_effects import dense_effects
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, problem, targets
 from registry_cases import jacobians
 from structured_cases import MC, STRUCTURES, fit, output_curvature, truth
-from test_bad_input import inputs, labels, network, refused
-from test_identities import fit as exact_fit
-from test_ranking import dense_effects
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
