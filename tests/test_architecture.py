@@ -121,6 +121,7 @@ def test_everything_promised_is_there() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_import_leaves_the_process_as_it_was() -> None:
     """No setting of torch, GPyTorch, NumPy or warnings moves, no random number is drawn, no pyplot is loaded."""
     script = """
@@ -144,6 +145,7 @@ assert "matplotlib.pyplot" not in sys.modules, "importing the library imports py
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_lint() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -117,6 +117,7 @@ def test_retraining_goes_on_where_it_stopped(tmp_path):
         attribution.retrain(train, kept[:3], folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_retraining_in_parallel_processes():
     kept = attribution.random_halves(3, 20)
     assert np.array_equal(attribution.retrain(ridge, kept, processes=2), attribution.retrain(ridge, kept))

@@ -414,6 +414,7 @@ def test_batches_of_a_loader_are_read_together():
     assert sizes[:-1].count(30) == 2 and max(sizes[:-1]) == 30
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader():
     own, x = posterior("diag"), images(FRESH)
     loader = DataLoader(TensorDataset(x, labels(FRESH)), batch_size=3, num_workers=1, persistent_workers=True)

@@ -29,6 +29,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], []])
 def test_help_says_what_there_is(arguments: list[str]) -> None:
     done = run(*arguments)
@@ -36,6 +37,7 @@ def test_help_says_what_there_is(arguments: list[str]) -> None:
     assert ("--out" in done.stdout and "--seed" in done.stdout) if "demo" in arguments else "demo" in done.stdout
 
 
+@pytest.mark.slow
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"ntk-laplace {ntkl.__version__}\n")
@@ -204,6 +206,7 @@ def test_evidence_of_ones_own_network(
     assert f"{expected:.3f}" in printed.out and printed.err == ""
 
 
+@pytest.mark.slow
 def test_evidence_from_the_shell_with_table_and_picture(brought: Path) -> None:
     done = run(*evidence("--plot", "o.png", "--memory", "0.00001"))
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ CASES = [("deep_mlp", "kfac"), ("deep_mlp", "inf"), ("deep_mlp", "full"), ("cnn_
 HELPERS = Path(__file__).parent / "helpers"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="a torch that makes none"
 )

@@ -42,6 +42,7 @@ def name_of(page: Path) -> str:
 PAGES_WITH_CODE = [page for page in PAGES if any(runs for _, runs in blocks(page))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
 def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,10 +96,12 @@ def test_every_public_name_has_its_place_in_the_api_pages() -> None:
     assert public <= {name.partition(".")[0] for name in listed}, public - listed
 
 
+@pytest.mark.slow
 def test_the_docs_build_without_warnings(tmp_path: Path) -> None:
     # from a copy: the API pages that autosummary writes stay out of the checkout
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("api", "_build"))
-    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    for linked in ("tests", "examples"):
+        (tmp_path / linked).symlink_to(ROOT / linked)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "html"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]

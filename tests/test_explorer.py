@@ -267,6 +267,7 @@ def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None
     assert first_order or kind != "classes"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_person_clicks_through_it(tmp_path: Path) -> None:
     posterior, x, _, x_new, targets = case("classes")
@@ -335,6 +336,7 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
         assert [url for url in browser.requests if not url.startswith("data:")] == [page_url(tmp_path)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_structured_page_says_what_holds(tmp_path: Path) -> None:
     _, x, _, x_new, targets = case("classes")
@@ -350,6 +352,7 @@ def test_a_structured_page_says_what_holds(tmp_path: Path) -> None:
         assert browser.errors == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_it_fits_a_phone(tmp_path: Path) -> None:
     """Nothing but the table is wider than the screen, and the words of the picture keep their size."""
@@ -367,6 +370,7 @@ def test_it_fits_a_phone(tmp_path: Path) -> None:
         assert browser.errors == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("kind", ("binary", "values"))
 def test_other_targets_have_their_own_words(tmp_path: Path, kind: str) -> None:

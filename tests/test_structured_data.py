@@ -127,6 +127,7 @@ def test_samplers_with_generators_of_their_own_keep_one_order(structure):
         ntkl.laplace(case.network, hidden, ntkl.Categorical(), structure=structure).log_marginal_likelihood(True)
 
 
+@pytest.mark.slow
 def test_workers_that_outlive_a_pass_keep_one_order_and_stay_the_callers():
     """Their second pass draws one number less from the generator, and a pass of ours would end one of the caller's."""
     case = problem("deep_mlp")
