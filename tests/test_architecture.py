@@ -87,6 +87,7 @@ def test_imports_point_backwards(module: str) -> None:
         assert backwards, f"{module}:{line} imports {name}, which is not earlier in ORDER"
 
 
+@pytest.mark.slow
 def test_no_circles_between_modules() -> None:
     arrows = {module: {name for name, _ in imported(path)} for module, path in MODULES.items()}
     done: set[str] = set()

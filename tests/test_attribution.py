@@ -24,6 +24,7 @@ def ridge_posterior():
     return ntkl.laplace(model, pairs, ntkl.Gaussian(noise=0.3), ntkl.GaussianPrior(0.7))
 
 
+@pytest.mark.slow
 def test_a_linear_model_is_predicted_without_error(ridge_posterior):
     """Joint removal is retraining itself; leave-one-out has slope 1; additive effects only come near."""
     x_new = torch.as_tensor(data()[2])
@@ -44,6 +45,7 @@ def test_a_linear_model_is_predicted_without_error(ridge_posterior):
     assert agreement.rank_correlation == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_scores_are_scipys():
     generator = np.random.default_rng(1)
     predictions = generator.integers(0, 6, (25, 4)).astype(float)  # with ties

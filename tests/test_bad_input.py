@@ -159,6 +159,7 @@ def test_arrays_that_torch_does_not_read(case):
         verb(torch.tensor(np.array(x, dtype=float)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_tables_and_columns_are_read_by_place_whatever_their_rows_are_called():
     """As a split into training and test data leaves them."""

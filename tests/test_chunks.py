@@ -216,6 +216,7 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_no_more_than_a_chunk_at_a_time(structure):
     """The largest batch that the network sees: 512 by default, and what was asked for."""

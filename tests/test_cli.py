@@ -178,6 +178,7 @@ def own_value(checkpoint: str, data: str, likelihood: ntkl.Likelihood, **options
     return ntkl.laplace(network, (x, y), likelihood, **options).log_marginal_likelihood(correction).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "checkpoint", "data", "likelihood", "options"),
     [
@@ -215,6 +216,7 @@ def test_evidence_from_the_shell_with_table_and_picture(brought: Path) -> None:
     assert (brought / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_single_precision_is_single(brought: Path) -> None:
     values = []
     for more in ([], ["--float32"]):
@@ -224,6 +226,7 @@ def test_single_precision_is_single(brought: Path) -> None:
     assert single != double and single == pytest.approx(double, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["state_dict", "model", "module", "compiled", "class", "instance"])
 def test_checkpoints_as_people_save_them(wrapped: str, brought: Path, capsys: pytest.CaptureFixture) -> None:
     state = torch.load("w.pt")
@@ -420,6 +423,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
     assert "cannot write to o.json: Permission denied. Choose another name." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interruption_prints_what_was_finished(
     brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -437,6 +441,7 @@ def test_interruption_prints_what_was_finished(
     assert printed.err == "ntk-laplace: interrupted; no file was written\n" and not Path("o.json").exists()
 
 
+@pytest.mark.slow
 def test_warnings_stand_below_the_table_once(
     brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -453,6 +458,7 @@ def test_warnings_stand_below_the_table_once(
     assert printed.out.endswith("\ngp: note: a layer that no rule covers\n")
 
 
+@pytest.mark.slow
 def test_commands_on_the_docs_page_run(brought: Path, capsys: pytest.CaptureFixture) -> None:
     """Those lines, on other data of the same shapes; the page's own blocks are run with the docs."""
     page = (Path(__file__).resolve().parents[1] / "docs" / "comparison.md").read_text()
@@ -473,6 +479,7 @@ def test_commands_on_the_docs_page_run(brought: Path, capsys: pytest.CaptureFixt
 # ------------------------------------------------------------------------------------------------------------- explain
 
 
+@pytest.mark.slow
 def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) -> None:
     line = ["explain", "model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical"]
     naming = ["--classes", "ant,bee,cat", "--features", "a,b,c,d"]
@@ -576,6 +583,7 @@ def of_parts(*more: str, command: str = "evidence", data: str = "parts.npz") -> 
     return [command, "parts.py:Parts", "--checkpoint", "parts.pt", "--data", data, "--likelihood", "categorical", *more]
 
 
+@pytest.mark.slow
 def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytest.CaptureFixture) -> None:
     named = ["--output", "logits", "--targets", "label"]
     assert cli.main([*of_parts(*named), "--structures", "gp,full", "--json", "o.json"]) == 0

@@ -86,6 +86,7 @@ def training_case() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], ntkl.
     return seeded(lambda: mlp((64, 5, 10)), 0), (split.x_train, split.y_train), ntkl.Categorical(), prior
 
 
+@pytest.mark.slow
 def test_training_reaches_a_stationary_point_of_the_log_joint() -> None:
     network, (x, y), likelihood, prior = training_case()
     threads = torch.get_num_threads()
@@ -106,6 +107,7 @@ def test_training_leaves_gradients_and_hyperparameters_alone() -> None:
     torch.testing.assert_close(prior.precision.detach(), torch.tensor([2.0, 0.7], dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_training_is_repeatable_and_stops_when_told() -> None:
     losses = []
     for _ in range(2):
@@ -124,6 +126,7 @@ def small_classes() -> Any:
     return miniature(problems(0)[1])
 
 
+@pytest.mark.slow
 def test_choice_is_the_best_by_leave_one_out_of_training_data(small_classes: Any) -> None:
     said: list[str] = []
     choice = choose(small_classes, 0, said.append, tolerance=1e-2)
@@ -132,6 +135,7 @@ def test_choice_is_the_best_by_leave_one_out_of_training_data(small_classes: Any
     assert len(said) == 3 and "prior precision" in said[0]
 
 
+@pytest.mark.slow
 def test_support_is_the_log_odds_lost_on_removal(small_classes: Any) -> None:
     choice = choose(small_classes, 0, lambda words: None, tolerance=1e-2)
     explained = choice.posterior(small_classes, "gp").explain(small_classes.split.x_test[:3])
@@ -154,6 +158,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, d
     yield out, summary, screen.getvalue()
 
 
+@pytest.mark.slow
 def test_summary_holds_what_is_promised(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     assert json.loads((out / "summary.json").read_text()) == summary

@@ -115,6 +115,7 @@ def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
             assert close((sign * shown).tolist(), f), (i, name)
 
 
+@pytest.mark.slow
 def test_a_page_of_five_hundred_inputs_stays_small_and_fetches_nothing() -> None:
     posterior, x, _, _, _ = case("classes")
     many = torch.rand(500, 16).double()
@@ -233,6 +234,7 @@ def same(found: object, expected: object) -> None:
         assert found == expected or abs(found - expected) <= 2e-3 * abs(expected) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None:
     """As `remove` does; or to first order where the structure holds too little of the group, and says so."""

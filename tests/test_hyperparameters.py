@@ -42,6 +42,7 @@ def fit(regression, structure: object, precision: float = 1.0, groups: str = "la
     return ntkl.laplace(network, data, ntkl.Gaussian(noise), ntkl.GaussianPrior(precision, groups=groups), structure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", ["all", "layer"])
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_all_roads_lead_to_one_optimum(regression, name: str, groups: str) -> None:
@@ -60,6 +61,7 @@ def test_all_roads_lead_to_one_optimum(regression, name: str, groups: str) -> No
     assert max(found) - min(found) < 2e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [1e-12, 1e-9, 1e-6, 1e9])
 @pytest.mark.parametrize("name", ["gp", "kfac"])
 def test_an_evidence_of_minus_billions_sets_no_tolerance(regression, name: str, noise: float) -> None:
@@ -236,6 +238,7 @@ def test_an_interruption_leaves_the_best_seen(regression, monkeypatch: pytest.Mo
     assert whole(posterior).item() > start
 
 
+@pytest.mark.slow
 def test_a_line_search_comes_back_from_where_nothing_can_be_computed(regression, monkeypatch) -> None:
     posterior, walls = fit(regression, "gp", 1e-3, noise=1.0), []
     whole = type(posterior).log_marginal_likelihood

@@ -60,6 +60,7 @@ def test_every_public_picture_is_drawn_here() -> None:
     assert functions == set(FIGURES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_same_numbers_give_the_same_bytes(name: str) -> None:
     first, second = (plotting.png(FIGURES[name](), dpi=60) for _ in range(2))

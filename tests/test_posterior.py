@@ -259,6 +259,7 @@ def answers(posterior) -> list[Tensor]:
     return [evidence, *gradients, joint.mean, joint.covariance_matrix, posterior.latent_moments(x)[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("prior", PRIORS)
 def test_chunks_of_any_size_change_nothing(prior, structure, monkeypatch):
@@ -338,6 +339,7 @@ def test_effective_parameters_are_those_of_weight_space():
     assert relative_error(found[0], each) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 @pytest.mark.parametrize("groups", ["all", "layer"])
 def test_gradients_make_no_second_matrix(groups):

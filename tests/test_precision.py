@@ -226,6 +226,7 @@ def test_batch_statistics_are_found(case, half, data):
         ntkl.laplace(network, data, ntkl.Categorical(), parameters="inner")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no factor rule covers")
 def test_mixing_behind_the_first_examples_is_found(data):
     class Late(nn.Module):
@@ -243,6 +244,7 @@ def test_mixing_behind_the_first_examples_is_found(data):
         ntkl.laplace(network, data, ntkl.Categorical())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_a_rule_that_does_not_hold_is_found(half, data, monkeypatch):
     """The check is coarse, and still tells a gradient from its double; those parameters take the fallback."""
@@ -263,6 +265,7 @@ def test_a_rule_that_does_not_hold_is_found(half, data, monkeypatch):
 # ------------------------------------------------------------------------------------------- the caller's autocast
 
 
+@pytest.mark.slow
 def test_a_posterior_keeps_the_precision_of_its_fit(data):
     """Fitted under autocast, it predicts in the same precision outside of it, and the other way round."""
     plain, network, context = CASES["autocast outside"](torch.bfloat16)
@@ -281,6 +284,7 @@ def test_a_posterior_keeps_the_precision_of_its_fit(data):
     assert relative_error(outside.outputs(data[0]), network(data[0])) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_algebra_is_not_autocast(structure, data):
     """In float32 it would be: autocast leaves float64 alone."""

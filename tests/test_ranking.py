@@ -172,6 +172,7 @@ def test_a_bounded_heap_is_a_sort():
     assert torch.equal(heap.values, values.gather(1, order))
 
 
+@pytest.mark.slow
 def test_pictures_and_pages_of_a_ranking():
     own = problem("deep_mlp")
     explanation = fit(*CASES[0], "ggn", "kfac").explain(own.x_new, k=2)
@@ -191,6 +192,7 @@ def test_data_that_are_gone_are_asked_for(tmp_path):
         loaded.explain(own.x_new)
 
 
+@pytest.mark.slow
 def test_shuffled_loaders_keep_their_order():
     """Training points are counted in the order in which the loader delivers them, the same in every pass."""
     own = problem("deep_mlp")

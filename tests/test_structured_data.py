@@ -24,12 +24,10 @@ from reference_structures import Structured, parts_of
 from registry import LIKELIHOODS, PRIORS, fresh, problem, targets
 from registry_cases import offered
 from streams import Interrupted, interrupted_kfac, loader
-from structured_cases import CURVATURES, STRUCTURES, fresh_fit
+from structured_cases import CHOSEN, CURVATURES, STRUCTURES, fresh_fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
-CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]  # its eigenvectors are LAPACK's choice
-NETWORKS = ("deep_mlp", "cnn_groups", "decoder_dict", "lstm")
 
 
 def answers(posterior, x) -> list[Tensor]:
@@ -46,10 +44,12 @@ def assert_same(posterior, other, x, limit: float = 1e-9) -> None:
 # ---------------------------------------------------------------------------------------------------- order and batches
 
 
-@pytest.mark.parametrize(
-    ("network", "structure", "curvature"),
-    [(n, s, CURVATURES[(i + j) % 2]) for i, n in enumerate(NETWORKS) for j, s in enumerate(CHOSEN) if (i + j) % 5 < 3],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("network", "structure", "curvature"), [
+    ("deep_mlp", "kfac", "ggn"), ("deep_mlp", "ekfac", "ef"), ("deep_mlp", "inf", "ggn"), ("deep_mlp", "diag", "ef"),
+    ("cnn_groups", "kfac", "ef"), ("cnn_groups", "kfac reduce", "ggn"), ("cnn_groups", "inf", "ef"),
+    ("decoder_dict", "ekfac", "ggn"), ("decoder_dict", "diag", "ggn"), ("lstm", "kfac", "ggn"),
+])  # fmt: skip
 def test_order_and_batches_change_nothing(network, structure, curvature):
     """Identity 6: permuted data in batches of three (the last is smaller), and a loader that shuffles each pass.
 
@@ -71,6 +71,7 @@ def test_order_and_batches_change_nothing(network, structure, curvature):
     assert_same(small, want, case.x_new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", CHOSEN)
 def test_drawn_labels_do_not_depend_on_batches(structure):
     """The Monte-Carlo curvature: the same labels for the same data, in batches of any size and in every pass."""
@@ -147,6 +148,7 @@ def test_workers_that_outlive_a_pass_keep_one_order_and_stay_the_callers():
     assert data.persistent_workers and iter(data) is begun
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])
 def test_drawn_labels_stay_with_their_examples_in_a_shuffled_loader(structure):
     """Outputs are read in one pass and rows in another: the matrix must be of labels drawn at their own outputs."""
@@ -198,6 +200,7 @@ def test_batches_through_other_branches_add_up(twice_first):
             assert relative_error(sums[0][name].tril(), (sums[1][name] + sums[2][name]).tril()) < 1e-12, (part, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", CHOSEN)
 @pytest.mark.parametrize(("network", "curvature"), [("resnet_batchnorm", "ef"), ("decoder_dict", "ggn")])
 def test_disjoint_data_add_up(network, curvature, structure):

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from pairwise import pairwise
 from reference import difference, outputs, relative_error
 from reference_structures import Structured, StructuredModel
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
@@ -132,20 +133,16 @@ def check_gradients(posterior, correction: bool, limit: float = 1e-7) -> None:
         assert error < limit
 
 
-GRADIENTS = [
-    (network, likelihood, ("layer", "tensor", "scalar")[(i + j + k) % 3], CURVATURES[(i + j + k) % 2], structure)
-    for i, network in enumerate(("deep_mlp", "cnn_groups", "transformer_tied", "decoder_dict"))
-    for j, likelihood in enumerate(("gaussian", "categorical"))
-    for k, structure in enumerate(CHOSEN)
-    if network in ("deep_mlp", "cnn_groups") or structure in ("kfac", "ekfac")
-]
+GRADIENTS = pairwise(
+    ("deep_mlp", "cnn_groups", "transformer_tied", "decoder_dict"), ("gaussian", "categorical"),
+    ("layer", "tensor", "scalar"), ("ggn", "ef"), CHOSEN, (False, True),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("correction", [False, True], ids=["plain", "corrected"])
-@pytest.mark.parametrize("case", GRADIENTS, ids=ids)
-def test_evidence_gradients_are_finite_differences(case, correction):
+@pytest.mark.parametrize(("network", "likelihood", "prior", "curvature", "structure", "correction"), GRADIENTS)
+def test_evidence_gradients_are_finite_differences(network, likelihood, prior, curvature, structure, correction):
     """Identity 8, in log precisions, log noise and log temperature; EKFAC's and INF's eigenvectors stay the fit's."""
-    check_gradients(fresh_fit(*case), correction)
+    check_gradients(fresh_fit(network, likelihood, prior, curvature, structure), correction)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])

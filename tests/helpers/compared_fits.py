@@ -8,6 +8,7 @@ import torch
 
 import ntk_laplace as ntkl
 from ntk_laplace.likelihoods import Likelihood
+from pairwise import one_each
 from reference import relative_error
 from registry import PRIORS, problem
 
@@ -43,5 +44,6 @@ def assert_same(found: Any, want: Any, x_new: Any, limit: float = 1e-9) -> None:
 
 
 def dealt(cases: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Each structure with two of the cases, in turn."""
-    return [(name, *cases[(i + step) % len(cases)]) for i, name in enumerate(STRUCTURES) for step in (0, 2)]
+    """Every structure with two of the cases, drawn so that every case comes about as often."""
+    twice = [name for name in STRUCTURES for _ in range(2)]
+    return [(name, *case) for name, case in one_each(twice, cases)]

@@ -9,35 +9,22 @@ from torch import Tensor
 from torch.func import functional_call, grad, hessian, vmap
 
 import ntk_laplace as ntkl
+from pairwise import one_each, pairwise
 from reference import Dense
 from registry import LIKELIHOODS, NETWORKS, PRIORS, Problem, fresh, problem, targets
 from registry_cases import derivatives, jacobians, offered
 
 STRUCTURES = ("gp", "full")
-# crossed with every likelihood and every prior; the others of the registry meet each likelihood with one prior
-CROSSED = (
-    "deep_mlp", "cnn_groups", "resnet_batchnorm", "transformer_tied", "lstm", "frozen_part", "layer_twice",
-    "scalar_outputs", "cross_attention_tuple", "direct_parameters", "saturated", "far_from_optimum",
-)  # fmt: skip
 
 
-def in_turn(networks, choices) -> list[tuple[str, str, str]]:
-    """Each network with every likelihood, and the priors dealt out in turn."""
-    priors = list(PRIORS)
-    return [
-        (network, likelihood, priors[(i + j) % len(priors)])
-        for i, network in enumerate(networks)
-        for j, likelihood in enumerate(choices(network))
-    ]
+def admits(network: str, likelihood: str, *_: str) -> bool:
+    return likelihood in offered(network)
 
 
-def crossed(networks) -> list[tuple[str, str, str]]:
-    return [(n, likelihood, prior) for n in networks for likelihood in offered(n) for prior in PRIORS]
-
-
-CASES = crossed(CROSSED) + in_turn([name for name in NETWORKS if name not in CROSSED], offered)
-# one likelihood per network
-TURNS = [(name, offered(name)[i % len(offered(name))], list(PRIORS)[i // 4 % 4]) for i, name in enumerate(NETWORKS)]
+# every network with every likelihood and with every prior, and every likelihood with every prior
+CASES = pairwise(NETWORKS, LIKELIHOODS, PRIORS, allowed=admits)
+# one likelihood and one prior for each network; all pairs of these two occur
+TURNS = one_each(NETWORKS, LIKELIHOODS, PRIORS, allowed=admits, seed=1)
 
 
 def ids(case: tuple[str, ...]) -> str:

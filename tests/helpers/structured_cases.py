@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import CurvatureType
+from pairwise import one_each, pairwise
 from reference import outputs
 from reference_structures import Part, Structured, StructuredModel, parts_of
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
@@ -188,30 +189,27 @@ def fresh_fit(network: str, likelihood: str, prior: str, curvature: str, structu
 
 # ------------------------------------------------------------------------------------------------------- the table
 
-CROSSED = (
-    "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "conv_transpose1d", "decoder_dict",
-)  # fmt: skip
 # its eigenvectors are LAPACK's choice in most networks: held to the dense matrix in test_structured
 CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]
+# these meet every structure, the others one
+MET_BY_ALL = (
+    "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "conv_transpose1d", "decoder_dict",
+)  # fmt: skip
 
 
-def cases() -> list[tuple[str, str, str, str, str]]:
-    """Some networks with every structure, the others with one; likelihoods, priors and curvatures in turn."""
-    found = []
-    for i, network in enumerate(NETWORKS):
-        for j, structure in enumerate(CHOSEN):
-            if network in CROSSED or i % len(CHOSEN) == j:
-                # ties of a Gaussian's eigenvalues leave open what INF keeps
-                likelihoods = [each for each in offered(network) if each != "gaussian" or structure != "inf"]
-                priors = list(PRIORS) if structure in ("inf", "diag") else ["layer", "scalar", "tensor"]
-                found.append((
-                    network, likelihoods[(i + j) % len(likelihoods)], priors[(i // 2 + j) % len(priors)],
-                    CURVATURES[(i + j // 2) % 3], structure,
-                ))  # fmt: skip
-    return found
+def admits(network: str, likelihood: str, prior: str, curvature: str, structure: str) -> bool:
+    """Kronecker factors take no precision by parameter; ties of a Gaussian's eigenvalues leave open what INF keeps."""
+    return (
+        likelihood in offered(network) and (prior != "parameter" or structure in ("inf", "diag"))
+        and not (likelihood == "gaussian" and structure == "inf")
+    )  # fmt: skip
 
 
-CASES = cases()
+AXES = LIKELIHOODS, PRIORS, CURVATURES, CHOSEN
+CASES = [
+    *pairwise(MET_BY_ALL, *AXES, allowed=admits),
+    *one_each([name for name in NETWORKS if name not in MET_BY_ALL], *AXES, allowed=admits),
+]
 
 
 def ids(case: tuple[str, ...]) -> str:
