@@ -14,6 +14,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from exact_cases import fit, truth
 from ntk_laplace.meter import PeakMemory
+from pairwise import pairwise
 from reference import Dense, outputs, relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import derivatives, jacobians
@@ -260,21 +261,19 @@ def answers(posterior) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("prior", PRIORS)
-def test_chunks_of_any_size_change_nothing(prior, structure, monkeypatch):
+@pytest.mark.parametrize(("prior", "structure", "batch_size"), pairwise(PRIORS, STRUCTURES, (None, 1, 3)))
+def test_chunks_of_any_size_change_nothing(prior, structure, batch_size, monkeypatch):
     """Identity 6: every buffer as small as it goes, one row, one panel, one example at a time."""
     want = answers(fit(CASE, "categorical", prior, structure))
     for module, name in BUFFERS.items():
         monkeypatch.setattr(importlib.import_module(f"ntk_laplace.{module}"), name, 1)
-    for batch_size in (None, 1, 3):
-        small = ntkl.laplace(
-            problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
-            prior=PRIORS[prior].build(problem(CASE)), structure=structure,
-            settings=ntkl.Settings(batch_size=batch_size, progress=False),
-        )  # fmt: skip
-        for found, expected in zip(answers(small), want, strict=True):
-            assert relative_error(found, expected) < 1e-9
+    small = ntkl.laplace(
+        problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
+        prior=PRIORS[prior].build(problem(CASE)), structure=structure,
+        settings=ntkl.Settings(batch_size=batch_size, progress=False),
+    )  # fmt: skip
+    for found, expected in zip(answers(small), want, strict=True):
+        assert relative_error(found, expected) < 1e-9
 
 
 # --------------------------------------------------------------------------------------------------------- samples

@@ -17,6 +17,7 @@ from ntk_laplace.errors import MixedExamplesError
 from ntk_laplace.jacobian import JacobianPass, Lookup, Outer, rules
 from ntk_laplace.network import Network
 from ntk_laplace.network.precision import Products
+from pairwise import pairwise
 from reference import jacobian, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part")
@@ -122,9 +123,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 7, (24, 4)), torch.randint(0, 3, (24,))
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "half", "structure"), pairwise(CASES, HALVES, STRUCTURES))
 def test_a_network_in_16_bits_is_the_exact_one_up_to_rounding(case, half, structure, data):
     """No false alarm, no fallback (a warning is an error here), no number of another structure."""
     plain, rounded, context = CASES[case](HALVES[half])
