@@ -171,12 +171,14 @@ def test_summary_holds_what_is_promised(finished: tuple[Path, dict[str, Any], st
         assert run["gradient_norm"] <= 1e-3
 
 
+@pytest.mark.slow
 def test_evidence_is_the_same_from_both_spaces(finished: tuple[Path, dict[str, Any], str]) -> None:
     for run in finished[1]["runs"].values():
         assert run["evidence_gp"] == pytest.approx(run["evidence_full"], rel=1e-10)
         assert run["relative_difference"] < 1e-10 and run["variance_relative_difference"] < 1e-8
 
 
+@pytest.mark.slow
 def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, text = finished
     assert [name for name, run in summary["runs"].items() if "structures" in run] == ["digits_ten_classes"]
@@ -193,6 +195,7 @@ def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], s
     assert "structures.png" in summary["pictures"] and "Evidence under every structure" in page
 
 
+@pytest.mark.slow
 def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     files = {path.name for path in out.iterdir()}
@@ -208,6 +211,7 @@ def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[s
         assert f"{run['evidence_gp']:.8f}" in page
 
 
+@pytest.mark.slow
 def test_explanations_are_linked_from_the_report(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     assert 'href="explanations.html"' in (out / "report.html").read_text(encoding="utf-8")
@@ -220,6 +224,7 @@ def test_explanations_are_linked_from_the_report(finished: tuple[Path, dict[str,
     assert wrong == sorted(wrong, reverse=True)
 
 
+@pytest.mark.slow
 def test_screen_tells_steps_and_tables(finished: tuple[Path, dict[str, Any], str]) -> None:
     _, summary, text = finished
     assert "Digits 0 to 9: evidence in function space" in text and "report.html" in text

@@ -74,12 +74,10 @@ def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
     }[name]()
 
 
-@pytest.mark.parametrize("weights", [None, [0.0, 2.5]], ids=["once", "weighted"])
-@pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
-@pytest.mark.parametrize("precisions", [True, False], ids=["with precisions", "alone"])
-@pytest.mark.parametrize(
-    "name", ["nearly certain", "subclass", "tempered", "noise per output", "covariance", "noise per point"]
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "precisions", "curvature", "weights"), pairwise(
+    ["nearly certain", "subclass", "tempered", "noise per output", "covariance", "noise per point"],
+    [True, False], ["ggn", "ef", "mc"], [None, (0.0, 2.5)],
+))  # fmt: skip
 def test_gradients_of_function_space_are_those_of_weight_space(name, precisions, curvature, weights):
     """V_nn through a left inverse of S and the blocks of B⁻¹, against V_nn from H⁻¹; entries of their own size."""
     kind = "categorical" if isinstance(moving(name), (ntkl.Categorical, ntkl.Tempered)) else "gaussian"
@@ -90,7 +88,7 @@ def test_gradients_of_function_space_are_those_of_weight_space(name, precisions,
             problem(CASE).network, data(kind), likelihood, PRIORS["tensor"].build(problem(CASE)), structure, curvature
         )
         if weights is not None:
-            posterior = posterior.reweight([0, 3], weights)
+            posterior = posterior.reweight([0, 3], list(weights))
         variables = [*likelihood.parameters(), *(posterior.prior.parameters() if precisions else ())]
         found.append(torch.autograd.grad(posterior.log_det(), variables, allow_unused=True))
     for own, want in zip(*found, strict=True):
