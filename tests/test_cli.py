@@ -318,6 +318,7 @@ def test_a_table_comes_with_the_line_that_converts_it(
         assert x.tolist() == table.to_numpy().tolist() and y is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

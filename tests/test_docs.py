@@ -68,6 +68,7 @@ def test_fragments_are_rare() -> None:
         assert text.count("```python") == len(list(blocks(page))), f"a Python block that is not found in {page}"
 
 
+@pytest.mark.slow
 def test_examples_in_docstrings() -> None:
     modules = [importlib.import_module(module) for module in MODULES]
     results = {module.__name__: doctest.testmod(module, optionflags=doctest.ELLIPSIS) for module in modules}

@@ -37,6 +37,7 @@ def test_the_table_is_that_of_the_folder() -> None:
     assert [int(file.stem[:2]) for file in FILES] == list(range(1, len(FILES) + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_short_example_prints_what_it_is_about(file: Path, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

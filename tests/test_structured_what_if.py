@@ -76,6 +76,7 @@ def test_weight_space_answers_as_function_space(case, verb):
         same(*(asked(case, exact_fit(*case, name), verb, steps=steps) for name in ("full", "gp")), x)
 
 
+@pytest.mark.slow
 def test_scores_gradients_and_explanations_of_a_changed_weight_space():
     case = EXACT[0]
     x = problem(case[0]).x_new
