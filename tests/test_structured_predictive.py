@@ -111,7 +111,7 @@ def test_samples_have_the_covariance(structure):
 
 
 PIECES = {
-    "curvature.block_rows": ("_PANEL", "_WARM"), "curvature.changed": ("_PANEL",),
+    "curvature.block_rows": ("_PANEL", "_WARM"), "what_if.changed_precision": ("_PANEL",),
     "structures.data_passes": ("_CHUNK",),
 }  # fmt: skip
 
