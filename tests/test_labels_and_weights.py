@@ -15,6 +15,8 @@ from torch.func import grad, hessian
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from compared_fits import STRUCTURES, assert_same, dealt, fit
+from noise import COVARIANCE, PER_ENTRY, PER_OUTPUT, C, N, draw
 from ntk_laplace.comparison import compare_models
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.explorer.gather import Naming, gather
@@ -26,18 +28,13 @@ from ntk_laplace.training.objective import Objective
 from reference import Dense, difference, outputs, relative_error, take
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians
-from test_likelihoods import COVARIANCE, PER_ENTRY, PER_OUTPUT, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
-N, C, NAN = 7, 3, float("nan")
+NAN = float("nan")
 F64 = torch.float64
 THERE = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 1, 0]], dtype=torch.bool)
 SOFT = torch.softmax(2 * draw(8, N, C), 1)
-STRUCTURES = {
-    "gp": "gp", "full": "full", "kfac": "kfac", "reduce": ntkl.KFAC(sharing="reduce"), "ekfac": "ekfac",
-    "inf": ntkl.INF(rank=0.4), "diag": "diag",
-}  # fmt: skip
 
 # ------------------------------------------------------------------------------------------- likelihoods
 
@@ -234,31 +231,6 @@ def test_what_marks_a_missing_target_must_be_said() -> None:
 # ------------------------------------------------------------------------------------------- fits
 
 
-def fit(name: str, likelihood: Likelihood, data: tuple[Any, ...], structure: Any = "gp", **options: Any):
-    """A network of the registry under precisions by layer."""
-    own = problem(name)
-    return ntkl.laplace(own.network, data, likelihood, PRIORS["layer"].build(own), structure, **options)
-
-
-def assert_same(found: Any, want: Any, x_new: Any, limit: float = 1e-9) -> None:
-    """Evidence with correction and its gradients in all hyperparameters, what it is made of, and moments."""
-    for score in ("log_joint", "log_det", "bic", "effective_parameters"):
-        assert relative_error(getattr(found, score)(), getattr(want, score)()) < limit
-    values = [p.log_marginal_likelihood(correction=True) for p in (found, want)]
-    assert relative_error(*values) < limit
-    gradients = [
-        torch.autograd.grad(value, [p.prior.log_precision, *p.likelihood.parameters()])
-        for value, p in zip(values, (found, want), strict=True)
-    ]
-    for one, other in zip(*gradients, strict=True):
-        assert relative_error(one, other) < 1e2 * limit
-    # the linear model's optimum takes its own curvature
-    exact = found.structure in ("gp", "full") and found.curvature_type.kind == "ggn"
-    for mean in ("map", "posterior") if exact or isinstance(found.likelihood, ntkl.Gaussian) else ("map",):
-        for one, other in zip(found.latent_moments(x_new, mean), want.latent_moments(x_new, mean), strict=True):
-            assert relative_error(one, other) < 10 * limit
-
-
 GONE = [1, 4]
 MISSING = {
     "categorical": (lambda: ntkl.Categorical(1.7), "categorical", -100),
@@ -266,11 +238,6 @@ MISSING = {
     "gaussian": (lambda: ntkl.Gaussian(0.3, missing="nan"), "gaussian", NAN),
     "poisson": (lambda: ntkl.Poisson(missing="nan"), "poisson", NAN),
 }
-
-
-def dealt(cases: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Each structure with two of the cases, in turn."""
-    return [(name, *cases[(i + step) % len(cases)]) for i, name in enumerate(STRUCTURES) for step in (0, 2)]
 
 
 @pytest.mark.parametrize(("structure", "name", "likelihood", "curvature"), dealt([

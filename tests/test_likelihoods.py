@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 
+from noise import COVARIANCE, PER_ENTRY, PER_OUTPUT, PER_POINT, C, N, draw
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, TargetError, UnsupportedError
 from ntk_laplace.likelihoods import (
     Bernoulli,
@@ -28,15 +29,7 @@ from ntk_laplace.likelihoods import (
 from ntk_laplace.likelihoods import from_log_prob as likelihood_from_log_prob
 from ntk_laplace.likelihoods.per_output import PerOutput
 
-N, C, T = 7, 3, 1.7
-COVARIANCE = torch.tensor([[0.5, 0.2, -0.1], [0.2, 0.9, 0.3], [-0.1, 0.3, 0.4]], dtype=torch.float64)
-PER_OUTPUT = torch.tensor([0.2, 0.7, 1.5], dtype=torch.float64)
-PER_POINT = torch.linspace(0.1, 2.0, N, dtype=torch.float64)
-PER_ENTRY = torch.linspace(0.1, 3.0, N * C, dtype=torch.float64).reshape(N, C)
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+T = 1.7
 
 
 def normal_density(variance: Tensor) -> Callable[[Tensor, Tensor], list[float]]:

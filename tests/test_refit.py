@@ -61,6 +61,7 @@ def trained_linear_model(likelihood: str, x_new: Tensor) -> Tensor:
     return outputs(network, x_new) + jacobian(network, x_new) @ (scaled.detach() / precision.sqrt())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "full"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_mean_is_the_optimum_of_the_linear_model(likelihood: str, structure: str) -> None:
@@ -94,6 +95,7 @@ def test_the_optimum_is_found_once_and_follows_the_hyperparameters(monkeypatch) 
     assert relative_error(posterior.latent_moments(x, mean="posterior")[0], first) > 0.01
 
 
+@pytest.mark.slow
 def test_a_what_if_is_refitted_to_its_own_points() -> None:
     """Nothing is held in `mean="posterior"`: of the posterior without points it is that of the rest of the data."""
     network, x, y = case("bernoulli")

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids, trained
 from reference import jacobian, outputs, relative_error, take
 from reference_refit import Linearized
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians, tolerance
-from test_bad_input import inputs, labels, network, refused
-from test_identities import TURNS, fit, ids, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
