@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ntk_laplace"
 # Each line is a package or module, or several that are independent; each imports from earlier lines only.
 ORDER = [
     ["errors"],
-    ["linalg", "scalars", "resources", "progress", "meter"],
+    ["linalg", "scalars", "resources", "progress", "meter", "tuning"],
     ["data"],
     ["network"],
     ["likelihoods", "priors"],

@@ -244,7 +244,7 @@ BUFFERS = {
     "structures.full": "_ROWS",
     "curvature.full": "_PANEL",
     "curvature.function_space": "_PANEL",
-    "gram": "_TILE_BYTES",
+    "tuning": "TILE_BYTES",
     "linalg": "_PANEL",
 }
 
