@@ -18,8 +18,8 @@ PACKAGE = ROOT / "ntk_laplace"
 
 # Each line is a package or module, or several that are independent; each imports from earlier lines only.
 ORDER = [
-    ["errors"],
-    ["linalg", "scalars", "resources", "progress", "meter", "tuning"],
+    ["errors", "tuning"],
+    ["linalg", "scalars", "resources", "progress", "meter"],
     ["data"],
     ["network"],
     ["likelihoods", "priors"],

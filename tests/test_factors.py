@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import NetworkError, NonFiniteError, NTKLaplaceWarning
 from ntk_laplace.jacobian import FusedLayers, FusedSums, Outer, rules
 from ntk_laplace.jacobian.gradients import Gradients
@@ -411,7 +412,7 @@ class Convolutions(nn.Module):
 @pytest.mark.parametrize("short", [0, 10**9])
 def test_short_rows_are_made_at_once(short, monkeypatch):
     """Of a convolution with many positions, one seed at a time; never where factors are wanted."""
-    monkeypatch.setattr(rules, "_SHORT", short)
+    monkeypatch.setattr(tuning, "LONG_GRADIENT", short)
     torch.manual_seed(11)
     network, x = Convolutions().double(), torch.randn(5, 2, 6, 6).double()
     root = torch.randn(5, 3, 2).double()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from pathlib import Path
 
@@ -239,14 +238,7 @@ def test_single_precision_algebra_is_close_and_single(structure):
 
 # ---------------------------------------------------------------------------------------------------------- chunks
 
-BUFFERS = {
-    "jacobian.passes": "_WORKING_SET",
-    "structures.full": "_ROWS",
-    "curvature.full": "_PANEL",
-    "curvature.function_space": "_PANEL",
-    "tuning": "TILE_BYTES",
-    "linalg": "_PANEL",
-}
+BUFFERS = ("WORKING_SET_BYTES", "FULL_ROWS_BYTES", "COVARIANCE_BYTES", "TILE_BYTES", "INVERSE_COLUMNS")
 
 
 def answers(posterior) -> list[Tensor]:
@@ -263,8 +255,8 @@ def answers(posterior) -> list[Tensor]:
 def test_chunks_of_any_size_change_nothing(prior, structure, monkeypatch):
     """Identity 6: every buffer as small as it goes, one row, one panel, one example at a time."""
     want = answers(fit(CASE, "categorical", prior, structure))
-    for module, name in BUFFERS.items():
-        monkeypatch.setattr(importlib.import_module(f"ntk_laplace.{module}"), name, 1)
+    for name in BUFFERS:
+        monkeypatch.setattr(f"ntk_laplace.tuning.{name}", 1)
     for batch_size in (None, 1, 3):
         small = ntkl.laplace(
             problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
@@ -299,7 +291,7 @@ def test_outputs_of_weight_samples_are_made_in_pieces(monkeypatch):
     given = iter(draws)
     sampler = lambda count, _: torch.stack([next(given) for _ in range(count)])  # noqa: E731
     monkeypatch.setattr(posterior, "_sampler", lambda: sampler)
-    monkeypatch.setattr("ntk_laplace.posterior.draws._HELD", 3 * 8 * posterior.num_parameters)
+    monkeypatch.setattr("ntk_laplace.tuning.WEIGHT_SAMPLE_BYTES", 3 * 8 * posterior.num_parameters)
     found = posterior.predict(x, "nn", samples=7).f
     network = copy.deepcopy(problem(CASE).network)
     for own, theta in zip(found, draws, strict=True):

@@ -13,15 +13,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-__all__ = ["BlockRows", "DenseRows", "FusedBlockSums", "LookupRows", "OuterRows"]
+from ntk_laplace import tuning
 
-_PANEL = 64 * 2**20  # bytes of written-out rows at a time
-_WARM = 2 * 2**20  # bytes of inputs that are squared at a time
+__all__ = ["BlockRows", "DenseRows", "FusedBlockSums", "LookupRows", "OuterRows"]
 
 
 def _steps(n: int, per_example: int) -> Iterator[slice]:
     """Slices of examples whose written-out rows fit in the panel."""
-    step = max(1, _PANEL // max(1, per_example))
+    step = max(1, tuning.WRITTEN_BYTES // max(1, per_example))
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
 
@@ -359,7 +358,7 @@ class FusedBlockSums:
         """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); `ones` appends an input of 1."""
         (n, o), i = self.outputs.shape, self.inputs.shape[1]
         total = self.outputs.new_zeros(1, o, i + ones)
-        step = max(1, _WARM // max(1, i * self.inputs.element_size()))
+        step = max(1, tuning.SQUARED_INPUT_BYTES // max(1, i * self.inputs.element_size()))
         for start in range(0, n, step):
             part = slice(start, start + step)
             total[0, :, :i].addmm_(self.outputs[part].T, self.inputs[part].square())

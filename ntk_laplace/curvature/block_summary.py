@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature.block_rows import BlockRows, FusedBlockSums, LookupRows, OuterRows
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.errors import NonFiniteError, UnsupportedError
@@ -17,7 +18,6 @@ from ntk_laplace.linalg import add_outer_lower_
 __all__ = ["SHARING", "Basis", "Products", "Summary"]
 
 SHARING = ("expand", "reduce")
-_LARGEST_SHARED = 1024  # maximum columns of a product that a bias's block and a weight's factor share
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Products:
 
     def add_to(self, total: Tensor, rows: Tensor) -> None:
         """total (p, p) += rowsᵀ rows for rows (m, p)."""
-        if rows.shape[1] > _LARGEST_SHARED:
+        if rows.shape[1] > tuning.LARGEST_SHARED_PRODUCT:
             add_outer_lower_(total, rows)
             return
         where = rows.data_ptr(), rows.shape, rows.stride()

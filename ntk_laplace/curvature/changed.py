@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature.structured import CrossCovariance
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
@@ -22,8 +23,6 @@ from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.resources import require_memory
 
 __all__ = ["ChangedWeightSpace", "WeightSpace"]
-
-_PANEL = 192 * 2**20  # bytes of cross-covariances at a time
 
 
 class WeightSpace(Protocol):
@@ -219,7 +218,7 @@ class ChangedWeightSpace:
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V' = V - V_xT (D + K)⁻¹ V_Tx, diagonal blocks (n, C, C)."""
         blocks = self.base.covariance_blocks(rows)
-        step = max(1, _PANEL // (len(self._signs) * rows.num_cotangents * rows.f.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (len(self._signs) * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
             part = slice(start, min(start + step, rows.num_examples))
             cross = self._cross(rows.subset(part)).transpose(0, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature.structured import CrossCovariance, group_numbers
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.linalg import (
@@ -19,8 +20,6 @@ from ntk_laplace.linalg import (
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["FullWeightSpace", "accumulate_ggn"]
-
-_PANEL = 192 * 2**20
 
 
 def accumulate_ggn(ggn: Tensor, rows: Jacobian, shapes: dict[str, torch.Size]) -> None:
@@ -85,7 +84,7 @@ class FullWeightSpace:
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         k, n = rows.num_cotangents, rows.num_examples
-        step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * self.factor.element_size()))
         blocks = self.factor.new_empty(n, k, k)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
@@ -100,7 +99,8 @@ class FullWeightSpace:
         named = dict(zip(self.shapes, solved.split(sizes, dim=1), strict=True))
 
         def products(other: Jacobian) -> Tensor:
-            step = max(1, _PANEL // (len(self.factor) * other.num_cotangents * self.factor.element_size()))
+            each = len(self.factor) * other.num_cotangents * self.factor.element_size()
+            step = max(1, tuning.COVARIANCE_BYTES // each)
             parts = range(0, other.num_examples, step)
             return torch.cat([other.subset(slice(start, start + step)).products(named) for start in parts], 1)
 

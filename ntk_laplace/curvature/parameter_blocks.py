@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.contractions import clusters
 from ntk_laplace.curvature.block_rows import BlockRows, DenseRows, FusedBlockSums, LookupRows, OuterRows
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
@@ -21,8 +22,6 @@ from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["ParameterBlock", "find_parameter_blocks"]
-
-_LARGEST_BLOCK = 1024  # entries of a tensor that gets an exact block
 
 
 @dataclass(frozen=True)
@@ -226,8 +225,8 @@ def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
     if form == "kronecker" and large:
         warnings.warn(
             f"no Kronecker factors fit {', '.join(part.weight for part in large)} (a parameter used in several ways, "
-            f"or not by a layer with inputs), and more than {_LARGEST_BLOCK:,} entries are too many for an exact "
-            "block: their exact diagonal is kept", NTKLaplaceWarning, stacklevel=2,
+            f"or not by a layer with inputs), and more than {tuning.LARGEST_EXACT_BLOCK:,} entries are too many for an "
+            "exact block: their exact diagonal is kept", NTKLaplaceWarning, stacklevel=2,
         )  # fmt: skip
     return parts
 
@@ -261,7 +260,7 @@ def _one_group(prior: GaussianPrior, first: str, second: str) -> bool:
 
 
 def _plain(name: str, size: int, form: str) -> ParameterBlock:
-    block = form == "kronecker" and size <= _LARGEST_BLOCK
+    block = form == "kronecker" and size <= tuning.LARGEST_EXACT_BLOCK
     return ParameterBlock("block" if block else "diagonal", name, None, (1, 1, size), size)
 
 

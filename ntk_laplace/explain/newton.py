@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, LinearizedModel
@@ -23,9 +24,6 @@ from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, Linear
 __all__ = ["Exact", "Objective", "Place", "descend", "refitted"]
 
 Exact = FunctionSpaceStructure | FullStructure
-
-_MOST = 100  # maximum Newton steps to the optimum
-_HALVINGS = 40
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Objective:
         """Backtracking line search: the full step, halved until the objective decreases."""
         value, size = self.value(at), 1.0
         slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
-        for _ in range(_HALVINGS):
+        for _ in range(tuning.HALVINGS):
             there = at.along(direction, size)
             reached = self.value(there)
             if math.isfinite(reached) and reached <= value - 1e-4 * size * decrement + slack:
@@ -126,7 +124,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
     """
     before, last = start, float("inf")
     at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.model.network.precision)]
-    for _ in range(_MOST if steps is None else steps):
+    for _ in range(tuning.NEWTON_STEPS if steps is None else steps):
         before = at
         direction, decrement = problem.direction(at)
         if steps is not None:
@@ -141,7 +139,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
             return before, at
         last = decrement
     if steps is None:
-        raise NumericalError(f"the linearized model's optimum within {_MOST} Newton steps",
+        raise NumericalError(f"the linearized model's optimum within {tuning.NEWTON_STEPS} Newton steps",
                              f"a Newton decrement of {decrement:.2g}",
                              "Use a larger precision; or steps=1 of a change, or mean=\"map\" of a prediction.")
     return before, at

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.evidence import joint_gradient
@@ -25,8 +26,6 @@ from ntk_laplace.progress import track
 from ntk_laplace.structures import FunctionSpaceStructure, LinearizedModel
 
 __all__ = ["relinearized"]
-
-_HALVINGS = 40
 
 
 def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, steps: int) -> tuple[LinearizedModel,
@@ -125,7 +124,7 @@ class _Climb:
     def _search(self, theta: Tensor, direction: Tensor, slope: float, value: float, slack: float) -> Tensor:
         """Backtracking line search: the full step, halved until the objective decreases."""
         size = 1.0
-        for _ in range(_HALVINGS):
+        for _ in range(tuning.HALVINGS):
             there = theta + size * direction
             f = _outputs(self.model, self._source, there)
             if self._value(there, f) <= value + 1e-4 * size * slope + slack:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
@@ -28,10 +29,6 @@ from ntk_laplace.jacobian.storage import apart_from, compacted, side_by_side
 from ntk_laplace.network import Network, outside_autocast, preserved_rng
 
 __all__ = ["JacobianPass", "RootFunction"]
-
-_WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
-_WARM = 32 * 2**20  # maximum bytes of one gradient; larger allocations bypass the allocator's cache
-_FORWARD = 8  # how many times more examples a forward pass without a graph takes
 
 
 class RootFunction(Protocol):
@@ -120,7 +117,9 @@ class JacobianPass:
 
     def evaluated_at_once(self) -> int | None:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
-        return None if self._edges is None else _FORWARD * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS)
+        if self._edges is None:
+            return None
+        return tuning.FORWARD_FACTOR * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS)
 
     def prepare(self, x: Inputs) -> None:
         """Probe the network and plan its rows on a few examples; later calls return at once.
@@ -270,7 +269,7 @@ class _Edge:
 
 def _examples_at_once(edges: list[_Edge], cotangents: int, fused_layers: FusedLayers) -> int:
     held = [edge.held(cotangents, fused_layers) for edge in edges]
-    return max(1, min(_WORKING_SET // max(1, sum(held)), _WARM // max(held, default=1)))
+    return max(1, min(tuning.WORKING_SET_BYTES // max(1, sum(held)), tuning.GRADIENT_BYTES // max(held, default=1)))
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:

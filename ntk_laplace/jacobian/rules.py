@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.jacobian.layout import Layout
 
 __all__ = ["RULES", "Extractor", "OperandDense", "OperandLookup", "OperandOuter", "OperandRows", "Use"]
-
-_SHORT = 16  # rows of a convolution are computed at once if its output gradient is this many times larger
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ def _convolution(use: Use) -> Extractor | None:
         b = use.layout.split(b, use.n, 1).movedim(2, 3).flatten(3, 4)
         return OperandOuter(b, inputs(), "gio" if transposed else "goi")
 
-    return Extractor(extract, short=not transposed and _SHORT * use.shape[1:].numel() <= math.prod(space))
+    return Extractor(extract, short=not transposed and tuning.LONG_GRADIENT * use.shape[1:].numel() <= math.prod(space))
 
 
 def _embedding(use: Use) -> Extractor | None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from ntk_laplace import tuning
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.jacobian.graph import Graph, is_view, node_kind, uncast
@@ -28,8 +29,6 @@ from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined, use_b
 from ntk_laplace.jacobian.rules import Extractor
 
 __all__ = ["Search", "make_plan"]
-
-_WIDEST = 1024  # maximum outputs of a layer that is summed per cotangent: for wider ones the product dominates the copy
 
 
 @dataclass
@@ -211,7 +210,7 @@ def _is_whole(graph: Graph, use: UsePlan) -> bool:
 def _is_plain(block: Block, gradient: Tensor) -> bool:
     if not isinstance(block, Outer) or block.index is not None or not block.single or gradient.ndim != 3:
         return False
-    return gradient.shape[2] <= _WIDEST and torch.equal(block.b[:, :, 0, 0], gradient.to(block.b))
+    return gradient.shape[2] <= tuning.WIDEST_FUSED_LAYER and torch.equal(block.b[:, :, 0, 0], gradient.to(block.b))
 
 
 def _find_partners(

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace import tuning
 from ntk_laplace.data import (
     InputDtype,
     Inputs,
@@ -31,7 +32,6 @@ from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
 
-_AT_A_TIME = 2048  # examples in one forward pass without a graph
 _FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 
@@ -250,9 +250,10 @@ class Network:
         return outputs
 
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
-        starts = range(0, max(1, num_examples(x)), _AT_A_TIME)
+        step = tuning.FORWARD_EXAMPLES
+        starts = range(0, max(1, num_examples(x)), step)
         with torch.no_grad(), self.arithmetic():
-            parts = [x] if len(starts) == 1 else [take(x, slice(start, start + _AT_A_TIME)) for start in starts]
+            parts = [x] if len(starts) == 1 else [take(x, slice(start, start + step)) for start in starts]
             found = [self._outputs(call, p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature import FullWeightSpace, accumulate_ggn
 from ntk_laplace.data import Batches, Joined, Source, fill_buffer, kept_or_missing
 from ntk_laplace.evidence import PosteriorPrecision
@@ -24,8 +25,6 @@ from ntk_laplace.structures.base import ExactStructure, LinearizedModel, require
 from ntk_laplace.structures.data_passes import common_factor, jvp, read_outputs, read_rows, selected, vjp
 
 __all__ = ["FullStructure"]
-
-_ROWS = 256 * 2**20  # bytes of dense rows at a time
 
 
 class FullStructure(ExactStructure):
@@ -86,7 +85,8 @@ class FullStructure(ExactStructure):
 
     def _max_batch(self, model: LinearizedModel, cotangents: int) -> int:
         """Examples whose dense rows fit in memory at a time."""
-        max_batch = max(1, _ROWS // (model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize))
+        each = model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize
+        max_batch = max(1, tuning.FULL_ROWS_BYTES // each)
         return min(max_batch, model.settings.batch_size or max_batch)
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
