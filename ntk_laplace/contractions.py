@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, Wide
-from ntk_laplace.jacobian.storage import Costs
+from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 
 __all__ = ["Contraction", "Tile", "Variances", "clusters", "contractions"]
 
@@ -158,7 +157,7 @@ class Rows(Contraction):
     @classmethod
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
         (one, *more), (two, *others) = left, right
-        alone = not more and not others and isinstance(one, Wide) and isinstance(two, Wide)
+        alone = not more and not others and isinstance(one, Dense) and isinstance(two, Dense)
         return alone and one.spans == two.spans
 
     @property
@@ -221,31 +220,24 @@ class Written(Contraction):
                 tile.add_product(_interleaved(ours[name]), _interleaved(theirs[name]), variance)
 
     def largest_tile(self) -> float:
-        if not any(isinstance(block, (Outer, Lookup)) for block in (*self.left, *self.right)):
+        if all(isinstance(block, Dense) for block in (*self.left, *self.right)):
             return super().largest_tile()
-        size = _element_size(self.left)
-        return tuning.TILE_BYTES // (size * self.cotangents * sum(sum(b.sizes().values()) for b in self.left))
+        each = sum(sum(block.sizes().values()) for block in self.left) * self.left[0].values.element_size()
+        return tuning.TILE_BYTES // (self.cotangents * each)
 
 
-class _Layer(Contraction):
-    """Base class: both sides are one layer's factors, in the same order."""
-
-    @classmethod
-    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
-        (one, *more), (two, *others) = left, right
-        same = not more and not others and isinstance(one, Outer) and isinstance(two, Outer) and one.names == two.names
-        return same and (one.index is two.index or (
-            one.index is not None and two.index is not None and torch.equal(one.index, two.index)))
-
-
-class Panels(_Layer):
+class Panels(Contraction):
     """Rows of one layer are written out a few columns at a time, in the block's order."""
 
     stage = 1
 
+    @classmethod
+    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
+        return _same_factors(left, right) and isinstance(left[0], Outer)
+
     @property
     def cost(self) -> int:
-        return Costs.of(self.left[0]).dense
+        return self.left[0].gram_cost.written
 
     def add(self, tile: Tile) -> None:
         for panel in self.passes():
@@ -269,12 +261,12 @@ class Panels(_Layer):
 
     def _panel(self, name: str, rows: Callable[[Outer], Tensor], variance: Tensor) -> Rows:
         (left,), (right,) = self.left, self.right
-        own = (Wide.of([Dense(name, rows(left))]),)
-        other = own if right is left else (Wide.of([Dense(name, rows(right))]),)
+        own = (Dense.side_by_side([Dense.of(name, rows(left))]),)
+        other = own if right is left else (Dense.side_by_side([Dense.of(name, rows(right))]),)
         return Rows(own, other, {name: variance})
 
 
-class Hadamard(_Layer):
+class Hadamard(Contraction):
     """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ; a Kronecker product if b is constant, as in the last layer."""
 
     stage = 2
@@ -282,8 +274,8 @@ class Hadamard(_Layer):
 
     @classmethod
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
-        plain = super().applies(left, right, variances) and _one_variance_each(left[0], variances)
-        return plain and left[0].single and right[0].single
+        layers = _same_factors(left, right) and isinstance(left[0], Outer) and left[0].single and right[0].single
+        return layers and _one_variance_each(left[0], variances)
 
     @property
     def cost(self) -> int:
@@ -315,24 +307,24 @@ class Hadamard(_Layer):
         return Positions(self.left, self.right, self.variances).diagonal()
 
 
-class Positions(_Layer):
+class Positions(Contraction):
     """Pairs of positions or tokens, without written-out rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first."""
 
     stage = 3
 
     @classmethod
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
-        tables = len(left) == len(right) == 1 and isinstance(left[0], Lookup) and isinstance(right[0], Lookup)
-        return (tables or super().applies(left, right, variances)) and _one_variance_each(left[0], variances)
+        return _same_factors(left, right) and _one_variance_each(left[0], variances)
 
     @property
     def cost(self) -> int:
-        return Costs.of(self.left[0]).contracted
+        return self.left[0].gram_cost.contracted
 
     def add(self, tile: Tile) -> None:
         """Take one left example at a time, and as many right examples as keep the inner sums in cache."""
-        inputs, b_left, b_right = self._factors()
-        target = tile.started()
+        (left,), (right,), target = self.left, self.right, tile.started()
+        inputs = left.input_products(right, *self._numbers())
+        b_left, b_right = (block.grouped_b().permute(1, 2, 3, 4, 0) for block in (left, right))  # (n, G, T, o, K)
         n1, n2, g, t1, t2 = inputs.shape
         o, k1, k2 = b_left.shape[3], b_left.shape[4], b_right.shape[4]
         b_left, b_right = b_left.reshape(n1, g * t1 * o, k1), b_right.reshape(n2, g, t2, o * k2)
@@ -347,39 +339,22 @@ class Positions(_Layer):
 
     def diagonal(self) -> Tensor:
         block = self.left[0]
-        if isinstance(block, Lookup):
-            inputs = (block.tokens[:, :, None] == block.tokens[:, None, :]).to(block.b.dtype)[:, None]
-            inputs, b = inputs * self.number(block.weight), block.b.unsqueeze(2)
-        else:
-            inputs = torch.einsum("ngti,ngsi->ngts", block.a, block.a) * self.number(block.weight)
-            inputs, b = inputs + self.number(block.bias), block.full_b()
-        return torch.einsum("kngto,ngts,lngso->nkl", b, inputs, b)
+        b = block.grouped_b()
+        return torch.einsum("kngto,ngts,lngso->nkl", b, block.own_input_products(*self._numbers()), b)
 
     def largest_tile(self) -> float:
-        both = (*self.left, *self.right)
-        t, g = max(b.b.shape[-2] for b in both), max(b.b.shape[2] if isinstance(b, Outer) else 1 for b in both)
-        return int((tuning.TILE_BYTES / (_element_size(self.left) * g * t * t)) ** 0.5)
+        both = [block.grouped_b() for block in (*self.left, *self.right)]
+        t, g = max(b.shape[3] for b in both), max(b.shape[2] for b in both)
+        return int((tuning.TILE_BYTES / (both[0].element_size() * g * t * t)) ** 0.5)
 
     def tile_shape(self, n: int, step: int) -> tuple[int, int]:
         few = min(step, -(-n // 16))
         return few, step * step // few
 
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Inner products of layer inputs at pairs of positions, (n1, n2, G, T1, T2), and both b as (n, G, T, o, K)."""
-        (left,), (right,) = self.left, self.right
-        if isinstance(left, Lookup):
-            equal = left.tokens[:, None, :, None] == right.tokens[None, :, None]
-            inputs = equal.to(left.b.dtype).mul_(self.number(left.weight)).unsqueeze(2)
-            return inputs, left.b.permute(1, 2, 3, 0).unsqueeze(1), right.b.permute(1, 2, 3, 0).unsqueeze(1)
-        (n1, g, t1, i), (n2, _, t2, _) = left.a.shape, right.a.shape
-        one = left.a.transpose(0, 1).reshape(g, n1 * t1, i)
-        two = right.a.transpose(0, 1).reshape(g, n2 * t2, i)
-        inputs = (one @ two.mT).mul_(self.number(left.weight))
-        bias = self.number(left.bias)
-        if bias:
-            inputs.add_(bias)
-        inputs = inputs.view(g, n1, t1, n2, t2).permute(1, 3, 0, 2, 4)
-        return inputs, left.full_b().permute(1, 2, 3, 4, 0), right.full_b().permute(1, 2, 3, 4, 0)
+    def _numbers(self) -> tuple[float, float]:
+        """Prior variances of the weight and of the bias."""
+        weight, *bias = self.left[0].names
+        return self.number(weight), self.number(bias[0] if bias else None)
 
 
 METHODS: tuple[type[Contraction], ...] = (Rows, Hadamard, Positions, Panels, Written)
@@ -396,7 +371,7 @@ def contractions(left: Cluster, right: Cluster, variances: Variances) -> list[Co
         # sequence lengths or branches of the network differ: only parameters that both sides use contribute
         one, two = _written_out(left), _written_out(right)
         names = sorted(one.keys() & two.keys())
-        ours, theirs = [(Dense(n, one[n]),) for n in names], [(Dense(n, two[n]),) for n in names]
+        ours, theirs = [(Dense.of(n, one[n]),) for n in names], [(Dense.of(n, two[n]),) for n in names]
     found = [
         min((method(one, two, variances) for method in METHODS if method.applies(one, two, variances)),
             key=lambda each: each.cost)
@@ -433,12 +408,13 @@ def _cut(cluster: Cluster, examples: slice) -> Cluster:
     return tuple(block.subset(examples) for block in cluster)
 
 
+def _same_factors(left: Cluster, right: Cluster) -> bool:
+    """Whether each side is one block with factors, of the same entries in the same order."""
+    return len(left) == len(right) == 1 and not isinstance(left[0], Dense) and left[0].matches(right[0])
+
+
 def _one_variance_each(block: Block, variances: Variances) -> bool:
     return all(variances[name].numel() == 1 for name in block.names if name in variances)
-
-
-def _element_size(cluster: Cluster) -> int:
-    return next(block.b if isinstance(block, (Outer, Lookup)) else block.rows for block in cluster).element_size()
 
 
 def _written_out(cluster: Cluster) -> dict[str, Tensor]:

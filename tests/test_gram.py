@@ -12,7 +12,7 @@ from ntk_laplace import contractions, tuning
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.jacobian import Jacobian, JacobianPass
-from ntk_laplace.jacobian.blocks import Lookup, Outer, Wide
+from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem
@@ -128,7 +128,7 @@ def test_large_parameters_have_a_matrix_of_their_own(monkeypatch):
         for entries in (1, 10**9):
             monkeypatch.setattr(tuning, "SEPARATE_MATRIX_ENTRIES", entries)
             one = JacobianPass(Network(case.network), torch.float64).rows(case.x)
-            wide = [block for block in one.blocks if isinstance(block, Wide)]
+            wide = [block for block in one.blocks if isinstance(block, Dense)]
             assert all(len(block.spans) == 1 for block in wide) if entries == 1 else len(wide) == 1
             assert relative_error(engine.gram(one, None, variances(case, "layer")), whole) < 1e-13
 
@@ -142,7 +142,7 @@ def test_every_contraction_is_met():
         for left, right in ((one, two), (one, one)):
             met |= {type(each) for each in contractions.contractions(left.blocks, right.blocks, delta)}
     assert met >= {contractions.Hadamard, contractions.Written, contractions.Rows}
-    assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Wide, Outer}
+    assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Dense, Outer}
 
 
 # ----------------------------------------------------------------------------- rows that stay factors, made large

@@ -1,6 +1,6 @@
 """Jacobian rows of a network, computed in one pass over the data and stored in structured blocks."""
 
-from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
@@ -8,6 +8,7 @@ from ntk_laplace.jacobian.serialization import jacobian_from_record, jacobian_re
 
 __all__ = [
     "NO_FUSED_LAYERS",
+    "Block",
     "Dense",
     "FusedLayer",
     "FusedLayers",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, check_finite, take
 from ntk_laplace.errors import MixedExamplesError
-from ntk_laplace.jacobian.blocks import Block, Dense
+from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.fused import FusedSums
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.network import Network
@@ -121,4 +121,4 @@ def mixed(got: str) -> MixedExamplesError:
 def _values(block: Block | FusedSums) -> Tensor:
     if isinstance(block, FusedSums):
         return block.sums if block.squared else block.sums.diagonal()
-    return block.rows if isinstance(block, Dense) else block.b
+    return block.values

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ntk_laplace.jacobian.blocks import Block, Dense
 from ntk_laplace.jacobian.fused import FusedAccumulation
 from ntk_laplace.jacobian.graph import Graph
-from ntk_laplace.jacobian.rules import OperandDense, OperandRows
 from ntk_laplace.linalg import add_outer_lower_
 
 __all__ = ["Extraction", "Gradients", "edges", "kept_whole"]
@@ -31,6 +31,8 @@ class Extraction:
 
     Attributes
     ----------
+    name : str
+        The parameter.
     consumer : int
         Number of the node.
     axis : int
@@ -43,9 +45,10 @@ class Extraction:
         Store only sums, and the gradients of a few examples.
     """
 
+    name: str
     consumer: int
     axis: int
-    extract: Callable[[Tensor], OperandRows | None] | None
+    extract: Callable[[Tensor], Block | None] | None
     at_once: bool = False
     fused: bool = False
 
@@ -107,7 +110,7 @@ class Gradients:
                 if each.fused:
                     self._fused_layers(index, gradient, k)
                     continue
-                rows = None if gradient is None else each.extract(gradient.unsqueeze(0)).rows[0]
+                rows = None if gradient is None else each.extract(gradient.unsqueeze(0)).dense()[each.name][0]
                 self._keep(self._rows, index, rows, k, 0)
             found = gradients = gradient = rows = None  # release the buffers, so that the allocator reuses them
         return self
@@ -146,11 +149,11 @@ class Gradients:
         """Σ g gᵀ (o, o) or Σ_k g² (N, o) of one fused extraction, and g at the few examples, (K, m, o)."""
         return self._sums.pop(index), self._some.pop(index)
 
-    def rows(self, index: int) -> OperandRows | None:
-        """Rows of one extraction's operand, for all cotangents."""
+    def block(self, index: int) -> Block:
+        """Rows of one extraction, for all cotangents."""
         consumer, extract = self.extractions[index].consumer, self.extractions[index].extract
         if index in self._rows:
-            return OperandDense(self._rows[index])
+            return Dense.of(self.extractions[index].name, self._rows[index])
         if consumer in self._whole:
             return extract(self._whole[consumer])
         # no cotangent reaches the node

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.blocks import Block, Dense, Wide
-from ntk_laplace.jacobian.concatenation import concatenate_examples
+from ntk_laplace.jacobian.blocks import Block, Dense
 
 __all__ = ["Jacobian"]
 
@@ -99,7 +98,7 @@ class Jacobian:
             # sequence lengths or branches of the network differ between batches: write the rows out
             sizes = {n: size for part in parts for block in part.blocks for n, size in block.sizes().items()}
             parts = [part.densified(sizes) for part in parts]
-        blocks = tuple(concatenate_examples(list(same)) for same in zip(*(part.blocks for part in parts), strict=True))
+        blocks = tuple(same[0].concatenated(same) for same in zip(*(part.blocks for part in parts), strict=True))
         f = torch.cat([part.f for part in parts])
         return Jacobian(blocks, parts[0].num_cotangents, len(f), f)
 
@@ -109,4 +108,4 @@ class Jacobian:
         for block in self.blocks:
             for name, values in block.dense().items():
                 total[name] = total[name] + values
-        return replace(self, blocks=(Wide.of([Dense(name, rows) for name, rows in total.items()]),))
+        return replace(self, blocks=(Dense.side_by_side([Dense.of(name, rows) for name, rows in total.items()]),))

@@ -235,7 +235,7 @@ class JacobianPass:
         if wrong:
             plan = plan.without(wrong)
             gradients = self._gradients(batch, graph, plan, accumulation)
-        blocks = plan.blocks(graph, gradients, self._parameters)
+        blocks = plan.blocks(graph, gradients)
         own = self._fallback(plan.unmatched).rows(batch.x, batch.cotangents) if plan.unmatched else []
         return compacted(chain(blocks, own), self.keep_factors)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, leaves
-from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, Wide
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.jacobian import Jacobian
 
-__all__ = ["Costs", "apart_from", "compacted", "side_by_side"]
+__all__ = ["apart_from", "compacted", "side_by_side"]
 
 
 def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
@@ -26,7 +26,7 @@ def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
             if not isinstance(small, Dense):
                 kept.append(small)
             elif small.weight in written:
-                written[small.weight] = replace(small, rows=small.rows + written[small.weight].rows)
+                written[small.weight] = small.joined(written[small.weight])
             else:
                 written[small.weight] = small
     return [*kept, *written.values()]
@@ -55,12 +55,12 @@ def side_by_side(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
         elif block.rows.shape[2] >= tuning.SEPARATE_MATRIX_ENTRIES:
             alone = [block]
             del block
-            yield Wide.of(alone, dtype)
+            yield Dense.side_by_side(alone, dtype)
         else:
             small.append(block)
     if small:
         block = None
-        yield Wide.of(small, dtype)
+        yield Dense.side_by_side(small, dtype)
 
 
 def apart_from(rows: Jacobian, x: Inputs) -> Jacobian:
@@ -80,29 +80,6 @@ def apart_from(rows: Jacobian, x: Inputs) -> Jacobian:
     return replace(rows, blocks=tuple(apart(block) for block in rows.blocks))
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Multiply-adds per pair of examples and numbers stored per example, for written-out rows and for factors."""
-
-    dense: int
-    dense_size: int
-    contracted: int
-    factors_size: int
-
-    @classmethod
-    def of(cls, block: Outer | Lookup) -> Costs:
-        """Costs of one block. Positions are contracted in small pieces: the traffic counts as much as the work."""
-        k = block.shape[0]
-        if isinstance(block, Lookup):
-            t, d = block.b.shape[2:]
-            rows = k * block.vocabulary * d
-            return cls(k * rows, rows, 2 * (t * t * (1 + k * d) + k * k * t * d), k * t * d)
-        g, t, o = block.b.shape[2:]
-        i = block.a.shape[3]
-        rows = k * g * o * i
-        return cls(k * rows, rows, 2 * g * (t * t * (i + k * o) + k * k * t * o), g * t * (k * o + i))
-
-
 def _compact(block: Block) -> list[Block]:
     """Keep a block's factors or write its rows out, whichever makes the Gram entries of a pair of examples cheaper.
 
@@ -110,19 +87,13 @@ def _compact(block: Block) -> list[Block]:
     rows would need more than 2 times (few positions) or 8 times (many positions) their memory; the Gram computation
     then writes out a few columns at a time, which is little work if positions are few.
     """
-    if isinstance(block, (Dense, Wide)) or (isinstance(block, Outer) and block.single):
+    if isinstance(block, Dense) or (isinstance(block, Outer) and block.single):
         return [block]
-    costs = Costs.of(block)
-    if costs.dense > costs.contracted:
-        return [_cotangents_last(block)]
+    cost = block.gram_cost
+    if cost.written > cost.contracted:
+        return [block.with_cotangents_last()]
     few = block.b.shape[-2] <= tuning.FEW_POSITIONS
     room = tuning.ROWS_OVER_FACTORS_FEW_POSITIONS if few else tuning.ROWS_OVER_FACTORS
-    if isinstance(block, Outer) and costs.dense_size > room * costs.factors_size:
+    if isinstance(block, Outer) and cost.rows_size > room * cost.factors_size:
         return [block]
-    return [Dense(name, rows) for name, rows in block.dense().items()]
-
-
-def _cotangents_last(block: Outer | Lookup) -> Block:
-    """Copy the block into the memory layout that the contraction of positions reads."""
-    b = block.b.movedim(0, -1).contiguous().movedim(-1, 0)
-    return replace(block, b=b) if isinstance(block, Lookup) else replace(block, b=b, a=block.a.contiguous())
+    return [Dense.of(name, rows) for name, rows in block.dense().items()]

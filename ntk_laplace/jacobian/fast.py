@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.jacobian.blocks import Outer
 
 __all__ = ["NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums"]
@@ -110,6 +111,18 @@ class FusedSums:
     def names(self) -> tuple[str, ...]:
         """Names of the parameters."""
         return self.sample.names
+
+    def squares(self, ones: bool) -> Tensor:
+        """Σ_nk (b_o a_i)² from the sums of squares, (1, o, i); `ones` appends an input of 1."""
+        (n, o), i = self.sums.shape, self.a.shape[1]
+        total = self.sums.new_zeros(1, o, i + ones)
+        step = max(1, tuning.SQUARED_INPUT_BYTES // max(1, i * self.a.element_size()))
+        for start in range(0, n, step):
+            part = slice(start, start + step)
+            total[0, :, :i].addmm_(self.sums[part].T, self.a[part].square())
+        if ones:
+            total[0, :, i] = self.sums.sum(0)
+        return total
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> FusedSums:
         """The same sums in another floating type, or on another device."""
