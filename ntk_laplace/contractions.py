@@ -261,9 +261,13 @@ class Panels(Contraction):
 
     def _panel(self, name: str, rows: Callable[[Outer], Tensor], variance: Tensor) -> Rows:
         (left,), (right,) = self.left, self.right
-        own = (Dense.side_by_side([Dense.of(name, rows(left))]),)
-        other = own if right is left else (Dense.side_by_side([Dense.of(name, rows(right))]),)
-        return Rows(own, other, {name: variance})
+
+        def matrix(block: Outer) -> Cluster:
+            found = Dense.of(name, rows(block))
+            return (replace(found, rows=found.rows.contiguous()),)
+
+        own = matrix(left)
+        return Rows(own, own if right is left else matrix(right), {name: variance})
 
 
 class Hadamard(Contraction):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ntk_laplace import tuning
 from ntk_laplace.errors import NetworkError, NonFiniteError, NTKLaplaceWarning
 from ntk_laplace.jacobian import FusedLayers, FusedSums, Outer, rules
-from ntk_laplace.jacobian.gradients import Gradients
+from ntk_laplace.jacobian.fast import FusedAccumulation
 from ntk_laplace.jacobian.passes import JacobianPass
 from ntk_laplace.network import Network
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
@@ -564,7 +564,7 @@ def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch, squared):
     factors, x = JacobianPass(Network(network), torch.float64, keep_factors=True), torch.randn(30, 3).double()
     next(factors.batches(x, None, None))  # the plan is made while the rule holds
     monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
-    monkeypatch.setattr(Gradients, "_fused_layers", _halved(Gradients._fused_layers))
+    monkeypatch.setattr(FusedAccumulation, "add", _halved(FusedAccumulation.add))
     (found,) = factors.batches(x, None, None, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared))
     assert relative_error(found.dense(factors.network.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
 

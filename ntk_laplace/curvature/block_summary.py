@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.errors import NonFiniteError, UnsupportedError
-from ntk_laplace.jacobian import FusedSums, Jacobian, Lookup, Outer
+from ntk_laplace.jacobian import FusedSums, Jacobian, Lookup, Outer, Products
 from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["SHARING", "Basis", "Products", "Summary"]
+__all__ = ["SHARING", "Basis", "Summary"]
 
 SHARING = ("expand", "reduce")
 
@@ -47,25 +46,6 @@ class Basis:
         """The same basis on another device, or in another floating type."""
         left, right = (None if side is None else side.to(device, dtype) for side in (self.left, self.right))
         return Basis(left, right)
-
-
-class Products:
-    """Cache of the products Σ v vᵀ over the rows of one batch's matrices, lower triangles."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
-
-    def add_to(self, total: Tensor, rows: Tensor) -> None:
-        """total (p, p) += rowsᵀ rows for rows (m, p)."""
-        if rows.shape[1] > tuning.LARGEST_SHARED_PRODUCT:
-            add_outer_lower_(total, rows)
-            return
-        where = rows.data_ptr(), rows.shape, rows.stride()
-        if where not in self._made:
-            product = torch.zeros_like(total)
-            add_outer_lower_(product, rows)
-            self._made[where] = rows, product  # keeping `rows` alive keeps its address unique
-        total += self._made[where][1]
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, check_finite, take
 from ntk_laplace.errors import MixedExamplesError
 from ntk_laplace.jacobian.blocks import Block
-from ntk_laplace.jacobian.fused import FusedSums
+from ntk_laplace.jacobian.fast import FusedSums
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.network import Network
 

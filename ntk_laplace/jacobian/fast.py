@@ -1,21 +1,35 @@
-"""Fused accumulation: sums of a layer's output gradients, for structures that need no rows of the Jacobian.
+"""Optimizations of the Jacobian pass, apart from the code that they speed up.
 
-A layer with one position and one use becomes a `FusedSums`. The sums are accumulated during the backward passes. The
-gradients of a few examples are kept, for the gradient check.
+Each has a plain version that gives the same numbers, and tests/test_fast.py compares the two:
+
+* Fused accumulation: sums of a layer's output gradients, for structures that need no rows of the Jacobian. A layer with
+  one position and one use becomes a `FusedSums`, whose sums are accumulated during the backward passes; the gradients
+  of a few examples are kept, for the gradient check. Plain: store the rows, then sum them (`NO_FUSED_LAYERS`).
+* `Products`: a product of the same matrix is computed once. Plain: compute it for each parameter block.
+* `side_by_side`: blocks are freed while they are copied. Plain: `Dense.cat`.
+* `gradient_buffer`: the memory order that later products read without a copy. Plain: a contiguous tensor.
+
+The gains, of ``python examples/benchmarks/optimizations.py``, stand beside each one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.jacobian.blocks import Outer
+from ntk_laplace.jacobian.blocks import Block, Dense, Outer
+from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums"]
+__all__ = [
+    "NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums", "Products",
+    "gradient_buffer", "side_by_side",
+]  # fmt: skip
+
+# --- fused accumulation
 
 
 @dataclass(frozen=True)
@@ -58,11 +72,10 @@ class FusedLayers:
 NO_FUSED_LAYERS = FusedLayers()
 
 
-@dataclass(frozen=True)
 class FusedAccumulation:
-    """Settings for summing output gradients during the backward passes.
+    """The fused sums of one batch.
 
-    Attributes
+    Parameters
     ----------
     fused_layers : FusedLayers
     sample : Tensor, (m,)
@@ -71,9 +84,39 @@ class FusedAccumulation:
         Floating type of the sums.
     """
 
-    fused_layers: FusedLayers
-    sample: Tensor
-    dtype: torch.dtype
+    def __init__(self, fused_layers: FusedLayers, sample: Tensor, dtype: torch.dtype) -> None:
+        self.fused_layers, self._sample, self._dtype = fused_layers, sample, dtype
+        self._sums: dict[int, Tensor] = {}  # Σ g gᵀ or Σ g², by extraction
+        self._some: dict[int, Tensor] = {}  # g of the sample
+
+    def suits(self, weight: str, bias: str | None, n: int, outputs: int) -> bool:
+        """Whether to fuse a layer; with N < o, the update of the o x o sum for each cotangent would dominate."""
+        return self.fused_layers.suits(weight, outputs, bias) and (self.fused_layers.squared or outputs <= n)
+
+    def start(self, index: int, cotangents: Tensor, outputs: int, dtype: torch.dtype) -> None:
+        """Allocate the sums of an extraction, for cotangents (K, N, C) and gradients of this type."""
+        k, n = cotangents.shape[:2]
+        self._sums[index] = cotangents.new_zeros(n if self.fused_layers.squared else outputs, outputs,
+                                                 dtype=self._dtype)
+        self._some[index] = cotangents.new_zeros(k, len(self._sample), outputs, dtype=dtype)
+
+    def add(self, index: int, gradient: Tensor, k: int) -> None:
+        """Add the gradient (N, o) of cotangent k to the sums while it is in cache."""
+        self._some[index][k] = gradient[self._sample]
+        gradient = gradient.to(self._dtype)
+        if self.fused_layers.squared:
+            self._sums[index].addcmul_(gradient, gradient)
+        else:
+            add_outer_lower_(self._sums[index], gradient)
+
+    def any(self, index: int) -> bool:
+        """Whether a gradient of the extraction had a nonzero entry."""
+        return bool(self._sums[index].any())
+
+    def block(self, index: int, layer: Outer, bias: str | None) -> FusedSums:
+        """The sums of an extraction; `layer` gives the layer's inputs, and its own gradients are not read."""
+        rows = replace(layer, bias=bias, b=self._some.pop(index)[:, :, None, None], a=layer.a[self._sample])
+        return FusedSums(self._sums.pop(index), self.fused_layers.squared, layer.a[:, 0, 0], rows)
 
 
 @dataclass(frozen=True)
@@ -128,3 +171,88 @@ class FusedSums:
         """The same sums in another floating type, or on another device."""
         sums, a = self.sums.to(device, dtype), self.a.to(device, dtype)
         return replace(self, sums=sums, a=a, sample=self.sample.to(dtype, device))
+
+
+# --- products of the same matrix
+
+
+class Products:
+    """Cache of the products Σ v vᵀ over the rows of one batch's matrices, lower triangles.
+
+    If a layer has one position, a bias's exact block and its weight's output factor are the same product.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
+
+    def add_to(self, total: Tensor, rows: Tensor) -> None:
+        """total (p, p) += rowsᵀ rows for rows (m, p)."""
+        if rows.shape[1] > tuning.LARGEST_SHARED_PRODUCT:
+            add_outer_lower_(total, rows)
+            return
+        where = rows.data_ptr(), rows.shape, rows.stride()
+        if where not in self._made:
+            product = torch.zeros_like(total)
+            add_outer_lower_(product, rows)
+            self._made[where] = rows, product  # keeping `rows` alive keeps its address unique
+        total += self._made[where][1]
+
+
+# --- memory
+
+
+def side_by_side(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
+    """Turn written-out rows into matrices, concatenate small ones, and convert all blocks to `dtype`.
+
+    The list is emptied on the way: each block is freed once it is converted.
+    """
+    elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
+    small = []
+    while blocks:
+        block = blocks.pop(0)
+        if not isinstance(block, Dense) or block.weight in elsewhere:
+            yield block.to(dtype)
+        elif block.rows.shape[2] >= tuning.SEPARATE_MATRIX_ENTRIES:
+            alone = [block]
+            del block
+            yield _matrix(alone, dtype)
+        else:
+            small.append(block)
+    if small:
+        block = None
+        yield _matrix(small, dtype)
+
+
+def _matrix(blocks: list[Dense], dtype: torch.dtype) -> Dense:
+    """`Dense.cat` of blocks with examples first in memory. The list is emptied: each block is freed once it is copied.
+
+    A single block that already has the right memory layout is not copied.
+    """
+    if len(blocks) == 1:
+        only = blocks.pop()
+        return replace(only, rows=only.rows.to(dtype).contiguous())
+    k, n = blocks[0].shape
+    spans = Dense.spans_of(blocks)
+    rows = blocks[0].rows.new_empty(n, k, spans[-1][2], dtype=dtype)
+    start = 0
+    while blocks:
+        block = blocks.pop(0)
+        stop = start + block.rows.shape[2]
+        rows[:, :, start:stop] = block.rows
+        start = stop
+    return Dense(spans, rows)
+
+
+def gradient_buffer(values: Tensor, num_cotangents: int, axis: int) -> Tensor:
+    """Allocate (K, *shape of values) in the memory order of `values`, with K just outside the channel axis.
+
+    The channel axis follows the example axis `axis`. Cotangents and channels together are one axis of a matrix,
+    positions the other.
+    """
+    dense = values.is_contiguous() or (
+        values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    )
+    order = sorted(range(values.ndim), key=lambda d: -values.stride(d)) if dense else list(range(values.ndim))
+    order.insert(order.index(axis + 1) if axis + 1 < values.ndim else 0, -1)
+    sizes = [num_cotangents if d < 0 else values.shape[d] for d in order]
+    return values.new_empty(sizes).permute([order.index(d) for d in range(-1, values.ndim)])

@@ -108,4 +108,4 @@ class Jacobian:
         for block in self.blocks:
             for name, values in block.dense().items():
                 total[name] = total[name] + values
-        return replace(self, blocks=(Dense.side_by_side([Dense.of(name, rows) for name, rows in total.items()]),))
+        return replace(self, blocks=(Dense.cat([Dense.of(name, rows) for name, rows in total.items()]),))

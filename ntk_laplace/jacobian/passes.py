@@ -19,13 +19,13 @@ from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.fallback import Fallback
-from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums
+from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
 from ntk_laplace.jacobian.graph import Graph
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.search import Search, make_plan
-from ntk_laplace.jacobian.storage import apart_from, compacted, side_by_side
+from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.network import Network, outside_autocast, preserved_rng
 
 __all__ = ["JacobianPass", "RootFunction"]
@@ -235,7 +235,7 @@ class JacobianPass:
         if wrong:
             plan = plan.without(wrong)
             gradients = self._gradients(batch, graph, plan, accumulation)
-        blocks = plan.blocks(graph, gradients)
+        blocks = plan.blocks(gradients)
         own = self._fallback(plan.unmatched).rows(batch.x, batch.cotangents) if plan.unmatched else []
         return compacted(chain(blocks, own), self.keep_factors)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ntk_laplace.jacobian.blocks import Block, Outer
-from ntk_laplace.jacobian.fused import FusedAccumulation, FusedSums
+from ntk_laplace.jacobian.fast import FusedAccumulation, FusedSums
 from ntk_laplace.jacobian.gradients import Extraction, Gradients
 from ntk_laplace.jacobian.graph import Graph, Step, node_kind
 from ntk_laplace.jacobian.layout import Layout
@@ -86,29 +86,20 @@ class Plan:
         return Plan(tuple(use for use in self.uses if use.name not in left), (*self.unmatched, *sorted(left)), partners)
 
     def _fused_uses(self, graph: Graph, n: int, accumulation: FusedAccumulation | None) -> list[int]:
-        """Uses whose gradients may be summed during the backward passes.
-
-        No other use may read the node or the parameter. It is not worth it if N < o: updating the o x o sum for each
-        cotangent would dominate.
-        """
+        """Uses whose gradients may be summed during the backward passes: no other reads the node or the parameter."""
         if accumulation is None:
             return []
-        alone = [family[0] for family in self._families() if len(family) == 1]
-        found = []
-        for index in alone:
-            use = self.uses[index]
-            if use.plain:
-                o = graph.shape(use.step.consumer)[-1]
-                wanted = accumulation.fused_layers
-                if wanted.suits(use.name, o, self.partners.get(use.name)) and (wanted.squared or o <= n):
-                    found.append(index)
-        return found
+        alone = {family[0]: self.uses[family[0]] for family in self._families() if len(family) == 1}
+        return [
+            index for index, use in alone.items() if use.plain
+            and accumulation.suits(use.name, self.partners.get(use.name), n, graph.shape(use.step.consumer)[-1])
+        ]  # fmt: skip
 
-    def blocks(self, graph: Graph, gradients: Gradients) -> Iterator[Block | FusedSums]:
+    def blocks(self, gradients: Gradients) -> Iterator[Block | FusedSums]:
         """Blocks of every matched parameter, with the uses of one parameter joined; used gradients are freed."""
         for family in self._families():
             if gradients.extractions[family[0]].fused:
-                yield self._fused_block(graph, gradients, family[0])
+                yield gradients.fused_block(family[0], self.partners.get(self.uses[family[0]].name))
                 gradients.forget(family)
                 continue
             found = [gradients.block(index) for index in family if not self.uses[index].idle]
@@ -117,15 +108,6 @@ class Plan:
                 whole = isinstance(block, Outer) and block.index is None
                 partner = self.partners.get(block.weight) if whole else None
                 yield block if partner is None else replace(block, bias=partner)
-
-    def _fused_block(self, graph: Graph, gradients: Gradients, index: int) -> FusedSums:
-        use, accumulation = self.uses[index], gradients.accumulation
-        sums, kept = gradients.fused_sums(index)
-        unread = kept.new_zeros(()).expand(1, *graph.shape(use.step.consumer))  # only the inputs are needed
-        whole = gradients.extractions[index].extract(unread)
-        b, a = kept[:, :, None, None], whole.a[accumulation.sample]
-        rows = Outer(use.name, self.partners.get(use.name), b, a, None, whole.size)
-        return FusedSums(sums, accumulation.fused_layers.squared, whole.a[:, 0, 0], rows)
 
     def _families(self) -> list[list[int]]:
         """Indices of uses, grouped by common parameter or consuming node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,7 @@ from ntk_laplace.data import Inputs, leaves
 from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.jacobian import Jacobian
 
-__all__ = ["apart_from", "compacted", "side_by_side"]
+__all__ = ["apart_from", "compacted"]
 
 
 def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
@@ -39,28 +39,6 @@ def _share_constant(block: Block) -> Block:
     if torch.equal(block.b[:, 0], block.b[:, 1]) and bool((block.b == block.b[:, :1]).all()):
         return replace(block, b=block.b[:, :1], constant=True)
     return block
-
-
-def side_by_side(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
-    """Turn written-out rows into matrices, concatenate small ones, and convert all blocks to `dtype`.
-
-    The list is emptied on the way: each block is freed once it is converted.
-    """
-    elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
-    small = []
-    while blocks:
-        block = blocks.pop(0)
-        if not isinstance(block, Dense) or block.weight in elsewhere:
-            yield block.to(dtype)
-        elif block.rows.shape[2] >= tuning.SEPARATE_MATRIX_ENTRIES:
-            alone = [block]
-            del block
-            yield Dense.side_by_side(alone, dtype)
-        else:
-            small.append(block)
-    if small:
-        block = None
-        yield Dense.side_by_side(small, dtype)
 
 
 def apart_from(rows: Jacobian, x: Inputs) -> Jacobian:

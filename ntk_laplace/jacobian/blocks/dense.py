@@ -43,25 +43,18 @@ class Dense(Block):
         return cls(((name, 0, math.prod(rows.shape[2:])),), rows.flatten(2), tuple(rows.shape[2:]))
 
     @classmethod
-    def side_by_side(cls, blocks: list[Dense], dtype: torch.dtype | None = None) -> Dense:
-        """The rows of several parameters as one matrix per example, in another floating type if wanted.
+    def cat(cls, blocks: Sequence[Dense]) -> Dense:
+        """The rows of several parameters as one matrix per example."""
+        return cls(cls.spans_of(blocks), torch.cat([block.rows for block in blocks], 2).contiguous())
 
-        The list is emptied: each block is freed once it is copied. A single block that already has the right memory
-        layout is not copied.
-        """
-        k, n = blocks[0].shape
-        if len(blocks) == 1:
-            only = blocks.pop()
-            return replace(only, rows=only.rows.to(dtype or only.rows.dtype).contiguous())
-        rows = blocks[0].rows.new_empty(n, k, sum(block.rows.shape[2] for block in blocks), dtype=dtype)
+    @staticmethod
+    def spans_of(blocks: Sequence[Dense]) -> tuple[tuple[str, int, int], ...]:
+        """Spans of the parameters of several blocks, side by side."""
         spans, start = [], 0
-        while blocks:
-            block = blocks.pop(0)
-            width = block.rows.shape[2]
-            rows[:, :, start : start + width] = block.rows
+        for block in blocks:
             spans += [(name, start + first, start + last) for name, first, last in block.spans]
-            start += width
-        return cls(tuple(spans), rows)
+            start += block.rows.shape[2]
+        return tuple(spans)
 
     @property
     def weight(self) -> str:
