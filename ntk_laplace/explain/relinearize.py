@@ -87,6 +87,7 @@ class _Climb:
 
     def __init__(self, model: LinearizedModel, structure: Exact, source: Source, direction: Tensor | None) -> None:
         self.model, self.structure, self._source, self._direction = model, structure, source, direction
+        self._copied = False
 
     @classmethod
     def of(cls, model: LinearizedModel, structure: Exact, source: Source) -> _Climb:
@@ -141,11 +142,14 @@ class _Climb:
         return value if value == value else float("inf")
 
     def _go(self, theta: Tensor) -> None:
-        """Replace the model by a copy of the network at θ, linearized there."""
+        """Linearize the network at θ: a copy of it, which later steps move."""
         model, points = self.model, self.structure.points
-        network = model.network.at(theta)
-        factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
-        self.model = replace(model, network=network, jacobian_pass=factors)
+        if self._copied:
+            model.network.move_to(theta)
+        else:
+            network, self._copied = model.network.at(theta), True
+            factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
+            self.model = replace(model, network=network, jacobian_pass=factors)
         made = type(self.structure)(self.model, self._source)
         made.points = replace(points, f=made.points.f, expanded=None)
         self.structure = made

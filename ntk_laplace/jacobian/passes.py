@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, differentiable, num_examples, take
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import DataError, NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.fallback import Fallback
@@ -68,10 +68,17 @@ class JacobianPass:
         self._edges: list[_Edge] | None = None
 
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
-        """The same pass for a network on another device, or in another floating type."""
-        return JacobianPass(network, dtype, self.keep_factors)
+        """The same pass, with its plans, for a copy of the network, or for rows in another floating type."""
+        other = JacobianPass(network, dtype, self.keep_factors)
+        other._plans = self._plans
+        if network.device == self.network.device and network.dtype == self.network.dtype:
+            other._edges = self._edges
+        return other
 
-    def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0) -> Jacobian:
+    def rows(
+        self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0,
+        theta: Tensor | None = None,
+    ) -> Jacobian:  # fmt: skip
         """Rows of all examples of `x`.
 
         Parameters
@@ -83,24 +90,33 @@ class JacobianPass:
             Examples per pass; by default as many as fit in a working set of 128 MiB.
         offset : int
             Index of the first example, for messages.
+        theta : Tensor, (P,), optional
+            Values of the chosen parameters at which the network is linearized; default: its own. The network is not
+            copied, keeps its own values, and plans are used again.
 
         Raises
         ------
+        DataError
+            If `theta` has another shape.
         NonFiniteError
             If an output or a row is NaN or infinite, with the index of the example.
         """
-        parts = [apart_from(rows, x) for rows in self.batches(x, root, batch_size, offset)]
+        parts = [apart_from(rows, x) for rows in self.batches(x, root, batch_size, offset, theta=theta)]
         return Jacobian.concatenate(parts)
 
     def batches(
         self, x: Inputs, root: Tensor | RootFunction | None, batch_size: int | None, offset: int = 0,
-        fused_layers: FusedLayers = NO_FUSED_LAYERS,
+        fused_layers: FusedLayers = NO_FUSED_LAYERS, theta: Tensor | None = None,
     ) -> Iterator[Jacobian]:
-        """Rows one batch at a time; a `root` that depends on the outputs is a `RootFunction`.
+        """Rows one batch at a time, as `rows`; a `root` that depends on the outputs is a `RootFunction`.
 
         Use the rows at once: the inputs of a first layer may share memory with `x`. Layers in `fused_layers` may
         yield `FusedSums` instead of blocks.
         """  # fmt: skip
+        size = self.network.num_parameters
+        if theta is not None and theta.shape != (size,):
+            raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
+                            "Pass a vector such as network.theta.")
         self.prepare(x)
         n, cotangents = num_examples(x), _columns(root, self.network)
         most = _examples_at_once(self._edges, cotangents, fused_layers)
@@ -108,7 +124,7 @@ class JacobianPass:
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
-            yield self._batch(take(x, part), own, offset + start, fused_layers)
+            yield self._batch(take(x, part), own, offset + start, fused_layers, theta)
 
     def examples_at_once(self, x: Inputs, cotangents: int, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> int:
         """Number of examples like those of `x` in one batch of a pass with this many cotangents."""
@@ -172,11 +188,12 @@ class JacobianPass:
         )  # fmt: skip
 
     def _batch(
-        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers
-    ) -> Jacobian:
+        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers,
+        theta: Tensor | None,
+    ) -> Jacobian:  # fmt: skip
         self.prepare(x)
         network = self.network
-        with _passing(network):
+        with _passing(network), network.with_theta(theta):
             x = differentiable(x)
             out = network.evaluate(x, offset)
             n, c = out.shape

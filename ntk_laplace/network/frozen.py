@@ -161,10 +161,34 @@ class Network:
     def at(self, theta: Tensor) -> Network:
         """A copy whose chosen parameters have the values (P,)."""
         moved = copy.deepcopy(self)
-        with torch.no_grad():
-            for name, value in moved.unflatten(theta).items():
-                moved._parameters[name].copy_(value)
+        moved.move_to(theta)
         return moved
+
+    def move_to(self, theta: Tensor) -> None:
+        """Give the chosen parameters the values (P,), in new memory: results that share the old one keep it."""
+        with torch.no_grad():
+            for name, value in self.unflatten(theta).items():
+                parameter = self._parameters[name]
+                parameter.data = torch.empty_like(parameter).copy_(value)  # in the same memory format
+
+    @contextmanager
+    def with_theta(self, theta: Tensor | None) -> Iterator[None]:
+        """Run a block with the chosen parameters at the values (P,); then their own come back, in the same memory.
+
+        None changes nothing.
+        """
+        if theta is None:
+            yield
+            return
+        own, form = {name: parameter.data for name, parameter in self._parameters.items()}, self._channels_last
+        try:
+            self.move_to(theta)
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = own[name]
+            if self._channels_last != form:  # a call failed with weights in channels last, and changed the format
+                self._to_format(torch.channels_last if self._channels_last else torch.contiguous_format)
 
     def slices(self) -> dict[str, slice]:
         """Slice of each chosen parameter in a flat vector of length P."""
