@@ -1,15 +1,18 @@
 """Optimizations of the Jacobian pass, apart from the code that they speed up.
 
-Each has a plain version that gives the same numbers, and tests/test_fast.py compares the two:
+Each has a plain version that gives the same numbers; tests/test_fast.py compares the two. The gains are those that
+``python examples/benchmarks/optimizations.py --repeats 4`` prints on one thread of a CPU that other processes shared:
 
 * Fused accumulation: sums of a layer's output gradients, for structures that need no rows of the Jacobian. A layer with
   one position and one use becomes a `FusedSums`, whose sums are accumulated during the backward passes; the gradients
   of a few examples are kept, for the gradient check. Plain: store the rows, then sum them (`NO_FUSED_LAYERS`).
+  Gain on an MLP: KFAC 1.3 times faster with 116 MiB for 351, an exact diagonal 2.0 times with 128 MiB for 416.
 * `Products`: a product of the same matrix is computed once. Plain: compute it for each parameter block.
+  Gain: KFAC in batches of 128 with one precision per tensor 1.2 times faster.
 * `side_by_side`: blocks are freed while they are copied. Plain: `Dense.cat`.
+  Gain: 175 MiB for 246, a ResNet's rows in another floating type.
 * `gradient_buffer`: the memory order that later products read without a copy. Plain: a contiguous tensor.
-
-The gains, of ``python examples/benchmarks/optimizations.py``, stand beside each one.
+  Gain: KFAC of a CNN 1.1 times faster, with 356 MiB for 439.
 """
 
 from __future__ import annotations
