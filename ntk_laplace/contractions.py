@@ -7,7 +7,7 @@ pairs the clusters of two Jacobians and chooses the cheapest method for each pai
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.jacobian.blocks import Block, Dense, Outer
+from ntk_laplace.jacobian.blocks import Block, Cluster, Dense, Outer, clusters, written_out
 
-__all__ = ["Contraction", "Tile", "Variances", "clusters", "contractions"]
+__all__ = ["Contraction", "Tile", "Variances", "contractions"]
 
 Variances = Mapping[str, Tensor]
 """Prior variance (one over precision) of each parameter, 0-d or one per entry. Absent parameters contribute nothing."""
-
-Cluster = tuple[Block, ...]
 
 
 class Tile:
@@ -36,12 +34,10 @@ class Tile:
         K1 and K2.
     fresh : bool
         The values are uninitialized: the first product overwrites them.
-    workspace : Tensor
-        Buffer of at least n1*K1*n2*K2 numbers, for contractions that need one.
     """
 
-    def __init__(self, values: Tensor, cotangents: tuple[int, int], fresh: bool, workspace: Tensor) -> None:
-        self.values, self.fresh, self._cotangents, self._workspace = values, fresh, cotangents, workspace
+    def __init__(self, values: Tensor, cotangents: tuple[int, int], fresh: bool) -> None:
+        self.values, self.fresh, self._cotangents = values, fresh, cotangents
 
     def add_product(self, left: Tensor, right: Tensor, variance: Tensor) -> None:
         """Add left diag(variance) rightᵀ for rows (n*K, p) and a variance of one entry or p."""
@@ -57,10 +53,6 @@ class Tile:
             self.fresh = False
         k1, k2 = self._cotangents
         return self.values.unflatten(0, (-1, k1)).unflatten(2, (-1, k2))
-
-    def workspace(self) -> Tensor:
-        """A buffer of the shape of the values, with any content."""
-        return self._workspace[: self.values.numel()].view(self.values.shape)
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,6 @@ class Contraction(ABC):
     variances: Variances
 
     stage: ClassVar[int]  # contractions of one stage share a pass over K; later stages add to an initialized tile
-    needs_workspace: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -101,7 +92,7 @@ class Contraction(ABC):
         """The products of each example with itself, (n, K, K); both sides are the same cluster."""
         k, n = self.left[0].shape
         total, first = None, None
-        for name, rows in _written_out(self.left).items():
+        for name, rows in written_out(self.left).items():
             first = rows if first is None else first
             variance = self.variance(name)
             if variance is not None:
@@ -144,9 +135,10 @@ class Contraction(ABC):
         return max(self.left[0].shape[0], self.right[0].shape[0])
 
     @property
-    def entries(self) -> int:
-        """Number of entries of the clusters' parameters."""
-        return sum({name: size for block in self.left for name, size in block.sizes().items()}.values())
+    def cost_of_rows(self) -> int:
+        """Cost of products of written-out rows."""
+        sizes = {name: size for block in self.left for name, size in block.sizes().items()}
+        return self.cotangents**2 * sum(sizes.values())
 
 
 class Rows(Contraction):
@@ -162,7 +154,7 @@ class Rows(Contraction):
 
     @property
     def cost(self) -> int:
-        return self.cotangents**2 * self.entries
+        return self.cost_of_rows
 
     def add(self, tile: Tile) -> None:
         ours, theirs = self.left[0].rows.flatten(0, 1), self.right[0].rows.flatten(0, 1)
@@ -210,10 +202,10 @@ class Written(Contraction):
 
     @property
     def cost(self) -> int:
-        return self.cotangents**2 * self.entries
+        return self.cost_of_rows
 
     def add(self, tile: Tile) -> None:
-        ours, theirs = _written_out(self.left), _written_out(self.right)
+        ours, theirs = written_out(self.left), written_out(self.right)
         for name in sorted(ours.keys() & theirs.keys()):
             variance = self.variance(name)
             if variance is not None:
@@ -274,7 +266,6 @@ class Hadamard(Contraction):
     """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ; a Kronecker product if b is constant, as in the last layer."""
 
     stage = 2
-    needs_workspace = True
 
     @classmethod
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
@@ -297,7 +288,7 @@ class Hadamard(Contraction):
             return
         (n1, n2), k1, k2 = inputs.shape, left.b.shape[0], right.b.shape[0]
         b_left, b_right = (_interleaved(block.full_b()[:, :, 0, 0]) for block in (left, right))
-        products = torch.mm(b_left, b_right.T, out=tile.workspace()).view(n1, k1, n2 * k2)
+        products = (b_left @ b_right.T).view(n1, k1, n2 * k2)
         # repeat each input product over K2 columns once, so that the large multiplication reads contiguous memory
         spread = inputs.unsqueeze(2).expand(n1, n2, k2).reshape(n1, 1, n2 * k2)
         target = tile.values.unflatten(0, (n1, k1))
@@ -373,7 +364,7 @@ def contractions(left: Cluster, right: Cluster, variances: Variances) -> list[Co
     ours, theirs = clusters(left), clusters(right)
     if [_names(cluster) for cluster in ours] != [_names(cluster) for cluster in theirs]:
         # sequence lengths or branches of the network differ: only parameters that both sides use contribute
-        one, two = _written_out(left), _written_out(right)
+        one, two = written_out(left), written_out(right)
         names = sorted(one.keys() & two.keys())
         ours, theirs = [(Dense.of(n, one[n]),) for n in names], [(Dense.of(n, two[n]),) for n in names]
     found = [
@@ -383,25 +374,6 @@ def contractions(left: Cluster, right: Cluster, variances: Variances) -> list[Co
         if any(name in variances for name in _names(one))
     ]  # fmt: skip
     return sorted(found, key=lambda each: each.stage)
-
-
-def clusters(blocks: Sequence[Block]) -> list[Cluster]:
-    """Group blocks that share a parameter: their rows must be summed before products are formed."""
-    found: list[list[Block]] = []
-    for block in blocks:
-        touching = [c for c in found if any(_overlap(block, member) for member in c)]
-        merged = [member for cluster in touching for member in cluster] + [block]
-        found = [cluster for cluster in found if cluster not in touching] + [merged]
-    return [tuple(cluster) for cluster in found]
-
-
-def _overlap(first: Block, second: Block) -> bool:
-    if not set(first.names) & set(second.names):
-        return False
-    apart = isinstance(first, Outer) and isinstance(second, Outer) and first.weight == second.weight
-    if apart and first.bias is None and second.bias is None and first.index is not None and second.index is not None:
-        return bool(torch.isin(first.index, second.index).any())  # slices of one parameter may be disjoint
-    return True
 
 
 def _names(cluster: Cluster) -> tuple[str, ...]:
@@ -419,14 +391,6 @@ def _same_factors(left: Cluster, right: Cluster) -> bool:
 
 def _one_variance_each(block: Block, variances: Variances) -> bool:
     return all(variances[name].numel() == 1 for name in block.names if name in variances)
-
-
-def _written_out(cluster: Cluster) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for block in cluster:
-        for name, rows in block.dense().items():
-            total[name] = total[name] + rows if name in total else rows
-    return total
 
 
 def _interleaved(b: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ to which each layer adds its product in place.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from itertools import chain, groupby
 
@@ -69,10 +68,10 @@ def _fill_whole(left: Jacobian, right: Jacobian | None, variances: Variances) ->
     fresh = True
     for together in _passes(contractions(left.blocks, other.blocks, variances)):
         step = _tile_examples(left, other, together)
-        tiles = _Tiles(left, other, together, together[0].tile_shape(left.num_examples, step))
-        for rows, columns in tiles.pairs(lower=right is None):
+        steps = together[0].tile_shape(left.num_examples, step)
+        for rows, columns, parts in _tiles(left, other, together, steps, lower=right is None):
             tile = out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2]
-            tiles.fill(rows, columns, tile, fresh)
+            _fill(tile, (k1, k2), parts, fresh)
         fresh = False
     return out.zero_() if fresh else out
 
@@ -101,12 +100,11 @@ def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> 
     k1, k2 = left.num_cotangents, other.num_cotangents
     found = contractions(left.blocks, other.blocks, variances)
     step = _tile_examples(left, other, found)
-    tiles = _Tiles(left, other, found, (step, step))
     out = left.f.new_empty(step * k1 * step * k2)
-    for rows, columns in tiles.pairs(lower=right is None):
+    for rows, columns, parts in _tiles(left, other, found, (step, step), lower=right is None):
         n1, n2 = rows.stop - rows.start, columns.stop - columns.start
         tile = out[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
-        tiles.fill(rows, columns, tile)
+        _fill(tile, (k1, k2), parts)
         yield rows, columns, tile.view(n1, k1, n2, k2)
 
 
@@ -140,32 +138,22 @@ def _tile_examples(left: Jacobian, right: Jacobian, found: list[Contraction]) ->
     return int(max(1, min([step, *(each.largest_tile() for each in found)])))
 
 
-class _Tiles:
-    """Fills tiles with the same contractions, using a workspace that is allocated once."""
+def _tiles(
+    left: Jacobian, right: Jacobian, found: list[Contraction], steps: tuple[int, int], lower: bool
+) -> Iterator[tuple[slice, slice, list[Contraction]]]:
+    """Slices of examples whose tiles cover K, or its lower triangle, with the contractions of each tile."""
+    n1, n2 = left.num_examples, right.num_examples
+    for start in range(0, n1, steps[0]):
+        rows = slice(start, min(start + steps[0], n1))
+        own, last = [each.cut_rows(rows) for each in found], rows.stop if lower else n2
+        for first in range(0, last, steps[1]):
+            columns = slice(first, min(first + steps[1], last))
+            yield rows, columns, [each.cut_columns(columns) for each in own]
 
-    def __init__(
-        self, left: Jacobian, right: Jacobian, found: list[Contraction], steps: tuple[int, int]
-    ) -> None:
-        self.left, self.right, self.found, self.steps = left, right, found, steps
-        self._cotangents = left.num_cotangents, right.num_cotangents
-        needed = any(each.needs_workspace for each in found)
-        self._workspace = left.f.new_empty(math.prod(steps) * math.prod(self._cotangents) if needed else 0)
-        self._cut: tuple[slice, list[Contraction]] | None = None
 
-    def pairs(self, lower: bool) -> Iterator[tuple[slice, slice]]:
-        """Slices of examples whose tiles cover K, or its lower triangle."""
-        n1, n2 = self.left.num_examples, self.right.num_examples
-        for start in range(0, n1, self.steps[0]):
-            rows = slice(start, min(start + self.steps[0], n1))
-            last = rows.stop if lower else n2
-            for first in range(0, last, self.steps[1]):
-                yield rows, slice(first, min(first + self.steps[1], last))
-
-    def fill(self, rows: slice, columns: slice, out: Tensor, fresh: bool = True) -> None:
-        """Add the tile of these examples to `out` (n1*K1, n2*K2), a block of a larger matrix; `fresh` overwrites."""
-        if self._cut is None or self._cut[0] != rows:
-            self._cut = rows, [each.cut_rows(rows) for each in self.found]
-        tile = Tile(out, self._cotangents, fresh, self._workspace)
-        for each in self._cut[1]:
-            each.cut_columns(columns).add(tile)
-        tile.started()
+def _fill(values: Tensor, cotangents: tuple[int, int], found: list[Contraction], fresh: bool = True) -> None:
+    """Add contractions to a tile (n1*K1, n2*K2), which may be a part of a larger matrix; `fresh` overwrites."""
+    tile = Tile(values, cotangents, fresh)
+    for each in found:
+        each.add(tile)
+    tile.started()

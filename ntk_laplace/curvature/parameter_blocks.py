@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.contractions import clusters
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.jacobian import Block, Dense, FusedLayer, FusedSums, Jacobian, Lookup, Outer
+from ntk_laplace.jacobian.blocks import clusters, summed
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["ParameterBlock", "find_parameter_blocks"]
@@ -168,10 +168,7 @@ class ParameterBlock:
 
     def _written(self, rows: Jacobian, mine: list[Block]) -> Dense:
         """Rows written out and summed over blocks of any kind."""
-        total: dict[str, Tensor] = {}
-        for block in mine:
-            for name, values in _written_names(block, set(self.names)).items():
-                total[name] = total[name] + values if name in total else values
+        total = summed(_written_names(block, set(self.names)) for block in mine)
         k, n = rows.num_cotangents, rows.num_examples
         if not total:
             return Dense.of_layer(self.weight, rows.f.new_zeros(n, k, *self.entries))

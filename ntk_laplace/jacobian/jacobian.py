@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.blocks import Block, Dense
+from ntk_laplace.jacobian.blocks import Block, Dense, summed, written_out
 
 __all__ = ["Jacobian"]
 
@@ -64,18 +64,12 @@ class Jacobian:
 
     def vjp(self, cotangent: Tensor, shapes: dict[str, torch.Size]) -> Tensor:
         """Jᵀ c for cotangents c (N, K), flat (P,), in the order of `shapes`."""
-        total = {name: self.f.new_zeros(shape.numel()) for name, shape in shapes.items()}
-        for block in self.blocks:
-            for name, values in block.vjp(cotangent.T).items():
-                total[name] += values
-        return torch.cat(list(total.values()))
+        total = summed(block.vjp(cotangent.T) for block in self.blocks)
+        return torch.cat([total[n] if n in total else self.f.new_zeros(s.numel()) for n, s in shapes.items()])
 
     def dense(self, shapes: dict[str, torch.Size]) -> Tensor:
         """The rows written out, (K, N, P), parameters in the order of `shapes`."""
-        total = {}
-        for block in self.blocks:
-            for name, values in block.dense().items():
-                total[name] = total[name] + values if name in total else values
+        total = written_out(self.blocks)
         k, n = self.num_cotangents, self.num_examples
         rows = [total[m] if m in total else self.f.new_zeros(k, n, s.numel()) for m, s in shapes.items()]
         return torch.cat(rows, -1)
@@ -104,8 +98,6 @@ class Jacobian:
 
     def densified(self, sizes: dict[str, int]) -> Jacobian:
         """Write out the rows of every parameter in `sizes`; a parameter in no block has zero rows."""
-        total = {name: self.f.new_zeros(self.num_cotangents, self.num_examples, size) for name, size in sizes.items()}
-        for block in self.blocks:
-            for name, values in block.dense().items():
-                total[name] = total[name] + values
-        return replace(self, blocks=(Dense.cat([Dense.of(name, rows) for name, rows in total.items()]),))
+        total, (k, n) = written_out(self.blocks), (self.num_cotangents, self.num_examples)
+        rows = {name: total[name] if name in total else self.f.new_zeros(k, n, p) for name, p in sizes.items()}
+        return replace(self, blocks=(Dense.cat([Dense.of(name, own) for name, own in rows.items()]),))

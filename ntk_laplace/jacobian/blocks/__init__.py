@@ -9,8 +9,9 @@ have the methods of `Block`:
 """
 
 from ntk_laplace.jacobian.blocks.base import Block, GramCost
+from ntk_laplace.jacobian.blocks.clusters import Cluster, clusters, summed, written_out
 from ntk_laplace.jacobian.blocks.dense import Dense
 from ntk_laplace.jacobian.blocks.lookup import Lookup
 from ntk_laplace.jacobian.blocks.outer import Outer
 
-__all__ = ["Block", "Dense", "GramCost", "Lookup", "Outer"]
+__all__ = ["Block", "Cluster", "Dense", "GramCost", "Lookup", "Outer", "clusters", "summed", "written_out"]
