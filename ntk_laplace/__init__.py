@@ -1,7 +1,6 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
 from ntk_laplace import attribution, gp
-from ntk_laplace.checkpoint import load
 from ntk_laplace.comparison import (
     ComparisonInterrupted,
     EvidenceComparison,
@@ -11,7 +10,7 @@ from ntk_laplace.comparison import (
     compare_evidence,
     compare_models,
 )
-from ntk_laplace.curvature import EKFAC, INF, KFAC, CurvatureType, Diagonal
+from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.errors import (
     DataError,
     FitInterrupted,
@@ -31,14 +30,25 @@ from ntk_laplace.errors import (
 from ntk_laplace.evidence import Evidence
 from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.explorer import ExplorerPage, Naming, explore
-from ntk_laplace.fit import laplace
+from ntk_laplace.fit import laplace, load
 from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.selection import LearningCurve
-from ntk_laplace.structures import Settings
+from ntk_laplace.structures import (
+    EKFAC,
+    INF,
+    KFAC,
+    Diagonal,
+    FullWeightSpace,
+    FunctionSpace,
+    Settings,
+    StructureSpec,
+    SummedSpec,
+    register_structure,
+)
 from ntk_laplace.training import (
     EvidenceHistory,
     EvidenceSchedule,
@@ -68,6 +78,8 @@ __all__ = [
     "Explanation",
     "ExplorerPage",
     "FitInterrupted",
+    "FullWeightSpace",
+    "FunctionSpace",
     "Gaussian",
     "GaussianPrior",
     "HyperparameterError",
@@ -88,10 +100,13 @@ __all__ = [
     "NumericalError",
     "Poisson",
     "Posterior",
+    "PosteriorPrecision",
     "Ranking",
     "Reliability",
     "Settings",
     "StructureEvidence",
+    "StructureSpec",
+    "SummedSpec",
     "TargetError",
     "Tempered",
     "TrainingInterrupted",
@@ -105,5 +120,6 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "register_structure",
     "train_with_evidence",
 ]

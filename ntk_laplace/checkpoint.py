@@ -1,4 +1,4 @@
-"""Checkpoints: restore a posterior from a file and its network."""
+"""Checkpoints of a posterior: what is written to a file, and how it is restored."""
 
 from __future__ import annotations
 
@@ -8,107 +8,172 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.data import Batches
+from ntk_laplace.data import Batches, kept_or_missing
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
+from ntk_laplace.files import opened
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
+from ntk_laplace.likelihoods.per_output import PerOutput
 from ntk_laplace.network import Network, require_module
 from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
-from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import RESTORE, LinearizedModel, Settings, opened
+from ntk_laplace.structures import FittedModel, LinearizedModel, Saved, Settings, StructureSpec, structure_named
 from ntk_laplace.structures.data_passes import digest, read_outputs
-from ntk_laplace.structures.saving import FORMAT, VERSION
 
-__all__ = ["load"]
+__all__ = ["posterior_record", "restored_model"]
 
+_FORMAT, _VERSION = "ntk_laplace posterior", 1
 _NAMES = ("weight", "bias", "spans")  # fields of Jacobian blocks and parameter blocks
 _LIKELIHOODS = {kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, Poisson)}
 
+# --- writing
 
-def load(
-    path: str | os.PathLike[str],
-    network: nn.Module,
-    data: Any = None,
-    likelihood: Likelihood | None = None,
-    settings: Settings | None = None,
-) -> Posterior:
-    """Posterior from a checkpoint of `Posterior.save`.
-
-    Parameters
-    ----------
-    path : path
-    network : nn.Module
-        With the weights of the fit, which the checkpoint does not contain. The posterior uses its device.
-    data : DataLoader, Dataset, or (X, y), optional
-        The training data, for results that need another pass: the correction, ``mean="posterior"``, other
-        hyperparameters of the likelihood. Predictions, samples and the evidence do not need it.
-    likelihood : Likelihood, optional
-        Required for a user-defined likelihood; its hyperparameters are set to the checkpoint's.
-    settings : Settings, optional
-
-    Returns
-    -------
-    Posterior
+def posterior_record(fitted: FittedModel, reason: str, include_data: bool) -> dict[str, Any]:
+    """Everything but the network's weights and, without `include_data`, the training data.
 
     Raises
     ------
-    DataError
-        If the file is not such a checkpoint, or `data` has another number of examples.
-    NetworkError
-        If the network's parameters differ from those of the fit in name, shape or value.
+    UnsupportedError
+        If the structure consists of training data and `include_data` is False.
     """
+    model, structure = fitted.model, fitted.structure
+    network, kind = model.network, model.curvature_type
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "structure": structure.name,
+        "options": structure.spec.options(),
+        "reason": reason,
+        "dtype": model.jacobian_pass.dtype,
+        "root": {"curvature": kind.kind, "samples": kind.samples, "seed": kind.seed},  # as in version 1
+        "shapes": {name: list(shape) for name, shape in network.shapes.items()},
+        "digest": digest(network.theta),
+        "output": network.output,
+        "targets": network.targets,
+        "num_outputs": structure.points.num_outputs,
+        "scalar": network.scalar,
+        "form": _plain_containers(network.input_format),
+        "likelihood": _likelihood_record(model.likelihood),
+        "prior": _prior_record(model.prior),
+        "fitted_at": model.fitted_at,
+        "state": structure.state(model, include_data),
+        "points": _points_record(fitted, include_data),
+    }
+
+
+def _plain_containers(spec: Any) -> Any:
+    """The format of the network's inputs in plain containers; None if it contains another type."""
+    if spec is None or isinstance(spec, (Tensor, str, int, float)):
+        return spec
+    if not isinstance(spec, (Mapping, tuple, list)):
+        return None
+    keys, values = (spec.keys(), spec.values()) if isinstance(spec, Mapping) else ([], spec)
+    found = [_plain_containers(value) for value in values]
+    if not all(isinstance(key, str) for key in keys) or any(
+        one is None and value is not None for one, value in zip(found, values, strict=True)
+    ):
+        return None
+    return dict(zip(keys, found, strict=True)) if isinstance(spec, Mapping) else found
+
+
+def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if isinstance(likelihood, Gaussian):
+        options = {"noise": likelihood.noise.detach(), "kind": likelihood.kind}
+    if isinstance(likelihood, PerOutput):
+        options["missing"] = likelihood.missing
+    return {"name": type(likelihood).__name__, "options": options, "state": dict(likelihood.state_dict())}
+
+
+def _prior_record(prior: GaussianPrior) -> dict[str, Any]:
+    groups = prior.groups if isinstance(prior.groups, str) else {g: list(names) for g, names in prior.groups.items()}
+    mean: Tensor = prior.flat_mean()
+    same = bool((mean == mean[0]).all())
+    return {
+        "groups": groups, "mean": float(mean[0]) if same else mean.clone(),
+        "log_precision": prior.log_precision.detach().clone(),
+    }  # fmt: skip
+
+
+def _points_record(fitted: FittedModel, include_data: bool) -> dict[str, Any]:
+    points = fitted.points
+    value = points.log_likelihood(fitted.likelihood).detach()
+    total = points.total(fitted.likelihood)
+    found: dict[str, Any] = {"num_examples": points.num_examples, "log_likelihood": value, "total": total}
+    if include_data and not isinstance(points, UnsavedPoints):
+        found |= {"f": points.f, "targets": points.targets, "weights": points.weights}
+    return found
+
+
+# --- restoring
+
+
+def restored_model(
+    path: str | os.PathLike[str], network: nn.Module, data: Any, likelihood: Likelihood | None, settings: Settings
+) -> tuple[FittedModel, str]:
+    """The fitted model of a checkpoint, and why its structure was chosen; arguments as in `ntk_laplace.load`."""
     place = next((p.device for p in require_module(network).parameters()), torch.device("cpu"))
     saved = _in_names_of(network, _read(path, place))
-    settings = Settings.of(settings)
+    spec = _spec(saved)
     frozen = _matching(network, saved)
     own = _likelihood(saved["likelihood"], likelihood)
     prior = _prior(saved["prior"], frozen)
     for module in (prior, own):
         module.to(frozen.device)
-    exact = saved["structure"] in ("gp", "full")
-    factors = JacobianPass(frozen, saved["dtype"], keep_factors=not exact)
+    jacobian_pass = JacobianPass(frozen, saved["dtype"], keep_factors=spec.factored_rows)
     root = saved["root"]  # the keys of version 1 of the format
     curvature_type = CurvatureType(root["curvature"], root["samples"], root["seed"])
-    model = LinearizedModel(frozen, own, prior, curvature_type, factors, settings,
+    model = LinearizedModel(frozen, own, prior, curvature_type, jacobian_pass, settings,
                             fitted_at=saved.get("fitted_at"))
-    with torch.inference_mode(False):
-        batches = None
-        if data is not None:
-            batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
-        points = _points(saved, model, batches)
-        structure = RESTORE[saved["structure"]](model, saved["state"], points, batches)
-        return Posterior(model, structure, saved["reason"])
+    batches = None
+    if data is not None:
+        batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
+    points = _points(saved, model, batches)
+    structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
+    return FittedModel(model, structure), saved["reason"]
+
+
+def _spec(saved: Mapping[str, Any]) -> StructureSpec:
+    """The specification of the fit; checkpoints of block structures keep its options in their state too."""
+    options = saved.get("options")
+    if options is None:
+        options = saved["state"]["form"]["options"] if "form" in saved["state"] else {}
+    try:
+        return structure_named(saved["structure"])(**options)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"the structure {saved['structure']!r} of the fit", "no structure of this name",
+                               "Import the module that registers it with register_structure, then load.") from error
 
 
 def _read(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any]:
     what, remedy = "a checkpoint of a posterior", "Pass the path of a file written by posterior.save(path)."
     saved = opened(path, what, remedy, device)
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
         raise DataError(f"{what} at {path}", "another file", remedy)
-    if saved["version"] > VERSION:
-        raise DataError(f"a checkpoint of version {VERSION} or older", f"version {saved['version']}",
+    if saved["version"] > _VERSION:
+        raise DataError(f"a checkpoint of version {_VERSION} or older", f"version {saved['version']}",
                         "Update ntk_laplace.")
     return saved
 
 
 def _in_names_of(network: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
     """The checkpoint with this network's parameter names; torch.compile's wrappers insert `_orig_mod`."""
-    own = {_plain(name): name for name, _ in (*network.named_modules(), *network.named_parameters())}
-    new = {name: own.get(_plain(name), name) for name in saved["shapes"]}
+    own = {_unwrapped(name): name for name, _ in (*network.named_modules(), *network.named_parameters())}
+    new = {name: own.get(_unwrapped(name), name) for name in saved["shapes"]}
     if list(new) == list(new.values()):
         return saved
     prior = dict(saved["prior"])
     if isinstance(prior["groups"], dict):
-        prior["groups"] = {g: [own.get(_plain(name), name) for name in names] for g, names in prior["groups"].items()}
+        groups = prior["groups"].items()
+        prior["groups"] = {g: [own.get(_unwrapped(name), name) for name in names] for g, names in groups}
     shapes = {new[name]: shape for name, shape in saved["shapes"].items()}
     return saved | {"shapes": shapes, "state": _renamed(saved["state"], new), "prior": prior}
 
 
-def _plain(name: str) -> str:
+def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 

@@ -5,27 +5,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import TrainingPoints, UnsavedPoints
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.curvature import PosteriorPrecision
+from ntk_laplace.points import UnsavedPoints
+from ntk_laplace.scalars import scalar
+from ntk_laplace.structures import FittedModel, NewtonStep
 
-__all__ = [
-    "Evidence",
-    "NewtonStep",
-    "PosteriorPrecision",
-    "correction",
-    "joint_gradient",
-    "log_det",
-    "log_joint",
-]
+__all__ = ["Evidence", "evidence", "log_det", "log_likelihood", "log_prior"]
 
 
 @dataclass(frozen=True)
@@ -70,43 +63,13 @@ class Evidence:
         return f"{float(self):,.3f}{error} nats ({terms}" + (f", correction {added:,.3f})" if added else ")")
 
 
-class PosteriorPrecision(Protocol):
-    """A factorized posterior precision, in function or weight space, as evidence and predictive use it.
-
-    Attributes
-    ----------
-    homogeneous : bool
-        Whether scaling Λ and P0 by c scales H by c.
-    """
-
-    homogeneous: bool
-
-    def log_det(self) -> Tensor:
-        """log det B = log det H - log det P0, a scalar."""
-
-    def effective_parameters(self) -> Tensor:
-        """γ_g = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
-
-    def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with all prior precisions multiplied by each of `factors` (m,); (m,)."""
-
-    def solve(self, gradient: Tensor) -> Tensor:
-        """H⁻¹ g, (P,) -> (P,)."""
-
-    def covariance_blocks(self, rows: Any) -> Tensor:
-        """Blocks of V at `rows`, (n, C, C)."""
-
-    def covariance(self, rows: Any) -> Tensor:
-        """V at `rows`, joint and interleaved, (nC, nC)."""
-
-
 class _LogDet(torch.autograd.Function):
     """log det B with its exact gradient: -γ_g in each log precision, V_nn in each Λ_n, or Σ γ_g in log c, Λ = c Λ'."""
 
     @staticmethod
     def forward(
-        ctx: Any, log_precision: Tensor, hessian: Tensor, precision: PosteriorPrecision, blocks: Callable[[],
-                                                                                                          Tensor] | None
+        ctx: Any, log_precision: Tensor, hessian: Tensor, precision: PosteriorPrecision,
+        blocks: Callable[[], Tensor] | None,
     ):
         ctx.precision, ctx.blocks = precision, blocks
         ctx.like = log_precision, hessian
@@ -144,66 +107,46 @@ class _Once(torch.autograd.Function):
         return upstream
 
 
-def log_joint(points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor) -> Tensor:
-    """Σ log p(y_n | f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0); log det B includes the prior's normalizer ([I21] Eq. 8)."""
-    log_likelihood = points.log_likelihood(likelihood)
-    return log_likelihood - prior.energy(theta).to(log_likelihood)
+def log_likelihood(fitted: FittedModel) -> Tensor:
+    """Σ log p(y_n | f_n), nats; differentiable in the likelihood's hyperparameters."""
+    return scalar(fitted.points.log_likelihood(fitted.likelihood))
 
 
-def log_det(
-    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType,
-    precision: PosteriorPrecision, blocks: Callable[[], Tensor],
-) -> Tensor:  # fmt: skip
-    """Differentiable log det B = log det H - log det P0, from an existing factorization.
+def log_prior(fitted: FittedModel) -> Tensor:
+    """-½ (θ*-μ0)ᵀP0(θ*-μ0), nats; log det B includes the prior's normalizer ([I21] Eq. 8)."""
+    return scalar(-fitted.prior.energy(fitted.theta))
 
-    Parameters
-    ----------
-    points : TrainingPoints
-    likelihood, prior
-        The gradient is with respect to their hyperparameters.
-    curvature_type : CurvatureType
-    precision : PosteriorPrecision
-    blocks : callable
-        Computes ∂ log det B/∂Λ_n, (N, C, C), which is V_nn if the curvature is exact; called only in the backward
-        pass.
-    """
-    kept = not isinstance(points, UnsavedPoints) and precision.homogeneous
-    scale = curvature_type.log_scale(likelihood) if kept else None
+
+def log_det(fitted: FittedModel) -> Tensor:
+    """log det B = log det H - log det P0, differentiable in the hyperparameters, from the present factorization."""
+    precision, prior = fitted.precision, fitted.prior
+    kept = not isinstance(fitted.points, UnsavedPoints) and precision.homogeneous
+    scale = fitted.curvature_type.log_scale(fitted.likelihood) if kept else None
     if scale is not None:
-        return _LogDet.apply(prior.log_precision, scale, precision, None)
-    hessian = points.hessian(curvature_type, likelihood)
-    return _LogDet.apply(prior.log_precision, hessian, precision, blocks)
+        return scalar(_LogDet.apply(prior.log_precision, scale, precision, None))
+    hessian = fitted.points.hessian(fitted.curvature_type, fitted.likelihood)
+    return scalar(_LogDet.apply(prior.log_precision, hessian, precision, fitted.sensitivity))
 
 
-def joint_gradient(backprojected: Tensor, prior: GaussianPrior, theta: Tensor) -> Tensor:
-    """g = P0 (θ*-μ0) - Jᵀr, (P,), the gradient of the negative log joint; `backprojected` is Jᵀr."""
-    with torch.no_grad():
-        return prior.flat_precision().to(theta) * (theta - prior.flat_mean().to(theta)) - backprojected
+def evidence(fitted: FittedModel, with_correction: bool = False) -> Evidence:
+    """The evidence and its terms at the present hyperparameters ([I21] Eq. 3, 8), differentiable in these."""
+    likelihood_term, det = log_likelihood(fitted), log_det(fitted)
+    prior_term = scalar(log_prior(fitted).to(likelihood_term))
+    value = likelihood_term + prior_term - 0.5 * det.to(likelihood_term)  # [I21] Eq. 8
+    added = torch.zeros_like(value, requires_grad=False)
+    if with_correction:
+        added = _correction(fitted, fitted.newton_step())
+        value = value + added.to(value)
+    error = 0.5 * fitted.precision.standard_error
+    bounds = (float(value), float(value)) if fitted.exact else (-math.inf, math.inf)
+    return Evidence(value, error, *bounds, likelihood_term, prior_term, det, scalar(added))
 
 
-@dataclass(frozen=True)
-class NewtonStep:
-    """z = H⁻¹g and the terms that the correction needs.
-
-    Attributes
-    ----------
-    z : Tensor, (P,)
-    pushed : Tensor, (N, C)
-        J z at the training points.
-    own : tuple, or None
-        If H - P0 is an approximation of JᵀΛJ: zᵀ(H - P0)z, its derivative in the log precisions, (G,), and a callable
-        that computes its derivative in each Λ_n, (N, C, C).
-    """
-
-    z: Tensor
-    pushed: Tensor
-    own: tuple[Tensor, Tensor, Callable[[], Tensor]] | None = None
-
-    def curve(self, log_precision: Tensor, hessian: Tensor) -> Tensor:
-        """zᵀ(H - P0)z, differentiable in the log precisions and in Λ."""
-        if self.own is None:
-            return torch.einsum("nc,ncd,nd->", self.pushed, hessian, self.pushed)
-        return _Curve.apply(log_precision, hessian, *self.own)
+def _curve(step: NewtonStep, log_precision: Tensor, hessian: Tensor) -> Tensor:
+    """zᵀ(H - P0)z, differentiable in the log precisions and in Λ."""
+    if step.own is None:
+        return torch.einsum("nc,ncd,nd->", step.pushed, hessian, step.pushed)
+    return _Curve.apply(log_precision, hessian, *step.own)
 
 
 class _Curve(torch.autograd.Function):
@@ -224,17 +167,15 @@ class _Curve(torch.autograd.Function):
         return by_precision, by_hessian, None, None, None
 
 
-def correction(
-    points: TrainingPoints, likelihood: Likelihood, prior: GaussianPrior, theta: Tensor,
-    curvature_type: CurvatureType, step: NewtonStep
-) -> Tensor:
+def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
     """½ gᵀH⁻¹g ([I21] A.1), differentiable in the hyperparameters.
 
     Computed as the maximum ½ gᵀH⁻¹g = max_z zᵀg - ½ zᵀHz. Its gradient at z = H⁻¹g is exact with z fixed.
     """
+    prior, theta = fitted.prior, fitted.theta
     precision = prior.flat_precision().to(theta)
-    residual = points.residual(likelihood)
-    hessian = points.hessian(curvature_type, likelihood)
+    residual = fitted.points.residual(fitted.likelihood)
+    hessian = fitted.points.hessian(fitted.curvature_type, fitted.likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
-    curve = (precision * step.z.square()).sum() + step.curve(prior.log_precision, hessian)
+    curve = (precision * step.z.square()).sum() + _curve(step, prior.log_precision, hessian)
     return _Once.apply(slope - 0.5 * curve)

@@ -1,38 +1,39 @@
-"""Fit: from a trained network and its data to a posterior."""
+"""Fit: from a trained network and its data, or from a checkpoint, to a posterior."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ntk_laplace.curvature import STRUCTURE_SPECS, CurvatureType, StructureSpec
+from ntk_laplace.checkpoint import restored_model
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.jacobian import NO_FUSED_LAYERS, JacobianPass
+from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.points import present_values
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import (
-    FullStructure,
-    FunctionSpaceStructure,
+    FittedModel,
+    FullWeightSpace,
+    FunctionSpace,
     LinearizedModel,
     Settings,
-    Structure,
-    StructuredStructure,
-    resumed,
+    StructureSpec,
+    structure_named,
 )
 
-__all__ = ["STRUCTURES", "laplace", "spec_of"]
+__all__ = ["fit_with", "laplace", "load", "spec_of"]
 
-EXACT = {"gp": FunctionSpaceStructure, "full": FullStructure}
-STRUCTURES = (*EXACT, *STRUCTURE_SPECS)
 _LOG = logging.getLogger("ntk_laplace")
 
 
@@ -62,13 +63,14 @@ def laplace(
         targets under the key `targets`. With weights w (N,), example n counts w_n times in the log likelihood, its
         gradient and its curvature, as if it occurred that often; 0 leaves it out.
     likelihood : Likelihood
-        `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one.
+        `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one. It is copied, and so is the prior:
+        those of the posterior are ``posterior.likelihood`` and ``posterior.prior``.
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
         Exact: "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two,
-        explained in ``posterior.reason``. For large data: "kfac", "ekfac", "inf", "diag", or one of `KFAC`, `EKFAC`,
-        `INF`, `Diagonal` with its options.
+        explained in ``posterior.reason``. For large data: "kfac", "ekfac", "inf", "diag". Or a specification with its
+        options: `FunctionSpace`, `FullWeightSpace`, `KFAC`, `EKFAC`, `INF`, `Diagonal`, or one of your own.
     curvature : str or CurvatureType
         "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``CurvatureType("mc", samples, seed)``).
     parameters : optional
@@ -93,73 +95,110 @@ def laplace(
     NTKLaplaceError
         A subclass of it; the message states what was expected, what was received and a remedy.
     """
-    frozen = Network(network, parameters, output, targets)
     with torch.inference_mode(False):  # hyperparameters must be trainable later
-        prior = GaussianPrior.of(prior).bind(frozen.shapes)
+        own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
+    return fit_with(network, data, *own, structure, curvature, parameters=parameters, dtype=dtype, settings=settings,
+                    output=output, targets=targets)
+
+
+def fit_with(
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, structure: str | StructureSpec,
+    curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
+    settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
+) -> Posterior:  # fmt: skip
+    """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
+    spec = spec_of(structure)
+    frozen = Network(network, parameters, output, targets)
+    with torch.inference_mode(False):
+        prior.bind(frozen.shapes)
     curvature_type = CurvatureType.of(curvature)
     dtype = torch.float64 if dtype is None else dtype
     if dtype not in (torch.float32, torch.float64):
         raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
                                "Leave it out for float64; the network itself may run in any other.")
     settings = Settings.of(settings)
-    likelihood = Likelihood.of(likelihood)
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters are on the network's device
     batches = Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets)
-    spec = spec_of(structure)
-    factors = JacobianPass(frozen, dtype, keep_factors=isinstance(spec, StructureSpec))
-    model = LinearizedModel(frozen, likelihood, prior, curvature_type, factors, settings)
+    jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec is not None and spec.factored_rows)
+    model = LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings)
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        x, _ = batches.first()
-        factors.prepare(x)
-        if isinstance(spec, StructureSpec):
-            fused_layers = NO_FUSED_LAYERS if spec.second_pass else spec.fused_layers(dict.fromkeys(frozen.names))
-            batches.limit_batch_size(factors.examples_at_once(x, curvature_type.columns(likelihood,
-                                                                                        frozen.num_outputs),
-                                                                                        fused_layers))
-        fitted, reason = _fit(spec, model, batches)
-        fitted.points.require_information(likelihood)
-        model = replace(model, fitted_at=present_values(prior, likelihood))  # once the likelihood is bound
-        posterior = Posterior(model, fitted, reason)
-        posterior.posterior_precision  # noqa: B018 - factorize now, so that errors appear at the fit
-    return posterior
+        fitted, reason = _fit(model, spec, batches)
+        return Posterior(fitted, reason)
 
 
-def spec_of(structure: str | StructureSpec) -> str | StructureSpec:
-    """The structure spec of a name; "gp", "full" and "auto" are returned unchanged.
+def load(
+    path: str | os.PathLike[str],
+    network: nn.Module,
+    data: Any = None,
+    likelihood: Likelihood | None = None,
+    settings: Settings | None = None,
+) -> Posterior:
+    """Posterior from a checkpoint of `Posterior.save`.
+
+    Parameters
+    ----------
+    path : path
+    network : nn.Module
+        With the weights of the fit, which the checkpoint does not contain. The posterior uses its device.
+    data : DataLoader, Dataset, or (X, y), optional
+        The training data, for results that need another pass: the correction, ``mean="posterior"``, other
+        hyperparameters of the likelihood. Predictions, samples and the evidence do not need it.
+    likelihood : Likelihood, optional
+        Required for a user-defined likelihood; its hyperparameters are set to the checkpoint's.
+    settings : Settings, optional
+
+    Returns
+    -------
+    Posterior
+
+    Raises
+    ------
+    DataError
+        If the file is not such a checkpoint, or `data` has another number of examples.
+    NetworkError
+        If the network's parameters differ from those of the fit in name, shape or value.
+    """
+    with torch.inference_mode(False):
+        return Posterior(*restored_model(path, network, data, likelihood, Settings.of(settings)))
+
+
+def spec_of(structure: str | StructureSpec) -> StructureSpec | None:
+    """The specification of a name; None for "auto".
 
     Raises
     ------
     UnsupportedError
-        If the name is unknown.
+        If it is neither a specification nor the name of one.
     """
-    if isinstance(structure, StructureSpec) or structure in (*EXACT, "auto"):
+    if isinstance(structure, StructureSpec):
         return structure
-    if structure not in STRUCTURE_SPECS:
-        raise UnsupportedError(f'structure among {", ".join([*STRUCTURES, "auto"])}', repr(structure),
-                               'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
-                               "let cost decide between the exact two.")
-    return STRUCTURE_SPECS[structure]()
+    return None if structure == "auto" else structure_named(structure)()
 
 
-def _fit(spec: str | StructureSpec, model: LinearizedModel, batches: Batches) -> tuple[Structure, str]:
-    resume = model.settings.resume
-    if isinstance(spec, StructureSpec):
-        return StructuredStructure(model, batches, spec, resumed(resume, spec, model.network.device)), ""
-    if resume is not None:
+def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -> tuple[FittedModel, str]:
+    """Fit the structure and factorize, so that errors appear at the fit; without a spec the cheaper exact one."""
+    first, _ = batches.first()
+    model.jacobian_pass.prepare(first)
+    spec, reason = _cheaper(model, batches) if spec is None else (spec, "")
+    if model.settings.resume is not None and not spec.resumable:
         raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
-                               repr(spec), "Leave resume= out: the exact structures are fitted in one go.")
-    name, reason = _choose(spec, model, batches)
-    return EXACT[name](model, batches), reason
+                               repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
+    spec.prepare(model, first, batches)
+    found = spec.fit(model, batches)
+    found.points.require_information(model.likelihood)
+    at = present_values(model.prior, model.likelihood)  # once the likelihood is bound
+    fitted = FittedModel(replace(model, fitted_at=at), found)
+    fitted.precision  # noqa: B018
+    return fitted, reason
 
 
-def _choose(structure: str, model: LinearizedModel, batches: Batches) -> tuple[str, str]:
-    if structure in EXACT:
-        return structure, ""
+def _cheaper(model: LinearizedModel, batches: Batches) -> tuple[StructureSpec, str]:
+    """The exact structure with the smaller matrix, and why."""
     n = batches.length or sum(len(y) for _, y in batches)
     size = n * model.curvature_type.columns(model.likelihood, model.network.num_outputs)
     p = model.network.num_parameters
-    name = "gp" if size <= p else "full"
-    reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {name!r} factors the smaller matrix"
+    spec = FunctionSpace() if size <= p else FullWeightSpace()
+    reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {spec.name!r} factors the smaller matrix"
     _LOG.info(reason)
-    return name, reason
+    return spec, reason

@@ -222,6 +222,14 @@ class UnsavedPoints:
         """Empty: the evidence is constant in the likelihood's hyperparameters."""
         return self.value.new_zeros(0)
 
+    def subset(self, index: Tensor) -> TrainingPoints:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("some of the training points")
+
+    def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("the training points together with others")
+
     def to(self, device: torch.device, dtype: torch.dtype) -> UnsavedPoints:
         """The same on another device, with another dtype."""
         moved = tuple(value.to(device) for value in self.hyperparameters)

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ntk_laplace"
 # Each line is a package or module, or several that are independent; each imports from earlier lines only.
 ORDER = [
     ["errors", "tuning"],
-    ["linalg", "scalars", "resources", "progress", "meter"],
+    ["linalg", "scalars", "resources", "progress", "meter", "files"],
     ["data"],
     ["network"],
     ["likelihoods", "priors"],
@@ -28,11 +28,11 @@ ORDER = [
     ["gram"],
     ["curvature"],
     ["points"],
-    ["evidence"],
     ["structures"],
+    ["evidence", "checkpoint", "what_if"],
     ["explain", "hyperparameters", "selection"],
     ["posterior"],
-    ["fit", "ntk", "checkpoint"],
+    ["fit", "ntk"],
     ["gp", "training"],
     ["metrics"],
     ["plotting", "report"],

@@ -708,10 +708,6 @@ def test_unknown_methods_and_means():
         posterior.latent(inputs(), mean="median")
     with refused(errors.UnsupportedError, "probit", "Gaussian", "glm"):
         posterior.predict(inputs(), method="probit")
-    with refused(errors.UnsupportedError, "weight samples", "'gp'", "full"):
-        posterior.predict(inputs(), method="nn")
-    with refused(errors.UnsupportedError, "weight samples", "'gp'", "full"):
-        posterior.sample(3)
 
 
 @pytest.mark.parametrize("likelihood", [None, "gaussian", nn.MSELoss()], ids=["None", "text", "loss"])

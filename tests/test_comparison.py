@@ -18,8 +18,8 @@ from torch import nn
 import ntk_laplace as ntkl
 from ntk_laplace import meter
 from ntk_laplace.comparison import compare
-from ntk_laplace.fit import STRUCTURES
 from ntk_laplace.plotting import png
+from ntk_laplace.structures import structure_names
 
 QUIET = ntkl.Settings(progress=False)
 
@@ -50,7 +50,7 @@ def test_every_row_is_what_laplace_says(curvature: str, correction: bool) -> Non
     found = ntkl.compare_evidence(
         network, data, ntkl.Categorical(), layered(), curvature=curvature, correction=correction, settings=QUIET
     )
-    assert [row.structure for row in found.rows] == list(STRUCTURES) and found.exact == "gp"
+    assert [row.structure for row in found.rows] == list(structure_names()) and found.exact == "gp"
     assert (found.num_examples, found.num_outputs, found.num_parameters) == (25, 3, 59)
     for row in found.rows:
         with warnings.catch_warnings():
@@ -150,9 +150,9 @@ def test_labels_tell_structures_apart() -> None:
 @pytest.mark.parametrize(
     ("structures", "words"),
     [
-        (["gp", "kfak"], "expected structures among gp, full, kfac, ekfac, inf, diag, auto, or forms such as KFAC(); "
+        (["gp", "kfak"], "expected structure among gp, full, kfac, ekfac, inf, diag, auto, or forms such as KFAC(); "
          "got 'kfak'. Look for a typo."),
-        ([ntkl.KFAC], "expected structures among"),
+        ([ntkl.KFAC], "expected structure among"),
         ("gp", "expected a list of structures; got 'gp'. Pass one such as \\['gp', "),
         ([], "expected a list of structures; got \\[\\]"),
     ],

@@ -89,7 +89,7 @@ def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
     """In weight space: f moves by -J (P0 + Σ J_iᵀΛ_iJ_i)⁻¹ Σ_G J_iᵀr_i, the first sum over those that stay."""
     posterior, x, _, x_new, targets = case(kind)
     network, likelihood = posterior.network, posterior.likelihood
-    rows, new = posterior._model.jacobian_pass.rows(x), posterior._model.jacobian_pass.rows(x_new)
+    rows, new = posterior.fitted.model.jacobian_pass.rows(x), posterior.fitted.model.jacobian_pass.rows(x_new)
 
     def jacobian(of: object) -> Tensor:
         c = posterior.num_outputs
@@ -257,7 +257,7 @@ def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None
             if "held" in now:
                 first_order += 1
                 residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()[gone]
-                make = posterior._model.jacobian_pass.rows
+                make = posterior.fitted.model.jacobian_pass.rows
                 rows, new = make(x[gone]), make(x_new[i : i + 1])
                 step = posterior.posterior_precision.solve(rows.vjp(residual, posterior.network.shapes))
                 f = new.f - new.jvp(posterior.network.unflatten(step))

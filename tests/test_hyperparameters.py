@@ -122,6 +122,8 @@ def test_a_coupling_has_no_logarithm_and_no_bounds(slope: float) -> None:
     likelihood = ntkl.Gaussian(torch.eye(2))
     posterior = ntkl.laplace(network, (torch.zeros(200, 1).double(), y), likelihood)
     history = posterior.fit_hyperparameters(parameters="coupling", bounds=(0.9, 1.1))
+    assert likelihood.coupling.item() == 0.0  # the caller's is not changed
+    likelihood = posterior.likelihood
     assert history.converged and history.values[history.best] == [likelihood.coupling.item()]
     assert likelihood.coupling.item() == pytest.approx(slope, abs=0.3) and history.at_bounds == {}
 

@@ -427,7 +427,7 @@ def test_a_target_that_stays_missing_is_no_change() -> None:
     """NaN differs from itself, and a point without a target is none of those that a what-if reads anew."""
     data = problem("deep_mlp").x, partly_missing("bernoulli")
     posterior = fit("deep_mlp", ntkl.Bernoulli(missing="nan"), data, "diag")
-    assert posterior.remove(0).fitted.index.tolist() == [0]
+    assert posterior.remove(0).fitted.structure.index.tolist() == [0]
 
 
 def test_explanations_of_missing_and_soft_targets() -> None:

@@ -160,7 +160,7 @@ def test_two_groups_one_vague_and_one_narrow(share, evidence, kinds):
     distances, used = share * torch.tensor([2.0, 25.0]), share * torch.tensor([10.0, 20.0])
     prior = SimpleNamespace(precision=torch.tensor([0.5, 4.0]), group_names=["a", "b"])
     prior.group_distances = lambda _: distances
-    posterior = SimpleNamespace(prior=prior, _model=SimpleNamespace(theta=None))
+    posterior = SimpleNamespace(prior=prior, fitted=SimpleNamespace(theta=None))
     found = check_prior(posterior, used, evidence)
     assert found.gap == pytest.approx(share * (5 * (np.log(10) - 0.9) + 10 * (4 - np.log(5))))
     assert (found.vague, found.narrow) == ("vague" in kinds, "narrow" in kinds)
@@ -315,7 +315,7 @@ def test_a_prior_is_checked_at_the_weights_that_a_what_if_moved_to():
     posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), structure="gp")
     moved = posterior.relabel(range(9), (labels() + 1) % 3)
     used, prior = moved.effective_parameters(), moved.prior.requires_grad_(False)
-    theta = moved.network.theta.to(moved.dtype) + moved._model.displacement
+    theta = moved.network.theta.to(moved.dtype) + moved.fitted.model.displacement
     ratio = used.sum() / (prior.precision * (theta - prior.flat_mean()).square().sum())
     gap = 0.5 * used.sum() * (ratio.log() - 1 + 1 / ratio)
     assert abs(quietly([moved], conditional="none").rows[0].prior_gap - float(gap)) < 1e-9

@@ -319,7 +319,7 @@ def test_two_outputs_of_one_network_are_two_models() -> None:
     one, other = fit(), fit(output="hidden", data=(inputs(), labels()))
     with pytest.raises(UnsupportedError, match="one trained network"):
         one.merge(other)
-    names = [ModelSignature(posterior._model)["network"] for posterior in (one, other, plain())]
+    names = [ModelSignature(posterior.fitted.model)["network"] for posterior in (one, other, plain())]
     assert len(set(names)) == 3
 
 

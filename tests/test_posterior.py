@@ -284,13 +284,35 @@ def test_weight_samples_have_the_covariance_of_the_weights(monkeypatch):
     assert relative_error(root.T @ root, reference.covariance) < 1e-9
 
 
+@pytest.mark.parametrize("prior", PRIORS)
+def test_weight_samples_of_function_space_have_the_covariance_of_the_weights(prior, monkeypatch):
+    """Matheron's rule is linear in its random numbers: one unit vector for each gives a root of the covariance."""
+    posterior, reference = fit(CASE, "poisson", prior, "gp"), truth(CASE, "poisson", prior)
+    p, noises = posterior.num_parameters, posterior.posterior_precision.root[:, 0, :].numel()
+    calls = iter(range(-1, p + noises))
+
+    def unit(*shape: int | torch.Size, **options: object) -> Tensor:
+        call = next(calls)
+        if call < 0:
+            return torch.eye(*shape[0] if isinstance(shape[0], tuple) else shape, dtype=torch.float64)
+        found = torch.zeros(*shape, dtype=torch.float64)
+        if call >= p:
+            found.view(-1)[call - p] = 1.0
+        return found
+
+    monkeypatch.setattr(torch, "randn", unit)
+    root = posterior.sample(p + noises) - problem(CASE).theta
+    assert relative_error(root.T @ root, reference.covariance) < 1e-9
+
+
 def test_outputs_of_weight_samples_are_made_in_pieces(monkeypatch):
     """Seven draws, three at a time: each is the network itself with those weights."""
     posterior, x = fit(CASE, "poisson", "layer", "full"), problem(CASE).x_new
     draws = posterior.sample(7)
     given = iter(draws)
-    sampler = lambda count, _: torch.stack([next(given) for _ in range(count)])  # noqa: E731
-    monkeypatch.setattr(posterior, "_sampler", lambda: sampler)
+    theta = problem(CASE).theta
+    monkeypatch.setattr(posterior.posterior_precision, "sample",
+                        lambda count, _: torch.stack([next(given) - theta for _ in range(count)]))
     monkeypatch.setattr("ntk_laplace.tuning.WEIGHT_SAMPLE_BYTES", 3 * 8 * posterior.num_parameters)
     found = posterior.predict(x, "nn", samples=7).f
     network = copy.deepcopy(problem(CASE).network)

@@ -161,9 +161,9 @@ def test_covariances_towards_given_inputs(kind, structure):
     torch.manual_seed(0)
     network, x, x_new = WIDE[kind]().double(), torch.rand(12, 40).double(), torch.rand(5, 40).double()
     posterior = ntkl.laplace(network, (x, torch.arange(12) % 3), ntkl.Categorical(), structure=structure)
-    rows, given = posterior._rows(x), posterior._rows(x_new)
+    rows, given = posterior.jacobian(x), posterior.jacobian(x_new)
     direction, root = torch.randn(5, 3, 1).double(), torch.randn(12, 3, 2).double()
-    joint = posterior.posterior_precision.covariance(posterior._rows(torch.cat([x, x_new]))).view(17, 3, 17, 3)[:12,
+    joint = posterior.posterior_precision.covariance(posterior.jacobian(torch.cat([x, x_new]))).view(17, 3, 17, 3)[:12,
                                                                                                                 :, 12:]
     expected = torch.einsum("ncxd,ncr,xd->rnx", joint, root, direction[..., 0])
     cross_covariance = posterior.posterior_precision.cross_covariance(given.weighted(direction))

@@ -165,7 +165,7 @@ def test_a_step_that_overshoots_is_halved():
     start, halved = nn.utils.parameters_to_vector(network.parameters()).detach(), 0
     for last in range(6, 20, 2):
         found = whole.remove(range(last))
-        moved, full = found.relinearize().network.theta - start, found._model.displacement
+        moved, full = found.relinearize().network.theta - start, found.fitted.model.displacement
         share = float((moved / full).median())
         assert relative_error(moved, share * full) < 1e-9 and share <= 1
         halved += share < 0.99

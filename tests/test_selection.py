@@ -175,8 +175,8 @@ def of_classes(structure: object, data: object = None, **options) -> ntkl.Poster
 
 def one_step(posterior: ntkl.Posterior, x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean after one Newton step of the linear model, and covariance blocks."""
-    rows = posterior._rows(x)
-    mean = rows.f - rows.jvp(posterior.network.unflatten(posterior._newton_step()))
+    rows = posterior.jacobian(x)
+    mean = rows.f - rows.jvp(posterior.network.unflatten(posterior.fitted.newton_step().z))
     return mean, posterior.posterior_precision.covariance_blocks(rows)
 
 

@@ -37,7 +37,7 @@ def loader(x, y, **options) -> DataLoader:
 
 def answers(posterior, x) -> list[Tensor]:
     evidences = [posterior.log_marginal_likelihood(), posterior.log_marginal_likelihood(correction=True)]
-    moments = posterior.latent_moments(x)[1], posterior._newton_step()
+    moments = posterior.latent_moments(x)[1], posterior.fitted.newton_step().z
     return [posterior.posterior_precision.information(), posterior.effective_parameters(), *evidences, *moments]
 
 
@@ -194,8 +194,8 @@ def test_batches_through_other_branches_add_up(twice_first):
     both = ntkl.laplace(network, batches, ntkl.Categorical(), prior, "kfac")
     halves = [ntkl.laplace(network, (x[part], y[part]), ntkl.Categorical(), copy.deepcopy(prior), "kfac")
               for part in (slice(0, 20), slice(20, 40))]
-    for number, part in enumerate(both.fitted.parameter_blocks):
-        sums = [each.fitted._accumulated.summaries[number].sums for each in (both, *halves)]
+    for number, part in enumerate(both.parameter_blocks):
+        sums = [each.fitted.structure.at.accumulated.summaries[number].sums for each in (both, *halves)]
         for name in ("left", "right"):
             assert relative_error(sums[0][name].tril(), (sums[1][name] + sums[2][name]).tril()) < 1e-12, (part, name)
 
@@ -260,7 +260,7 @@ def test_eigenvectors_are_made_when_they_are_asked_for(monkeypatch, tmp_path):
     assert not made
     whole = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")
     assert_same(merged, whole, case.x_new)
-    layers = len({part.weight for part in merged.fitted.parameter_blocks})
+    layers = len({part.weight for part in merged.parameter_blocks})
     assert len(made) == 2 * 2 * layers  # each factor once, of either posterior, whatever was asked of them
     assert relative_error(ntkl.load(tmp_path / "merged.pt", case.network).log_det(), whole.log_det()) < 1e-9
     older = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac")

@@ -226,16 +226,13 @@ def test_what_a_changed_structure_says_of_its_points(structure):
     # a draw of N(0, H⁻¹) is turned into one of N(0, H'⁻¹): columns of a root of the one make a root of the other
     changed = found.posterior_precision
     root = torch.linalg.cholesky(torch.linalg.inv(expected.reference.posterior_precision))
-    theta = changed.base.theta
     draws = found.sample(3)
-    assert draws.shape == (3, len(theta)) and torch.isfinite(draws).all()
-    changed.base.sample_weights = lambda count, generator: theta + root.T
-    try:
-        turned = changed.sample_weights(len(theta)) - changed.theta
-    finally:
-        del changed.base.sample_weights
+    assert draws.shape == (3, len(root)) and torch.isfinite(draws).all()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(changed.base, "sample", lambda count, generator: root.T)
+        turned = changed.sample(len(root))
     assert relative_error(turned.T @ turned, inverse) < 1e-8
-    assert relative_error(changed.theta, own.theta + expected.move) < 1e-9
+    assert relative_error(found.fitted.theta, own.theta + expected.move) < 1e-9
 
 
 @pytest.mark.parametrize("verb", ["remove", "relabel", "relabel and reweight", "add"])

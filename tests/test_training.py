@@ -174,7 +174,8 @@ def test_every_grouping(groups: Any, structure: str, count: int) -> None:
     network = mlp(1, 5, 1)
     prior = ntkl.GaussianPrior(2.0, mean=0.1, groups=groups)
     result = train(network, prior=prior, structure=structure)
-    assert result.posterior.prior is prior and len(prior.precision) == count
+    given, prior = prior, result.posterior.prior
+    assert given is not prior and prior.groups == given.groups and len(prior.precision) == count
     assert sum(name.startswith("precision") for name in result.history.names) == count
     assert not torch.allclose(prior.precision, torch.tensor(2.0, dtype=F64))
     assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
@@ -224,7 +225,7 @@ def test_gradients_in_noise_and_precision_are_finite_differences(name: str, curv
     structure = (STRUCTURES | OPTIONS)[name]
     prior, likelihood = ntkl.GaussianPrior(0.7, groups="layer"), ntkl.Gaussian(0.3)
     posterior = ntkl.laplace(mlp(1, 5, 1), sine(), likelihood, prior, structure, curvature)
-    values = [prior.log_precision, likelihood.log_noise]
+    values = [posterior.prior.log_precision, posterior.likelihood.log_noise]
     gradients = torch.autograd.grad(posterior.log_marginal_likelihood(), values)
     for value, gradient in zip(values, gradients, strict=True):
         for i in range(value.numel()):
@@ -247,6 +248,7 @@ def test_drawn_labels_move_with_their_noise(name: str) -> None:
     for noise in (torch.tensor([0.3, 1.4]), torch.tensor([[0.5, 0.2], [0.2, 0.9]])):
         likelihood = ntkl.Gaussian(noise)
         posterior = ntkl.laplace(mlp(1, 3, 2), (x, y), likelihood, None, (STRUCTURES | OPTIONS)[name], "mc")
+        likelihood = posterior.likelihood
         for correction in (False, True):
             value = posterior.log_marginal_likelihood(correction)
             for parameter, slope in zip(

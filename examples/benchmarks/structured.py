@@ -112,7 +112,7 @@ def fit(network: nn.Module, x: Tensor, y: Tensor, structure: str, groups: str = 
 
 def eigenvectors(posterior: ntkl.Posterior) -> list[Any]:
     """Those of all layers, which would be made when they are first needed."""
-    return [eigenbasis.basis for eigenbasis in posterior.fitted.eigenbases]
+    return [eigenbasis.basis for eigenbasis in posterior.fitted.structure.eigenbases]
 
 
 def with_hooks(network: nn.Module, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from ntk_laplace.cli.options import (
     seed,
     structures,
 )
-from ntk_laplace.fit import STRUCTURES
+from ntk_laplace.structures import structure_names
 
 __all__ = ["main"]
 
@@ -74,8 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         "and the rest goes on. The network is put in evaluation mode.",
     )
     add_model_options(evidence)
-    evidence.add_argument("--structures", type=structures, default=",".join(STRUCTURES), metavar="A,B,...",
-                          help="which ones (default: %(default)s)")  # fmt: skip
+    evidence.add_argument("--structures", type=structures, metavar="A,B,...",
+                          help=f"which ones (default: all, {','.join(structure_names())} and those that the network's "
+                          "file registers)")  # fmt: skip
     evidence.add_argument("--correction", action="store_true",
                           help="add half gᵀH⁻¹g, for weights that are not at their optimum")  # fmt: skip
     evidence.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
@@ -89,8 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         "times outputs; other structures take more data, and the page says what holds of their numbers.",
     )
     add_model_options(explain)
-    explain.add_argument("--structure", choices=STRUCTURES, default="gp", metavar="A",
-                         help=f"one of {', '.join(STRUCTURES)} (default: %(default)s)")  # fmt: skip
+    explain.add_argument("--structure", default="gp", metavar="A",
+                         help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
+                         "(default: %(default)s)")  # fmt: skip
     shown = explain.add_argument_group("the page")
     shown.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
                        help="inputs to explain, saved with numpy.savez(NPZ, X=...), or X=... and y=...")  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ntk_laplace.comparison.table import EvidenceComparison, StructureEvidence
-from ntk_laplace.curvature import CurvatureType, StructureSpec
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import (
     HyperparameterError,
@@ -27,18 +27,17 @@ from ntk_laplace.errors import (
     NumericalError,
     UnsupportedError,
 )
-from ntk_laplace.fit import STRUCTURES, laplace
+from ntk_laplace.fit import laplace, spec_of
 from ntk_laplace.likelihoods import Gaussian, Likelihood
 from ntk_laplace.meter import PeakMemory, Stopwatch
 from ntk_laplace.network import Network, preserved_rng
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import is_about_memory
-from ntk_laplace.structures import Settings
+from ntk_laplace.structures import Settings, StructureSpec, structure_names
 
 __all__ = ["ComparisonInterrupted", "compare_evidence"]
 
-_EXACT = ("gp", "full")
 _OF_STRUCTURES = (MemoryBudgetError, HyperparameterError, UnsupportedError, NumericalError)
 """Errors that may not occur with another structure."""
 
@@ -63,7 +62,7 @@ def compare_evidence(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structures: Sequence[str | StructureSpec] = STRUCTURES,
+    structures: Sequence[str | StructureSpec] | None = None,
     correction: bool = False,
     **options: Any,
 ) -> EvidenceComparison:
@@ -104,6 +103,7 @@ def compare_evidence(
     if settings.checkpoint is not None or settings.resume is not None:
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
                                "Fit the structure that takes long with laplace, and the others here.")
+    structures = structure_names() if structures is None else structures
     labels = _labels(structures)
     frozen = Network(network, *(options.get(name) for name in ("parameters", "output", "targets")))
     found, batches = _examine(frozen, data, likelihood, prior, curvature_type, settings)
@@ -113,8 +113,7 @@ def compare_evidence(
         for number, (label, structure) in enumerate(zip(labels, structures, strict=True), 1):
             _tell(f"{label}, {number} of {len(labels)}", settings)
             _warm_up(structure, curvature_type, correction, device, options.get("dtype"))
-            twins = copy.deepcopy((likelihood, prior))  # a fit binds its prior, and moves both to the network's device
-            fit = partial(laplace, network, batches, *twins, structure, **options)
+            fit = partial(laplace, network, batches, likelihood, prior, structure, **options)
             outcomes.append(_attempt(label, fit, correction, device, outcomes))
     except KeyboardInterrupt as stop:
         raise ComparisonInterrupted(_together(found, outcomes)) from stop
@@ -130,12 +129,9 @@ def compare_evidence(
 def _labels(structures: Sequence[str | StructureSpec]) -> list[str]:
     """A unique label for each structure."""
     if isinstance(structures, str) or not isinstance(structures, Sequence) or not structures:
-        raise UnsupportedError("a list of structures", repr(structures), f"Pass one such as {list(STRUCTURES)}.")
+        raise UnsupportedError("a list of structures", repr(structures), f"Pass one such as {list(structure_names())}.")
     for structure in structures:
-        known = isinstance(structure, StructureSpec) or structure in (*STRUCTURES, "auto")
-        if not known:
-            raise UnsupportedError(f"structures among {', '.join((*STRUCTURES, 'auto'))}, or forms such as KFAC()",
-                                   repr(structure), "Look for a typo.")
+        spec_of(structure)
     plain = [_label(structure) for structure in structures]
     many, seen, labels = Counter(plain), Counter(), []
     for label in plain:
@@ -272,7 +268,7 @@ def _measure(label: str, fit: Callable[[], Posterior], correction: bool, device:
     row = StructureEvidence(
         label, evidence, None, log_det, log_joint, added, fitting.seconds, evaluating.seconds, memory.bytes
     )
-    return _Outcome(row, posterior.num_examples, posterior.structure in _EXACT)
+    return _Outcome(row, posterior.num_examples, posterior.fitted.structure.spec.exact)
 
 
 def _reason(error: Exception) -> str:

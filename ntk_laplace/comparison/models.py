@@ -155,8 +155,7 @@ def _method(conditional: str, named: dict[str, Posterior]) -> str:
                                "Choose one of these.")
     if conditional != "auto":
         return conditional
-    exact = all(one.structure == "gp" or (one.structure == "full" and one.curvature_type.kind != "mc")
-                for one in named.values())  # fmt: skip
+    exact = all(one.supports_conditional_evidence for one in named.values())
     few = next(iter(named.values())).num_examples < 3
     return "evidence" if exact else "none" if few else "average"
 

@@ -42,7 +42,7 @@ def check_prior(posterior: Posterior, used: Tensor, evidence: float) -> PriorChe
     is "vague" if the gaps of groups with ρ_g > 2 sum to at least 3 nats and a tenth of the evidence's absolute value;
     it is "narrow" if the same is true for ρ_g < 1/2.
     """
-    prior, theta = posterior.prior, posterior._model.theta  # updated weights after a what-if
+    prior, theta = posterior.prior, posterior.fitted.theta  # updated weights after a what-if
     precision = prior.precision.detach().double().flatten().cpu()
     used = used.detach().double().cpu().clamp_min(1e-12)
     energy = (precision * prior.group_distances(theta).detach().double().cpu()).clamp_min(1e-12 * used)

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, named_parts
 from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
-from ntk_laplace.jacobian.jacobian import Jacobian
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import (
     cholesky_,
     cholesky_log_det,
     inverse_diagonal,
     inverse_from_cholesky,
     inverse_panels,
-    log_det_curve,
     solve_lower,
     solve_spd,
 )
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import require_memory
 
-__all__ = ["FunctionSpace"]
+__all__ = ["FunctionSpacePrecision", "prior_variances"]
 
 
-class FunctionSpace:
+class FunctionSpacePrecision(PosteriorPrecision):
     """Factorization of B for one setting of the hyperparameters.
 
     Parameters
@@ -43,16 +43,11 @@ class FunctionSpace:
         The parameters, in order.
     """
 
-    homogeneous = True
-
     def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size]) -> None:
-        self.rows, self.root, self.shapes = rows, root, shapes
+        super().__init__(prior, shapes, rows.f)
+        self.rows, self.root = rows, root
         self.variances: Variances = prior_variances(prior, shapes)
-        self._groups = {name: prior.group_of(name) for name in shapes}
-        self._num_groups = len(prior.log_precision)
-        self.flat_variance = torch.cat(
-            [v.expand(s.numel()) for v, s in zip(self.variances.values(), shapes.values(), strict=True)]
-        ).to(rows.f)
+        self._group_of = {name: prior.group_of(name) for name in shapes}
         self.weighted = rows.weighted(root)
         matrix = gram_lower(self.weighted, self.variances)
         matrix.diagonal().add_(1.0)  # B = I + SᵀKS
@@ -66,7 +61,7 @@ class FunctionSpace:
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
-        if any(isinstance(group, slice) for group in self._groups.values()):
+        if any(isinstance(group, slice) for group in self._group_of.values()):
             return self._effective_by_columns()
         if self._num_groups == 1:
             # SᵀKS = B - I
@@ -86,7 +81,7 @@ class FunctionSpace:
             panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: count the upper triangle too
             below, own = self.weighted.subset(slice(first, n)), self.weighted.subset(slice(first, first + width))
             for group in range(self._num_groups):
-                variances = {name: v for name, v in self.variances.items() if self._groups[name] == group}
+                variances = {name: v for name, v in self.variances.items() if self._group_of[name] == group}
                 for rows, columns, tile in gram_tiles(below, own, variances):
                     total[group] += tile.mul_(panel[rows, :, columns]).sum()
         self.inverse_blocks = torch.cat(diagonal)
@@ -99,7 +94,7 @@ class FunctionSpace:
         step = max(1, tuning.COVARIANCE_BYTES // (dense.shape[0] * dense.element_size()))
         for start in range(0, dense.shape[1], step):
             panel = solve_lower(self.factor, dense[:, start : start + step])
-            total[start : start + step] = panel.square().sum(0) * self.flat_variance[start : start + step]
+            total[start : start + step] = panel.square().sum(0) / self.prior_precision[start : start + step]
         return total
 
     @cached_property
@@ -131,16 +126,31 @@ class FunctionSpace:
         matrix = gram_lower(self.weighted, self.variances)
         return torch.linalg.eigvalsh(matrix, UPLO="L")
 
-    def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with all prior precisions multiplied by each of `factors` (m,): (m,)."""
-        return log_det_curve(self.spectrum(), factors)
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H⁻¹ v for vectors (..., P), by the Woodbury identity: P0⁻¹(v - JᵀS B⁻¹ SᵀJ P0⁻¹ v)."""
+        scaled = vectors / self.prior_precision
+        if vectors.ndim == 1:
+            return scaled - self._seen(scaled)
+        return scaled - torch.stack([self._seen(v) for v in scaled.reshape(-1, self.num_parameters)]).view_as(scaled)
 
-    def solve(self, gradient: Tensor) -> Tensor:
-        """H⁻¹ g by the Woodbury identity: P0⁻¹(g - JᵀS B⁻¹ SᵀJ P0⁻¹ g); g and the result are (P,)."""
-        scaled = self.flat_variance * gradient
-        inner = self.weighted.jvp(_unflatten(scaled, self.shapes))  # SᵀJ P0⁻¹ g, (N, R)
+    def _seen(self, scaled: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+        """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (P,), for u (P,) and ε (N, R)."""
+        inner = self.weighted.jvp(self._shaped(scaled)) + noise
         solved = solve_spd(self.factor, inner.reshape(-1, 1)).view(inner.shape)
-        return scaled - self.flat_variance * self.weighted.vjp(solved, self.shapes)
+        return self.weighted.vjp(solved, self.shapes) / self.prior_precision
+
+    def _shaped(self, vector: Tensor) -> dict[str, Tensor]:
+        parts = named_parts(vector, self.shapes)
+        return {name: part.view(self.shapes[name]) for name, part in parts.items()}
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
+        like = {"dtype": self.factor.dtype, "device": self.factor.device, "generator": generator}
+        draws = torch.randn(count, self.num_parameters, **like) * self.prior_precision.rsqrt()
+        shape = self.weighted.num_examples, self.weighted.num_cotangents
+        for draw in draws:
+            draw -= self._seen(draw, torch.randn(shape, **like))
+        return draws
 
     # --- covariance of f
 
@@ -175,8 +185,3 @@ def prior_variances(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> dict
     """Prior variance, one over the precision, of each parameter: one number, or one per entry."""
     with torch.no_grad():
         return {name: prior.tensor_precision(name).reciprocal().reshape(-1) for name in shapes}
-
-
-def _unflatten(vector: Tensor, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    parts = vector.split([shape.numel() for shape in shapes.values()])
-    return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}

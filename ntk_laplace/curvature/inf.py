@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
+from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import cholesky_log_det, cholesky_of, solve_lower
@@ -109,7 +110,7 @@ def _columns(side: Tensor | None, size: int, chosen: Tensor, like: Tensor) -> Te
     return unit
 
 
-class InfBlock:
+class InfBlock(BlockPrecision):
     """H on one parameter block, for one setting of the precisions.
 
     Parameters
@@ -127,8 +128,6 @@ class InfBlock:
         Where the diagonal of the low-rank term exceeds the exact one: "shrink" scales its row and column down to the
         exact diagonal; "raise" leaves it, and raises an error if D + P0 is not positive.
     """
-
-    homogeneous = True
 
     def __init__(
         self, block: ParameterBlock, low: LowRank, moments: Tensor, exact: Tensor, precision: Tensor,

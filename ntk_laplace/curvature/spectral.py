@@ -11,7 +11,8 @@ from torch import Tensor
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
-from ntk_laplace.curvature.structured import CrossCovariance, dense_cross_covariance
+from ntk_laplace.curvature.posterior_precision import CrossCovariance
+from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Block, Jacobian, Lookup, Outer
 from ntk_laplace.linalg import cross_approximation
@@ -19,7 +20,7 @@ from ntk_laplace.linalg import cross_approximation
 __all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
 
 
-class SpectralBlock:
+class SpectralBlock(BlockPrecision):
     """H = U (λ + δ) Uᵀ on one parameter block; with a scale, H = P0^½ U (λ + 1) Uᵀ P0^½.
 
     Parameters
@@ -34,8 +35,6 @@ class SpectralBlock:
     scale : Tensor, (G, o, i), optional
         P0^-½, if λ and U belong to P0^-½ (JᵀΛJ) P0^-½.
     """
-
-    homogeneous = True
 
     def __init__(
         self, block: ParameterBlock, basis: Basis, values: Tensor, precision: Tensor, scale: Tensor | None = None
@@ -235,16 +234,17 @@ class KroneckerBlock(SpectralBlock):
         """
         own = self.block.rows(rows)
         if not _factors(own) or self._separated is None:
-            return dense_cross_covariance(self, rows)
+            return super().cross_covariance(rows)
         turned = own.rotated(self.basis.left, self.basis.right)
         outputs, inputs = self._separated
         left = (turned.b[0, :, 0, 0].unsqueeze(1) * outputs) @ self.basis.left[0].T
         right = (turned.a[:, 0, 0].unsqueeze(1) * inputs) @ self.basis.right[0].T
 
+        plain = super().cross_covariance
+
         def products(other: Jacobian) -> Tensor:
             theirs = self.block.rows(other)
-            return theirs.separated(left, right) if _factors(theirs) else dense_cross_covariance(self,
-                                                                                                 rows).products(other)
+            return theirs.separated(left, right) if _factors(theirs) else plain(rows).products(other)
 
         return CrossCovariance(products, left.numel() + right.numel())
 

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
+from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, named_parts
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["BlockPrecision", "CrossCovariance", "StructuredWeightSpace", "dense_cross_covariance", "group_numbers"]
+__all__ = ["BlockDiagonalPrecision", "BlockPrecision"]
 
 
-@dataclass(frozen=True)
-class CrossCovariance:
-    """Lazy cross-covariance V = J H⁻¹ J*ᵀ between later rows J and m fixed rows J* of one cotangent.
-
-    Attributes
-    ----------
-    products : callable
-        Returns V, (K, N, m), for rows of N examples and K cotangents.
-    numbers : int
-        Stored numbers.
-    """
-
-    products: Callable[[Jacobian], Tensor]
-    numbers: int
-
-
-class BlockPrecision(Protocol):
-    """Interface of H on one parameter block at fixed hyperparameters; vectors are (..., G, o, i).
+class BlockPrecision(ABC):
+    """H on one parameter block, factorized at fixed hyperparameters; vectors are (..., G, o, i).
 
     Attributes
     ----------
@@ -44,40 +27,67 @@ class BlockPrecision(Protocol):
     """
 
     block: ParameterBlock
-    homogeneous: bool
+    homogeneous: bool = True
 
+    @abstractmethod
     def log_det(self) -> Tensor:
         """log det H - log det P0."""
 
+    @abstractmethod
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """`log_det` with the precision multiplied by each factor."""
 
+    @abstractmethod
     def effective(self) -> Tensor:
         """γ, 0-d or per entry."""
 
+    @abstractmethod
     def solve(self, values: Tensor) -> Tensor:
         """H⁻¹ v."""
 
+    @abstractmethod
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹."""
 
+    @abstractmethod
     def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ for each example."""
 
+    @abstractmethod
     def joint(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ, interleaved."""
 
+    @abstractmethod
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n."""
 
+    @abstractmethod
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z."""
 
+    @abstractmethod
     def information(self) -> Tensor:
         """The approximation of JᵀΛJ, (p, p)."""
 
+    def quadratic_slope(self, vector: Tensor) -> Tensor:
+        """Derivative of `quadratic` in log δ; zero unless H - P0 depends on the prior."""
+        return vector.new_zeros((), dtype=torch.float64)
 
-class StructuredWeightSpace:
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues relative to P0; None if they are not available."""
+        return None
+
+    def entry_of(self, values: Tensor) -> Tensor | None:
+        """Map per-entry values (G, o, i) to the eigenvalues; None if eigenvectors mix entries."""
+        return None
+
+    def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
+        """V between later rows and these, which have one cotangent; stores H⁻¹ J*ᵀ."""
+        solved = self.solve(self.block.rows(rows).written(slice(None))[:, 0])
+        return CrossCovariance(lambda other: self.block.rows(other).products(solved), solved.numel())
+
+
+class BlockDiagonalPrecision(PosteriorPrecision):
     """Factorization of H, block diagonal over parameter blocks, for one setting of the hyperparameters.
 
     Parameters
@@ -87,22 +97,15 @@ class StructuredWeightSpace:
     prior : GaussianPrior
     shapes : dict of str to torch.Size
         The parameters, in order.
-    theta : Tensor, (P,)
-        The weights at which the network is linearized.
+    like : Tensor
+        Gives dtype and device.
     """
 
     def __init__(
-        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: dict[str, torch.Size], theta: Tensor
+        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: dict[str, torch.Size], like: Tensor
     ) -> None:
-        self.algebras, self.shapes, self.theta = tuple(parts), shapes, theta
-        self._by_group = prior.precision.detach().to(theta)  # a copy, because the prior may change
-        self._num_groups = len(self._by_group)
-        self._prior = prior
-
-    @cached_property
-    def prior_precision(self) -> Tensor:
-        """Diagonal of P0, (P,)."""
-        return self._by_group[self._groups]
+        super().__init__(prior, shapes, like)
+        self.algebras = tuple(parts)
 
     # --- evidence
 
@@ -116,7 +119,7 @@ class StructuredWeightSpace:
 
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ (H - P0) P0^-½ over all parameter blocks; None if a block does not list its own."""
-        lists = [getattr(algebra, "spectrum", lambda: None)() for algebra in self.algebras]
+        lists = [algebra.spectrum() for algebra in self.algebras]
         return None if any(own is None for own in lists) else torch.cat([own.double().flatten() for own in lists])
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
@@ -126,14 +129,14 @@ class StructuredWeightSpace:
         """
         found: list[tuple[Tensor, int | Tensor]] = []
         for algebra in self.algebras:
-            spectrum = getattr(algebra, "spectrum", lambda: None)()
+            spectrum = algebra.spectrum()
             if spectrum is None:
                 return None
             groups = [self._prior.group_of(name) for name in algebra.block.names]
             if isinstance(groups[0], int) and groups.count(groups[0]) == len(groups):
                 found.append((spectrum.flatten(), groups[0]))
                 continue
-            own = algebra.entry_of(algebra.block.gather(self._named(self._groups)))
+            own = algebra.entry_of(algebra.block.gather(named_parts(self.groups, self.shapes)))
             if own is None:
                 return None
             found.append((spectrum.flatten(), own.flatten()))
@@ -146,46 +149,44 @@ class StructuredWeightSpace:
 
     def effective_parameters(self) -> Tensor:
         """γ_g = -∂ log det B/∂ log δ_g for each prior group, (G,)."""
-        total = self.theta.new_zeros(self._num_groups, dtype=torch.float64)
-        flat, scattered = self.theta.new_zeros(len(self.theta)), False
+        total = self._by_group.new_zeros(self._num_groups, dtype=torch.float64)
+        flat, scattered = self._by_group.new_zeros(self.num_parameters), False
         for algebra in self.algebras:
             own = algebra.effective()
             if own.ndim == 0:
                 total[self._prior.group_of(algebra.block.weight)] += own
             else:
-                algebra.block.scatter_(self._named(flat), own)
+                algebra.block.scatter_(named_parts(flat, self.shapes), own)
                 scattered = True
-        return total.index_add_(0, self._groups, flat.double()) if scattered else total
+        return total.index_add_(0, self.groups, flat.double()) if scattered else total
 
     def _zero(self) -> Tensor:
-        return self.theta.new_zeros((), dtype=torch.float64)
-
-    @cached_property
-    def _groups(self) -> Tensor:
-        return group_numbers(self._prior, self.shapes).to(self.theta.device)
+        return self._by_group.new_zeros((), dtype=torch.float64)
 
     # --- H⁻¹ and its root
 
-    def solve(self, gradient: Tensor) -> Tensor:
-        """H⁻¹ g; g and the result are (P,)."""
-        return self._through("solve", gradient, gradient / self.prior_precision)
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H⁻¹ v for vectors (..., P)."""
+        return self._by_block(lambda block, v: block.solve(v), vectors, vectors / self.prior_precision)
 
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹, (..., P); maps white noise z to a draw from N(0, H⁻¹)."""
-        return self._through("factor", noise, noise * self.prior_precision.rsqrt())
+        return self._by_block(lambda block, z: block.factor(z), noise, noise * self.prior_precision.rsqrt())
 
-    def _through(self, verb: str, values: Tensor, untouched: Tensor) -> Tensor:
-        """Apply method `verb` of each parameter block; parameters in no block keep the prior's value, `untouched`."""
-        named, out = self._named(values), self._named(untouched)
+    def _by_block(
+        self, apply: Callable[[BlockPrecision, Tensor], Tensor], values: Tensor, untouched: Tensor
+    ) -> Tensor:
+        """Apply a method of each block to its entries; parameters in no block keep the prior's value, `untouched`."""
+        named, out = named_parts(values, self.shapes), named_parts(untouched, self.shapes)
         for algebra in self.algebras:
-            algebra.block.scatter_(out, getattr(algebra, verb)(algebra.block.gather(named)))
+            algebra.block.scatter_(out, apply(algebra, algebra.block.gather(named)))
         return untouched
 
-    def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(θ*, H⁻¹), (count, P)."""
-        noise = torch.randn(count, len(self.theta), dtype=self.theta.dtype, device=self.theta.device,
-                            generator=generator)
-        return self.theta + self.factor(noise)
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, H⁻¹), (count, P)."""
+        like = self._by_group
+        return self.factor(torch.randn(count, self.num_parameters, dtype=like.dtype, device=like.device,
+                                       generator=generator))
 
     # --- covariance of f
 
@@ -201,8 +202,7 @@ class StructuredWeightSpace:
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent."""
-        found = [getattr(part, "cross_covariance", partial(dense_cross_covariance,
-                                                           part))(rows) for part in self.algebras]
+        found = [part.cross_covariance(rows) for part in self.algebras]
 
         def products(other: Jacobian) -> Tensor:
             start = other.f.new_zeros(other.num_cotangents, other.num_examples, rows.num_examples)
@@ -215,50 +215,30 @@ class StructuredWeightSpace:
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det B/∂Λ_n at training rows, (n, C, C), with fixed eigenbases; with z (P,), ∂ zᵀHz/∂Λ_n."""
         k, n = rows.num_cotangents, rows.num_examples
-        named = None if vector is None else self._named(vector)
+        named = None if vector is None else named_parts(vector, self.shapes)
         parts = (a.sensitivity(rows, None if named is None else a.block.gather(named)) for a in self.algebras)
         return sum(parts, start=rows.f.new_zeros(n, k, k))
 
-    def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """zᵀ (H - P0) z for z (P,), in double precision, and its derivative in each log precision, (G,)."""
-        named, total = self._named(vector), self._zero()
-        slope = self.theta.new_zeros(self._num_groups, dtype=torch.float64)
+    def quadratic(self, vector: Tensor, gradient: Tensor) -> Tensor:
+        """zᵀ (H - P0) z for z (P,), block by block, in double precision."""
+        named = named_parts(vector, self.shapes)
+        return sum((block.quadratic(block.block.gather(named)) for block in self.algebras), start=self._zero())
+
+    def quadratic_slope(self, vector: Tensor) -> Tensor:
+        """Derivative of zᵀ (H - P0) z in each log precision, (G,); not zero if factors are damped."""
+        slope, named = super().quadratic_slope(vector), named_parts(vector, self.shapes)
         for algebra in self.algebras:
-            z = algebra.block.gather(named)
-            total = total + algebra.quadratic(z)
-            of_precision = getattr(algebra, "quadratic_slope", None)  # zero unless factors are damped
-            if of_precision is not None:
-                slope[self._prior.group_of(algebra.block.weight)] += of_precision(z)
-        return total, slope
+            if not algebra.homogeneous:
+                group = self._prior.group_of(algebra.block.weight)
+                slope[group] += algebra.quadratic_slope(algebra.block.gather(named))
+        return slope
 
     def information(self) -> Tensor:
         """The structure's approximation of JᵀΛJ, (P, P), written out: for small networks."""
-        total = self.theta.new_zeros(len(self.theta), len(self.theta))
-        numbers = self._named(torch.arange(len(self.theta), device=self.theta.device))
+        p = self.num_parameters
+        total = self._by_group.new_zeros(p, p)
+        numbers = named_parts(torch.arange(p, device=total.device), self.shapes)
         for algebra in self.algebras:
             where = algebra.block.gather(numbers).flatten()
             total[where.unsqueeze(1), where] = algebra.information()
         return total
-
-    def _named(self, vector: Tensor) -> dict[str, Tensor]:
-        """Split a flat vector (..., P) into views by parameter name."""
-        parts = vector.split([shape.numel() for shape in self.shapes.values()], dim=-1)
-        return dict(zip(self.shapes, parts, strict=True))
-
-
-def dense_cross_covariance(algebra: BlockPrecision, rows: Jacobian) -> CrossCovariance:
-    """Cross-covariance that stores H⁻¹ J*ᵀ."""
-    held = algebra.solve(algebra.block.rows(rows).written(slice(None))[:, 0])
-    return CrossCovariance(lambda other: algebra.block.rows(other).products(held), held.numel())
-
-
-def group_numbers(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> Tensor:
-    """Prior group of each entry of θ, (P,)."""
-    found = []
-    for name, shape in shapes.items():
-        group = prior.group_of(name)
-        if isinstance(group, slice):
-            found.append(torch.arange(group.start, group.stop))
-        else:
-            found.append(torch.full((shape.numel(),), group))
-    return torch.cat(found)

@@ -185,6 +185,14 @@ class Batches:
         self._begun = chain([pair], begun)
         return pair
 
+    def on(self, device: torch.device) -> Batches:
+        """The same data with batches on another device."""
+        if device == self.device:
+            return self
+        moved = copy.copy(self)
+        moved.device, moved._begun = device, None
+        return moved
+
     def close(self) -> None:
         """Discard a pass that `first` has begun."""
         self._begun = None
@@ -257,15 +265,14 @@ class Joined:
     def __init__(self, sources: Sequence[Batches | Joined]) -> None:
         self.sources = tuple(sources)
 
+    def on(self, device: torch.device) -> Joined:
+        """The same data with batches on another device."""
+        return Joined([source.on(device) for source in self.sources])
+
     @property
     def device(self) -> torch.device:
         """Device of the batches."""
         return self.sources[0].device
-
-    @device.setter
-    def device(self, device: torch.device) -> None:
-        for source in self.sources:
-            source.device = device
 
     @property
     def read(self) -> int:
@@ -316,14 +323,14 @@ class Selected:
     def __init__(self, source: Source, keep: Tensor) -> None:
         self.source, self.keep = source, keep.cpu()
 
+    def on(self, device: torch.device) -> Selected:
+        """The same data with batches on another device."""
+        return Selected(self.source.on(device), self.keep)
+
     @property
     def device(self) -> torch.device:
         """Device of the batches."""
         return self.source.device
-
-    @device.setter
-    def device(self, device: torch.device) -> None:
-        self.source.device = device
 
     @property
     def read(self) -> int:
@@ -363,9 +370,12 @@ Source = Batches | Joined | Selected
 class Missing:
     """Placeholder for data that a checkpoint does not contain; any pass over it raises an error."""
 
-    device: torch.device | None = None
     length = weights = None
     read = 0
+
+    def on(self, device: torch.device) -> Missing:
+        """Itself."""
+        return self
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         raise DataError("the training data, for another pass over them", "a checkpoint that holds none",

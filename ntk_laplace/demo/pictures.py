@@ -14,6 +14,7 @@ from ntk_laplace import metrics, plotting
 from ntk_laplace.demo.data import Split
 from ntk_laplace.demo.problems import Problem
 from ntk_laplace.demo.study import BINS, LEVELS, Choice, Study, confidence
+from ntk_laplace.structures import structure_named
 
 __all__ = [
     "Picture",
@@ -197,7 +198,7 @@ def selection(studies: Sequence[Study]) -> Picture:
 def structures(found: Study) -> Picture:
     """Draw evidence, time and memory of every structure."""
     comparison = found.comparison
-    approximate = [row for row in comparison.rows if row.structure not in ("gp", "full")]
+    approximate = [row for row in comparison.rows if not structure_named(row.structure).exact]
     near, far = (pick(approximate, key=lambda row: abs(row.difference)) for pick in (min, max))
     return Picture(
         "structures",

@@ -7,20 +7,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpace
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE
+from ntk_laplace.curvature import FunctionSpacePrecision
+from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.gram import cross_gram, diagonal_blocks
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import TrainingPoints
-from ntk_laplace.structures import LinearizedModel, Structure
+from ntk_laplace.what_if import HIGH_LEVERAGE
 
 __all__ = [
     "Decomposition",
     "RemovalTerms",
     "SingleRemovals",
     "contributions",
-    "is_exact",
     "leverages",
     "removal_terms",
     "similarities",
@@ -48,13 +47,13 @@ class Decomposition:
     gap: Tensor
 
 
-def _cross(space: FunctionSpace, left: Jacobian, right: Jacobian) -> Tensor:
+def _cross(space: FunctionSpacePrecision, left: Jacobian, right: Jacobian) -> Tensor:
     """Prior kernel between two sets of rows, (n1, K1, n2, K2)."""
     flat = cross_gram(left, right, space.variances)
     return flat.view(left.num_examples, left.num_cotangents, right.num_examples, right.num_cotangents)
 
 
-def contributions(space: FunctionSpace, test: Jacobian, residual: Tensor, centered: Tensor) -> Decomposition:
+def contributions(space: FunctionSpacePrecision, test: Jacobian, residual: Tensor, centered: Tensor) -> Decomposition:
     """Decompose each output into contributions of the training points.
 
     Parameters
@@ -66,9 +65,8 @@ def contributions(space: FunctionSpace, test: Jacobian, residual: Tensor, center
     """
     own = space.rows.weighted(residual.unsqueeze(-1))  # rows r_iᵀJ_i
     shares = _cross(space, test, own).squeeze(-1).transpose(1, 2)  # k(x, x_i) r_i, (n, N, C)
-    parts = centered.split([shape.numel() for shape in space.shapes.values()])
-    named = {name: part.view(shape) for part, (name, shape) in zip(parts, space.shapes.items(), strict=True)}
-    pushed = test.jvp(named)
+    named = named_parts(centered, space.shapes)
+    pushed = test.jvp({name: part.view(space.shapes[name]) for name, part in named.items()})
     return Decomposition(test.f - pushed, shares, pushed - shares.sum(1))
 
 
@@ -84,12 +82,12 @@ class SingleRemovals:
 
     Parameters
     ----------
-    space : FunctionSpace
+    space : FunctionSpacePrecision
     residual : Tensor, (N, C)
         r at the training points.
     """
 
-    def __init__(self, space: FunctionSpace, residual: Tensor) -> None:
+    def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
         self._space = space
         r, n = space.weighted.num_cotangents, space.weighted.num_examples
         own = space.rows.weighted(residual.unsqueeze(-1))
@@ -119,7 +117,7 @@ class SingleRemovals:
         return moved, _widened(space.inverse_blocks, through)
 
 
-def widening(space: FunctionSpace, test: Jacobian) -> Tensor:
+def widening(space: FunctionSpacePrecision, test: Jacobian) -> Tensor:
     """Change of each variance of the rows `test` if one training point is removed, (n, N, K).
 
     The diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
@@ -138,7 +136,7 @@ def _widened(blocks: Tensor, through: Tensor) -> Tensor:
 
 
 def similarities(
-    space: FunctionSpace, test: Jacobian, output: Tensor, squares: Tensor
+    space: FunctionSpacePrecision, test: Jacobian, output: Tensor, squares: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Kernel of one output of each input with all outputs of the training points; with the same output; correlation.
 
@@ -155,7 +153,9 @@ def similarities(
     return kernel, same, torch.where(scale > 0, same / scale, torch.zeros_like(same))
 
 
-def without_each(space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood) -> tuple[Tensor, Tensor]:
+def without_each(
+    space: FunctionSpacePrecision, points: TrainingPoints, likelihood: Likelihood
+) -> tuple[Tensor, Tensor]:
     """Leave-one-out mean f_i - V_-i r_i and covariance V_-i = V_ii (I - Λ_iV_ii)⁻¹, (N, C) and (N, C, C).
 
     Computed as V_-i = V_ii + V_iiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ii, without the difference I - Λ_iV_ii, which cancels
@@ -189,11 +189,6 @@ class RemovalTerms:
     complement: Tensor
     leverage: Tensor
     trusted: Tensor
-
-
-def is_exact(model: LinearizedModel, structure: Structure) -> bool:
-    """Whether H = P0 + JᵀΛJ exactly, with the likelihood's Λ."""
-    return structure.name in ("gp", "full") and model.curvature_type.kind == "ggn"
 
 
 def removal_terms(moments: Tensor, root: Tensor, exact: bool) -> RemovalTerms:

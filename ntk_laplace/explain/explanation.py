@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.data import as_tensors
 from ntk_laplace.errors import DataError
 from ntk_laplace.explain.algebra import (
@@ -20,10 +19,11 @@ from ntk_laplace.explain.algebra import (
     widening,
 )
 from ntk_laplace.explain.quantity import Quantity, quantity_of
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted, strongest
+from ntk_laplace.explain.ranked import Entry, Ranked, counted, strongest
 from ntk_laplace.gram import diagonal_blocks
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.structures import LinearizedModel, Structure
+from ntk_laplace.structures import FittedModel, LinearizedModel
+from ntk_laplace.what_if import HIGH_LEVERAGE
 
 __all__ = ["Explanation", "ExplanationRequest", "bytes_of_each", "explain"]
 
@@ -212,19 +212,20 @@ class Explanation(Ranked):
 
 
 def explain(
-    model: LinearizedModel, structure: Structure, space: FunctionSpace, chunks: Iterable[Jacobian],
-    request: ExplanationRequest
+    fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Explanation]:
     """Decompose predictions and rank the training points behind them.
 
     Parameters
     ----------
+    fitted : FittedModel
+        Of a structure that keeps the Jacobian.
     chunks : iterable of Jacobian
         Rows of J at the inputs to explain; each chunk gives one explanation.
     request : ExplanationRequest
     """
-    decompose = _Decomposing(model, structure, space)
-    for test, about, k in request.of_each(model, chunks, structure.points.num_examples):
+    decompose = _Decomposing(fitted)
+    for test, about, k in request.of_each(fitted.model, chunks, fitted.num_examples):
         found = decompose(test, about, k)
         del test  # before the rows of the next chunk are computed
         yield found
@@ -234,11 +235,11 @@ def explain(
 class _Decomposing:
     """Explanations in function space; terms that depend only on the training points are computed once."""
 
-    def __init__(self, model: LinearizedModel, structure: Structure, space: FunctionSpace) -> None:
-        self._model, self._structure, self._space = model, structure, space
+    def __init__(self, fitted: FittedModel) -> None:
+        self._fitted, self._space, self._residual = fitted, fitted.precision, fitted.residual()
+        space = self._space
         with torch.no_grad():
-            self._residual = structure.points.residual(model.likelihood)
-            self._centered = model.theta - model.prior.flat_mean().to(model.theta)
+            self._centered = fitted.theta - fitted.prior.flat_mean().to(fitted.theta)
             self._removals = SingleRemovals(space, self._residual)
             self._squares = diagonal_blocks(space.rows, space.variances).diagonal(dim1=1, dim2=2)
             self._leverage = leverages(space.inverse_blocks)[:, -1]
@@ -246,7 +247,7 @@ class _Decomposing:
     @torch.no_grad()
     def __call__(self, test: Jacobian, about: Quantity, k: int) -> Explanation:
         """Explain the inputs whose rows of J are `test`."""
-        model, space = self._model, self._space
+        space = self._space
         parts = contributions(space, test, self._residual, self._centered)
         moved, widened = self._removals.effects(test, parts.contributions)
         variance = space.covariance_blocks(test).diagonal(dim1=1, dim2=2)
@@ -258,12 +259,13 @@ class _Decomposing:
             f=test.f, quantity=about, offset=parts.offset, contributions=parts.contributions, gap=parts.gap,
             removal=moved, widening=widened, effect=about.effect(test.f, moved, along), importance=self._residual,
             kernel=kernel, similarity=similarity, correlation=correlation, variance=variance, leverage=self._leverage,
-            targets=self._structure.points.targets, k=k,
-            guarantees=_EXACT if model.curvature_type.kind == "ggn" else _OTHER_ROOT,
+            targets=self._fitted.points.targets, k=k,
+            guarantees=_EXACT if self._fitted.exact else _OTHER_ROOT,
         )  # fmt: skip
 
 
-def bytes_of_each(structure: Structure, space: FunctionSpace) -> int:
+def bytes_of_each(fitted: FittedModel) -> int:
     """Bytes of the explanation of one input, and of its intermediate results."""
-    n, c = structure.points.f.shape
+    n, c = fitted.points.f.shape
+    space = fitted.precision
     return n * c * (7 + 3 * space.weighted.num_cotangents) * space.factor.element_size()

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ntk_laplace.curvature import ChangedWeightSpace, FunctionSpace, group_numbers, prior_variances
-from ntk_laplace.evidence import PosteriorPrecision
-from ntk_laplace.explain.algebra import is_exact
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE
+from ntk_laplace.curvature import FunctionSpacePrecision, prior_variances
 from ntk_laplace.gram import cross_gram
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.structures import LinearizedModel, Structure, rows_of
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.what_if import HIGH_LEVERAGE, ChangedPrecision, rows_of
 
 __all__ = ["GroupRemoval", "JointRemoval"]
 
@@ -24,12 +22,12 @@ class JointRemoval:
 
     Parameters
     ----------
-    space : FunctionSpace
+    space : FunctionSpacePrecision
     residual : Tensor, (N, C)
         r at the training points.
     """
 
-    def __init__(self, space: FunctionSpace, residual: Tensor) -> None:
+    def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
         self._space = space
         n, r = space.weighted.num_examples, space.weighted.num_cotangents
         own = space.rows.weighted(residual.unsqueeze(-1))
@@ -69,22 +67,17 @@ class GroupRemoval:
 
     Parameters
     ----------
-    model : LinearizedModel
-    structure : Structure
-    precision : PosteriorPrecision
+    fitted : FittedModel
     members : Tensor
         Training points that may be removed, ascending; few, because their rows are stored.
     """
 
-    def __init__(self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision,
-                 members: Tensor) -> None:
-        self._model, self._precision, self._members = model, precision, members
-        self._exact = is_exact(model, structure)
-        self._rows = rows_of(model, structure, members)
+    def __init__(self, fitted: FittedModel, members: Tensor) -> None:
+        self._fitted, self._members = fitted, members
+        self._rows = rows_of(fitted, members)
+        self._residual = fitted.residual()[members]
         with torch.no_grad():
-            self._residual = structure.points.residual(model.likelihood)[members]
-            self._root = structure.points.root(model.curvature_type, model.likelihood)[members]
-        self._groups = group_numbers(model.prior, model.network.shapes).to(members.device)
+            self._root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[members]
 
     def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, with the structure's V.
@@ -112,18 +105,18 @@ class GroupRemoval:
     def _one(self, test: Jacobian, group: Tensor) -> tuple[Tensor, float, bool]:
         if len(group) == 0:
             return torch.zeros_like(test.f), 0.0, True
-        model, here = self._model, torch.searchsorted(self._members, group)
+        fitted, here = self._fitted, torch.searchsorted(self._members, group)
         rows, root = self._rows.subset(here), self._root[here]
-        without = ChangedWeightSpace(
-            self._precision, rows.weighted(root), -torch.ones_like(root[:, 0]), self._groups,
-            model.settings.memory_budget, None if self._exact else HIGH_LEVERAGE,
+        without = ChangedPrecision(
+            fitted.precision, rows.weighted(root), -torch.ones_like(root[:, 0]), fitted.prior,
+            fitted.settings.memory_budget, None if fitted.exact else HIGH_LEVERAGE,
         )  # fmt: skip
-        step = without.solve(rows.vjp(self._residual[here].to(rows.f), model.network.shapes))
-        return -test.jvp(model.network.unflatten(step)), without.leverage, not without.partial
+        step = without.solve(rows.vjp(self._residual[here].to(rows.f), fitted.network.shapes))
+        return -test.jvp(fitted.network.unflatten(step)), without.leverage, not without.partial
 
     def contributions(self, test: Jacobian, output: Tensor) -> Tensor:
         """k(x, x_j) r_j of one output of each input, for all members, (n, m)."""
-        model = self._model
+        fitted = self._fitted
         chosen = one_hot(output, test.f.shape[1]).to(test.f).unsqueeze(-1)
         own = self._rows.weighted(self._residual.to(self._rows.f).unsqueeze(-1))
-        return cross_gram(test.weighted(chosen), own, prior_variances(model.prior, model.network.shapes))
+        return cross_gram(test.weighted(chosen), own, prior_variances(fitted.prior, fitted.network.shapes))

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import PosteriorPrecision
-from ntk_laplace.explain.algebra import is_exact, leverages, removal_terms, without_each
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE, counted
+from ntk_laplace.explain.algebra import leverages, removal_terms, without_each
+from ntk_laplace.explain.ranked import counted
 from ntk_laplace.explain.reliability import Reliability, reliability
 from ntk_laplace.predictive import predictive
-from ntk_laplace.structures import LinearizedModel, Structure
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.what_if import HIGH_LEVERAGE
 
 if TYPE_CHECKING:
     import pandas
@@ -164,13 +163,11 @@ class _Without:
     information: Tensor
 
 
-def leave_one_out(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, samples: int = 1000
-) -> LeaveOneOut:
+def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     """Compute means, covariances, log densities and leverages, from stored rows or in a pass over the data."""
-    points, likelihood = structure.points, model.likelihood
-    found = (_kept if structure.name == "gp" else _streamed)(model, structure, precision)
-    targets = points.targets.squeeze(-1) if model.network.scalar and points.targets.ndim == 2 else points.targets
+    points, likelihood, network = fitted.points, fitted.likelihood, fitted.network
+    found = (_kept if fitted.structure.spec.keeps_jacobian else _streamed)(fitted)
+    targets = points.targets.squeeze(-1) if network.scalar and points.targets.ndim == 2 else points.targets
     generator = torch.Generator(device=found.mean.device).manual_seed(0)
     integrated = []
     step = max(1, tuning.DRAWN_NUMBERS // (samples * points.num_outputs))
@@ -179,14 +176,13 @@ def leave_one_out(
             part = slice(start, start + step)
             one = likelihood if step >= points.num_examples else likelihood.at(part)
             density = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
-                                 model.network.scalar)  # fmt: skip
+                                 network.scalar)  # fmt: skip
             integrated.append(density.log_prob(targets[part]))
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
         importance = points.residual(likelihood).norm(dim=1)
-    exact = is_exact(model, structure)
-    measured = reliability(model, structure, precision, found.leverage, exact)
-    guarantees = (_EXACT if exact else _OTHER, _DRAWS)
+    measured = reliability(fitted, found.leverage)
+    guarantees = (_EXACT if fitted.exact else _OTHER, _DRAWS)
     if measured.moved:
         guarantees += (f"hyperparameters have changed since the fit: the weights are {measured.decrement:.2g} nats a "
                        "point from the optimum, by the Newton decrement, and what is left undone is held",)  # fmt: skip
@@ -194,9 +190,10 @@ def leave_one_out(
                        found.used, found.information, importance, points.targets, guarantees, measured)
 
 
-def _kept(model: LinearizedModel, structure: Structure, space: FunctionSpace) -> _Without:
+def _kept(fitted: FittedModel) -> _Without:
     """Function space: moments from the stored rows."""
-    mean, covariance = without_each(space, structure.points, model.likelihood)
+    space = fitted.precision
+    mean, covariance = without_each(space, fitted.points, fitted.likelihood)
     blocks = space.inverse_blocks
     # SᵀV_iiS = I - [B⁻¹]_ii
     used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
@@ -204,16 +201,16 @@ def _kept(model: LinearizedModel, structure: Structure, space: FunctionSpace) ->
     return _Without(mean, covariance, leverages(blocks)[:, -1], used, information)
 
 
-def _streamed(model: LinearizedModel, structure: Structure, precision: PosteriorPrecision) -> _Without:
+def _streamed(fitted: FittedModel) -> _Without:
     """Weight space, batch by batch: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
-    points, parts, start = structure.points, [], 0
+    points, parts, start = fitted.points, [], 0
+    residual = fitted.residual()
     with torch.no_grad():
-        residual = points.residual(model.likelihood)
-        root = points.root(model.curvature_type, model.likelihood)
-        for rows in structure.rows_at(model, torch.arange(points.num_examples)):
+        root = points.root(fitted.curvature_type, fitted.likelihood)
+        for rows in fitted.rows_at(torch.arange(points.num_examples)):
             here = slice(start, start + rows.num_examples)
-            moments = precision.covariance_blocks(rows)
-            out = removal_terms(moments, root[here], is_exact(model, structure))
+            moments = fitted.precision.covariance_blocks(rows)
+            out = removal_terms(moments, root[here], fitted.exact)
             widened = out.half @ torch.linalg.solve(out.complement, out.half.mT)
             covariance = moments + widened * out.trusted.view(-1, 1, 1)
             mean = points.f[here] - (covariance @ residual[here].unsqueeze(-1)).squeeze(-1)

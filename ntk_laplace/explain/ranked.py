@@ -15,17 +15,15 @@ from ntk_laplace.data import RowBuffer
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
 from ntk_laplace.explain.picture import draw
 from ntk_laplace.explain.quantity import SPREADS, Quantity
+from ntk_laplace.what_if import HIGH_LEVERAGE
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["HIGH_LEVERAGE", "Entry", "Ranked", "counted", "joined", "strongest"]
+__all__ = ["Entry", "Ranked", "counted", "joined", "strongest"]
 
 R = TypeVar("R", bound="Ranked")
-
-HIGH_LEVERAGE = 0.9
-"""Above it one Newton step without the point is an extrapolation: the score is flagged."""
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ntk_laplace import tuning
 from ntk_laplace.errors import DataError
-from ntk_laplace.evidence import PosteriorPrecision
-from ntk_laplace.explain.algebra import is_exact, removal_terms
+from ntk_laplace.explain.algebra import removal_terms
 from ntk_laplace.explain.explanation import ExplanationRequest
 from ntk_laplace.explain.quantity import SPREADS, Quantity
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE, Entry, Ranked, counted
+from ntk_laplace.explain.ranked import Entry, Ranked, counted
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures import LinearizedModel, Structure
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.what_if import HIGH_LEVERAGE
 
 __all__ = ["Ranking", "effects", "rank"]
 
@@ -142,8 +142,7 @@ class _Strongest:
 
 
 def rank(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian],
-    request: ExplanationRequest
+    fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Ranking]:
     """Rank the training points by their effects on predictions, in a pass over the data for each chunk.
 
@@ -153,20 +152,16 @@ def rank(
         Rows of J at the inputs to explain; each chunk gives one ranking.
     request : ExplanationRequest
     """
-    for test, quantity, k in request.of_each(model, chunks, structure.points.num_examples):
-        yield _rank(model, structure, precision, test, quantity, k)
+    for test, quantity, k in request.of_each(fitted.model, chunks, fitted.num_examples):
+        yield _rank(fitted, test, quantity, k)
 
 
-def _rank(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian, quantity: Quantity,
-    k: int
-) -> Ranking:
-    points = structure.points
+def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ranking:
     sides = {side: [] for side in quantity.sides}
     leverage = total = None
-    for part in _parts(model, precision, test):
+    for part in _parts(fitted, test):
         heaps = {side: _Strongest(k) for side in sides}
-        passing = _Passing(model, structure, precision, test.subset(part), quantity.subset(part))
+        passing = _Passing(fitted, test.subset(part), quantity.subset(part))
         for start, change in passing.effects():
             support = -quantity.good * change
             for side, heap in heaps.items():
@@ -175,41 +170,40 @@ def _rank(
             sides[side].append(heap)
         leverage, total = passing.leverage, passing.backprojected
     with torch.no_grad():
-        network, prior = model.network, model.prior
-        centered = model.theta - prior.flat_mean().to(model.theta)
+        network, prior = fitted.network, fitted.prior
+        centered = fitted.theta - prior.flat_mean().to(fitted.theta)
         pushed = test.jvp(network.unflatten(centered))
         contributed = test.jvp(network.unflatten(total / prior.flat_precision().to(total)))  # J P0⁻¹ Jᵀr
-    guarantees = (_SUMS, _GUARANTEES["full" if is_exact(model, structure) else "other"])
+    guarantees = (_SUMS, _GUARANTEES["full" if fitted.exact else "other"])
     first_order = (_FIRST_ORDER,) if quantity.by in ("probability", "log_likelihood") else ()
     signs = {"for": -quantity.good, "against": quantity.good}
     return Ranking(
         f=test.f, quantity=quantity, offset=test.f - pushed, total=contributed, gap=pushed - contributed,
         indices={side: torch.cat([heap.indices for heap in heaps]) for side, heaps in sides.items()},
         effects={side: signs[side] * torch.cat([heap.values for heap in heaps]) for side, heaps in sides.items()},
-        leverage=leverage, targets=points.targets, k=k, guarantees=guarantees + first_order,
+        leverage=leverage, targets=fitted.points.targets, k=k, guarantees=guarantees + first_order,
     )  # fmt: skip
 
 
 def effects(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, chunks: Iterable[Jacobian],
-    request: ExplanationRequest
+    fitted: FittedModel, chunks: Iterable[Jacobian], request: ExplanationRequest
 ) -> Iterator[Tensor]:
     """Change of the quantity for each chunk's inputs and every training point, (n, N), in the same passes."""
-    for test, quantity, _ in request.of_each(model, chunks, structure.points.num_examples):
-        for part in _parts(model, precision, test):
-            passing = _Passing(model, structure, precision, test.subset(part), quantity.subset(part))
+    for test, quantity, _ in request.of_each(fitted.model, chunks, fitted.num_examples):
+        for part in _parts(fitted, test):
+            passing = _Passing(fitted, test.subset(part), quantity.subset(part))
             yield torch.cat([change for _, change in passing.effects()], 1)
 
 
-def _parts(model: LinearizedModel, precision: PosteriorPrecision, test: Jacobian) -> Iterator[slice]:
+def _parts(fitted: FittedModel, test: Jacobian) -> Iterator[slice]:
     """Slices of inputs that share a pass over the data."""
     with torch.no_grad():
         one = test.subset(slice(0, 1))
-        numbers = precision.cross_covariance(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
+        numbers = fitted.precision.cross_covariance(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
     size = numbers * test.f.element_size()
     step = min(test.num_examples, max(1, tuning.DIRECTION_BYTES // size))
     require_memory(3 * step * size, test.f.device, f"directions of {step} inputs", "Fit a smaller network.",
-                   model.settings.memory_budget)
+                   fitted.settings.memory_budget)
     for start in range(0, test.num_examples, step):
         yield slice(start, min(start + step, test.num_examples))
 
@@ -217,25 +211,22 @@ def _parts(model: LinearizedModel, precision: PosteriorPrecision, test: Jacobian
 class _Passing:
     """One pass over the training data for a few inputs."""
 
-    def __init__(
-        self, model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, test: Jacobian,
-        quantity: Quantity
-    ) -> None:
-        self.model, self.structure, self.precision, self.quantity = model, structure, precision, quantity
+    def __init__(self, fitted: FittedModel, test: Jacobian, quantity: Quantity) -> None:
+        self.fitted, self.quantity = fitted, quantity
         with torch.no_grad():
             direction = quantity.direction(test.f).unsqueeze(-1)
-            self.cross_covariance = precision.cross_covariance(test.weighted(direction))  # V_·x c_x
-        self.leverage = test.f.new_zeros(structure.points.num_examples)
-        self.backprojected = torch.zeros_like(model.theta)  # Jᵀr
+            self.cross_covariance = fitted.precision.cross_covariance(test.weighted(direction))  # V_·x c_x
+        self.leverage = test.f.new_zeros(fitted.num_examples)
+        self.backprojected = torch.zeros_like(fitted.theta)  # Jᵀr
 
     def effects(self) -> Iterator[tuple[int, Tensor]]:
         """(index of the first, effects (n, m)) of the training points, batch by batch, in order."""
-        model, points = self.model, self.structure.points
+        fitted = self.fitted
+        residual = fitted.residual()
         with torch.no_grad():
-            residual = points.residual(model.likelihood)
-            root = points.root(model.curvature_type, model.likelihood)
-            shapes, start = model.network.shapes, 0
-            for rows in self.structure.rows_at(model, torch.arange(points.num_examples)):
+            root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
+            shapes, start = fitted.network.shapes, 0
+            for rows in fitted.rows_at(torch.arange(fitted.num_examples)):
                 here = slice(start, start + rows.num_examples)
                 weights = self._weights(rows, residual[here], root[here], here)
                 self.backprojected += rows.vjp(residual[here].to(rows.f), shapes)
@@ -246,7 +237,7 @@ class _Passing:
 
     def _weights(self, rows: Jacobian, residual: Tensor, root: Tensor, here: slice) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
-        out = removal_terms(self.precision.covariance_blocks(rows), root, is_exact(self.model, self.structure))
+        out = removal_terms(self.fitted.precision.covariance_blocks(rows), root, self.fitted.exact)
         self.leverage[here] = out.leverage
         if self.quantity.by in SPREADS:
             factor = torch.linalg.cholesky(out.complement)

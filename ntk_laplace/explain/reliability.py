@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.evidence import PosteriorPrecision, joint_gradient
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE
 from ntk_laplace.points import present_values
-from ntk_laplace.structures import LinearizedModel, Structure
+from ntk_laplace.structures import FittedModel, LinearizedModel
+from ntk_laplace.what_if import HIGH_LEVERAGE
 
 __all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
 
@@ -102,25 +101,22 @@ class Reliability:
         return "" if self.trusted else f"leave-one-out is not to be trusted here: {'; '.join(self.reasons)}; {todo}"
 
 
-def reliability(
-    model: LinearizedModel, structure: Structure, precision: PosteriorPrecision, leverage: Tensor, exact: bool
-) -> Reliability:
-    """Compute the diagnostics from the leverages (N,); `exact` means H = P0 + JᵀΛJ exactly."""
-    prior, theta = model.prior, model.theta
+def reliability(fitted: FittedModel, leverage: Tensor) -> Reliability:
+    """Compute the diagnostics; `leverage` are the points' leverages (N,)."""
+    prior, precision = fitted.prior, fitted.precision
     with torch.inference_mode(False), torch.no_grad():
-        residual = structure.points.residual(model.likelihood)
-        gradient = joint_gradient(structure.vjp(model, residual), prior, theta)
+        gradient = fitted.joint_gradient()
         decrement = 0.5 * float(gradient @ precision.solve(gradient))
         by_group = prior.precision.flatten().double()
-        energy = by_group * prior.group_distances(theta).double()
+        energy = by_group * prior.group_distances(fitted.theta).double()
         used = precision.effective_parameters().double().to(energy)
     tiny = torch.finfo(torch.float64).tiny
     return Reliability(
-        decrement=decrement / float(structure.points.counts.sum()),
+        decrement=decrement / float(fitted.points.counts.sum()),
         prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
-        moved=_moved(model), exact=exact,
+        moved=_moved(fitted.model), exact=fitted.exact,
     )  # fmt: skip
 
 

@@ -80,9 +80,10 @@ def gather(
     _check(posterior, training, naming)
     truths = None if targets is None else _truths(posterior, targets, n)
     shown = set()
-    find = _from_rows if posterior.structure == "gp" else _from_data
+    kept = posterior.fitted.structure.spec.keeps_jacobian
+    find = _from_rows if kept else _from_data
     points, guarantees = find(posterior, x, k, progress)
-    left_out = leave_one_out(posterior._model, posterior.fitted, posterior.posterior_precision)
+    left_out = leave_one_out(posterior.fitted)
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
             point |= {} if truth is None else {"target": _rounded(truth)}
@@ -97,7 +98,7 @@ def gather(
         "summary": _summary(posterior),
         "guarantees": [*guarantees, *left_out.guarantees],
         "leaveOneOut": str(left_out.reliability),
-        "approximate": not _exact(posterior) and posterior.structure != "gp",
+        "approximate": not posterior.fitted.exact and not kept,
         "points": points,
         "training": _training_set(posterior, left_out),
         "pictures": _pictures(x, training, sorted(shown), naming),
@@ -152,7 +153,7 @@ def _names(posterior: Posterior, naming: Naming) -> list[str]:
 def _summary(posterior: Posterior) -> str:
     likelihood = type(posterior.likelihood).__name__
     evidence = posterior.log_marginal_likelihood().item()
-    kept = "" if posterior.structure == "gp" else f"structure {posterior.structure}, "
+    kept = "" if posterior.fitted.structure.spec.keeps_jacobian else f"structure {posterior.structure}, "
     return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {kept}{likelihood} "
             f"likelihood, log evidence {evidence:,.1f} nats").replace("-", "\N{MINUS SIGN}")  # fmt: skip
 
@@ -174,13 +175,12 @@ def _from_rows(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """One record per input, and common information on them, in function space."""
     n, c = num_examples(x), posterior.num_outputs
-    with torch.no_grad():
-        removal = JointRemoval(posterior.posterior_precision, posterior.fitted.points.residual(posterior.likelihood))
+    removal = JointRemoval(posterior.posterior_precision, posterior.fitted.residual())
     records: list[dict[str, Any]] = []
     step = max(1, _AT_ONCE // (posterior.num_examples * c))
     for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
         here = take(x, slice(start, min(start + step, n)))
-        found, rows = posterior.explain(here, k), posterior._rows(here)
+        found, rows = posterior.explain(here, k), posterior.jacobian(here)
         asked = _Asked.of(posterior, found)
         share = found.share * asked.sign.to(found.share)[:, None]
         own = asked.records(posterior, here)
@@ -193,14 +193,14 @@ def _from_rows(
             for i, record in enumerate(own):
                 record["without"][name] = _without(posterior, after[i], asked.sign[i])
         records += own
-    return records, [*found.guarantees, _JOINT[_exact(posterior)]]
+    return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
 
 
 def _from_data(
     posterior: Posterior, x: Inputs, k: int, progress: bool | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The same in weight space: rank the training points for all inputs, then read the Jacobian of displayed ones."""
-    n, rows = num_examples(x), posterior._rows(x)
+    n, rows = num_examples(x), posterior.jacobian(x)
     found = posterior.explain(x, k)
     asked = _Asked.of(posterior, found)
     records = asked.records(posterior, x)
@@ -211,7 +211,7 @@ def _from_data(
         members = torch.cat(groups["both"][here]).unique()
         if len(members) == 0:
             members = torch.zeros(1, dtype=torch.long, device=found.f.device)
-        removal = GroupRemoval(posterior._model, posterior.fitted, posterior.posterior_precision, members)
+        removal = GroupRemoval(posterior.fitted, members)
         few, signs = rows.subset(here), asked.sign[here]
         share = removal.contributions(few, found.output[here]) * signs.to(found.f)[:, None]
         place = {int(j): slot for slot, j in enumerate(members)}
@@ -224,12 +224,7 @@ def _from_data(
                 record["without"][name] = _without(posterior, found.f[start + i] + change[i], signs[i])
                 if not trusted[i]:
                     record["without"][name]["held"] = _rounded(float(leverage[i]))
-    return records, [*found.guarantees, _JOINT[_exact(posterior)]]
-
-
-def _exact(posterior: Posterior) -> bool:
-    """Whether the posterior is the exact one of the linearized model."""
-    return posterior.structure in ("gp", "full") and posterior.curvature_type.kind == "ggn"
+    return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ntk_laplace.data import Inputs, as_tensors, num_examples
 from ntk_laplace.errors import DataError
-from ntk_laplace.explain import HIGH_LEVERAGE
 from ntk_laplace.explorer.gather import Naming, gather
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.what_if import HIGH_LEVERAGE
 
 __all__ = ["ExplorerPage", "explore"]
 

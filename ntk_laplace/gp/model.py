@@ -16,7 +16,7 @@ from torch import Size, Tensor, nn
 
 from ntk_laplace.data import Inputs, refuse_input_gradients
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.fit import laplace
+from ntk_laplace.fit import laplace, spec_of
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.gp.likelihood import ResponseLikelihood
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
@@ -165,11 +165,12 @@ class LaplaceGP(ExactGP):
 
 def _posterior(source: Any, data: Any, likelihood: Any, prior: Any, fit: dict[str, Any]) -> Posterior:
     if isinstance(source, nn.Module):
-        if fit.get("structure", "gp") != "gp":
+        spec = spec_of(fit.get("structure", "gp"))
+        if spec is None or not spec.keeps_jacobian:
             raise UnsupportedError('structure="gp", the one that is a Gaussian process over examples',
                                    f"structure={fit['structure']!r}", "Leave structure= out.")
         return laplace(source, data, likelihood, prior, **fit)
-    if not isinstance(source, Posterior) or source.structure != "gp":
+    if not isinstance(source, Posterior) or not source.fitted.structure.spec.keeps_jacobian:
         got = f"structure={source.structure!r}" if isinstance(source, Posterior) else f"a {type(source).__name__}"
         raise UnsupportedError('a posterior with structure="gp", or a network with data and likelihood', got,
                                'Fit with ntk_laplace.laplace(..., structure="gp").')

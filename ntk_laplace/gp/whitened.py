@@ -14,7 +14,8 @@ from gpytorch.distributions import MultivariateNormal
 from linear_operator.operators import DenseLinearOperator, LinearOperator, RootLinearOperator, TriangularLinearOperator
 from torch import Size, Tensor
 
-from ntk_laplace.curvature import FunctionSpace
+from ntk_laplace.curvature import FunctionSpacePrecision
+from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.gram import diagonal_blocks, gram, multiply
 from ntk_laplace.linalg import solve_lower, solve_spd
@@ -47,7 +48,7 @@ class WhitenedGram(LinearOperator):
         return WhitenedGram(self._anchor, posterior=self._posterior, size=self._side, noise=True)
 
     @property
-    def _precision(self) -> FunctionSpace:
+    def _precision(self) -> FunctionSpacePrecision:
         return self._posterior.posterior_precision
 
     # --- exact operations that GPyTorch calls
@@ -85,11 +86,11 @@ class WhitenedGram(LinearOperator):
             lower = self._lower()
             return (lower @ torch.randn(self._side, num_samples, dtype=self.dtype, device=self.device)).T
         precision = self._precision
-        scale = precision.flat_variance.sqrt()
+        scale = precision.prior_precision.rsqrt()
         draws = []
         for _ in range(num_samples):
-            weights = (scale * torch.randn_like(scale)).split([shape.numel() for shape in precision.shapes.values()])
-            named = {n: w.view(s) for w, (n, s) in zip(weights, precision.shapes.items(), strict=True)}
+            weights = named_parts(scale * torch.randn_like(scale), precision.shapes)
+            named = {name: part.view(precision.shapes[name]) for name, part in weights.items()}
             draws.append(precision.weighted.jvp(named).reshape(-1))
         return self._value_alone(torch.stack(draws))
 
@@ -99,7 +100,7 @@ class WhitenedGram(LinearOperator):
             return RootLinearOperator(TriangularLinearOperator(self._lower()))
         precision = self._precision
         rows = precision.weighted.dense(precision.shapes).transpose(0, 1).flatten(0, 1)
-        return RootLinearOperator(self._value_alone(rows * precision.flat_variance.sqrt()))
+        return RootLinearOperator(self._value_alone(rows * precision.prior_precision.rsqrt()))
 
     def to_dense(self) -> Tensor:
         """The matrix, (N*R, N*R); a backward pass through it raises an error."""

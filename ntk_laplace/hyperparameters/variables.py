@@ -69,10 +69,6 @@ class Variables:
                                       f"This likelihood is {type(posterior.likelihood).__name__}.")
         self.posterior = posterior
         self.parameters = {name: there[name] for name in dict.fromkeys(chosen)}
-        fixed = [name for name, parameter in self.parameters.items() if parameter.is_inference()]
-        if fixed:
-            raise HyperparameterError("hyperparameters that can move", f"{', '.join(fixed)} made in inference mode",
-                                      "Make prior and likelihood outside of torch.inference_mode().")
 
     @property
     def names(self) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.evidence import Evidence
 from ntk_laplace.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.posterior.fitted import Fitted
-from ntk_laplace.scalars import scalar
 
 __all__ = ["EvidenceVerbs"]
 
@@ -24,20 +22,16 @@ class EvidenceVerbs(Fitted):
 
     def log_likelihood(self) -> Tensor:
         """Σ log p(y_n given f_n) of the training points, nats; differentiable in the likelihood's hyperparameters."""
-        return scalar(self._structure.points.log_likelihood(self._model.likelihood))
+        return evidence.log_likelihood(self._fitted)
 
     def log_joint(self) -> Tensor:
         """Σ log p(y_n given f_n) - ½ (θ*-μ0)ᵀP0(θ*-μ0), the evidence's first part; differentiable like it."""
-        model = self._model
-        return scalar(evidence.log_joint(self._structure.points, model.likelihood, model.prior, model.theta))
+        fit = evidence.log_likelihood(self._fitted)
+        return fit + evidence.log_prior(self._fitted).to(fit)
 
     def log_det(self) -> Tensor:
-        """log det B, from the factorization that stands; the evidence is `log_joint` less half of it."""
-        model, precision = self._model, self.posterior_precision
-        return scalar(evidence.log_det(
-            self._structure.points, model.likelihood, model.prior, model.curvature_type, precision,
-            lambda: self._structure.sensitivity(model, precision),
-        ))  # fmt: skip
+        """log det B, from the present factorization; the evidence is `log_joint` less half of it."""
+        return evidence.log_det(self._fitted)
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Laplace-GGN evidence log q(D) ([I21] Eq. 3, 8).
@@ -69,18 +63,7 @@ class EvidenceVerbs(Fitted):
         Evidence
             Its terms are tensors (), differentiable like the value.
         """
-        model, points = self._model, self._structure.points
-        log_likelihood, log_det = self.log_likelihood(), self.log_det()
-        log_prior = scalar(-model.prior.energy(model.theta).to(log_likelihood))
-        value = log_likelihood + log_prior - 0.5 * log_det.to(log_likelihood)  # [I21] Eq. 8
-        added = torch.zeros_like(value, requires_grad=False)
-        if correction:
-            step = self._structure.newton_step(model, self.posterior_precision, self._joint_gradient())
-            added = evidence.correction(points, model.likelihood, model.prior, model.theta, model.curvature_type, step)
-            value = value + added.to(value)
-        exact = self.structure in ("gp", "full") and model.curvature_type.kind == "ggn"
-        bounds = (float(value), float(value)) if exact else (-math.inf, math.inf)
-        return Evidence(value, 0.0, *bounds, log_likelihood, log_prior, log_det, scalar(added))
+        return evidence.evidence(self._fitted, correction)
 
     def evidence_curve(self, factors: Tensor) -> Tensor:
         """Evidence with all prior precisions multiplied by each of many factors, from one eigendecomposition.
@@ -108,17 +91,14 @@ class EvidenceVerbs(Fitted):
             raise HyperparameterError("positive finite factors", repr(factors), remedy) from error
         if not bool(((factors > 0) & torch.isfinite(factors)).all()):
             raise HyperparameterError("positive finite factors", f"{factors.tolist()}", remedy)
-        model, points = self._model, self._structure.points
         with torch.no_grad():
-            log_likelihood = points.log_likelihood(model.likelihood)
-            energy = model.prior.energy(model.theta).to(log_likelihood)
+            fit, log_prior = evidence.log_likelihood(self._fitted), evidence.log_prior(self._fitted)
             log_det = self.posterior_precision.log_det_curve(factors)
-            return log_likelihood - factors * energy - 0.5 * log_det  # [I21] Eq. 8
+            return fit + factors * log_prior.to(fit) - 0.5 * log_det  # [I21] Eq. 8
 
     def spectrum(self) -> Tensor | None:
-        """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros left out or not; None where a structure has no list of them."""
-        spectrum = getattr(self.posterior_precision, "spectrum", None)
-        return None if spectrum is None else spectrum()
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½, zeros included or not; None if the structure does not list them."""
+        return self.posterior_precision.spectrum()
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
         """The spectrum in pieces, each with its prior group (a number, or one for each eigenvalue).
@@ -129,12 +109,11 @@ class EvidenceVerbs(Fitted):
         if len(self.prior.log_precision) == 1:
             spectrum = self.spectrum()
             return None if spectrum is None else [(spectrum.flatten(), 0)]
-        by_group = getattr(self.posterior_precision, "group_spectra", None)
-        return None if by_group is None else by_group()
+        return self.posterior_precision.group_spectra()
 
     def log_scale(self) -> Tensor | None:
         """Return log c, if all that the likelihood's hyperparameters do to the curvature is to multiply it by c."""
-        return self._model.curvature_type.log_scale(self.likelihood)
+        return self.curvature_type.log_scale(self.likelihood)
 
     def fit_hyperparameters(
         self, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,
@@ -166,9 +145,9 @@ class EvidenceVerbs(Fitted):
         HyperparameterHistory
             Evidence and hyperparameters of each step.
         """
-        options.setdefault("progress", self._model.settings.progress)
+        options.setdefault("progress", self._fitted.settings.progress)
         with torch.inference_mode(False):  # it needs gradients
-            return maximize(self, self._model.theta, method, parameters, steps, tolerance, bounds, **options)
+            return maximize(self, self._fitted.theta, method, parameters, steps, tolerance, bounds, **options)
 
     def effective_parameters(self) -> Tensor:
         """γ_g, the number of parameters of each prior group that the data determine, (G,)."""

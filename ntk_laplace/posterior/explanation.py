@@ -69,10 +69,10 @@ class ExplanationVerbs(Fitted):
             If there is no such output or quantity, or the data cannot be read again.
         """
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(k, output, by, y)
-        if self.structure == "gp":
+        if self._fitted.structure.spec.keeps_jacobian:
             return joined(self._explained(chunks, request), chunks.length or 0)
         groups = _grouped(chunks.rows(), batch_size)
-        return joined(rank(self._model, self._structure, self.posterior_precision, groups, request), chunks.length or 0)
+        return joined(rank(self._fitted, groups, request), chunks.length or 0)
 
     def removal_effects(
         self, x: Inputs, output: int | None = None, *, by: str = "output", y: Any = None,
@@ -92,11 +92,11 @@ class ExplanationVerbs(Fitted):
             its `guarantees` state.
         """
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(1, output, by, y)
-        if self.structure == "gp":
+        if self._fitted.structure.spec.keeps_jacobian:
             found = (explanation.effect for explanation in self._explained(chunks, request))
         else:
             groups = _grouped(chunks.rows(), batch_size)
-            found = effects(self._model, self._structure, self.posterior_precision, groups, request)
+            found = effects(self._fitted, groups, request)
         return fill_buffer(found, chunks.length or 0).rows
 
     def leave_one_out(self, *, strict: bool = True) -> LeaveOneOut:
@@ -127,7 +127,7 @@ class ExplanationVerbs(Fitted):
             raise UnsupportedError(
                 "leverages of at most 1, as an exact curvature has them",
                 f"{above:,} of {self.num_examples:,} points above it, the largest {float(found.leverage.max()):.3g}, "
-                f"under structure={self.structure!r} and curvature={self._model.curvature_type.kind!r}",
+                f"under structure={self.structure!r} and curvature={self.curvature_type.kind!r}",
                 'Fit with structure="gp" or "full" and curvature="ggn", or use other data for a score; strict=False '
                 "gives numbers that rank the points.",
             )  # fmt: skip
@@ -137,7 +137,7 @@ class ExplanationVerbs(Fitted):
     # --- inside
 
     def _left_out(self) -> LeaveOneOut:
-        return leave_one_out(self._model, self._structure, self.posterior_precision)
+        return leave_one_out(self._fitted)
 
     def _warn_of(self, found: LeaveOneOut) -> None:
         if not found.trusted:
@@ -145,8 +145,7 @@ class ExplanationVerbs(Fitted):
 
     def _explained(self, chunks: Chunks, request: ExplanationRequest) -> Iterator[Explanation]:
         """Explanations in function space, chunk by chunk."""
-        structure, space = self._structure, self.posterior_precision
-        return explain(self._model, structure, space, chunks.rows(bytes_of_each(structure, space)), request)
+        return explain(self._fitted, chunks.rows(bytes_of_each(self._fitted)), request)
 
 
 def _grouped(chunks: Iterable[Jacobian], batch_size: int | None) -> Iterator[Jacobian]:

@@ -18,7 +18,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood, Response
 from ntk_laplace.linalg import symmetric_root
 from ntk_laplace.posterior.chunks import Chunks
-from ntk_laplace.posterior.draws import Sampler, WeightDraws
+from ntk_laplace.posterior.draws import WeightDraws
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.predictive import Predictive, joined, predictive_from_samples
 from ntk_laplace.resources import require_memory
@@ -90,7 +90,7 @@ class PredictionVerbs(Fitted):
 
     def prior_latent(self, x: Inputs) -> MultitaskMultivariateNormal:
         """Joint prior of f at `x` under the linearized network: mean f + J(μ0-θ*), covariance K = J P0⁻¹ Jᵀ."""
-        rows, model = self._rows(x), self._model
+        rows, model = self.jacobian(x), self._fitted.model
         with torch.no_grad():
             back = model.prior.flat_mean().to(model.theta) - model.theta
         covariance = gram(rows, None, prior_variances(model.prior, self.network.shapes))
@@ -107,7 +107,7 @@ class PredictionVerbs(Fitted):
         x : tensor, tuple or dict of tensors, DataLoader or Dataset
         method : str
             "glm": average the response over the linearized model's outputs; closed form for a Gaussian likelihood.
-            "blr": moments of the response in closed form. "nn": sample weights (weight space only), the same samples
+            "blr": moments of the response in closed form. "nn": sample weights, the same samples
             for all inputs; if all linearized weights are in the last module, the layers before it are evaluated once.
             "probit": closed-form approximation for classes. "map": plug in the network's outputs.
         samples : int
@@ -135,7 +135,7 @@ class PredictionVerbs(Fitted):
         scalar = self.network.scalar
         if method == "nn":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
-            draws = WeightDraws(self._sampler(), samples, self.num_parameters, self._model.theta, generator)
+            draws = WeightDraws(self._weights, samples, self.num_parameters, self._fitted.theta, generator)
             parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws))
             return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
         respond = Predictive(own, method, samples, generator, scalar)
@@ -153,13 +153,12 @@ class PredictionVerbs(Fitted):
         ----------
         count : int
         x : optional
-            Function samples, joint over these inputs, (count, n, C); without it weight samples, (count, P), if the
-            structure supports them.
+            Function samples, joint over these inputs, (count, n, C); without it weight samples, (count, P).
         """
         require_whole("count", count, 0, "Pass how many draws you want.")
         _require_generator(generator)
         if x is None:
-            return self._sampler()(count, generator)
+            return self._weights(count, generator)
         rows = self._jointly(x)
         root = symmetric_root(self.posterior_precision.covariance(rows))
         noise = torch.randn(root.shape[0], count, dtype=root.dtype, device=root.device, generator=generator)
@@ -168,7 +167,7 @@ class PredictionVerbs(Fitted):
     # --- inside
 
     def _outputs(self, chunks: Chunks) -> Tensor:
-        if self._model.displacement is not None:
+        if self._fitted.model.displacement is not None:
             return fill_buffer((rows.f for rows in chunks.rows()), chunks.length or 0).rows
         found = (self.network.without_grad(x, start).to(self.dtype) for start, x in chunks.inputs())
         return fill_buffer(found, chunks.length or 0).rows
@@ -196,7 +195,7 @@ class PredictionVerbs(Fitted):
         needed = (size + max(self.num_examples * self.num_outputs, 1)) * size * self.dtype.itemsize
         require_memory(needed, self.network.device, f"the joint covariance of {size:,} outputs",
                        "Ask for latent_moments(x), which never forms it, or for fewer inputs at a time.",
-                       self._model.settings.memory_budget)
+                       self._fitted.settings.memory_budget)
 
     def _step(self, mean: str) -> dict[str, Tensor] | None:
         """θ - θ̄ by parameter for ``mean="posterior"``; None for the network's outputs."""
@@ -206,12 +205,9 @@ class PredictionVerbs(Fitted):
             raise UnsupportedError('mean "map" or "posterior"', repr(mean), "Choose one of the two.")
         return self.network.unflatten(self._refit_step())
 
-    def _sampler(self) -> Sampler:
-        draw: Sampler | None = getattr(self.posterior_precision, "sample_weights", None)
-        if draw is None:
-            raise UnsupportedError("a structure that has weight samples", f"structure={self.structure!r}",
-                                   'Pass x for function samples, or fit in weight space ("full", "kfac", ...).')
-        return draw
+    def _weights(self, count: int, generator: torch.Generator | None) -> Tensor:
+        """Weight samples, (count, P)."""
+        return self._fitted.theta + self.posterior_precision.sample(count, generator)
 
     def _sampled(self, chunks: Chunks, draws: WeightDraws) -> Iterator[Tensor]:
         """Outputs at all weight samples, (S, m, C), for each chunk."""

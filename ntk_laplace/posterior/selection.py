@@ -73,9 +73,8 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         chosen = orders(self.num_examples, permutations, seed)
         with torch.no_grad():
             if method == "average":
-                arguments = self._model, self._structure
-                scores = [average_score(*arguments, order, m, scale, samples) for order in chosen]
-            elif self.structure == "gp":
+                scores = [average_score(self._fitted, order, m, scale, samples) for order in chosen]
+            elif self._fitted.structure.spec.keeps_jacobian:
                 sequence = self._sequence()
                 whole = sequence.evidence(torch.arange(self.num_examples))
                 scores = [whole - sequence.evidence(order[:m]) for order in chosen]
@@ -83,6 +82,12 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
                 whole = self.log_marginal_likelihood(correction=True)
                 scores = [whole - self._evidence_of(order[:m]) for order in chosen]
             return torch.stack(scores).mean()
+
+    @property
+    def supports_conditional_evidence(self) -> bool:
+        """Whether the conditional evidence has a closed form: of an exact structure whose subsets keep their labels."""
+        spec = self._fitted.structure.spec  # without stored rows, subsets sample other labels
+        return spec.exact and (spec.keeps_jacobian or self.curvature_type.kind != "mc")
 
     def learning_curve(self, permutations: int = 10, seed: int = 0) -> LearningCurve:
         """log p(D_n given D_1 ... D_n-1) for n = 1 ... N ([L22] Eq. 4), one factorization for each order.
@@ -104,7 +109,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         UnsupportedError
             If the structure is not "gp".
         """
-        if self.structure != "gp":
+        if not self._fitted.structure.spec.keeps_jacobian:
             raise UnsupportedError('structure="gp" for a learning curve', f"structure={self.structure!r}",
                                    "Ask for conditional_log_marginal_likelihood at a few m, or fit in function space.")
         sequence = self._sequence()
@@ -148,7 +153,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Tensor, ()
             In nats.
         """
-        count = self.likelihood.weight * self._structure.points.total(self.likelihood)
+        count = self.likelihood.weight * self._fitted.points.total(self.likelihood)
         return self._penalized(effective, 0.5 * math.log(count))
 
     def aic(self, effective: bool = False) -> Tensor:
@@ -169,12 +174,12 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     # --- inside
 
     def _loo_score(self) -> tuple[Tensor, LeaveOneOut]:
-        if self.structure not in ("gp", "full") or self._model.curvature_type.kind != "ggn":
+        if not self._fitted.exact:
             raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
-                                   f"structure={self.structure!r}, curvature={self._model.curvature_type.kind!r}",
+                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
                                    "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
         found = self._left_out()
-        return (self._structure.points.counts * found.log_density).sum(), found
+        return (self._fitted.points.counts * found.log_density).sum(), found
 
     def _penalized(self, effective: bool, price: float) -> Tensor:
         with torch.no_grad():
@@ -183,11 +188,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             return fit - price * count
 
     def _sequence(self) -> PrequentialEvidence:
-        model, structure = self._model, self._structure
-        with torch.no_grad():
-            distance = structure.jvp(model, model.theta - model.prior.flat_mean().to(model.theta))
-        budget = model.settings.memory_budget
-        return PrequentialEvidence.of(self.posterior_precision, structure.points, model.likelihood, distance, budget)
+        return PrequentialEvidence.of(self._fitted)
 
     def _evidence_of(self, index: Tensor) -> Tensor:
         if len(index) == 0:
@@ -197,13 +198,14 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     def _selection_method(self, method: str) -> str:
         if method not in _METHODS:
             raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method), "Choose one of these.")
-        drawn = self.structure == "full" and self._model.curvature_type.kind == "mc"  # subsets sample other labels
-        exact = self.structure in ("gp", "full") and not drawn
+        spec = self._fitted.structure.spec
+        drawn = spec.exact and not self.supports_conditional_evidence
+        exact = self.supports_conditional_evidence
         if method == "evidence" and not exact:
             raise UnsupportedError(
                 'structure="gp" or "full" for method="evidence"'
                 + (', the second with curvature "ggn" or "ef"' if drawn else ""),
-                f"structure={self.structure!r}, curvature={self._model.curvature_type.kind!r}",
+                f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
                 'Use method="average", or fit in function space.',
             )
         return ("evidence" if exact else "average") if method == "auto" else method

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ntk_laplace.data import Batches, Inputs
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.explain import (
+from ntk_laplace.points import TrainingPoints
+from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.structures import FunctionSpace
+from ntk_laplace.what_if import (
     Indices,
     positions,
     relabeled,
@@ -21,9 +24,6 @@ from ntk_laplace.explain import (
     stepped,
     stepped_once,
 )
-from ntk_laplace.points import TrainingPoints
-from ntk_laplace.posterior.fitted import Fitted
-from ntk_laplace.structures import ChangedStructure, FullStructure, FunctionSpaceStructure
 
 __all__ = ["WhatIfVerbs"]
 
@@ -120,7 +120,7 @@ class WhatIfVerbs(Fitted):
             If a target does not fit the likelihood.
         """
         chosen = positions(indices, self.num_examples)
-        return self._moved(relabeled(self._model, self._points(), chosen, y), steps)
+        return self._moved(relabeled(self._fitted.model, self._points(), chosen, y), steps)
 
     def add(self, x: Inputs, y: Any, steps: int | None = 1) -> WhatIfVerbs:
         """Posterior given new training points as well, with a new mean; `condition` keeps the mean.
@@ -144,14 +144,14 @@ class WhatIfVerbs(Fitted):
         DataError, TargetError, UnsupportedError
             If inputs and targets do not fit the network and the likelihood.
         """
-        if self._model.curvature_type.kind == "mc":
+        if self.curvature_type.kind == "mc":
             raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", whose labels are drawn',
-                                   "Fit with one of the two; the other changes are there.")
-        model = self._model if self.structure in ("gp", "full") else replace(self._model, displacement=None)
+                                   "Fit with one of the two; the other changes are available.")
+        exact, model = self._fitted.structure.spec.exact, self._fitted.model
+        model = model if exact else replace(model, displacement=None)
         batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.input_dtype)
         with torch.inference_mode(False):
-            read = FullStructure if self.structure == "full" else FunctionSpaceStructure
-            added = read(model, batches)
+            added = self._fitted.structure.refit_on(model, batches) if exact else FunctionSpace().fit(model, batches)
             return self._moved(self._points().joined(model.likelihood, added.points), steps, added)
 
     def relinearize(self, x: Inputs | None = None, steps: int = 1) -> WhatIfVerbs:
@@ -185,25 +185,23 @@ class WhatIfVerbs(Fitted):
         UnsupportedError
             If nothing was changed, the structure is not "gp" or "full", or the curvature is not the GGN.
         """
-        if self.structure not in ("gp", "full") or self._model.curvature_type.kind != "ggn":
+        if not self._fitted.exact:
             raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for Gauss-Newton steps',
-                                   f"structure={self.structure!r}, curvature={self._model.curvature_type.kind!r}",
+                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
                                    "Fit one of them, or train the network again.")
         with torch.inference_mode(False):
-            model, structure = relinearized(self._model, self._structure, x, steps)
-        return type(self)(model, structure, self.reason)
+            return self._derived(relinearized(self._fitted, x, steps))
 
     def _points(self) -> TrainingPoints:
         """The points to change, at the start of the next step."""
-        structure = self._structure
-        return structure.unmoved_points if isinstance(structure, ChangedStructure) else structure.points
+        return self._fitted.structure.points_to_change
 
     def _warn_of_nothing(self, points: TrainingPoints, steps: int | None) -> None:
         """Warn that several steps are not a refit if no training point is or was changed."""
         now = self._points()
         same = len(points.f) == len(now.f) and torch.equal(points.counts, now.counts)
-        if steps == 1 or self._model.displacement is not None or not same or not torch.equal(points.targets,
-                                                                                             now.targets):
+        same = same and torch.equal(points.targets, now.targets)
+        if steps == 1 or self._fitted.model.displacement is not None or not same:
             return
         warnings.warn(
             "no training point is changed, so nothing moves: a what-if holds what training left undone. The posterior "
@@ -214,15 +212,12 @@ class WhatIfVerbs(Fitted):
     def _moved(self, points: TrainingPoints, steps: int | None, added: Any = None) -> WhatIfVerbs:
         require_steps(steps)
         self._warn_of_nothing(points, steps)
-        exact = self.structure in ("gp", "full")
-        if steps != 1 and not (exact and self._model.curvature_type.kind == "ggn"):
+        if steps != 1 and not self._fitted.exact:
             raise UnsupportedError(
-                f'steps=1 for structure={self.structure!r} and curvature={self._model.curvature_type.kind!r}',
+                f'steps=1 for structure={self.structure!r} and curvature={self.curvature_type.kind!r}',
                 f"steps={steps}", 'Fit with structure="gp" (or "full") and curvature="ggn" for more of them.',
             )  # fmt: skip
         with torch.inference_mode(False):
-            if exact:
-                model, structure = stepped(self._model, self._structure, points, added, steps)
-            else:
-                model, structure = stepped_once(self._model, self._structure, points, added)
-        return type(self)(model, structure, self.reason)
+            if self._fitted.structure.spec.exact:
+                return self._derived(stepped(self._fitted, points, added, steps))
+            return self._derived(stepped_once(self._fitted, points, added))

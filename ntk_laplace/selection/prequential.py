@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpace
 from ntk_laplace.gram import cross_gram, gram
-from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.linalg import cholesky_, cholesky_log_det, solve_lower
-from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import require_memory
+from ntk_laplace.structures import FittedModel
 
 __all__ = ["PrequentialEvidence"]
 
@@ -54,18 +52,17 @@ class PrequentialEvidence:
     work: Tensor
 
     @classmethod
-    def of(
-        cls, space: FunctionSpace, points: TrainingPoints, likelihood: Likelihood, distance: Tensor,
-        budget: int | None = None,
-    ) -> PrequentialEvidence:  # fmt: skip
-        """Compute the terms from a posterior's rows; `distance` is d = J(θ* - μ0), (N, C)."""
+    def of(cls, fitted: FittedModel) -> PrequentialEvidence:
+        """Compute the terms from the stored rows of a fit."""
+        space, points = fitted.precision, fitted.points
         n, k = space.weighted.num_examples, space.weighted.num_cotangents
         require_memory(2 * (n * k) ** 2 * points.f.element_size(), points.f.device,
                        f"B of {n * k:,} x {n * k:,} in the data's order and in another",
-                       "Use fewer points, or a structured posterior.", budget)
+                       "Use fewer points, or a structured posterior.", fitted.settings.memory_budget)
+        residual = fitted.residual()
         with torch.no_grad():
-            residual = points.residual(likelihood)
-            log_prob = points.log_prob(likelihood)
+            log_prob = points.log_prob(fitted.likelihood)
+            distance = fitted.jvp(fitted.theta - fitted.prior.flat_mean().to(fitted.theta))  # d = J(θ* - μ0)
         own = space.rows.weighted(residual.unsqueeze(-1))
         return cls(
             log_prob,

@@ -1,36 +1,51 @@
 """Structures: how the posterior precision is stored, and what is kept of the training data."""
 
-from ntk_laplace.curvature import STRUCTURE_SPECS
-from ntk_laplace.structures.accumulation import Accumulation
-from ntk_laplace.structures.base import LinearizedModel, Settings, Structure
-from ntk_laplace.structures.batch_merging import merged_batches
-from ntk_laplace.structures.changed import ChangedStructure, rows_of
-from ntk_laplace.structures.full import FullStructure
-from ntk_laplace.structures.gp import FunctionSpaceStructure
-from ntk_laplace.structures.records import opened, require_place, resumed, write
-from ntk_laplace.structures.saving import posterior_record
-from ntk_laplace.structures.structured import StructuredStructure
+# the order of registration is that of names in messages and tables
+# isort: off
+from ntk_laplace.structures.function_space import FunctionSpace, FunctionSpaceStructure
+from ntk_laplace.structures.full import FullWeightSpace
+from ntk_laplace.structures.block_specifications import EKFAC, INF, KFAC, Diagonal
+# isort: on
 
-RESTORE = {
-    "gp": FunctionSpaceStructure.restored,
-    "full": FullStructure.restored,
-} | {name: StructuredStructure.restored for name in STRUCTURE_SPECS}
+from ntk_laplace.structures.accumulation import Accumulation
+from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.block_spec import BlockBasis
+from ntk_laplace.structures.fitted_model import FittedModel
+from ntk_laplace.structures.model import LinearizedModel, Settings
+from ntk_laplace.structures.structure import (
+    NewtonStep,
+    Saved,
+    Structure,
+    StructureSpec,
+    register_structure,
+    structure_named,
+    structure_names,
+)
+from ntk_laplace.structures.structured import StructuredStructure
+from ntk_laplace.structures.summed import SummedSpec, SummedStructure
 
 __all__ = [
-    "RESTORE",
+    "EKFAC",
+    "INF",
+    "KFAC",
     "Accumulation",
-    "ChangedStructure",
-    "FullStructure",
+    "BlockBasis",
+    "Diagonal",
+    "FittedModel",
+    "FullWeightSpace",
+    "FunctionSpace",
     "FunctionSpaceStructure",
     "LinearizedModel",
+    "NewtonStep",
+    "Saved",
     "Settings",
     "Structure",
+    "StructureSpec",
     "StructuredStructure",
+    "SummedSpec",
+    "SummedStructure",
     "merged_batches",
-    "opened",
-    "posterior_record",
-    "require_place",
-    "resumed",
-    "rows_of",
-    "write",
+    "register_structure",
+    "structure_named",
+    "structure_names",
 ]

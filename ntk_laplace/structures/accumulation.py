@@ -17,7 +17,6 @@ from ntk_laplace.curvature import (
     Eigenbasis,
     ParameterBlock,
     Products,
-    StructureSpec,
     Summary,
     diagonal_block,
     find_parameter_blocks,
@@ -27,8 +26,9 @@ from ntk_laplace.errors import DataError, FitInterrupted, TargetError, Unsupport
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures.base import LinearizedModel
+from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import read_batches
+from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = ["FIRST", "SECOND", "Accumulation"]
 
@@ -41,7 +41,7 @@ class Accumulation:
 
     Attributes
     ----------
-    spec : StructureSpec
+    spec : BlockSpec
     signature : mapping of str to str
         Fingerprints of the network, the likelihood and so on.
     stage : str
@@ -59,7 +59,7 @@ class Accumulation:
         Called after each batch to save the state if it is due, and with ``now=True`` at an interruption.
     """
 
-    spec: StructureSpec
+    spec: BlockSpec
     signature: Mapping[str, str] = field(default_factory=dict)
     stage: str = FIRST
     batches_done: int = 0
@@ -159,7 +159,7 @@ class Accumulation:
                 if borrowed and summary.block.kind == "kronecker":
                     summary.add_second_moments(rows, self.eigenbases[number].basis, self.spec.squares)
                 else:
-                    summary.add_factors(rows, getattr(self.spec, "sharing", "expand"), products, own)
+                    summary.add_factors(rows, self.spec.sharing, products, own)
             self.f.append(rows.f)
         self.targets.append(targets)
         if weights is not None:
@@ -295,7 +295,7 @@ class _Roots:
         return None if weights is None else weights[seen : seen + n].to(self.model.network.device)
 
 
-def _require_memory(parts: list[ParameterBlock], spec: StructureSpec, model: LinearizedModel) -> None:
+def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: LinearizedModel) -> None:
     """Raise an error if the sums do not fit in memory, before any is allocated."""
     largest = max(parts, key=lambda part: part.numbers, default=None)
     ways = ['structure="diag", which keeps one number per parameter'] * (spec.name != "diag")

@@ -6,8 +6,9 @@ import os
 import time
 
 from ntk_laplace import tuning
+from ntk_laplace.files import require_place, write
 from ntk_laplace.structures.accumulation import Accumulation
-from ntk_laplace.structures.records import record, require_place, write
+from ntk_laplace.structures.records import record
 
 __all__ = ["Autosave"]
 

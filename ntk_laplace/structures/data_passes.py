@@ -14,8 +14,8 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.progress import track
-from ntk_laplace.structures.base import LinearizedModel
 from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = [
     "ModelSignature",

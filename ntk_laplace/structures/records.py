@@ -11,28 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import STRUCTURE_SPECS, Eigenbasis, FactorEigen, ParameterBlock, StructureSpec, Summary
+from ntk_laplace.curvature import Eigenbasis, FactorEigen, ParameterBlock, Summary
 from ntk_laplace.data import fill_buffer
 from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.files import opened
 from ntk_laplace.structures.accumulation import Accumulation
+from ntk_laplace.structures.block_spec import BlockSpec
+from ntk_laplace.structures.structure import structure_named
 
-__all__ = [
-    "from_record",
-    "opened",
-    "record",
-    "require_place",
-    "resumed",
-    "spec_from",
-    "spec_record",
-    "spec_words",
-    "write",
-]  # fmt: skip
+__all__ = ["from_record", "record", "resumed"]
 
 
 def record(gathered: Accumulation, include_data: bool) -> dict[str, Any]:
     """Serialize an accumulation; outputs, targets and weights, which are training data, only with `include_data`."""
     return {
-        "form": spec_record(gathered.spec),
+        "form": {"name": gathered.spec.name, "options": gathered.spec.options()},  # the key of version 1
         "model": dict(gathered.signature),
         "stage": gathered.stage,
         "batches_done": gathered.batches_done,
@@ -53,9 +46,10 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
     """Restore a serialized accumulation."""
     parts = [ParameterBlock(**(dict(part) | {"entries": tuple(part["entries"])})) for part in saved["parts"]]
     sums = saved["sums"]
+    spec = structure_named(saved["form"]["name"])(**saved["form"]["options"])
     eigenbases = [_eigenbasis(own) for own in saved["frames"]]
     return Accumulation(
-        spec_from(saved["form"]), dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
+        spec, dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
         parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], eigenbases,
         fill_buffer(saved["f"]), fill_buffer(saved["targets"]), fill_buffer(saved.get("weights", [])),
     )  # fmt: skip
@@ -68,59 +62,7 @@ def _eigenbasis(saved: Mapping[str, Tensor | None]) -> Eigenbasis:
                                                                                          saved["basis_right"]))
 
 
-def spec_record(spec: StructureSpec) -> dict[str, Any]:
-    """Name and options of a spec; a reused basis is stored with the eigenbases."""
-    options = {name: value for name, value in vars(spec).items() if name != "basis"}
-    return {"name": spec.name, "options": options}
-
-
-def spec_from(saved: Mapping[str, Any]) -> StructureSpec:
-    """Restore a serialized spec."""
-    return STRUCTURE_SPECS[saved["name"]](**saved["options"])
-
-
-def write(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Save atomically: a reader never sees a partial file."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".block")
-    torch.save(dict(content), partial)
-    partial.replace(path)
-
-
-def opened(path: str | os.PathLike[str], what: str, remedy: str, device: torch.device) -> Any:
-    """Content of a file that `write` made; no code in it is executed.
-
-    Raises
-    ------
-    DataError
-        If it is not such a file.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise DataError(f"a path of {what}", repr(path), remedy)
-    try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except FileNotFoundError as error:
-        raise DataError(f"{what} at {path}", "no such file", remedy) from error
-    except Exception as error:  # unpickling foreign bytes may raise anything
-        raise DataError(f"{what} at {path}", f"what cannot be read as one ({type(error).__name__})", remedy) from error
-
-
-def require_place(path: Any) -> None:
-    """Refuse a path that is not writable, before the computation to be saved.
-
-    Raises
-    ------
-    DataError
-    """
-    remedy = "Make its folder first, and pass the path of a file in it."
-    if not isinstance(path, (str, os.PathLike)):
-        raise DataError("a path as checkpoint", repr(path), remedy)
-    path = Path(path)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError("a checkpoint in a folder that is there and can be written to", f"{path}", remedy)
-
-
-def resumed(resume: Any, spec: StructureSpec, device: torch.device) -> Accumulation | None:
+def resumed(resume: Any, spec: BlockSpec, device: torch.device) -> Accumulation | None:
     """The accumulation to resume, from a file or the `state` of a `FitInterrupted`.
 
     Raises
@@ -135,16 +77,10 @@ def resumed(resume: Any, spec: StructureSpec, device: torch.device) -> Accumulat
     if not isinstance(resume, Accumulation):
         raise DataError("the state of an interrupted fit, or the file it was saved to", f"a {type(resume).__name__}",
                         "Pass Settings(resume=error.state) of a FitInterrupted, or its checkpoint's path.")
-    if spec_record(resume.spec) != spec_record(spec):
-        raise UnsupportedError(f"to resume {spec_words(resume.spec)}, which was interrupted", spec_words(spec),
+    if (resume.spec.name, resume.spec.options()) != (spec.name, spec.options()):
+        raise UnsupportedError(f"to resume {resume.spec}, which was interrupted", str(spec),
                                "Pass the same structure with the same options.")
     return resume.copy()
-
-
-def spec_words(spec: StructureSpec) -> str:
-    """A spec as Python code."""
-    options = ", ".join(f"{k}={v!r}" for k, v in spec_record(spec)["options"].items())
-    return f"{type(spec).__name__}({options})"
 
 
 def _loaded(path: Path, device: torch.device) -> Accumulation:

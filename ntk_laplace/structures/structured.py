@@ -4,257 +4,288 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import Eigenbasis, LowRank, ParameterBlock, StructuredWeightSpace, StructureSpec
-from ntk_laplace.data import Batches, Joined, Source, fill_buffer, kept_or_missing
+from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock
+from ntk_laplace.data import Joined, Missing, Source, fill_buffer
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.evidence import NewtonStep
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.points import TrainingPoints, UnsavedPoints
+from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.autosave import Autosave
-from ntk_laplace.structures.base import LinearizedModel
+from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
 from ntk_laplace.structures.data_passes import ModelSignature, common_factor, jvp, read_rows, selected, vjp
-from ntk_laplace.structures.records import from_record, record, spec_record, spec_words
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.records import from_record, record, resumed
+from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis
 
-__all__ = ["StructuredStructure"]
+__all__ = ["StructuredSpec", "StructuredStructure"]
 
 
-class StructuredStructure:
+class StructuredSpec(BlockSpec):
+    """A `BlockSpec` with its fit."""
+
+    def fit(self, model: LinearizedModel, source: Source) -> StructuredStructure:
+        """Sum over the data, in one or two passes; a fit that was interrupted is resumed.
+
+        Raises
+        ------
+        UnsupportedError
+            If the fit to resume, or the basis, belongs to another model.
+        """
+        accumulated = resumed(model.settings.resume, self, model.network.device)
+        if accumulated is None:
+            accumulated = Accumulation(self, signature=ModelSignature(model))
+            _reuse_eigenbasis(accumulated, self.basis, model)
+        else:
+            _require_same_model(accumulated, model)
+        return _fitted(model, source, self, accumulated)
+
+    def restored(self, model: LinearizedModel, saved: Saved) -> StructuredStructure:
+        """From the sums of a checkpoint."""
+        gathered = from_record(saved.state)
+        extras = [None if extra is None else LowRank(**extra) for extra in saved.state["extras"]]
+        at = _AtLikelihood(gathered, extras, copy.deepcopy(model.likelihood))
+        return StructuredStructure(gathered.spec, saved.source, saved.points, at)
+
+
+def _fitted(
+    model: LinearizedModel, source: Source, spec: StructuredSpec, accumulated: Accumulation
+) -> StructuredStructure:
+    """Run or continue the passes over the data."""
+    spec.check(model.prior)
+    if source.length is not None:
+        model.likelihood.bind(source.length, model.network.num_outputs)
+    accumulated.checkpoint = Autosave(model.settings.checkpoint)
+    accumulated.advance(model, source)
+    points = accumulated.points
+    accumulated.forget()
+    model.likelihood.bind(*points.f.shape)
+    return StructuredStructure(spec, source, points, _AtLikelihood.of(accumulated, model.likelihood))
+
+
+@dataclass
+class _AtLikelihood:
+    """The sums, and a copy of the likelihood at which they were taken: Λ now is `scale` times Λ then.
+
+    Attributes
+    ----------
+    accumulated : Accumulation
+    extras : list
+        Extra state of each parameter block, as `BlockSpec.finalized` returns it.
+    likelihood : Likelihood
+    scale : float
+    """
+
+    accumulated: Accumulation
+    extras: Sequence[Any]
+    likelihood: Likelihood
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, accumulated: Accumulation, likelihood: Likelihood) -> _AtLikelihood:
+        """Derive the blocks' extra state from complete sums."""
+        for summary in accumulated.summaries:
+            summary.require_finite()  # checked at the fit: eigenvectors may be computed much later
+        extras = accumulated.spec.finalized(accumulated.summaries, accumulated.eigenbases)
+        return cls(accumulated, extras, copy.deepcopy(likelihood))
+
+    @property
+    def eigenbases(self) -> list[Eigenbasis]:
+        """Eigenbases of the parameter blocks at the likelihood of the sums."""
+        gathered = self.accumulated
+        if not gathered.eigenbases:
+            gathered.eigenbases = [Eigenbasis.of(summary) for summary in gathered.summaries]
+        return gathered.eigenbases
+
+    def scaled_eigenbases(self) -> list[Eigenbasis]:
+        """Eigenbases for Λ at the likelihood's current hyperparameters."""
+        pairs = zip(self.eigenbases, self.accumulated.parameter_blocks, strict=True)
+        return [eigenbasis.scaled(block.table, self.scale) for eigenbasis, block in pairs]
+
+
+@dataclass
+class StructuredStructure(Structure):
     """Block-diagonal weight space: Kronecker factors, dense blocks, diagonals.
 
     A change of the prior costs O(P). A change of the likelihood that multiplies all Λ_n by one number (a Gaussian's
     noise) rescales the sums; any other needs another pass over the data, in the eigenbasis of the fit.
 
-    Parameters
+    Attributes
     ----------
-    model : LinearizedModel
-    batches : Source
-    spec : StructureSpec
+    spec : StructuredSpec
         KFAC, EKFAC, INF or Diagonal, with their options.
-    accumulated : Accumulation, optional
-        State of an interrupted fit, to resume.
+    data : Source or Missing
+    points : TrainingPoints or UnsavedPoints
+    at : _AtLikelihood
+        A cache of the sums.
     """
 
-    def __init__(
-        self, model: LinearizedModel, batches: Source, spec: StructureSpec, accumulated: Accumulation | None = None
-    ) -> None:
-        spec.check(model.prior)
-        self.spec, self._batches = spec, batches
-        if batches.length is not None:
-            model.likelihood.bind(batches.length, model.network.num_outputs)
-        if accumulated is None:
-            accumulated = Accumulation(spec, signature=ModelSignature(model))
-            _reuse_eigenbasis(accumulated, spec, model)
-        else:
-            _require_same_model(accumulated, model)
-        self._accumulated = accumulated
-        accumulated.checkpoint = Autosave(model.settings.checkpoint)
-        accumulated.advance(model, batches)
-        self._finalize(model)
-
-    def _finalize(self, model: LinearizedModel) -> None:
-        """Derive points and the blocks' extra state from the sums, at the likelihood of the fit."""
-        gathered = self._accumulated
-        self.points: TrainingPoints | UnsavedPoints = self._gathered_points()
-        model.likelihood.bind(*self.points.f.shape)
-        for summary in gathered.summaries:
-            summary.require_finite()  # checked at the fit: eigenvectors may be computed much later
-        self._extras = self.spec.finalized(gathered.summaries, gathered.eigenbases)
-        self._likelihood = copy.deepcopy(model.likelihood)
-        self._scale = 1.0
-
-    def _gathered_points(self) -> TrainingPoints:
-        """Outputs and targets of all examples; stored only here."""
-        points = self._accumulated.points
-        self._accumulated.forget()
-        return points
+    spec: StructuredSpec
+    data: Source | Missing
+    points: Points
+    at: _AtLikelihood
 
     @property
-    def name(self) -> str:
-        """The name that `structure=` takes."""
-        return self.spec.name
+    def source(self) -> Source | Missing:
+        """The training data, for another pass."""
+        return self.data
 
     @property
     def parameter_blocks(self) -> list[ParameterBlock]:
         """Which parameters share a factorization, and of which kind."""
-        return list(self._accumulated.parameter_blocks)
+        return list(self.at.accumulated.parameter_blocks)
 
     @property
     def eigenbases(self) -> Sequence[Eigenbasis]:
         """Eigenbases of the parameter blocks."""
-        gathered = self._accumulated
-        if not gathered.eigenbases:
-            gathered.eigenbases = [Eigenbasis.of(summary) for summary in gathered.summaries]
-        return gathered.eigenbases
-
-    def _eigenbases(self) -> list[Eigenbasis]:
-        """Eigenbases for Λ at the likelihood's current hyperparameters."""
-        pairs = zip(self.eigenbases, self.parameter_blocks, strict=True)
-        return [eigenbasis.scaled(part.table, self._scale) for eigenbasis, part in pairs]
+        return self.at.eigenbases
 
     # --- algebra
 
-    def posterior_precision(self, model: LinearizedModel) -> StructuredWeightSpace:
+    def posterior_precision(self, model: LinearizedModel) -> BlockDiagonalPrecision:
         """The factorized posterior precision at the current hyperparameters."""
         self._follow(model)
         with torch.no_grad():
             by_group = model.prior.precision.to(model.theta)
             named = {name: by_group[model.prior.group_of(name)] for name in model.network.shapes}
-        gathered = self._accumulated
-        algebras = []
-        for summary, eigenbasis, extra in zip(gathered.summaries, self._eigenbases(), self._extras, strict=True):
+        at, algebras = self.at, []
+        for summary, eigenbasis, extra in zip(at.accumulated.summaries, at.scaled_eigenbases(), at.extras, strict=True):
             part = summary.block
             precision = named[part.weight]  # a bias in the block has the same
             if precision.ndim or part.kind == "diagonal":
                 sizes = {name: model.network.shapes[name].numel() for name in part.names}
                 precision = part.gather({name: named[name].expand(size) for name, size in sizes.items()})
-            algebras.append(self.spec.algebra(summary.scaled(self._scale), eigenbasis, extra, precision))
-        return StructuredWeightSpace(algebras, model.prior, model.network.shapes, model.theta)
+            algebras.append(self.spec.algebra(summary.scaled(at.scale), eigenbasis, extra, precision))
+        return BlockDiagonalPrecision(algebras, model.prior, model.network.shapes, model.theta)
 
     def _follow(self, model: LinearizedModel) -> None:
         """Update the sums to the likelihood's current hyperparameters."""
-        factor = common_factor(model, self._likelihood, self.points)
+        factor = common_factor(model, self.at.likelihood, self.points)
         if factor is not None:
-            self._scale = factor
+            self.at.scale = factor
             return
-        gathered = replace(self._accumulated)  # the old sums are valid until the pass ends
+        gathered = replace(self.at.accumulated)  # the old sums are valid until the pass ends
         gathered.eigenbases = list(gathered.eigenbases) if self.spec.second_pass else []
-        gathered.again(model, self._batches)
-        self._accumulated = gathered
-        self.points = self._gathered_points()
-        self._likelihood, self._scale = copy.deepcopy(model.likelihood), 1.0
+        gathered.again(model, self.data)
+        gathered.forget()
+        self.at = _AtLikelihood(gathered, self.at.extras, copy.deepcopy(model.likelihood))
 
     # --- further passes
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr, (P,), in one pass with cotangent r."""
-        return vjp(model, self._batches, residual, model.settings.batch_size)
+        return vjp(model, self.data, residual, model.settings.batch_size)
 
     def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
         """J v, (N, C)."""
-        return jvp(model, self._batches, vector, model.settings.batch_size)
+        return jvp(model, self.data, vector, model.settings.batch_size)
 
-    def sensitivity(self, model: LinearizedModel, precision: StructuredWeightSpace) -> Tensor:
+    def sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, None)
 
-    def newton_step(self, model: LinearizedModel, precision: StructuredWeightSpace, gradient: Tensor) -> NewtonStep:
-        """z = H⁻¹g and J z; zᵀ(H - P0)z uses this structure's H."""
-        z = precision.solve(gradient)
-        own = *precision.quadratic(z), lambda: self._sensitivity(model, precision, z)
-        return NewtonStep(z, self.jvp(model, z), own)
+    def curve_sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision, z: Tensor) -> Tensor:
+        """∂ zᵀHz/∂Λ_n with z fixed, (N, C, C), at fixed eigenbases."""
+        return self._sensitivity(model, precision, z)
 
-    def _sensitivity(self, model: LinearizedModel, precision: StructuredWeightSpace, z: Tensor | None) -> Tensor:
-        passes = read_rows(model, self._batches, None, model.settings.batch_size, "likelihood gradients")
+    def _sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision, z: Tensor | None) -> Tensor:
+        passes = read_rows(model, self.data, None, model.settings.batch_size, "likelihood gradients")
         return fill_buffer((precision.sensitivity(rows, z) for rows in passes), self.points.num_examples).rows
 
     # --- more data
 
-    def refit_on(self, model: LinearizedModel, batches: Source) -> StructuredStructure:
+    def refit_on(self, model: LinearizedModel, source: Source) -> StructuredStructure:
         """The same structure fitted to other data, in this eigenbasis."""
         accumulated = Accumulation(self.spec, signature=ModelSignature(model),
                                    parameter_blocks=list(self.parameter_blocks))
         if self.spec.second_pass:
             accumulated.eigenbases = list(self.eigenbases)
-        return StructuredStructure(model, batches, self.spec, accumulated)
+        return _fitted(model, source, self.spec, accumulated)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> StructuredStructure:
         """Sums over some points, in this eigenbasis, from another pass."""
-        return self.refit_on(model, selected(self._batches, index, self.points.num_examples))
+        return self.refit_on(model, selected(self.data, index, self.points.num_examples))
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """Rows of J, from another pass."""
-        batches = selected(self._batches, index, self.points.num_examples)
-        yield from read_rows(model, batches, None, model.settings.batch_size, "Jacobians")
+        source = selected(self.data, index, self.points.num_examples)
+        yield from read_rows(model, source, None, model.settings.batch_size, "Jacobians")
 
     def merged(self, model: LinearizedModel, other: StructuredStructure) -> StructuredStructure:
         """Sums over both data sets; structures whose sums are in an eigenbasis must share it."""
         _require_mergeable(self, other)
         for one in (self, other):
             one._follow(model)
-        ours, theirs = self._accumulated, other._accumulated
-        total = copy.copy(self)
+        ours, theirs = self.at.accumulated, other.at.accumulated
         pairs = zip(ours.summaries, theirs.summaries, strict=True)
-        summaries = [a.scaled(self._scale).merged(b.scaled(other._scale)) for a, b in pairs]
-        f = fill_buffer([self.points.f, other.points.f])  # an error here if the checkpoint has no data
-        points = self.points.joined(model.likelihood, other.points)
-        eigenbases = list(ours.eigenbases) if self.spec.second_pass else []
-        total._accumulated = replace(
-            ours, summaries=summaries, eigenbases=eigenbases, f=f, targets=fill_buffer([points.targets]),
-            weights=fill_buffer([] if points.weights is None else [points.weights]),
+        total = replace(
+            ours, summaries=[a.scaled(self.at.scale).merged(b.scaled(other.at.scale)) for a, b in pairs],
+            eigenbases=list(ours.eigenbases) if self.spec.second_pass else [],
             examples_done=ours.examples_done + theirs.examples_done,
         )  # fmt: skip
-        total._batches = Joined([self._batches, other._batches])
-        total._finalize(model)
-        return total
+        points = self.points.joined(model.likelihood, other.points)
+        return StructuredStructure(self.spec, Joined([self.data, other.data]), points,
+                                   _AtLikelihood.of(total, model.likelihood))
 
-    def copied(self) -> StructuredStructure:
-        """A copy that can move to another device while this one stays."""
-        other = copy.copy(self)
-        other._accumulated, other._likelihood = self._accumulated.copy(), copy.deepcopy(self._likelihood)
-        return other
-
-    # --- checkpoints
+    # --- storage
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The sums at the current likelihood, and the eigenbasis if it was computed."""
         self._follow(model)
-        gathered = self._accumulated
-        eigenbases = self._eigenbases()
+        at = self.at
+        eigenbases = at.scaled_eigenbases()
         now = replace(
-            gathered, summaries=[s.scaled(self._scale) for s in gathered.summaries],
+            at.accumulated, summaries=[s.scaled(at.scale) for s in at.accumulated.summaries],
             eigenbases=eigenbases if all(eigenbasis.made for eigenbasis in eigenbases) else [],
         )  # fmt: skip
         return record(now, include_data=False) | {
-            "extras": [None if extra is None else vars(extra).copy() for extra in self._extras]
+            "extras": [None if extra is None else vars(extra).copy() for extra in at.extras]
         }
 
-    @classmethod
-    def restored(
-        cls, model: LinearizedModel, saved: dict[str, Any], points: TrainingPoints | UnsavedPoints,
-        batches: Batches | None
-    ) -> StructuredStructure:
-        """Restore from a checkpoint."""
-        made = cls.__new__(cls)
-        gathered = from_record(saved)
-        made.spec, made._batches, made._accumulated = gathered.spec, kept_or_missing(batches), gathered
-        made._extras = [None if extra is None else LowRank(**extra) for extra in saved["extras"]]
-        made._likelihood, made._scale = copy.deepcopy(model.likelihood), 1.0
-        made.points = points
-        return made
+    def to(self, device: torch.device, dtype: torch.dtype) -> StructuredStructure:
+        """The sums on another device, with another dtype."""
+        at = self.at
+        gathered = replace(
+            at.accumulated, summaries=[summary.to(device, dtype) for summary in at.accumulated.summaries],
+            eigenbases=[eigenbasis.to(device, dtype) for eigenbasis in at.accumulated.eigenbases],
+        )  # fmt: skip
+        moved = _AtLikelihood(gathered, [None if extra is None else extra.to(device, dtype) for extra in at.extras],
+                              copy.deepcopy(at.likelihood).to(device), at.scale)
+        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), at=moved)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the sums, and set the device of later batches."""
-        gathered = self._accumulated
-        gathered.summaries = [summary.to(device, dtype) for summary in gathered.summaries]
-        gathered.eigenbases = [eigenbasis.to(device, dtype) for eigenbasis in gathered.eigenbases]
-        self._extras = [None if extra is None else extra.to(device, dtype) for extra in self._extras]
-        self._batches.device, self.points = device, self.points.to(device, dtype)
-        self._likelihood.to(device)
+    def basis(self, model: LinearizedModel) -> BlockBasis:
+        """The eigenbases, for another fit.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure is diagonal.
+        """
+        if self.spec.kind != "kronecker":
+            raise no_basis(repr(self.name))
+        return BlockBasis(self.name, model.network.shapes, tuple(self.parameter_blocks), tuple(self.eigenbases),
+                          self.spec.squares)
 
 
-def _reuse_eigenbasis(accumulated: Accumulation, spec: StructureSpec, model: LinearizedModel) -> None:
-    """Take parameter blocks and eigenbases from the posterior that the spec's `basis` names, if any."""
-    other: Any = getattr(spec, "basis", None)
-    if other is None:
+def _reuse_eigenbasis(accumulated: Accumulation, given: HasEigenbasis | None, model: LinearizedModel) -> None:
+    """Take parameter blocks and eigenbases from the spec's `basis`, if it has one."""
+    if given is None:
         return
-    structure = getattr(other, "fitted", None)
-    if not isinstance(structure, StructuredStructure) or structure.spec.kind != "kronecker":
-        raise UnsupportedError('basis= a posterior with structure "kfac", "ekfac" or "inf"', repr(other),
-                               "Fit KFAC first, to all data or to any part of them.")
-    if other.network.shapes != model.network.shapes:
+    if not isinstance(given, HasEigenbasis):
+        raise no_basis(repr(given))
+    found = given.eigenbasis()
+    if found.shapes != model.network.shapes:
         raise UnsupportedError("basis= a posterior of the same network", "one with other parameters",
                                "Fit the basis with the same network and parameters=.")
-    if structure.spec.squares != spec.squares and any(part.entries[0] > 1 for part in structure.parameter_blocks):
-        raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(structure.spec.name),
+    if found.squares != accumulated.spec.squares and any(block.entries[0] > 1 for block in found.parameter_blocks):
+        raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(found.structure),
                                "Take the basis from a posterior of the same structure.")
-    accumulated.parameter_blocks, accumulated.eigenbases = list(structure.parameter_blocks), list(structure.eigenbases)
+    accumulated.parameter_blocks, accumulated.eigenbases = list(found.parameter_blocks), list(found.eigenbases)
 
 
 def _require_same_model(accumulated: Accumulation, model: LinearizedModel) -> None:
@@ -266,8 +297,8 @@ def _require_same_model(accumulated: Accumulation, model: LinearizedModel) -> No
 
 
 def _require_mergeable(first: StructuredStructure, second: StructuredStructure) -> None:
-    if spec_record(first.spec) != spec_record(second.spec):
-        raise UnsupportedError(f"two posteriors of structure {spec_words(first.spec)}", spec_words(second.spec),
+    if (first.name, first.spec.options()) != (second.name, second.spec.options()):
+        raise UnsupportedError(f"two posteriors of structure {first.spec}", str(second.spec),
                                "Fit both with the same structure and options.")
     same = len(first.parameter_blocks) == len(second.parameter_blocks)
     same = same and all(

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import CurvatureType, StructureSpec
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import (
     DataError,
     NonFiniteError,
     NTKLaplaceWarning,
 )
-from ntk_laplace.fit import laplace
+from ntk_laplace.fit import fit_with
 from ntk_laplace.hyperparameters import Ascent, Variables
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import present_values, unmoved
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import Settings
+from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.minibatches import Minibatches
@@ -68,7 +68,7 @@ class Model:
         with in_mode(self.network, training=False), warnings.catch_warnings():
             if quietly:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)
-            return laplace(
+            return fit_with(
                 self.network, self.data, self.likelihood, self.prior, self.structure, self.curvature,
                 dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets,
             )  # fmt: skip

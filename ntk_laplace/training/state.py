@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.structures import opened
+from ntk_laplace.files import opened
 
 __all__ = [
     "FORMAT",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.curvature import CurvatureType, StructureSpec
+from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches, Inputs, take
 from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInterrupted, UnsupportedError, is_whole
+from ntk_laplace.files import require_place, write
 from ntk_laplace.fit import spec_of
 from ntk_laplace.hyperparameters import Variables
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Caller, Network
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.progress import track
-from ntk_laplace.structures import FunctionSpaceStructure, Settings, require_place, write
+from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
 from ntk_laplace.training.objective import Objective, in_mode
@@ -123,11 +125,11 @@ def train_with_evidence(
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
     if settings.checkpoint is not None:
         require_place(settings.checkpoint)
-    likelihood = Likelihood.of(likelihood)
+    likelihood = copy.deepcopy(Likelihood.of(likelihood))
     spec_of(structure)
     frozen = Network(network, None, output, targets)
     device, dtype_of_inputs = frozen.device, frozen.input_dtype
-    prior = GaussianPrior.of(prior, groups="layer").bind(frozen.shapes)
+    prior = copy.deepcopy(GaussianPrior.of(prior, groups="layer")).bind(frozen.shapes)
     for module in (prior, likelihood):
         module.to(device)
     read = data if evidence_data is None else evidence_data
@@ -255,8 +257,8 @@ def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: S
     except NumericalError:  # two examples may be too few
         return
     Variables(posterior, moving)
-    if isinstance(posterior.fitted, FunctionSpaceStructure):
-        posterior.fitted.require_memory_for(posterior._model, n, posterior.fitted.rows)
+    fitted = posterior.fitted
+    fitted.structure.spec.require_memory(fitted.model, n, fitted.structure)
 
 
 def _require_length(run: Run, epochs: int) -> None:

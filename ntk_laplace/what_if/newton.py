@@ -19,23 +19,22 @@ from torch import Tensor
 from ntk_laplace import tuning
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.points import TrainingPoints
-from ntk_laplace.structures import FullStructure, FunctionSpaceStructure, LinearizedModel
+from ntk_laplace.structures import FittedModel
 
-__all__ = ["Exact", "Objective", "Place", "descend", "refitted"]
+__all__ = ["Iterate", "Objective", "descend", "refitted"]
 
-Exact = FunctionSpaceStructure | FullStructure
 
 
 @dataclass(frozen=True)
-class Place:
+class Iterate:
     """θ - θ* (P,) and the training outputs at θ (N, C)."""
 
     displacement: Tensor
     f: Tensor
 
-    def along(self, direction: tuple[Tensor, Tensor], size: float) -> Place:
+    def along(self, direction: tuple[Tensor, Tensor], size: float) -> Iterate:
         """The point θ - size · direction."""
-        return Place(self.displacement - size * direction[0], self.f - size * direction[1])
+        return Iterate(self.displacement - size * direction[0], self.f - size * direction[1])
 
 
 class Objective:
@@ -43,11 +42,10 @@ class Objective:
 
     Parameters
     ----------
-    model : LinearizedModel
-    structure : FunctionSpaceStructure or FullStructure
-        Fitted to these points.
+    fitted : FittedModel
+        Exact, fitted to these points.
     points : TrainingPoints
-    held : Tensor, (N, C)
+    linear : Tensor, (N, C)
         h.
     slope : Tensor, (P,) or a number
         s.
@@ -56,65 +54,62 @@ class Objective:
     """
 
     def __init__(
-        self, model: LinearizedModel, structure: Exact, points: TrainingPoints, held: Tensor, slope: Tensor | float,
-        start: Tensor,
-    ) -> None:  # fmt: skip
-        self.model, self.structure, self.points = model, structure, points
-        self.held, self.slope, self.start = held, slope, start
-        self.precision = model.prior.flat_precision().to(model.theta)
+        self, fitted: FittedModel, points: TrainingPoints, linear: Tensor, slope: Tensor | float, start: Tensor
+    ) -> None:
+        self.fitted, self.points = fitted, points
+        self.linear, self.slope, self.start = linear, slope, start
+        self.precision = fitted.prior.flat_precision().to(fitted.theta)
 
     @classmethod
-    def tilted(cls, model: LinearizedModel, structure: Exact, points: TrainingPoints,
-               base: TrainingPoints) -> Objective:
+    def tilted(cls, fitted: FittedModel, points: TrainingPoints, base: TrainingPoints) -> Objective:
         """The objective of changed points, for which θ* is optimal at `base`, the original points."""
-        held = base.residual(model.likelihood)
-        held = torch.cat([held, held.new_zeros(len(points.f) - len(held), held.shape[1])])
-        return cls(model, structure, points, held, 0.0, torch.cat([base.f, points.f[len(base.f) :]]))
+        linear = base.residual(fitted.likelihood)
+        linear = torch.cat([linear, linear.new_zeros(len(points.f) - len(linear), linear.shape[1])])
+        return cls(fitted, points, linear, 0.0, torch.cat([base.f, points.f[len(base.f) :]]))
 
     @classmethod
-    def own(cls, model: LinearizedModel, structure: Exact) -> Objective:
+    def own(cls, fitted: FittedModel) -> Objective:
         """The objective of the linearized model, with h = 0."""
-        f = structure.points.f
-        points = replace(structure.points, expanded=None)
-        weights = model.network.theta.to(model.theta)  # θ*, without the displacement of a what-if
-        slope = model.prior.flat_precision().to(weights) * (weights - model.prior.flat_mean().to(weights))
-        return cls(model, structure, points, torch.zeros_like(f), slope, f)
+        f = fitted.points.f
+        points = replace(fitted.points, expanded=None)
+        weights = fitted.network.theta.to(fitted.theta)  # θ*, without the displacement of a what-if
+        slope = fitted.prior.flat_precision().to(weights) * (weights - fitted.prior.flat_mean().to(weights))
+        return cls(fitted, points, torch.zeros_like(f), slope, f)
 
-    def value(self, at: Place) -> float:
+    def value(self, at: Iterate) -> float:
         """The objective, in nats."""
-        fit = replace(self.points, f=at.f).log_likelihood(self.model.likelihood)
-        linear = (self.held * (at.f - self.start)).sum() + (self.slope * at.displacement).sum()
+        fit = replace(self.points, f=at.f).log_likelihood(self.fitted.likelihood)
+        linear = (self.linear * (at.f - self.start)).sum() + (self.slope * at.displacement).sum()
         return float(linear - fit + 0.5 * (self.precision * at.displacement.square()).sum())
 
-    def direction(self, at: Place) -> tuple[tuple[Tensor, Tensor], float]:
+    def direction(self, at: Iterate) -> tuple[tuple[Tensor, Tensor], float]:
         """H⁻¹g, J H⁻¹g, and the decrement gᵀH⁻¹g."""
-        model, structure = self.model, self.structure
-        here = replace(self.points, f=at.f, expanded=None)
-        pull = here.residual(model.likelihood) - self.held
-        gradient = self.precision * at.displacement - structure.vjp(model, pull) + self.slope
-        step = structure.solve_at(model, here, gradient)
-        return (step, structure.jvp(model, step)), float(gradient @ step)
+        fitted, here = self.fitted, replace(self.points, f=at.f, expanded=None)
+        pull = here.residual(fitted.likelihood) - self.linear
+        gradient = self.precision * at.displacement - fitted.vjp(pull) + self.slope
+        step = fitted.structure.solve_at(fitted.model, here, gradient)
+        return (step, fitted.jvp(step)), float(gradient @ step)
 
-    def search(self, at: Place, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[Place, float]:
+    def search(self, at: Iterate, direction: tuple[Tensor, Tensor], decrement: float) -> tuple[Iterate, float]:
         """Backtracking line search: the full step, halved until the objective decreases."""
         value, size = self.value(at), 1.0
         slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
         for _ in range(tuning.HALVINGS):
-            there = at.along(direction, size)
-            reached = self.value(there)
+            candidate = at.along(direction, size)
+            reached = self.value(candidate)
             if math.isfinite(reached) and reached <= value - 1e-4 * size * decrement + slack:
-                return there, size
+                return candidate, size
             size /= 2
         raise NumericalError("a Newton step that makes the objective fall", f"none down to {size:.2g} of it",
                              "The likelihood may not be log-concave: use steps=1, or mean=\"map\".")
 
 
-def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place, Place]:
+def descend(problem: Objective, start: Iterate, steps: int | None) -> tuple[Iterate, Iterate]:
     """`steps` full Newton steps; None continues to the optimum, with steps halved if the objective would increase.
 
     Returns
     -------
-    Place, Place
+    Iterate, Iterate
         The start and the end of the last step.
 
     Raises
@@ -123,7 +118,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
         If the optimum is not reached.
     """
     before, last = start, float("inf")
-    at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.model.network.precision)]
+    at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.fitted.network.precision)]
     for _ in range(tuning.NEWTON_STEPS if steps is None else steps):
         before = at
         direction, decrement = problem.direction(at)
@@ -145,7 +140,7 @@ def descend(problem: Objective, start: Place, steps: int | None) -> tuple[Place,
     return before, at
 
 
-def refitted(model: LinearizedModel, structure: Exact) -> Tensor:
+def refitted(fitted: FittedModel) -> Tensor:
     """θ - θ̄, (P,), with θ̄ the optimum of the linearized model under its prior; Newton starts at θ.
 
     Raises
@@ -153,8 +148,9 @@ def refitted(model: LinearizedModel, structure: Exact) -> Tensor:
     NumericalError
         If it is not reached.
     """
+    displacement = fitted.model.displacement
     with torch.no_grad():
-        problem = Objective.own(model, structure)
-        start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
-        _, end = descend(problem, Place(start, problem.points.f), None)
+        problem = Objective.own(fitted)
+        start = fitted.theta.new_zeros(len(fitted.theta)) if displacement is None else displacement
+        _, end = descend(problem, Iterate(start, problem.points.f), None)
     return start - end.displacement

@@ -1,16 +1,7 @@
-"""What-ifs: other example weights, labels or points, by Newton's method on the linearized model, without retraining.
-
-The linearized network f + J(θ - θ*) with a log-concave likelihood has one optimum. A change of the data moves the
-optimum; one or more Newton steps from the trained weights follow it. The gradient at θ* that remained after training is
-kept fixed: without a change the weights do not move. With r* the residuals of training, and w, r the example weights
-and residuals after the change, the weights minimize
-
-    -Σ w_n log p(y_n | f_n) + Σ r*_nᵀ(f_n - f*_n) + ½ (θ-θ*)ᵀP0(θ-θ*),   gradient P0(θ-θ*) - Jᵀ(w r - r*).
-"""
+"""Changes of the training data: which points, and their new weights and targets, validated."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,24 +9,11 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.data import as_tensor
-from ntk_laplace.errors import (
-    DataError,
-    HyperparameterError,
-    NTKLaplaceWarning,
-    TargetError,
-    is_whole,
-)
-from ntk_laplace.explain.newton import Exact, Objective, Place, descend
-from ntk_laplace.explain.ranked import HIGH_LEVERAGE
+from ntk_laplace.errors import DataError, HyperparameterError, TargetError, is_whole
 from ntk_laplace.points import TrainingPoints
-from ntk_laplace.structures import (
-    ChangedStructure,
-    FunctionSpaceStructure,
-    LinearizedModel,
-    StructuredStructure,
-)
+from ntk_laplace.structures import LinearizedModel
 
-__all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted", "stepped", "stepped_once"]
+__all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted"]
 
 Indices = int | Sequence[int] | Tensor
 """Training points: their numbers from 0, or a mask of all of them."""
@@ -141,78 +119,3 @@ def require_steps(steps: int | None) -> None:
     if steps is not None and not is_whole(steps, 1):
         raise HyperparameterError("steps of at least 1, or None for the optimum", f"{steps!r}",
                                   "Use steps=1 for one Newton step.")
-
-
-def stepped(
-    model: LinearizedModel, structure: Exact, points: TrainingPoints, added: Exact | None, steps: int | None
-) -> tuple[LinearizedModel, Exact]:
-    """Newton steps of the linearized model for changed training points.
-
-    Parameters
-    ----------
-    structure : FunctionSpaceStructure or FullStructure
-        Of the points before the change.
-    points : TrainingPoints
-        After the change, with their outputs `f` from before.
-    added : structure, optional
-        Of the added points, which are the last of `points`.
-    steps : int or None
-        Number of full Newton steps; None continues to the optimum, with steps halved if the objective would increase.
-
-    Returns
-    -------
-    LinearizedModel, structure
-        The displaced model, and its points with outputs at the new weights. Their curvature is taken at the start of
-        the last step, as in the closed forms of one step; with ``steps=None`` at the optimum.
-
-    Raises
-    ------
-    NumericalError
-        If the optimum is not reached.
-    """
-    base = structure.points if structure.base is None else structure.base
-    with torch.no_grad():
-        problem = Objective.tilted(model, structure.changed(model, points, added), points, base)
-        start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
-        before, at = descend(problem, Place(start, points.f), steps)
-    moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
-    return replace(model, displacement=at.displacement), structure.changed(model, moved, added)
-
-
-def stepped_once(
-    model: LinearizedModel, structure: StructuredStructure | ChangedStructure, unmoved_points: TrainingPoints,
-    added: FunctionSpaceStructure | None,
-) -> tuple[LinearizedModel, ChangedStructure]:  # fmt: skip
-    """One joint Newton step of a structured posterior for changed training points.
-
-    In the function space of the changed points, with the structure's V = J_G H⁻¹ J_Gᵀ instead of the exact one:
-    θ moves by H'⁻¹ J_Gᵀ(r' - r), H' = H + J_Gᵀ(Λ' - Λ)J_G. If the removed group's leverage exceeds `HIGH_LEVERAGE`,
-    its curvature is not subtracted, as in a ranking, and a warning is issued.
-
-    Parameters
-    ----------
-    unmoved_points : TrainingPoints
-        All points after the change, outputs at the trained weights.
-    added : FunctionSpaceStructure, optional
-        Of the added points, which are the last.
-
-    Raises
-    ------
-    MemoryBudgetError
-        If there are too many changed points.
-    """
-    start = replace(model, displacement=None)
-    if isinstance(structure, ChangedStructure):
-        changed = structure.changed(start, unmoved_points, added)
-    else:
-        changed = ChangedStructure(start, structure, unmoved_points, HIGH_LEVERAGE, () if added is None else (added,))
-    move = changed.step(start)
-    precision = changed.posterior_precision(start)
-    if getattr(precision, "partial", False):
-        warnings.warn(
-            f"the points that leave hold a leverage of {precision.leverage:.3g} in this approximate precision, above "
-            f"{HIGH_LEVERAGE}: nothing is taken out of it, so that the covariance stays, and the mean moves to first "
-            "order",
-            NTKLaplaceWarning, stacklevel=5,
-        )  # fmt: skip
-    return replace(model, displacement=move), changed

@@ -18,32 +18,28 @@ from torch import Tensor
 from ntk_laplace import tuning
 from ntk_laplace.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
-from ntk_laplace.evidence import joint_gradient
-from ntk_laplace.explain.what_if import Exact
 from ntk_laplace.network import Network
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.progress import track
-from ntk_laplace.structures import FunctionSpaceStructure, LinearizedModel
+from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 
 __all__ = ["relinearized"]
 
 
-def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, steps: int) -> tuple[LinearizedModel,
-                                                                                                  Exact]:
+def relinearized(fitted: FittedModel, x: Inputs | None, steps: int) -> FittedModel:
     """The model and its points after `steps` Gauss-Newton steps of the network.
 
     Parameters
     ----------
-    model : LinearizedModel
-        Displaced by a what-if, or relinearized before.
-    structure : FunctionSpaceStructure or FullStructure
+    fitted : FittedModel
+        Exact, displaced by a what-if, or relinearized before.
     x : tensor, tuple or dict of tensors, optional
         Inputs of all training points in the order of the fit, added ones last; required in function space.
     steps : int
 
     Returns
     -------
-    LinearizedModel, structure
+    FittedModel
         Of a copy of the network. The remaining gradient of training is stored, for further steps.
 
     Raises
@@ -56,21 +52,23 @@ def relinearized(model: LinearizedModel, structure: Exact, x: Inputs | None, ste
         If nothing was changed.
     """
     require_whole("steps", steps, 1, "Pass how often the network is linearized anew, such as 3.")
+    model = fitted.model
     if model.displacement is None and model.training_gradient is None:
         raise UnsupportedError("a posterior that a what-if changed, to relinearize", "one of the data it was fitted to",
                                "Ask remove, relabel, reweight or add first.")  # fmt: skip
+    shown, model = model.settings.progress, model.copied()
     quiet = replace(model.settings, progress=False, checkpoint=None, resume=None)
-    shown, model = model.settings.progress, replace(model, settings=quiet)
+    model = replace(model, settings=quiet)
     with torch.no_grad():
-        climb = _Climb.of(model, structure, _source(model, structure, x))
+        source = _source(model, fitted.structure, x)
+        descent = _Descent.of(model, fitted.structure, source)
         for _ in track(range(steps), "ntk_laplace: relinearizing", steps, shown):
-            if not climb.step():
+            if not descent.step():
                 break
-    settings = replace(quiet, progress=shown)
-    return replace(climb.model, settings=settings), climb.structure
+    return FittedModel(replace(descent.model, settings=replace(quiet, progress=shown)), descent.structure)
 
 
-class _Climb:
+class _Descent:
     """Gauss-Newton iteration on the network; `step` makes one step.
 
     Parameters
@@ -85,12 +83,12 @@ class _Climb:
         The first step, if it is not the Newton step at the current weights.
     """
 
-    def __init__(self, model: LinearizedModel, structure: Exact, source: Source, direction: Tensor | None) -> None:
+    def __init__(self, model: LinearizedModel, structure: Structure, source: Source, direction: Tensor | None) -> None:
         self.model, self.structure, self._source, self._direction = model, structure, source, direction
         self._copied = False
 
     @classmethod
-    def of(cls, model: LinearizedModel, structure: Exact, source: Source) -> _Climb:
+    def of(cls, model: LinearizedModel, structure: Structure, source: Source) -> _Descent:
         """Start from the state after a what-if or an earlier relinearization."""
         if model.displacement is None:
             return cls(model, structure, source, None)
@@ -98,17 +96,17 @@ class _Climb:
         base, points = structure.base, structure.points
         left = base.residual(model.likelihood)
         left = torch.cat([left, left.new_zeros(len(points.f) - len(left), left.shape[1])])
-        held = joint_gradient(structure.vjp(still, left), model.prior, still.theta)  # g0
+        remaining = still.joint_gradient(structure.vjp(still, left))  # g0
         f = torch.cat([base.f, (points.f - structure.jvp(still, model.displacement))[len(base.f) :]])
         here = structure.changed(still, replace(points, f=f, expanded=None))
-        return cls(replace(still, training_gradient=held), here, source, model.displacement)
+        return cls(replace(still, training_gradient=remaining), here, source, model.displacement)
 
     def step(self) -> bool:
         """One descent step; False if the objective cannot decrease any more."""
         model, points = self.model, self.structure.points
         theta = model.theta
         pulled = self.structure.vjp(model, points.residual(model.likelihood))
-        gradient = joint_gradient(pulled, model.prior, theta) - model.training_gradient
+        gradient = model.joint_gradient(pulled) - model.training_gradient
         direction = self._direction
         if direction is None:
             direction = -self.structure.solve_at(model, points, gradient)
@@ -118,18 +116,17 @@ class _Climb:
         slack = 8 * torch.finfo(model.network.precision).eps * (1.0 + abs(value))
         if -slope <= slack:  # below the rounding of the objective
             return False
-        there = self._search(theta, direction, slope, value, slack)
-        self._go(there)
+        self._move_to(self._search(theta, direction, slope, value, slack))
         return True
 
     def _search(self, theta: Tensor, direction: Tensor, slope: float, value: float, slack: float) -> Tensor:
         """Backtracking line search: the full step, halved until the objective decreases."""
         size = 1.0
         for _ in range(tuning.HALVINGS):
-            there = theta + size * direction
-            f = _outputs(self.model, self._source, there)
-            if self._value(there, f) <= value + 1e-4 * size * slope + slack:
-                return there
+            candidate = theta + size * direction
+            f = _outputs(self.model, self._source, candidate)
+            if self._value(candidate, f) <= value + 1e-4 * size * slope + slack:
+                return candidate
             size /= 2
         raise NumericalError("a step of the network that makes its objective fall", f"none down to {size:.2g} of it",
                              "Ask what if with steps=1 before, or look for weights that are no optimum.")
@@ -141,7 +138,7 @@ class _Climb:
         value = float(model.prior.energy(theta) - fit - model.training_gradient @ theta)
         return value if value == value else float("inf")
 
-    def _go(self, theta: Tensor) -> None:
+    def _move_to(self, theta: Tensor) -> None:
         """Linearize the network at θ: a copy of it, which later steps move."""
         model, points = self.model, self.structure.points
         if self._copied:
@@ -150,12 +147,11 @@ class _Climb:
             network, self._copied = model.network.at(theta), True
             factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
             self.model = replace(model, network=network, jacobian_pass=factors)
-        made = type(self.structure)(self.model, self._source)
-        made.points = replace(points, f=made.points.f, expanded=None)
-        self.structure = made
+        made = self.structure.refit_on(self.model, self._source)
+        self.structure = replace(made, points=replace(points, f=made.points.f, expanded=None))
 
 
-def _source(model: LinearizedModel, structure: Exact, x: Inputs | None) -> Source:
+def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> Source:
     """Inputs of the points in batches, checked against the known outputs."""
     count = structure.points.num_examples
     if x is not None:
@@ -165,8 +161,8 @@ def _source(model: LinearizedModel, structure: Exact, x: Inputs | None) -> Sourc
                             f"{num_examples(x):,}", "Pass them in the order of the fit.")
         network = model.network
         source = Batches((x, structure.points.targets), model.settings.batch_size, network.device, network.input_dtype)
-    elif isinstance(structure, FunctionSpaceStructure):
-        raise DataError('the training inputs x, which structure="gp" does not keep', "none",
+    elif structure.source is None:
+        raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
                         'Pass relinearize(x), in the order of the fit; structure="full" reads its data again.')
     else:
         source = structure.source

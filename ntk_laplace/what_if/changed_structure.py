@@ -1,28 +1,26 @@
-"""What-ifs in a structured posterior: its sums are unchanged; the changed points are a low-rank update."""
+"""What-ifs in an approximate posterior: its precision is unchanged; the changed points are a low-rank update."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import ChangedWeightSpace, ParameterBlock, StructuredWeightSpace, group_numbers
+from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
 from ntk_laplace.data import Source
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.evidence import NewtonStep
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
-from ntk_laplace.structures.base import LinearizedModel, require_unchanged
-from ntk_laplace.structures.gp import FunctionSpaceStructure
-from ntk_laplace.structures.structured import StructuredStructure
+from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
+from ntk_laplace.structures.structure import require_unchanged
+from ntk_laplace.what_if.changed_precision import ChangedPrecision
 
-__all__ = ["ChangedStructure", "MovedPoints", "rows_of"]
+__all__ = ["ChangedStructure", "MovedPoints", "changed_structure", "rows_of"]
 
 
 class MovedPoints:
@@ -55,77 +53,70 @@ class MovedPoints:
         return getattr(self.finalized, name)
 
 
-class ChangedStructure:
-    """A structured posterior some of whose points have other weights or targets, or were added.
+@dataclass(eq=False)
+class ChangedStructure(Structure):
+    """An approximate posterior some of whose points have other weights or targets, or were added.
 
     Its curvature is the structure's, with the old terms of these points subtracted and the new ones added; only added
     if their leverage exceeds `max_leverage`. All changes are one joint Newton step from the trained weights, whether
-    they were made together or in sequence.
+    they were made together or in sequence. Made by `changed_structure`.
 
-    Parameters
+    Attributes
     ----------
-    model : LinearizedModel
-        Without displacement.
-    inner : StructuredStructure
+    spec : StructureSpec
+    inner : Structure
         The fitted structure.
     unmoved_points : TrainingPoints
         All points after the change, outputs at the trained weights.
     max_leverage : float
         Leverage above which no point is subtracted from the precision.
-    added : sequence of FunctionSpaceStructure
+    added : tuple of FunctionSpaceStructure
         The added points, in their order.
+    old_targets : Tensor
+        Targets before the change; those of added points last.
+    index : Tensor, (m,)
+        Indices of the changed points, added ones last.
+    rows : Jacobian or None
+        Rows of J at these.
+    points : TrainingPoints or MovedPoints
+        All points after the change, outputs at the displaced weights.
     """
 
-    def __init__(
-        self, model: LinearizedModel, inner: StructuredStructure, unmoved_points: TrainingPoints, max_leverage: float,
-        added: Sequence[FunctionSpaceStructure] = (),
-    ) -> None:  # fmt: skip
-        self.inner, self.unmoved_points = inner, unmoved_points
-        self.max_leverage, self.added = max_leverage, tuple(added)
-        self.base = inner.points
-        before = model.likelihood.in_form_of(self.base.targets, unmoved_points.targets)
-        self._targets = torch.cat([before, unmoved_points.targets[len(before) :]])  # before the change; then added
-        self.index = self._changed()
-        self.rows = self._read(model)
-        self.points: MovedPoints | TrainingPoints = unmoved_points
-        self._found: tuple[StructuredWeightSpace | ChangedWeightSpace, tuple[Tensor, ...]] | None = None
-
-    def _changed(self) -> Tensor:
-        """Indices of the changed points, added ones last, (m,)."""
-        base, unmoved_points, n = self.base, self.unmoved_points, len(self.base.f)
-        now, before = unmoved_points.targets[:n], self._targets[:n]
-        other = ((now != before) & ~(now.isnan() & before.isnan())).reshape(n, -1).any(1)  # NaN is a missing target
-        touched = torch.ones(len(unmoved_points.f), dtype=torch.bool, device=unmoved_points.f.device)
-        touched[:n] = other | (unmoved_points.counts[:n] != base.counts)
-        return touched.nonzero().squeeze(1)
-
-    def _read(self, model: LinearizedModel) -> Jacobian | None:
-        """Rows of J at the points that changed; None if there are none."""
-        n = len(self.base.f)
-        old = self.index[self.index < n]
-        parts = [rows_of(model, self.inner, old)] if len(old) else []
-        parts += [one.rows for one in self.added]
-        return Jacobian.concatenate(parts) if parts else None
+    spec: StructureSpec
+    inner: Structure
+    unmoved_points: TrainingPoints
+    max_leverage: float
+    added: tuple[FunctionSpaceStructure, ...]
+    old_targets: Tensor
+    index: Tensor
+    rows: Jacobian | None
+    points: MovedPoints | TrainingPoints
+    _found: tuple[PosteriorPrecision, tuple[Tensor, ...]] | None = None
 
     @property
-    def name(self) -> str:
-        """The name that `structure=` takes."""
-        return self.inner.name
+    def base(self) -> TrainingPoints:
+        """The points the network was trained on."""
+        return self.inner.points
 
     @property
-    def parameter_blocks(self) -> list[ParameterBlock]:
+    def points_to_change(self) -> TrainingPoints:
+        """All changes are made at the trained weights."""
+        return self.unmoved_points
+
+    @property
+    def parameter_blocks(self) -> Sequence[ParameterBlock]:
         """Which parameters share a factorization, and of which kind."""
         return self.inner.parameter_blocks
 
     def changed(
-        self, model: LinearizedModel, unmoved_points: TrainingPoints, added: FunctionSpaceStructure | None = None
+        self, model: LinearizedModel, points: TrainingPoints, added: FunctionSpaceStructure | None = None
     ) -> ChangedStructure:
-        """The structure of other points, from the same sums."""
+        """The structure of other points, outputs at the trained weights, from the same sums."""
         together = self.added if added is None else (*self.added, added)
-        return ChangedStructure(model, self.inner, unmoved_points, self.max_leverage, together)
+        return changed_structure(model, self.inner, points, self.max_leverage, together)
 
-    def step(self, model: LinearizedModel) -> Tensor:
-        """θ - θ* after one joint Newton step, H'⁻¹ J_Gᵀ(r' - r), (P,); sets `points` to those at θ."""
+    def stepped(self, model: LinearizedModel) -> tuple[Tensor, ChangedStructure]:
+        """One joint Newton step: θ - θ* = H'⁻¹ J_Gᵀ(r' - r), (P,), and the structure with its points at θ."""
         with torch.no_grad():
             if self.rows is None:
                 move = torch.zeros_like(model.theta)
@@ -134,12 +125,12 @@ class ChangedStructure:
                 before = torch.cat([before, before.new_zeros(len(after) - len(before), after.shape[1])])
                 pull = (after - before)[self.index].to(self.rows.f)
                 move = self.posterior_precision(model).solve(self.rows.vjp(pull, model.network.shapes))
-        self.points = MovedPoints(self.unmoved_points, lambda: self.unmoved_points.f + self.jvp(model, move))
-        return move
+        points = MovedPoints(self.unmoved_points, lambda: self.unmoved_points.f + self.jvp(model, move))
+        return move, replace(self, points=points)
 
     # --- algebra
 
-    def posterior_precision(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
+    def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
         """The factorized posterior precision at the current hyperparameters.
 
         Raises
@@ -150,18 +141,15 @@ class ChangedStructure:
         modules = model.prior, model.likelihood
         if self._found is None or not unmoved(self._found[1], *modules):
             self._found = self._factored(replace(model, displacement=None)), present_values(*modules)
-        moved = copy.copy(self._found[0])
-        moved.theta = model.theta  # the mean of weight samples; nothing else depends on the displacement
-        return moved
+        return self._found[0]
 
-    def _factored(self, model: LinearizedModel) -> StructuredWeightSpace | ChangedWeightSpace:
+    def _factored(self, model: LinearizedModel) -> PosteriorPrecision:
         base = self.inner.posterior_precision(model)
         where, root, signs = self._difference(model)
         if len(where) == 0:
             return base
-        groups = group_numbers(model.prior, model.network.shapes).to(model.theta.device)
-        return ChangedWeightSpace(base, self.rows.subset(where).weighted(root), signs, groups,
-                                  model.settings.memory_budget, self.max_leverage)
+        return ChangedPrecision(base, self.rows.subset(where).weighted(root), signs, model.prior,
+                                model.settings.memory_budget, self.max_leverage)
 
     def _difference(self, model: LinearizedModel) -> tuple[Tensor, Tensor, Tensor]:
         """Positions in `rows` with Λ' ≠ Λ, (m,), T (m, C, R) and D (m, R) with T D Tᵀ = Λ' - Λ there."""
@@ -170,7 +158,7 @@ class ChangedStructure:
         was = torch.zeros_like(weights)
         was[: len(old)] = self.base.counts[old]
         after = self._roots(model, self.unmoved_points)
-        before = self._roots(model, replace(self.unmoved_points, targets=self._targets))
+        before = self._roots(model, replace(self.unmoved_points, targets=self.old_targets))
         if torch.equal(after, before):
             gain = weights - was
             root, signs = after * gain.abs().sqrt().view(-1, 1, 1), gain.sign().unsqueeze(1).expand(-1, after.shape[2])
@@ -222,20 +210,23 @@ class ChangedStructure:
             "Fit them first, and ask what if afterwards; or use an exact structure.",
         )
 
-    def newton_step(self, model: LinearizedModel, precision: Any, gradient: Tensor) -> NewtonStep:
-        """z = H'⁻¹g and J z; zᵀ(H' - P0)z uses this structure's H'."""
-        z = precision.solve(gradient)
-        own = *precision.quadratic(z), lambda: self.sensitivity(model, precision)
-        return NewtonStep(z, self.jvp(model, z), own)
+    def curve_sensitivity(self, model: LinearizedModel, precision: Any, z: Tensor) -> Tensor:
+        """Refused, as in `sensitivity`."""
+        return self.sensitivity(model, precision)
 
     # --- not supported after a change
 
-    def refit_on(self, model: LinearizedModel, batches: Source) -> StructuredStructure:
+    def refit_on(self, model: LinearizedModel, source: Source) -> Structure:
         """Refused."""
-        raise UnsupportedError("a structured posterior of the data it was fitted to, to condition",
-                               "one that a what-if changed", "Condition first; or take new points in with add(x, y).")
+        raise self._no_condition()
 
-    merged = refit_on
+    def merged(self, model: LinearizedModel, other: Structure) -> Structure:
+        """Refused."""
+        raise self._no_condition()
+
+    def _no_condition(self) -> UnsupportedError:
+        return UnsupportedError("a structured posterior of the data it was fitted to, to condition",
+                                "one that a what-if changed", "Condition first; or take new points in with add(x, y).")
 
     def subset(self, model: LinearizedModel, index: Tensor) -> ChangedStructure:
         """Refused."""
@@ -247,22 +238,40 @@ class ChangedStructure:
         require_unchanged(model, self.base)
         return {}
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the sums, the rows and the points."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> ChangedStructure:
+        """The structure with sums, rows and points on another device, with another dtype."""
         points = self.points.finalized if isinstance(self.points, MovedPoints) else self.points
-        self.inner = self.inner.copied()  # the original posterior keeps its structure
-        self.inner.to(device, dtype)
-        self.base = self.inner.points
-        self.unmoved_points, self.points = self.unmoved_points.to(device, dtype), points.to(device, dtype)
-        self._targets = self._targets.to(self.unmoved_points.targets)
-        self.index = self.index.to(device)
-        self.rows = None if self.rows is None else self.rows.to(dtype, device)
-        for one in self.added:
-            one.to(device, dtype)
-        self._found = None
+        unmoved_points = self.unmoved_points.to(device, dtype)
+        return replace(
+            self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points, points=points.to(device, dtype),
+            added=tuple(one.to(device, dtype) for one in self.added), index=self.index.to(device),
+            old_targets=self.old_targets.to(unmoved_points.targets),
+            rows=None if self.rows is None else self.rows.to(dtype, device), _found=None,
+        )  # fmt: skip
 
 
-def rows_of(model: LinearizedModel, structure: Any, index: Tensor) -> Jacobian:
+def changed_structure(
+    model: LinearizedModel, inner: Structure, unmoved_points: TrainingPoints, max_leverage: float,
+    added: Sequence[FunctionSpaceStructure] = (),
+) -> ChangedStructure:  # fmt: skip
+    """Read the rows of the points that changed; `model` is without displacement."""
+    base, n = inner.points, inner.points.num_examples
+    before = model.likelihood.in_form_of(base.targets, unmoved_points.targets)
+    old_targets = torch.cat([before, unmoved_points.targets[n:]])
+    now = unmoved_points.targets[:n]
+    missing = now.isnan() & before.isnan()  # NaN is a missing target
+    touched = torch.ones(len(unmoved_points.f), dtype=torch.bool, device=unmoved_points.f.device)
+    touched[:n] = ((now != before) & ~missing).reshape(n, -1).any(1) | (unmoved_points.counts[:n] != base.counts)
+    index = touched.nonzero().squeeze(1)
+    old = index[index < n]
+    parts = [rows_of(FittedModel(model, inner), old)] if len(old) else []
+    parts += [one.rows for one in added]
+    rows = Jacobian.concatenate(parts) if parts else None
+    return ChangedStructure(inner.spec, inner, unmoved_points, max_leverage, tuple(added), old_targets, index, rows,
+                            unmoved_points)
+
+
+def rows_of(fitted: FittedModel, index: Tensor) -> Jacobian:
     """Rows of J at a few training points, ascending, from another pass.
 
     Raises
@@ -273,11 +282,11 @@ def rows_of(model: LinearizedModel, structure: Any, index: Tensor) -> Jacobian:
         If the data cannot be read again.
     """
     parts: list[Jacobian] = []
-    for rows in structure.rows_at(model, index):
+    for rows in fitted.rows_at(index):
         if not parts:
             require_memory(rows.nbytes * len(index) // rows.num_examples, rows.f.device,
                            f"the rows of {len(index):,} training points", "Ask about fewer points at a time.",
-                           model.settings.memory_budget)  # fmt: skip
+                           fitted.settings.memory_budget)  # fmt: skip
         parts.append(rows)
     if not parts:
         raise DataError(f"{len(index):,} training points", "none", "Pass the data of the fit.")

@@ -10,64 +10,37 @@ of H^-½ H' H^-½ that are not 1,
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.curvature.structured import CrossCovariance
+from ntk_laplace.curvature import CrossCovariance, PosteriorPrecision
+from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import symmetric_root
+from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import require_memory
 
-__all__ = ["ChangedWeightSpace", "WeightSpace"]
+__all__ = ["HIGH_LEVERAGE", "ChangedPrecision"]
+
+HIGH_LEVERAGE = 0.9  # above it one Newton step without a point is an extrapolation, and is flagged
 
 
-class WeightSpace(Protocol):
-    """Interface that the changed curvature requires: that of `FullWeightSpace` and `StructuredWeightSpace`."""
-
-    homogeneous: bool
-    shapes: dict[str, torch.Size]
-    theta: Tensor
-    prior_precision: Tensor
-
-    def log_det(self) -> Tensor:
-        """log det B."""
-
-    def effective_parameters(self) -> Tensor:
-        """γ_g, (G,)."""
-
-    def solve(self, gradient: Tensor) -> Tensor:
-        """H⁻¹ g, (P,)."""
-
-    def covariance_blocks(self, rows: Jacobian) -> Tensor:
-        """Blocks of V, (n, C, C)."""
-
-    def covariance(self, rows: Jacobian) -> Tensor:
-        """V, joint."""
-
-    def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
-        """V between later rows and these, which have one cotangent."""
-
-    def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws, (count, P)."""
-
-
-class ChangedWeightSpace:
+class ChangedPrecision(PosteriorPrecision):
     """Factorization of H' for one setting of the hyperparameters.
 
     Parameters
     ----------
-    base : WeightSpace
+    base : PosteriorPrecision
         H.
     rows : Jacobian
         Rows of TᵀJ at m points, R cotangents.
     signs : Tensor, (m, R)
         The diagonal of D: 1 where curvature is added, -1 where it is removed.
-    groups : Tensor, (P,)
-        Prior group of each parameter.
+    prior : GaussianPrior
+        That of H, with the same precisions.
     budget : int, optional
         Maximum bytes to allocate.
     max_leverage : float, optional
@@ -91,12 +64,11 @@ class ChangedWeightSpace:
     """
 
     def __init__(
-        self, base: WeightSpace, rows: Jacobian, signs: Tensor, groups: Tensor, budget: int | None = None,
-        max_leverage: float | None = None,
+        self, base: PosteriorPrecision, rows: Jacobian, signs: Tensor, prior: GaussianPrior,
+        budget: int | None = None, max_leverage: float | None = None,
     ) -> None:  # fmt: skip
-        self.base, self.rows, self.theta = base, rows, base.theta
-        self.homogeneous, self.shapes, self.prior_precision = base.homogeneous, base.shapes, base.prior_precision
-        self._groups = groups
+        super().__init__(prior, base.shapes, rows.f)
+        self.base, self.rows, self.homogeneous = base, rows, base.homogeneous
         self._require_memory(budget)
         self._signs = signs.flatten().to(rows.f)
         kernel = self._cross(rows).transpose(0, 1).flatten(0, 1)  # K, (m R, m R)
@@ -145,15 +117,14 @@ class ChangedWeightSpace:
         return torch.stack([cross_covariance.products(rows) for cross_covariance in self._cross_covariances],
                            -1).flatten(2)
 
-    def _back(self, values: Tensor) -> Tensor:
+    def _solved_vjp(self, values: Tensor) -> Tensor:
         """H⁻¹JᵀT v, (P,), for v (m R,)."""
         return self.base.solve(self.rows.vjp(values.view(self.rows.num_examples, -1), self.shapes))
 
-    def _forth(self, vector: Tensor) -> Tensor:
+    def _jvp(self, vector: Tensor) -> Tensor:
         """TᵀJ v, (m R,), for v (P,)."""
-        parts = vector.split([shape.numel() for shape in self.shapes.values()])
-        named = {name: part.view(shape) for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)}
-        return self.rows.jvp(named).flatten()
+        parts = named_parts(vector, self.shapes)
+        return self.rows.jvp({name: part.view(self.shapes[name]) for name, part in parts.items()}).flatten()
 
     # --- evidence
 
@@ -198,20 +169,21 @@ class ChangedWeightSpace:
                                    "damped ones", "Fit with KFAC() as it is.")
         before = self.base.effective_parameters()
         values, vectors = torch.linalg.eigh(self.inner)
-        used = torch.zeros_like(self.theta)
+        used = torch.zeros_like(self.prior_precision)
         for value, vector in zip(values, vectors.mT, strict=True):
-            used += value * self._back(vector).square()
-        return before.index_add(0, self._groups, (used * self.prior_precision).to(before))
+            used += value * self._solved_vjp(vector).square()
+        return before.index_add(0, self.groups, (used * self.prior_precision).to(before))
 
-    def solve(self, gradient: Tensor) -> Tensor:
-        """H'⁻¹ g; g and the result are (P,)."""
-        step = self.base.solve(gradient)
-        return step - self._back(self.inner @ self._forth(step))
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H'⁻¹ v for vectors (..., P)."""
+        if vectors.ndim > 1:
+            return torch.stack([self.solve(v) for v in vectors.reshape(-1, self.num_parameters)]).view_as(vectors)
+        step = self.base.solve(vectors)
+        return step - self._solved_vjp(self.inner @ self._jvp(step))
 
-    def quadratic(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """zᵀ (H' - P0) z for z (P,), and its derivative in each log precision; needs `quadratic` of the base."""
-        value, slope = self.base.quadratic(vector)
-        return value + (self._signs * self._forth(vector).square()).sum().to(value), slope
+    def quadratic_slope(self, vector: Tensor) -> Tensor:
+        """Derivative of zᵀ (H' - P0) z in each log precision, (G,): that of H."""
+        return self.base.quadratic_slope(vector)
 
     # --- covariance of f
 
@@ -234,24 +206,24 @@ class ChangedWeightSpace:
         """V' between later rows and these, which have one cotangent."""
         before = self.base.cross_covariance(rows)
         ours = before.products(self.rows).transpose(0, 1).flatten(0, 1)  # V_Tx, (m R, n)
-        held = self.inner @ ours
+        known = self.inner @ ours
 
         def products(other: Jacobian) -> Tensor:
-            return before.products(other) - self._cross(other) @ held
+            return before.products(other) - self._cross(other) @ known
 
-        return CrossCovariance(products, before.numbers + held.numel())
+        return CrossCovariance(products, before.numbers + known.numel())
 
     # --- samples
 
-    def sample_weights(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(θ, H'⁻¹), (count, P).
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, H'⁻¹), (count, P).
 
         A draw w from N(0, H⁻¹) becomes w + H⁻¹JᵀT X TᵀJ w with X = L⁻ᵀ(A^-½ - I)L⁻¹. Because A^-½ - I = -LᵀDL φ(A),
         φ(a) = 1/(√a (1 + √a)), X has only one inverse of L. It multiplies TᵀJ w, which is in the range of K, so the
         pseudoinverse is exact.
         """
-        weights = self.base.sample_weights(count, generator) - self.base.theta
+        draws = self.base.sample(count, generator)
         root = self._values.sqrt()
         shape = (self._vectors / (root * (1.0 + root))) @ self._vectors.mT
-        there = -self._scaled @ shape @ torch.linalg.pinv(self._root)
-        return self.theta + torch.stack([each + self._back(there @ self._forth(each)) for each in weights])
+        update = -self._scaled @ shape @ torch.linalg.pinv(self._root)  # X
+        return torch.stack([draw + self._solved_vjp(update @ self._jvp(draw)) for draw in draws])

@@ -1,0 +1,198 @@
+"""Base class of a factorized posterior precision: three abstract methods, and all others derived from these."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ntk_laplace import tuning
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.linalg import log_det_curve
+from ntk_laplace.priors import GaussianPrior
+
+__all__ = ["CrossCovariance", "PosteriorPrecision", "group_numbers", "named_parts"]
+
+
+@dataclass(frozen=True)
+class CrossCovariance:
+    """Lazy cross-covariance V = J H⁻¹ J*ᵀ between later rows J and m fixed rows J* of one cotangent.
+
+    Attributes
+    ----------
+    products : callable
+        Returns V, (K, N, m), for rows of N examples and K cotangents.
+    numbers : int
+        Stored numbers.
+    """
+
+    products: Callable[[Jacobian], Tensor]
+    numbers: int
+
+
+class PosteriorPrecision(ABC):
+    """H = P0 + JᵀΛJ, or an approximation of it, factorized at one setting of the hyperparameters.
+
+    A subclass defines `log_det`, `solve` and `sample`. The other methods follow from these and from rows of the
+    Jacobian; a subclass overrides those it has a faster way for.
+
+    Parameters
+    ----------
+    prior : GaussianPrior
+        Its present precisions are copied.
+    shapes : mapping of str to torch.Size
+        The parameters, in the order that flattens θ.
+    like : Tensor
+        Gives dtype and device.
+
+    Attributes
+    ----------
+    homogeneous : bool
+        Whether scaling Λ and P0 by c scales H by c.
+    standard_error : float
+        Of `log_det`, if it is a stochastic estimate; 0 if it is computed without sampling.
+    """
+
+    homogeneous: bool = True
+    standard_error: float = 0.0
+
+    def __init__(self, prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor) -> None:
+        self.shapes = dict(shapes)
+        self._prior = prior  # for the names of groups; its precisions may change later
+        self._by_group = prior.precision.detach().to(like).clone()  # (G,)
+        self._num_groups = len(self._by_group)
+
+    # --- abstract
+
+    @abstractmethod
+    def log_det(self) -> Tensor:
+        """log det B = log det H - log det P0, a scalar."""
+
+    @abstractmethod
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H⁻¹ v for vectors (..., P)."""
+
+    @abstractmethod
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, H⁻¹), (count, P)."""
+
+    # --- the prior
+
+    @cached_property
+    def prior_precision(self) -> Tensor:
+        """Diagonal of P0, (P,)."""
+        return self._by_group[self.groups]
+
+    @cached_property
+    def groups(self) -> Tensor:
+        """Prior group of each parameter, (P,)."""
+        return group_numbers(self._prior, self.shapes).to(self._by_group.device)
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    # --- evidence
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,), from solves with unit vectors."""
+        p = self.num_parameters
+        counts = self._by_group.new_zeros(self._num_groups)
+        counts.index_add_(0, self.groups, torch.ones_like(self.prior_precision))
+        step = max(1, tuning.COVARIANCE_BYTES // (p * counts.element_size()))
+        for start in range(0, p, step):
+            width = min(step, p - start)
+            unit = counts.new_zeros(width, p)
+            unit[:, start : start + width].fill_diagonal_(1.0)
+            variances = self.solve(unit)[:, start : start + width].diagonal()
+            here = slice(start, start + width)
+            counts.index_add_(0, self.groups[here], -self.prior_precision[here] * variances)
+        return counts
+
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues of P0^-½ (H - P0) P0^-½, zeros included or not; None if they are not available."""
+        return None
+
+    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
+        """Spectra with the prior group of all or of each eigenvalue; None if eigenvectors mix the groups."""
+        return None
+
+    def log_det_curve(self, factors: Tensor) -> Tensor:
+        """log det B with all prior precisions multiplied by each of `factors` (m,); (m,).
+
+        Raises
+        ------
+        UnsupportedError
+            If the spectrum is not available.
+        """
+        spectrum = self.spectrum()
+        if spectrum is None:
+            raise UnsupportedError("a structure whose eigenvalues are known, for the evidence over many precisions",
+                                   f"a {type(self).__name__} without them",
+                                   "Set prior.log_precision, and ask for the evidence there.")
+        return log_det_curve(spectrum, factors)
+
+    # --- terms of the correction
+
+    def quadratic(self, vector: Tensor, gradient: Tensor) -> Tensor:
+        """zᵀ (H - P0) z for z = H⁻¹g, in double precision; z and g are (P,)."""
+        return (vector * (gradient - self.prior_precision * vector)).sum(dtype=torch.float64)
+
+    def quadratic_slope(self, vector: Tensor) -> Tensor:
+        """Derivative of zᵀ (H - P0) z in each log precision, (G,); zero unless H - P0 depends on the prior."""
+        return self._by_group.new_zeros(self._num_groups, dtype=torch.float64)
+
+    # --- covariance of f
+
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
+        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
+        k, n = rows.num_cotangents, rows.num_examples
+        blocks = rows.f.new_empty(n, k, k)
+        for part in self._panels(rows):
+            dense = rows.subset(part).dense(self.shapes).transpose(0, 1)  # (m, K, P)
+            blocks[part] = dense @ self.solve(dense).mT
+        return blocks
+
+    def covariance(self, rows: Jacobian) -> Tensor:
+        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
+        dense = rows.dense(self.shapes).transpose(0, 1).flatten(0, 1)
+        return dense @ self.solve(dense).T
+
+    def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
+        """V between later rows and these, which have one cotangent."""
+        solved = self.solve(rows.dense(self.shapes)[0])
+        named = named_parts(solved, self.shapes)
+
+        def products(other: Jacobian) -> Tensor:
+            return torch.cat([other.subset(part).products(named) for part in self._panels(other)], 1)
+
+        return CrossCovariance(products, solved.numel())
+
+    def _panels(self, rows: Jacobian) -> Iterator[slice]:
+        """Slices of examples whose dense rows fit in a panel."""
+        step = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * rows.num_cotangents * rows.f.element_size()))
+        for start in range(0, rows.num_examples, step):
+            yield slice(start, min(start + step, rows.num_examples))
+
+
+def named_parts(vectors: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Split flat vectors (..., P) into views (..., p) by parameter name."""
+    return dict(zip(shapes, vectors.split([shape.numel() for shape in shapes.values()], dim=-1), strict=True))
+
+
+def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Tensor:
+    """Prior group of each entry of θ, (P,)."""
+    found = []
+    for name, shape in shapes.items():
+        group = prior.group_of(name)
+        if isinstance(group, slice):
+            found.append(torch.arange(group.start, group.stop))
+        else:
+            found.append(torch.full((shape.numel(),), group))
+    return torch.cat(found)

@@ -1,0 +1,154 @@
+"""The fitted model: a linearized model together with the structure fitted to its training data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.network import Network
+from ntk_laplace.points import present_values, unmoved
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures.model import LinearizedModel, Settings
+from ntk_laplace.structures.structure import NewtonStep, Points, Structure
+
+__all__ = ["FittedModel"]
+
+
+@dataclass
+class _Cached:
+    """A factorization, with the hyperparameters it belongs to."""
+
+    precision: PosteriorPrecision | None = None
+    at: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class FittedModel:
+    """Everything that a method of a posterior computes from.
+
+    Attributes
+    ----------
+    model : LinearizedModel
+    structure : Structure
+        Fitted to the training data of the model.
+    """
+
+    model: LinearizedModel
+    structure: Structure
+    _cached: _Cached = field(default_factory=_Cached, init=False, repr=False, compare=False)
+
+    # --- parts
+
+    @property
+    def network(self) -> Network:
+        """The private copy of the network at θ*."""
+        return self.model.network
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood, with its present hyperparameters."""
+        return self.model.likelihood
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior, with its present precisions."""
+        return self.model.prior
+
+    @property
+    def curvature_type(self) -> CurvatureType:
+        """GGN, empirical Fisher or Monte-Carlo Fisher."""
+        return self.model.curvature_type
+
+    @property
+    def settings(self) -> Settings:
+        """Batch size, memory, progress."""
+        return self.model.settings
+
+    @property
+    def points(self) -> Points:
+        """Outputs, targets and weights of the training points."""
+        return self.structure.points
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.points.num_examples
+
+    @property
+    def theta(self) -> Tensor:
+        """Weights of the linearized model, (P,)."""
+        return self.model.theta
+
+    @property
+    def exact(self) -> bool:
+        """Whether H = P0 + JᵀΛJ exactly, with the likelihood's Λ."""
+        return self.structure.spec.exact and self.curvature_type.kind == "ggn"
+
+    # --- the posterior precision
+
+    @property
+    def precision(self) -> PosteriorPrecision:
+        """The factorized posterior precision at the present hyperparameters; recomputed after a change of them."""
+        cached, modules = self._cached, (self.prior, self.likelihood)
+        if cached.precision is None or not unmoved(cached.at, *modules):
+            cached.precision = None  # free the old factorization before computing the new one
+            with torch.inference_mode(False):  # gradients may be needed later
+                cached.precision = self.structure.posterior_precision(self.model)
+            cached.at = present_values(*modules)
+        return cached.precision
+
+    def sensitivity(self) -> Tensor:
+        """∂ log det B/∂Λ_n, (N, C, C)."""
+        return self.structure.sensitivity(self.model, self.precision)
+
+    # --- the training points
+
+    def vjp(self, residual: Tensor) -> Tensor:
+        """Jᵀr over the training points, (P,), for r (N, C)."""
+        return self.structure.vjp(self.model, residual)
+
+    def jvp(self, vector: Tensor) -> Tensor:
+        """J v at the training points, (N, C), for v (P,)."""
+        return self.structure.jvp(self.model, vector)
+
+    def rows_at(self, index: Tensor) -> Iterator[Jacobian]:
+        """Rows of J at some training points, ascending, in batches."""
+        return self.structure.rows_at(self.model, index)
+
+    def residual(self) -> Tensor:
+        """r_n, (N, C), times the example weights, without a graph."""
+        with torch.no_grad():
+            return self.points.residual(self.likelihood)
+
+    def joint_gradient(self) -> Tensor:
+        """g = P0 (θ-μ0) - Jᵀr, (P,), the gradient of the negative log joint."""
+        return self.model.joint_gradient(self.vjp(self.residual()))
+
+    def newton_step(self) -> NewtonStep:
+        """z = H⁻¹g and the terms of the correction."""
+        return self.structure.newton_step(self.model, self.precision, self.joint_gradient())
+
+    # --- other data
+
+    def derived(self, structure: Structure, model: LinearizedModel | None = None) -> FittedModel:
+        """Another structure, with a likelihood and a prior of its own."""
+        return FittedModel((self.model if model is None else model).copied(), structure)
+
+    def subset(self, index: Tensor) -> FittedModel:
+        """Fitted to some of the training points, ascending."""
+        model = self.model.at(index)
+        return self.derived(self.structure.subset(model, index), model)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> FittedModel:
+        """On another device, with another dtype for the algebra; hyperparameters move in place."""
+        return FittedModel(self.model.to(device, dtype), self.structure.to(device, dtype))
+
+    def displaced(self, displacement: Tensor | None) -> FittedModel:
+        """At other weights of the linearized model, with the same structure."""
+        return replace(self, model=replace(self.model, displacement=displacement))

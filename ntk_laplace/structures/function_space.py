@@ -1,0 +1,180 @@
+"""structure="gp": function space, with stored rows of the Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FunctionSpacePrecision
+from ntk_laplace.data import RowBuffer, Source
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.jacobian import Jacobian, jacobian_from_record, jacobian_record
+from ntk_laplace.points import TrainingPoints
+from ntk_laplace.resources import format_bytes, require_memory
+from ntk_laplace.structures.data_passes import read_batches
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.structure import (
+    Points,
+    Saved,
+    Structure,
+    StructureSpec,
+    register_structure,
+    require_unchanged,
+)
+
+__all__ = ["FunctionSpace", "FunctionSpaceStructure"]
+
+
+@register_structure
+@dataclass(frozen=True)
+class FunctionSpace(StructureSpec):
+    """Exact inference in function space: B = I + SᵀKS, (N R, N R), over stored rows of the Jacobian."""
+
+    name: ClassVar[str] = "gp"
+    exact: ClassVar[bool] = True
+    keeps_jacobian: ClassVar[bool] = True
+
+    def fit(self, model: LinearizedModel, source: Source) -> FunctionSpaceStructure:
+        """Read the rows of J in one pass; training inputs are not stored.
+
+        Raises
+        ------
+        MemoryBudgetError
+            After the first batch, if the rows of all points and B do not fit in memory.
+        """
+        parts: list[Jacobian] = []
+        targets, count = RowBuffer(source.length or 0), 0
+        for x, y in read_batches(model, source, "Jacobians"):
+            parts.append(model.jacobian_pass.rows(x, batch_size=model.settings.batch_size, offset=count))
+            targets.append(y)
+            count += parts[-1].num_examples
+            if len(parts) == 1:
+                _require_memory(model, source.length or count, parts[0])
+        rows = Jacobian.concatenate(parts)
+        parts.clear()
+        points = TrainingPoints.checked(model.likelihood, model.outputs(rows), targets.rows, source.weights)
+        _require_memory(model, rows.num_examples, None)
+        return FunctionSpaceStructure(self, rows, points)
+
+    def require_memory(self, model: LinearizedModel, n: int, first: FunctionSpaceStructure) -> None:
+        """Refuse n examples if their rows and B do not fit in memory.
+
+        Raises
+        ------
+        MemoryBudgetError
+        """
+        _require_memory(model, n, first.rows)
+
+    def restored(self, model: LinearizedModel, saved: Saved) -> FunctionSpaceStructure:
+        """From the rows of a checkpoint."""
+        return FunctionSpaceStructure(self, jacobian_from_record(saved.state), saved.points)
+
+
+@dataclass(frozen=True)
+class FunctionSpaceStructure(Structure):
+    """Rows of J at the training points.
+
+    Attributes
+    ----------
+    spec : FunctionSpace
+    rows : Jacobian
+    points : TrainingPoints
+    base : TrainingPoints, optional
+        The points the network was trained on, if a what-if has changed them since.
+    """
+
+    spec: FunctionSpace
+    rows: Jacobian
+    points: Points
+    base: TrainingPoints | None = None
+
+    def posterior_precision(self, model: LinearizedModel) -> FunctionSpacePrecision:
+        """Factorize B at the current hyperparameters, without a new Jacobian."""
+        root = self.points.root(model.curvature_type, model.likelihood).detach()
+        return FunctionSpacePrecision(self.rows, root, model.prior, model.network.shapes)
+
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
+        """Jᵀr, (P,)."""
+        return self.rows.vjp(residual, model.network.shapes)
+
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
+        """J v, (N, C)."""
+        return self.rows.jvp(model.network.unflatten(vector))
+
+    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
+        """The stored rows."""
+        yield self.rows.subset(index)
+
+    def sensitivity(self, model: LinearizedModel, precision: FunctionSpacePrecision) -> Tensor:
+        """∂ log det B/∂Λ_n = V_nn, (N, C, C), or its equal on the range of Λ_n if that is constant."""
+        left_inverse = self.points.left_inverse(model.curvature_type, model.likelihood)
+        return precision.covariance_blocks(self.rows) if left_inverse is None else precision.sensitivity(left_inverse)
+
+    # --- other points
+
+    def merged(self, model: LinearizedModel, other: FunctionSpaceStructure) -> FunctionSpaceStructure:
+        """Rows of both data sets."""
+        rows = Jacobian.concatenate([self.rows, other.rows])
+        _require_memory(model, rows.num_examples, None)
+        points = self.points.joined(model.likelihood, other.points)
+        return FunctionSpaceStructure(self.spec, rows, points, self._merged_base(model, other))
+
+    def changed(
+        self, model: LinearizedModel, points: TrainingPoints, added: FunctionSpaceStructure | None = None
+    ) -> FunctionSpaceStructure:
+        """The structure of changed points, those of `added` last; `base` keeps the training points."""
+        rows = self.rows if added is None else Jacobian.concatenate([self.rows, added.rows])
+        return FunctionSpaceStructure(self.spec, rows, points, self.points if self.base is None else self.base)
+
+    def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
+        """H⁻¹g, (P,), with the curvature of `points`; points of weight zero are skipped."""
+        root = points.root(model.curvature_type, model.likelihood)
+        active = (points.counts > 0).nonzero().squeeze(1)
+        everything = len(active) == len(root)
+        rows = self.rows if everything else self.rows.subset(active)
+        root = root if everything else root[active]
+        return FunctionSpacePrecision(rows, root, model.prior, model.network.shapes).solve(gradient)
+
+    def subset(self, model: LinearizedModel, index: Tensor) -> FunctionSpaceStructure:
+        """The stored rows of some points; no pass over the data."""
+        points = self.points.subset(index)
+        return FunctionSpaceStructure(self.spec, self.rows.subset(index), points, self._base_at(index))
+
+    # --- storage
+
+    def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
+        """The rows."""
+        require_unchanged(model, self.base)
+        if not include_data:
+            raise UnsupportedError(
+                'include_data=True to save structure="gp"', "include_data=False",
+                "Function space is made of its training points: their rows hold the inputs of the first layer.",
+            )  # fmt: skip
+        return jacobian_record(self.rows)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> FunctionSpaceStructure:
+        """The rows on another device, with another dtype; none is recomputed."""
+        return replace(self, rows=self.rows.to(dtype, device), points=self.points.to(device, dtype),
+                       base=None if self.base is None else self.base.to(device, dtype))
+
+
+def _require_memory(model: LinearizedModel, n: int, first: Jacobian | None) -> None:
+    """Refuse n examples if B (n R x n R) and rows like `first` for all of them do not fit in memory."""
+    c = model.network.num_outputs
+    size = model.curvature_type.columns(model.likelihood, c) * n
+    element = model.jacobian_pass.dtype.itemsize
+    rows = 0 if first is None else 2 * first.nbytes * n // max(1, first.num_examples)
+    p = model.network.num_parameters
+    full = 2 * p * p * element
+    require_memory(
+        size * size * element + rows, model.network.device,
+        f"B of {size:,} x {size:,} (N = {n:,}, C = {c}) and its rows",
+        f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
+        'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
+        "dtype=torch.float32.",
+        model.settings.memory_budget,
+    )  # fmt: skip

@@ -1,0 +1,322 @@
+"""Interfaces of a structure: its specification, with declared capabilities, and what a fit keeps of the data."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
+from ntk_laplace.data import Inputs, Missing, Source, fill_buffer
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.points import TrainingPoints, UnsavedPoints
+from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.structures.model import LinearizedModel
+
+__all__ = [
+    "NewtonStep",
+    "Points",
+    "Saved",
+    "Structure",
+    "StructureSpec",
+    "no_basis",
+    "register_structure",
+    "require_unchanged",
+    "structure_named",
+    "structure_names",
+]
+
+Points = TrainingPoints | UnsavedPoints
+
+
+@dataclass(frozen=True)
+class NewtonStep:
+    """z = H⁻¹g and the terms that the correction needs.
+
+    Attributes
+    ----------
+    z : Tensor, (P,)
+    pushed : Tensor, (N, C)
+        J z at the training points.
+    own : tuple, or None
+        If H - P0 is an approximation of JᵀΛJ: zᵀ(H - P0)z, its derivative in the log precisions, (G,), and a callable
+        that computes its derivative in each Λ_n, (N, C, C).
+    """
+
+    z: Tensor
+    pushed: Tensor
+    own: tuple[Tensor, Tensor, Callable[[], Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint gives a structure to restore itself from.
+
+    Attributes
+    ----------
+    state : mapping
+        What `Structure.state` returned.
+    points : TrainingPoints or UnsavedPoints
+    source : Source or Missing
+        The training data, if they were passed to `load`.
+    """
+
+    state: Mapping[str, Any]
+    points: Points
+    source: Source | Missing
+
+
+class StructureSpec(ABC):
+    """Specification of a structure: which posterior precision is computed, with which options and capabilities.
+
+    `structure=` of `laplace` takes an object of this class, or the name of a registered one (`register_structure`).
+    A subclass is a frozen dataclass whose fields are the options. To sum over the data, derive from `SummedSpec`.
+
+    Attributes
+    ----------
+    name : str
+        Name for `structure=`, tables and checkpoints.
+    exact : bool
+        Whether H = P0 + JᵀΛJ for the Λ of the curvature type. Exact structures support the evidence with bounds,
+        leave-one-out scores, refits and what-ifs of many Newton steps.
+    keeps_jacobian : bool
+        Whether the fit keeps the rows of J of all training points, as a `FunctionSpacePrecision` over them.
+    factored_rows : bool
+        Whether the fit reads rows of J as products of layer inputs and output gradients.
+    resumable : bool
+        Whether an interrupted fit can be resumed, and written to `Settings.checkpoint`.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool] = False
+    keeps_jacobian: ClassVar[bool] = False
+    factored_rows: ClassVar[bool] = False
+    resumable: ClassVar[bool] = False
+
+    @abstractmethod
+    def fit(self, model: LinearizedModel, source: Source) -> Structure:
+        """Fit to the data, in one or more passes."""
+
+    @abstractmethod
+    def restored(self, model: LinearizedModel, saved: Saved) -> Structure:
+        """The structure that `Structure.state` saved."""
+
+    def check(self, prior: GaussianPrior) -> None:  # noqa: B027 - most structures support every prior
+        """Raise an error for a prior that the structure does not support."""
+
+    def prepare(self, model: LinearizedModel, x: Inputs, source: Source) -> None:  # noqa: B027
+        """Called before the first pass with the first batch of inputs, for example to choose the batch size."""
+
+    def require_memory(self, model: LinearizedModel, n: int, first: Structure) -> None:  # noqa: B027
+        """Raise MemoryBudgetError if a fit to n examples would not fit in memory; `first` is a fit to a few."""
+
+    def options(self) -> dict[str, Any]:
+        """The fields that determine the structure, for checkpoints and messages."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options().items())
+        return f"{type(self).__name__}({options})"
+
+
+_Spec = TypeVar("_Spec", bound=type[StructureSpec])
+_REGISTERED: dict[str, type[StructureSpec]] = {}
+
+
+def register_structure(spec: _Spec) -> _Spec:
+    """Class decorator: make a specification available under its name, for `structure=`, `load` and the command line.
+
+    Raises
+    ------
+    UnsupportedError
+        If the name belongs to another class.
+    """
+    known = _REGISTERED.get(spec.name)
+    if known is not None and (known.__module__, known.__qualname__) != (spec.__module__, spec.__qualname__):
+        raise UnsupportedError("a structure name that is free", f"{spec.name!r} of {known.__qualname__}",
+                               "Give the class another name.")
+    _REGISTERED[spec.name] = spec
+    return spec
+
+
+def structure_names() -> tuple[str, ...]:
+    """Names of all registered structures, in the order of registration."""
+    return tuple(_REGISTERED)
+
+
+def structure_named(name: str) -> type[StructureSpec]:
+    """The specification class of a name.
+
+    Raises
+    ------
+    UnsupportedError
+        If the name is unknown.
+    """
+    if not isinstance(name, str) or name not in _REGISTERED:
+        raise UnsupportedError(f'structure among {", ".join([*_REGISTERED, "auto"])}', repr(name),
+                               'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
+                               "let cost decide between the exact two; register_structure adds one of your own.")
+    return _REGISTERED[name]
+
+
+class Structure(ABC):
+    """What a fit keeps of the training data, and how the posterior precision follows from it.
+
+    Attributes
+    ----------
+    spec : StructureSpec
+    points : TrainingPoints or UnsavedPoints
+        Outputs, targets and weights of the training points.
+    base : TrainingPoints or None
+        The points the network was trained on, if a what-if has changed them since.
+    """
+
+    spec: StructureSpec
+    points: Points
+    base: TrainingPoints | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that `structure=` takes."""
+        return self.spec.name
+
+    @property
+    def parameter_blocks(self) -> Sequence[ParameterBlock]:
+        """Which parameters share a factorization, and of which kind; none by default."""
+        return ()
+
+    # --- abstract
+
+    @abstractmethod
+    def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
+        """The factorized posterior precision at the current hyperparameters."""
+
+    @abstractmethod
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
+        """Jᵀr over the training points, (P,)."""
+
+    @abstractmethod
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
+        """J v at the training points, (N, C)."""
+
+    @abstractmethod
+    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
+        """Rows of J at some of the points, ascending, in batches."""
+
+    @abstractmethod
+    def subset(self, model: LinearizedModel, index: Tensor) -> Structure:
+        """The structure of some of the points, ascending; `model` is the model of those."""
+
+    @abstractmethod
+    def merged(self, model: LinearizedModel, other: Structure) -> Structure:
+        """The structure fitted to the union of both data sets."""
+
+    @abstractmethod
+    def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
+        """Plain containers of tensors and numbers from which `StructureSpec.restored` restores the structure."""
+
+    @abstractmethod
+    def to(self, device: torch.device, dtype: torch.dtype) -> Structure:
+        """The structure with all tensors on another device, with another dtype."""
+
+    # --- defaults
+
+    @property
+    def source(self) -> Source | Missing | None:
+        """The training data, for another pass; None if the structure does not need and keep them."""
+        return None
+
+    @property
+    def points_to_change(self) -> TrainingPoints:
+        """The points that a what-if changes, outputs at the start of its first step."""
+        return self.points
+
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+        """∂ log det B/∂Λ_n, (N, C, C): V_nn if the structure is exact.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure is an approximation that does not define it.
+        """
+        if not self.spec.exact:
+            raise self._no_gradient()
+        everything = torch.arange(self.points.num_examples)
+        parts = (precision.covariance_blocks(rows) for rows in self.rows_at(model, everything))
+        return fill_buffer(parts, self.points.num_examples).rows
+
+    def newton_step(self, model: LinearizedModel, precision: PosteriorPrecision, gradient: Tensor) -> NewtonStep:
+        """z = H⁻¹g and J z; zᵀ(H - P0)z uses this structure's H."""
+        z = precision.solve(gradient)
+        own = None
+        if not self.spec.exact:
+            value, slope = precision.quadratic(z, gradient), precision.quadratic_slope(z)
+            own = value, slope, lambda: self.curve_sensitivity(model, precision, z)
+        return NewtonStep(z, self.jvp(model, z), own)
+
+    def curve_sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor) -> Tensor:
+        """∂ zᵀHz/∂Λ_n of an approximation with z fixed, (N, C, C); refused by default, as in `sensitivity`."""
+        raise self._no_gradient()
+
+    def basis(self, model: LinearizedModel) -> Any:
+        """Eigenbases for another fit, a `BlockBasis`; refused by structures without Kronecker factors."""
+        raise no_basis(repr(self.name))
+
+    def _no_gradient(self) -> UnsupportedError:
+        return UnsupportedError("a structure with the evidence's gradient in the likelihood's hyperparameters",
+                                f"structure={self.name!r}", 'Move "precision" alone, or use an exact structure.')
+
+    def refit_on(self, model: LinearizedModel, source: Source) -> Structure:
+        """The same kind of structure fitted to other data, so that the two can be merged."""
+        return self.spec.fit(model, source)
+
+    def changed(self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None) -> Structure:
+        """The structure of changed points, those of `added` last; `base` keeps the training points.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure is an approximation.
+        """
+        raise UnsupportedError("an exact structure, whose curvature follows any change of its points",
+                               f"structure={self.name!r}", 'Fit with structure="gp" or "full".')
+
+    def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
+        """H⁻¹g, (P,), with the curvature of `points`."""
+        return self.changed(model, points).posterior_precision(model).solve(gradient)
+
+    def _merged_base(self, model: LinearizedModel, other: Structure) -> TrainingPoints | None:
+        """Base after new points were added: conditioning never moves the weights, also after a what-if."""
+        if self.base is None:
+            return None
+        added = self.points.subset(slice(self.base.num_examples, None))
+        added = replace(added, weights=added.f.new_zeros(len(added.f)))  # added points: no training residual
+        return self.base.joined(model.likelihood, added).joined(model.likelihood, other.points)
+
+    def _base_at(self, index: Tensor) -> TrainingPoints | None:
+        """Base of some points. Points that were added come last and have none."""
+        return None if self.base is None else self.base.subset(index[index < self.base.num_examples])
+
+
+def no_basis(got: str) -> UnsupportedError:
+    """The error of a `basis=` that has no eigenbases."""
+    return UnsupportedError('basis= a posterior with structure "kfac", "ekfac" or "inf"', got,
+                            "Fit KFAC first, to all data or to any part of them.")
+
+
+def require_unchanged(model: LinearizedModel, base: TrainingPoints | None) -> None:
+    """Refuse to save the result of a what-if; `base` are the points before it, if there was one.
+
+    Raises
+    ------
+    UnsupportedError
+        If there was one, or if the network was relinearized after one.
+    """
+    if base is not None or model.training_gradient is not None:
+        raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
+                               "Save the original, and ask what if again after loading it.")

@@ -1,0 +1,217 @@
+"""Structures whose curvature is a sum over the training points: one pass over streaming data, in bounded memory.
+
+The sums are taken at the likelihood's hyperparameters. A change that multiplies all Λ_n by one number (a Gaussian's
+noise) rescales them; any other needs another pass over the data. Predictions and changes of the prior need none.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ntk_laplace import tuning
+from ntk_laplace.curvature import PosteriorPrecision
+from ntk_laplace.data import Joined, Missing, Source
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.points import TrainingPoints, present_values, unmoved
+from ntk_laplace.structures.data_passes import common_factor, jvp, read_outputs, read_rows, selected, vjp
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.structure import Points, Saved, Structure, StructureSpec, require_unchanged
+
+__all__ = ["SummedSpec", "SummedStructure", "Sums"]
+
+
+Sums = dict[str, Tensor]
+
+
+class SummedSpec(StructureSpec):
+    """Specification of a structure that adds up a function of the rows of SᵀJ, S Sᵀ = Λ, over the training points.
+
+    A subclass defines what is summed (`zeros`, `add`) and the posterior precision that follows (`precision`). Fits in
+    batches, other data, merging, what-ifs, changed hyperparameters, devices and checkpoints follow from these.
+    """
+
+    scales: ClassVar[bool] = True  # whether multiplying Λ by c multiplies the sums by c
+
+    @abstractmethod
+    def zeros(self, model: LinearizedModel) -> Sums:
+        """Sums of no points: tensors by name, in the algebra's dtype, on the network's device."""
+
+    @abstractmethod
+    def add(self, sums: Sums, rows: Jacobian, model: LinearizedModel) -> None:
+        """Add a batch of rows of SᵀJ, in place."""
+
+    @abstractmethod
+    def precision(self, sums: Sums, model: LinearizedModel) -> PosteriorPrecision:
+        """The posterior precision at the prior's present precisions."""
+
+    def fit(self, model: LinearizedModel, source: Source) -> SummedStructure:
+        """Read outputs and targets; the sums follow on first use."""
+        self.check_memory(model)
+        f, targets = read_outputs(model, source)
+        found = SummedStructure(self, source, TrainingPoints.checked(model.likelihood, f, targets, source.weights))
+        if model.displacement is None:
+            return found
+        moved = replace(found.points, f=f + found.jvp(model, model.displacement))
+        return replace(found, points=moved)
+
+    def check_memory(self, model: LinearizedModel) -> None:
+        """Raise MemoryBudgetError if what the fit stores does not fit in memory; called before anything is read."""
+
+    def restored(self, model: LinearizedModel, saved: Saved) -> SummedStructure:
+        """From the sums of a checkpoint."""
+        at = _AtLikelihood(dict(saved.state), copy.deepcopy(model.likelihood))
+        return SummedStructure(self, saved.source, saved.points, at=at)
+
+
+@dataclass
+class _AtLikelihood:
+    """Sums, and a copy of the likelihood at which they were taken; recomputed by `SummedStructure` on demand."""
+
+    sums: Sums | None = None
+    likelihood: Likelihood | None = None
+
+
+@dataclass
+class SummedStructure(Structure):
+    """Sums over the training points, with the data for another pass.
+
+    Attributes
+    ----------
+    spec : SummedSpec
+    source : Source
+        Read again when the likelihood's hyperparameters change.
+    points : TrainingPoints or UnsavedPoints
+    base : TrainingPoints, optional
+        The points the network was trained on, if a what-if has changed them since.
+    at : _AtLikelihood
+        A cache of the sums.
+    """
+
+    spec: SummedSpec
+    data: Source | Missing
+    points: Points
+    base: TrainingPoints | None = None
+    at: _AtLikelihood = field(default_factory=_AtLikelihood)
+
+    @property
+    def source(self) -> Source | Missing:
+        """The training data, for another pass."""
+        return self.data
+
+    def sums(self, model: LinearizedModel) -> Sums:
+        """The sums at the likelihood's current hyperparameters."""
+        at = self.at
+        if at.sums is not None and unmoved(present_values(at.likelihood), model.likelihood):
+            return at.sums
+        factor = None
+        if at.sums is not None and self.spec.scales and isinstance(self.points, TrainingPoints):
+            factor = common_factor(model, at.likelihood, self.points)
+        if factor is None:
+            at.sums = None  # free the old sums before computing the new ones
+            at.sums = self._summed(model)
+        else:
+            at.sums = {name: total * factor for name, total in at.sums.items()}
+        at.likelihood = copy.deepcopy(model.likelihood)
+        return at.sums
+
+    def _summed(self, model: LinearizedModel) -> Sums:
+        root = self.points.root(model.curvature_type, model.likelihood).detach()
+        sums = self.spec.zeros(model)
+        for rows in read_rows(model, self.data, root, _max_batch(model, root.shape[2]), "curvature"):
+            self.spec.add(sums, rows, model)
+        return sums
+
+    def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
+        """Factorize H at the current hyperparameters."""
+        return self.spec.precision(self.sums(model), model)
+
+    # --- passes over the data
+
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
+        """Jᵀr, (P,), in one pass with cotangent r."""
+        return vjp(model, self.data, residual, _max_batch(model, 1))
+
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
+        """J v, (N, C)."""
+        return jvp(model, self.data, vector, _max_batch(model, model.network.num_outputs))
+
+    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
+        """Rows of J, from another pass."""
+        n = self.points.num_examples
+        source = self.data if len(index) == n else selected(self.data, index, n)
+        yield from read_rows(model, source, None, _max_batch(model, model.network.num_outputs), "Jacobians")
+
+    # --- other points
+
+    def merged(self, model: LinearizedModel, other: SummedStructure) -> SummedStructure:
+        """Sums of both data sets."""
+        ours, theirs = self.sums(model), other.sums(model)
+        at = _AtLikelihood({name: ours[name] + theirs[name] for name in ours}, copy.deepcopy(model.likelihood))
+        points = self.points.joined(model.likelihood, other.points)
+        return SummedStructure(self.spec, Joined([self.data, other.data]), points, self._merged_base(model, other), at)
+
+    def subset(self, model: LinearizedModel, index: Tensor) -> SummedStructure:
+        """The sums of some points, from another pass."""
+        source = selected(self.data, index, self.points.num_examples)
+        return SummedStructure(self.spec, source, self.points.subset(index), self._base_at(index))
+
+    def changed(
+        self, model: LinearizedModel, points: TrainingPoints, added: SummedStructure | None = None
+    ) -> SummedStructure:
+        """The structure of changed points, those of `added` last; `base` keeps the training points."""
+        source = self.data if added is None else Joined([self.data, added.data])
+        other = SummedStructure(self.spec, source, points, self.points if self.base is None else self.base)
+        sums = self._updated(model, other)
+        if sums is not None:
+            other.at = _AtLikelihood(sums, copy.deepcopy(model.likelihood))
+        return other
+
+    def _updated(self, model: LinearizedModel, other: SummedStructure) -> Sums | None:
+        """The sums of the other points by updating those whose Λ has changed; None if more than half have."""
+        root, before = (points.root(model.curvature_type, model.likelihood) for points in (other.points, self.points))
+        own = torch.cat([before, before.new_zeros(len(root) - len(before), *before.shape[1:])])
+        moved = (root != own).flatten(1).any(1).nonzero().squeeze(1)
+        if 2 * len(moved) > len(root):
+            return None
+        sums = {name: total.clone() for name, total in self.sums(model).items()}
+        if len(moved) == 0:
+            return sums
+        removed, start = self.spec.zeros(model), 0
+        for rows in other.rows_at(model, moved):
+            here = moved[start : start + rows.num_examples]
+            self.spec.add(sums, rows.weighted(root[here]), model)
+            self.spec.add(removed, rows.weighted(own[here]), model)
+            start += rows.num_examples
+        return {name: total.sub_(removed[name]) for name, total in sums.items()}
+
+    # --- storage
+
+    def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
+        """The sums at the current likelihood."""
+        require_unchanged(model, self.base)
+        return self.sums(model)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> SummedStructure:
+        """The structure on another device, with another dtype."""
+        sums, likelihood = self.at.sums, self.at.likelihood
+        moved = None if sums is None else {name: total.to(device, dtype) for name, total in sums.items()}
+        return replace(
+            self, data=self.data.on(device), points=self.points.to(device, dtype),
+            base=None if self.base is None else self.base.to(device, dtype),
+            at=_AtLikelihood(moved, None if likelihood is None else copy.deepcopy(likelihood).to(device)),
+        )  # fmt: skip
+
+
+def _max_batch(model: LinearizedModel, cotangents: int) -> int:
+    """Examples whose dense rows fit in memory at a time."""
+    each = model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize
+    max_batch = max(1, tuning.FULL_ROWS_BYTES // each)
+    return min(max_batch, model.settings.batch_size or max_batch)
