@@ -123,7 +123,7 @@ def test_memory_is_bounded_and_pieces_change_nothing(monkeypatch):
     posterior = fit(*case, "ggn", "ekfac")
     before = posterior.explain(own.x_new, k=2)
     groups, part = [], ranking._Passing
-    monkeypatch.setattr(ranking, "_Passing", lambda *given: groups.append(given[3].num_examples) or part(*given))
+    monkeypatch.setattr(ranking, "_Passing", lambda *given: groups.append(given[1].num_examples) or part(*given))
     monkeypatch.setattr(tuning, "DIRECTION_BYTES", 3 * posterior.num_parameters * 8)
     monkeypatch.setattr(tuning, "WRITTEN_BYTES", 1)
     after = posterior.explain(own.x_new, k=2)
