@@ -7,33 +7,17 @@ to which each layer adds its product in place.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, groupby
 
 from torch import Tensor
 
-from ntk_laplace.contractions import (
-    Pairing,
-    Variances,
-    add_to_tile,
-    clusters,
-    contraction,
-    pair_up,
-    panels,
-    self_blocks,
-)
-from ntk_laplace.jacobian.blocks import Block, Lookup, Outer
+from ntk_laplace import tuning
+from ntk_laplace.contractions import Contraction, Tile, Variances, contractions
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.linalg import mirror_lower_
 from ntk_laplace.resources import require_memory
 
 __all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
-
-_TILE_ROWS = 1024  # rows of a tile whose buffers fit in cache
-_TILE_BYTES = 96 * 2**20  # maximum bytes of the buffers that contract shared positions
-_FEWEST_ROWS = 160  # with fewer rows, a product of long rows is slow
-_POSITIONS = ("positions", "tokens")
-_PASSES = (("wide",), _POSITIONS, ("dense", "hadamard"))
-
-_Job = tuple[str, Pairing]
 
 
 def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: int | None = None) -> Tensor:
@@ -82,25 +66,29 @@ def _fill_whole(left: Jacobian, right: Jacobian | None, variances: Variances) ->
     k1, k2 = left.num_cotangents, other.num_cotangents
     out = left.f.new_empty(left.num_examples * k1, other.num_examples * k2)
     fresh = True
-    for jobs, weights in _passes(_jobs(left, other, variances), variances):
-        tiles = _Tiles(left, other, weights, jobs, _strips(left, other, jobs))
-        for rows, columns in tiles.pairs(lower=right is None):
+    for together in _passes(contractions(left.blocks, other.blocks, variances)):
+        step = _tile_examples(left, other, together)
+        steps = together[0].tile_shape(left.num_examples, step)
+        for rows, columns, parts in _tiles(left, other, together, steps, lower=right is None):
             tile = out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2]
-            tiles.fill(rows, columns, tile, fresh)
+            _fill(tile, (k1, k2), parts, fresh)
         fresh = False
     return out.zero_() if fresh else out
 
 
-def _passes(jobs: list[_Job], variances: Variances) -> Iterator[tuple[list[_Job], Variances]]:
-    """Group jobs by the tiles in which they fill a whole matrix; rows written out in panels are one group per panel."""
-    for kinds in _PASSES:
-        own = [job for job in jobs if job[0] in kinds]
-        if own:
-            yield own, variances
-    for how, pair in jobs:
-        if how == "panels":
-            for panel, weights in panels(pair, variances):
-                yield [("wide", panel)], weights
+def _passes(found: list[Contraction]) -> Iterator[list[Contraction]]:
+    """Contractions that fill a whole matrix together, tile by tile; rows written out in panels are passes of one."""
+    for _, stage in groupby(found, key=lambda each: each.stage):
+        whole = []
+        for each in stage:
+            parts = each.passes()
+            first = next(parts)
+            if first is each:
+                whole.append(each)
+            else:
+                yield from ([part] for part in chain([first], parts))
+        if whole:
+            yield whole
 
 
 def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> Iterator[tuple[slice, slice, Tensor]]:
@@ -110,14 +98,13 @@ def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> 
     """
     other = left if right is None else right
     k1, k2 = left.num_cotangents, other.num_cotangents
-    jobs = _jobs(left, other, variances)
-    step = _tile_examples(left, other, jobs)
-    tiles = _Tiles(left, other, variances, jobs, (step, step))
+    found = contractions(left.blocks, other.blocks, variances)
+    step = _tile_examples(left, other, found)
     out = left.f.new_empty(step * k1 * step * k2)
-    for rows, columns in tiles.pairs(lower=right is None):
+    for rows, columns, parts in _tiles(left, other, found, (step, step), lower=right is None):
         n1, n2 = rows.stop - rows.start, columns.stop - columns.start
         tile = out[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
-        tiles.fill(rows, columns, tile)
+        _fill(tile, (k1, k2), parts)
         yield rows, columns, tile.view(n1, k1, n2, k2)
 
 
@@ -135,85 +122,38 @@ def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
     """Diagonal blocks of K, one per example, (N, K, K)."""
     k, n = rows.num_cotangents, rows.num_examples
     out = rows.f.new_zeros(n, k, k)
-    step = max(1, _TILE_ROWS // k)
+    step = max(1, tuning.TILE_ROWS // k)
     for start in range(0, n, step):
         part = rows.subset(slice(start, start + step))
-        for cluster in clusters(part.blocks):
-            out[start : start + step] += self_blocks(cluster, variances)
+        for own in contractions(part.blocks, part.blocks, variances):
+            out[start : start + step] += own.diagonal()
     return out
 
 
-def _jobs(left: Jacobian, right: Jacobian, variances: Variances) -> list[_Job]:
-    """Pairs of clusters with their method; written-out rows come first, because their product initializes a tile."""
-    jobs = [(contraction(pair, variances), pair) for pair in pair_up(left.blocks, right.blocks, variances)]
-    first = ("wide", "panels", "dense")
-    return sorted(jobs, key=lambda job: first.index(job[0]) if job[0] in first else len(first))
-
-
-def _strips(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> tuple[int, int]:
-    """Examples (rows, columns) of the tiles in which these jobs fill a whole matrix.
-
-    Products of long rows use few wide tiles: the work above the diagonal is wasted, but narrow products are slow.
-    Positions are contracted example by example in any case.
-    """
-    step, n, k = _tile_examples(left, right, jobs), left.num_examples, max(left.num_cotangents, right.num_cotangents)
-    if jobs[0][0] == "wide":
-        step = max(1, min(_TILE_ROWS // k, max(_FEWEST_ROWS // k, -(-n // 4))))
-        return step, 4 * step
-    if jobs[0][0] in _POSITIONS:
-        few = min(step, -(-n // 16))
-        return few, step * step // few
-    return step, step
-
-
-def _tile_examples(left: Jacobian, right: Jacobian, jobs: list[_Job]) -> int:
+def _tile_examples(left: Jacobian, right: Jacobian, found: list[Contraction]) -> int:
     """Examples on each side of a square tile, chosen to bound its buffers."""
     k = max(left.num_cotangents, right.num_cotangents)
     # at least four blocks of rows, so that symmetry saves work for few examples as well
-    step = max(1, min(_TILE_ROWS // k, -(-left.num_examples // 4)))
-    size = left.f.element_size()
-    for how, (ours, theirs) in jobs:
-        both = [block for block in (*ours, *theirs) if isinstance(block, (Outer, Lookup))]
-        if how == "dense" and both:
-            # written out again for each tile
-            entries = sum(sum(block.sizes().values()) for block in ours)
-            step = min(step, max(1, _TILE_BYTES // (size * k * entries)))
-        elif how in _POSITIONS:
-            t = max(block.b.shape[-2] for block in both)
-            g = max(block.b.shape[2] if isinstance(block, Outer) else 1 for block in both)
-            step = min(step, max(1, int((_TILE_BYTES / (size * g * t * t)) ** 0.5)))
-    return step
+    step = max(1, min(tuning.TILE_ROWS // k, -(-left.num_examples // 4)))
+    return int(max(1, min([step, *(each.largest_tile() for each in found)])))
 
 
-class _Tiles:
-    """Fills tiles with the same jobs, using buffers that are allocated once."""
+def _tiles(
+    left: Jacobian, right: Jacobian, found: list[Contraction], steps: tuple[int, int], lower: bool
+) -> Iterator[tuple[slice, slice, list[Contraction]]]:
+    """Slices of examples whose tiles cover K, or its lower triangle, with the contractions of each tile."""
+    n1, n2 = left.num_examples, right.num_examples
+    for start in range(0, n1, steps[0]):
+        rows = slice(start, min(start + steps[0], n1))
+        own, last = [each.cut_rows(rows) for each in found], rows.stop if lower else n2
+        for first in range(0, last, steps[1]):
+            columns = slice(first, min(first + steps[1], last))
+            yield rows, columns, [each.cut_columns(columns) for each in own]
 
-    def __init__(
-        self, left: Jacobian, right: Jacobian, variances: Variances, jobs: list[_Job], steps: tuple[int, int]
-    ) -> None:
-        self.left, self.right, self.variances, self.jobs, self.steps = left, right, variances, jobs, steps
-        whole = any(how == "hadamard" for how, _ in jobs)
-        entries = steps[0] * left.num_cotangents * steps[1] * right.num_cotangents
-        self._buffer = left.f.new_empty(entries if whole else 0)
-        self._cut: tuple[slice, list[tuple[Block, ...]]] | None = None
 
-    def pairs(self, lower: bool) -> Iterator[tuple[slice, slice]]:
-        """Slices of examples whose tiles cover K, or its lower triangle."""
-        n1, n2 = self.left.num_examples, self.right.num_examples
-        for start in range(0, n1, self.steps[0]):
-            rows = slice(start, min(start + self.steps[0], n1))
-            last = rows.stop if lower else n2
-            for first in range(0, last, self.steps[1]):
-                yield rows, slice(first, min(first + self.steps[1], last))
-
-    def fill(self, rows: slice, columns: slice, out: Tensor, fresh: bool = True) -> None:
-        """Add the tile of these examples to `out` (n1*K1, n2*K2), a block of a larger matrix; `fresh` overwrites."""
-        if self._cut is None or self._cut[0] != rows:
-            self._cut = (rows, [tuple(b.subset(rows) for b in ours) for _, (ours, _) in self.jobs])
-        kinds = [how for how, _ in self.jobs]
-        cut = list(zip(self._cut[1], [tuple(b.subset(columns) for b in theirs) for _, (_, theirs) in self.jobs],
-                       strict=True))
-        for how, pair in zip(kinds, cut, strict=True):
-            fresh = add_to_tile(how, out, self._buffer, pair, self.variances, fresh)
-        if fresh:
-            out.zero_()
+def _fill(values: Tensor, cotangents: tuple[int, int], found: list[Contraction], fresh: bool = True) -> None:
+    """Add contractions to a tile (n1*K1, n2*K2), which may be a part of a larger matrix; `fresh` overwrites."""
+    tile = Tile(values, cotangents, fresh)
+    for each in found:
+        each.add(tile)
+    tile.started()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import NumericalError
 
 __all__ = [
@@ -29,9 +30,6 @@ __all__ = [
     "solve_spd",
     "symmetric_root",
 ]
-
-_ROWS = 256  # rows of a panel at a time, where a solve or a product copies them
-_PANEL = 1024  # maximum columns of an inverse at a time: wide panels are half zeros and take memory
 
 
 def cholesky_(matrix: Tensor, block: int = 768) -> Tensor:
@@ -136,7 +134,7 @@ def solve_spd(factor: Tensor, right: Tensor) -> Tensor:
     return solve_lower(factor, solve_lower(factor, right), transpose=True)
 
 
-def solve_lower_(factor: Tensor, right: Tensor, transpose: bool = False, block: int = _ROWS) -> Tensor:
+def solve_lower_(factor: Tensor, right: Tensor, transpose: bool = False, block: int = tuning.SOLVE_ROWS) -> Tensor:
     """`solve_lower` in place of `right`, without a copy of a factor that is a view into a larger matrix.
 
     Parameters
@@ -204,7 +202,7 @@ def inverse_diagonal(factor: Tensor, size: int, block: int | None = None) -> Ten
     blocks = factor.new_zeros(len(factor) // size, size, size)
     for start, half in _inverse_factor(factor, size, block):
         own = blocks[start // size : (start + half.shape[1]) // size]
-        for rows in half.unflatten(1, (-1, size)).split(_ROWS):  # a batched product copies what it reads
+        for rows in half.unflatten(1, (-1, size)).split(tuning.SOLVE_ROWS):  # a batched product copies what it reads
             own.baddbmm_(rows.permute(1, 2, 0), rows.transpose(0, 1))
     return blocks
 
@@ -212,7 +210,7 @@ def inverse_diagonal(factor: Tensor, size: int, block: int | None = None) -> Ten
 def _inverse_factor(factor: Tensor, size: int, block: int | None) -> Iterator[tuple[int, Tensor]]:
     """L⁻¹ in panels of columns: the first column of each panel, and its rows from there on (those above are zero)."""
     n = len(factor)
-    block = min(_PANEL, max(384, n // 8)) if block is None else block  # solves for few columns are slow
+    block = min(tuning.INVERSE_COLUMNS, max(384, n // 8)) if block is None else block  # solves for few columns are slow
     width = min(max(1, block // size) * size, n)
     buffer = factor.new_empty(n * width)
     for start in range(0, n, width):

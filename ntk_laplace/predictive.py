@@ -8,14 +8,13 @@ import torch
 from torch import Generator, Tensor
 from torch.quasirandom import SobolEngine
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.covariances import covariance_root
 from ntk_laplace.likelihoods.responses import Response, no_join
 
 __all__ = ["METHODS", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples"]
-
-CHUNK = 2**22  # entries of f in memory at a time while averaging: 32 MB in float64
 
 
 def predictive(
@@ -148,7 +147,7 @@ def _glm(
     if closed_form is not None:
         return closed_form
     z, root = points(), covariance_root(covariance)
-    rows = max(1, CHUNK // z.numel())
+    rows = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
     parts = [
         # f = mean + V^½ z, the same z at every input
         likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), scalar)

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "ntk_laplace"
 
 # Each line is a package or module, or several that are independent; each imports from earlier lines only.
 ORDER = [
-    ["errors"],
+    ["errors", "tuning"],
     ["linalg", "scalars", "resources", "progress", "meter", "files"],
     ["data"],
     ["network"],

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ntk_laplace.errors import NetworkError, NonFiniteError, NTKLaplaceWarning
+from ntk_laplace import tuning
+from ntk_laplace.errors import DataError, NetworkError, NonFiniteError, NTKLaplaceWarning
 from ntk_laplace.jacobian import FusedLayers, FusedSums, Outer, rules
-from ntk_laplace.jacobian.gradients import Gradients
+from ntk_laplace.jacobian.fast import FusedAccumulation
 from ntk_laplace.jacobian.passes import JacobianPass
 from ntk_laplace.network import Network
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
@@ -411,7 +412,7 @@ class Convolutions(nn.Module):
 @pytest.mark.parametrize("short", [0, 10**9])
 def test_short_rows_are_made_at_once(short, monkeypatch):
     """Of a convolution with many positions, one seed at a time; never where factors are wanted."""
-    monkeypatch.setattr(rules, "_SHORT", short)
+    monkeypatch.setattr(tuning, "LONG_GRADIENT", short)
     torch.manual_seed(11)
     network, x = Convolutions().double(), torch.randn(5, 2, 6, 6).double()
     root = torch.randn(5, 3, 2).double()
@@ -563,7 +564,7 @@ def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch, squared):
     factors, x = JacobianPass(Network(network), torch.float64, keep_factors=True), torch.randn(30, 3).double()
     next(factors.batches(x, None, None))  # the plan is made while the rule holds
     monkeypatch.setitem(rules.RULES, "AddmmBackward", doubled)
-    monkeypatch.setattr(Gradients, "_fused_layers", _halved(Gradients._fused_layers))
+    monkeypatch.setattr(FusedAccumulation, "add", _halved(FusedAccumulation.add))
     (found,) = factors.batches(x, None, None, fused_layers=FusedLayers(dict.fromkeys(factors.network.names), squared))
     assert relative_error(found.dense(factors.network.shapes).transpose(0, 1), jacobian(network, x)) < 1e-12
 
@@ -588,6 +589,60 @@ def test_an_example_without_finite_rows_is_named_when_sums_are_made(squared):
     with pytest.raises(NonFiniteError, match="example 117"):
         list(factors.batches(x, None, None, offset=100, fused_layers=FusedLayers(dict.fromkeys(factors.network.names),
                                                                                  squared)))
+
+
+# ------------------------------------------------------------------------------------------------ rows at any theta
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_rows_at_any_theta(name, monkeypatch):
+    """They equal those of a new network with these weights; no network is copied, and both keep their weights."""
+    case = fresh(name)
+    network = Network(case.network)
+    factors = JacobianPass(network, torch.float64)
+    factors.prepare(case.x)
+    theta = network.theta + 0.1 * torch.randn(network.num_parameters, generator=torch.Generator().manual_seed(5)).to(
+        network.theta)
+    moved = copy.deepcopy(case.network)
+    nn.utils.vector_to_parameters(theta, [dict(moved.named_parameters())[key] for key in network.names])
+    before = [{key: (value.data_ptr(), value.clone()) for key, value in module.state_dict().items()}
+              for module in (case.network, network.module)]
+    with monkeypatch.context() as watched:
+        watched.setattr(copy, "deepcopy", None)
+        found = factors.rows(case.x, theta=theta)
+        known = factors.rows(case.x)
+    after = JacobianPass(Network(moved), torch.float64).rows(case.x)
+    limit = 1e-12 if next(iter(network.parameters.values())).dtype == torch.float64 else 1e-5
+    assert relative_error(found.dense(network.shapes), after.dense(network.shapes)) < limit
+    assert relative_error(found.f, after.f) < limit
+    assert relative_error(known.dense(network.shapes), found.dense(network.shapes)) > 1e-3 or "linear" in name
+    for module, saved in zip((case.network, network.module), before, strict=True):
+        for key, value in module.state_dict().items():
+            assert torch.equal(value, saved[key][1])
+    assert all(p.data_ptr() == before[1][key][0] for key, p in network.parameters.items())
+
+
+def test_plans_are_used_at_another_theta_and_after_a_move(monkeypatch):
+    case = problem("cnn_groups")
+    network = Network(case.network)
+    factors = JacobianPass(network, torch.float64)
+    factors.rows(case.x)
+    monkeypatch.setattr("ntk_laplace.jacobian.passes.make_plan", None)
+    theta = 1.5 * network.theta
+    at_theta = factors.rows(case.x, theta=theta)
+    moved = factors.on(network.at(theta), torch.float64).rows(case.x)
+    assert relative_error(moved.dense(network.shapes), at_theta.dense(network.shapes)) < 1e-12
+
+
+def test_theta_of_another_length_is_refused_and_a_failing_pass_restores_the_weights():
+    network = Network(problem("deep_mlp").network)
+    factors, theta = JacobianPass(network, torch.float64), network.theta
+    x = problem("deep_mlp").x
+    with pytest.raises(DataError, match=r"expected theta of shape .*; got \(3,\)"):
+        factors.rows(x, theta=theta[:3])
+    with pytest.raises(NonFiniteError):
+        factors.rows(x, theta=torch.full_like(theta, float("nan")))
+    assert torch.equal(network.theta, theta)
 
 
 # ---------------------------------------------------------------------------------------- networks that are refused

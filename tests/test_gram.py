@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace import contractions
+from ntk_laplace import contractions, tuning
 from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
-from ntk_laplace.jacobian import Jacobian, JacobianPass, storage
-from ntk_laplace.jacobian.blocks import Lookup, Outer, Wide
+from ntk_laplace.jacobian import Jacobian, JacobianPass
+from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer
 from ntk_laplace.network import Network
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem
@@ -90,13 +90,13 @@ def test_tiles_of_any_size_are_the_same(name, monkeypatch):
     delta = variances(problem(name), "tensor")
     whole = engine.gram(one, None, delta), engine.gram(one, two, delta)
     for examples in (1, 2, 5):
-        monkeypatch.setattr(engine, "_TILE_ROWS", examples * one.num_cotangents)
+        monkeypatch.setattr(tuning, "TILE_ROWS", examples * one.num_cotangents)
         assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
         assert relative_error(engine.gram(one, two, delta), whole[1]) < 1e-13
         assert relative_error(engine.gram_lower(one, delta).tril(), whole[0].tril()) < 1e-13
-    monkeypatch.setattr(engine, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(tuning, "FEWEST_TILE_ROWS", 1)
     assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
-    monkeypatch.setattr(engine, "_TILE_BYTES", 1)
+    monkeypatch.setattr(tuning, "TILE_BYTES", 1)
     assert relative_error(engine.gram(one, None, delta), whole[0]) < 1e-13
 
 
@@ -126,9 +126,9 @@ def test_large_parameters_have_a_matrix_of_their_own(monkeypatch):
         case = problem(name)
         whole = engine.gram(rows(name)[0], None, variances(case, "layer"))
         for entries in (1, 10**9):
-            monkeypatch.setattr(storage, "_MATRIX", entries)
+            monkeypatch.setattr(tuning, "SEPARATE_MATRIX_ENTRIES", entries)
             one = JacobianPass(Network(case.network), torch.float64).rows(case.x)
-            wide = [block for block in one.blocks if isinstance(block, Wide)]
+            wide = [block for block in one.blocks if isinstance(block, Dense)]
             assert all(len(block.spans) == 1 for block in wide) if entries == 1 else len(wide) == 1
             assert relative_error(engine.gram(one, None, variances(case, "layer")), whole) < 1e-13
 
@@ -140,9 +140,9 @@ def test_every_contraction_is_met():
         one, two = rows(name)
         delta = variances(problem(name), "scalar")
         for left, right in ((one, two), (one, one)):
-            met |= {how for how, _ in engine._jobs(left, right, delta)}
-    assert met >= {"hadamard", "dense"}
-    assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Wide, Outer}
+            met |= {type(each) for each in contractions.contractions(left.blocks, right.blocks, delta)}
+    assert met >= {contractions.Hadamard, contractions.Written, contractions.Rows}
+    assert {type(block) for name in NETWORKS for block in rows(name)[0].blocks} >= {Dense, Outer}
 
 
 # ----------------------------------------------------------------------------- rows that stay factors, made large
@@ -168,9 +168,9 @@ class Roomy(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("cache", [contractions._CACHE, 1], ids=["together", "one by one"])
+@pytest.mark.parametrize("cache", [tuning.INNER_SUMS_BYTES, 1], ids=["together", "one by one"])
 def test_positions_and_tokens_without_rows(tied, prior, cache, monkeypatch):
-    monkeypatch.setattr(contractions, "_CACHE", cache)
+    monkeypatch.setattr(tuning, "INNER_SUMS_BYTES", cache)
     torch.manual_seed(3)
     network = Roomy(tied).double()
     x, z = torch.randint(0, 60, (6, 4)), torch.randint(0, 60, (3, 6))
@@ -203,9 +203,9 @@ class Several(nn.Module):
 
 
 @pytest.mark.parametrize("prior", PRIORS)
-@pytest.mark.parametrize("panel", [contractions._PANEL, 50])
+@pytest.mark.parametrize("panel", [tuning.PANEL_COLUMNS, 50])
 def test_rows_written_out_a_panel_at_a_time(prior, panel, monkeypatch):
-    monkeypatch.setattr(contractions, "_PANEL", panel)
+    monkeypatch.setattr(tuning, "PANEL_COLUMNS", panel)
     torch.manual_seed(5)
     network = Several().double()
     x, z = torch.randn(6, 5, 20).double(), torch.randn(3, 5, 20).double()
@@ -213,7 +213,8 @@ def test_rows_written_out_a_panel_at_a_time(prior, panel, monkeypatch):
     delta, precision = variances(case, prior), PRIORS[prior].dense(case)[0]
     factors = JacobianPass(Network(network), torch.float64)
     one, two = factors.rows(x), factors.rows(z)
-    kept = [pair[0][0].weight for how, pair in engine._jobs(one, two, delta) if how == "panels"]
+    found = contractions.contractions(one.blocks, two.blocks, delta)
+    kept = [each.left[0].weight for each in found if isinstance(each, contractions.Panels)]
     assert {"first.weight", "second.weight", "third", "conv.weight"} <= set(kept)
     jac, jac_z = jacobian(network, x).flatten(0, 1), jacobian(network, z).flatten(0, 1)
     square = (jac / precision) @ jac.T

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace import tuning
 from ntk_laplace.hyperparameters import Ascent, variables
 from ntk_laplace.hyperparameters.maximize import _Search
 
@@ -115,7 +116,7 @@ def test_a_posterior_of_many_eigenvalues_adds_them_up_in_pieces(regression, monk
     for structure, groups in (("kfac", "layer"), ("diag", "parameter")):
         whole = fit(regression, structure, groups=groups).fit_hyperparameters(steps=5)
         with monkeypatch.context() as small:
-            small.setattr(variables, "_PIECE", 5)
+            small.setattr(tuning, "EIGENVALUES", 5)
             pieces = fit(regression, structure, groups=groups).fit_hyperparameters(steps=5)
         assert pieces.evidence == pytest.approx(whole.evidence, rel=1e-9) and len(whole) > 3
 

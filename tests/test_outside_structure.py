@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outside_structure import Eigen, build
 from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace import cli
-from outside_structure import Eigen, build
 from reference import relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
 

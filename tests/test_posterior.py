@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from pathlib import Path
 
@@ -239,14 +238,7 @@ def test_single_precision_algebra_is_close_and_single(structure):
 
 # ---------------------------------------------------------------------------------------------------------- chunks
 
-BUFFERS = {
-    "jacobian.passes": "_WORKING_SET",
-    "structures.summed": "_ROWS",
-    "curvature.posterior_precision": "_PANEL",
-    "curvature.function_space": "_PANEL",
-    "gram": "_TILE_BYTES",
-    "linalg": "_PANEL",
-}
+BUFFERS = ("WORKING_SET_BYTES", "FULL_ROWS_BYTES", "COVARIANCE_BYTES", "TILE_BYTES", "INVERSE_COLUMNS")
 
 
 def answers(posterior) -> list[Tensor]:
@@ -263,8 +255,8 @@ def answers(posterior) -> list[Tensor]:
 def test_chunks_of_any_size_change_nothing(prior, structure, batch_size, monkeypatch):
     """Identity 6: every buffer as small as it goes, one row, one panel, one example at a time."""
     want = answers(fit(CASE, "categorical", prior, structure))
-    for module, name in BUFFERS.items():
-        monkeypatch.setattr(importlib.import_module(f"ntk_laplace.{module}"), name, 1)
+    for name in BUFFERS:
+        monkeypatch.setattr(f"ntk_laplace.tuning.{name}", 1)
     small = ntkl.laplace(
         problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
         prior=PRIORS[prior].build(problem(CASE)), structure=structure,
@@ -320,7 +312,7 @@ def test_outputs_of_weight_samples_are_made_in_pieces(monkeypatch):
     theta = problem(CASE).theta
     monkeypatch.setattr(posterior.posterior_precision, "sample",
                         lambda count, _: torch.stack([next(given) - theta for _ in range(count)]))
-    monkeypatch.setattr("ntk_laplace.posterior.draws._HELD", 3 * 8 * posterior.num_parameters)
+    monkeypatch.setattr("ntk_laplace.tuning.WEIGHT_SAMPLE_BYTES", 3 * 8 * posterior.num_parameters)
     found = posterior.predict(x, "nn", samples=7).f
     network = copy.deepcopy(problem(CASE).network)
     for own, theta in zip(found, draws, strict=True):

@@ -333,7 +333,7 @@ def test_samples_of_a_mixture_have_its_moments() -> None:
 @select("bernoulli-one", "categorical", "poisson")
 def test_many_inputs_are_averaged_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = case.predict(samples=50)
-    monkeypatch.setattr("ntk_laplace.predictive.CHUNK", 120 * case.outputs)  # two inputs at a time
+    monkeypatch.setattr("ntk_laplace.tuning.AVERAGED_OUTPUTS", 120 * case.outputs)  # two inputs at a time
     chunked = case.predict(samples=50)
     for name in ("mean", "epistemic", "aleatoric"):
         torch.testing.assert_close(getattr(chunked, name), getattr(whole, name), **CLOSE)
@@ -598,6 +598,6 @@ def test_a_mixture_averages_its_samples_in_pieces(samples: int, monkeypatch: pyt
     """Three samples of f at a time: the mean of all densities is that of the pieces together."""
     f, y = draw(3, samples, N, 2), draw(4, N, 2)
     density = torch.distributions.Normal(f, 0.3**0.5).log_prob(y).sum(-1).exp().mean(0)
-    monkeypatch.setattr("ntk_laplace.likelihoods.mixture._HELD", 3 * N * 2)
+    monkeypatch.setattr("ntk_laplace.tuning.MIXTURE_OUTPUTS", 3 * N * 2)
     found = predictive_from_samples(Gaussian(0.3), f).log_prob(y)
     torch.testing.assert_close(found, density.log(), **CLOSE)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
 from exact_cases import fit as exact_fit
-from ntk_laplace.curvature import block_rows
+from ntk_laplace import tuning
 from ntk_laplace.explain import ranking
 from reference import outputs, relative_error
 from reference_effects import dense_effects
@@ -110,9 +108,9 @@ def test_memory_is_bounded_and_pieces_change_nothing(monkeypatch):
     posterior = fit(*case, "ggn", "ekfac")
     before = posterior.explain(own.x_new, k=2)
     groups, part = [], ranking._Passing
-    monkeypatch.setattr(ranking, "_Passing", lambda *given: groups.append(given[3].num_examples) or part(*given))
-    monkeypatch.setattr(ranking, "_TEST", 3 * posterior.num_parameters * 8)
-    monkeypatch.setattr(block_rows, "_PANEL", 1)
+    monkeypatch.setattr(ranking, "_Passing", lambda *given: groups.append(given[1].num_examples) or part(*given))
+    monkeypatch.setattr(tuning, "DIRECTION_BYTES", 3 * posterior.num_parameters * 8)
+    monkeypatch.setattr(tuning, "WRITTEN_BYTES", 1)
     after = posterior.explain(own.x_new, k=2)
     assert groups == [3, 1]
     for side in ("for", "against"):
@@ -278,8 +276,7 @@ def test_densities_drawn_in_pieces(monkeypatch):
     noise = torch.rand(len(y), generator=torch.Generator().manual_seed(0)).double() + 0.5
     posterior = ntkl.laplace(own.network, (own.x, y), ntkl.Gaussian(noise=noise), structure="kfac")
     whole = posterior.leave_one_out(strict=False)
-    module = importlib.import_module("ntk_laplace.explain.leave_one_out")  # the package's name is the function
-    monkeypatch.setattr(module, "_DRAWN", 1000 * posterior.num_outputs * 3)
+    monkeypatch.setattr(tuning, "DRAWN_NUMBERS", 1000 * posterior.num_outputs * 3)
     assert relative_error(posterior.leave_one_out(strict=False).log_density, whole.log_density) < 1e-12
     for name, axes in whole.AXES.items():
         sizes = {"training point": len(y), "output": posterior.num_outputs}

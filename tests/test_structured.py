@@ -177,7 +177,7 @@ def test_a_tensor_beyond_the_largest_block_keeps_its_diagonal_and_is_named():
 
 def test_a_bias_apart_that_is_too_large_for_a_block_keeps_its_diagonal(monkeypatch):
     """Also where its layer's output gradients come added up, as those of many examples do."""
-    monkeypatch.setattr("ntk_laplace.curvature.parameter_blocks._LARGEST_BLOCK", 3)
+    monkeypatch.setattr("ntk_laplace.tuning.LARGEST_EXACT_BLOCK", 3)
     torch.manual_seed(2)
     network, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(30, 3).double()
     prior = ntkl.GaussianPrior(groups="tensor")

@@ -763,7 +763,7 @@ def test_outputs_without_a_graph_are_made_in_pieces(monkeypatch):
     case = problem("deep_mlp")
     network = Network(case.network)
     whole = network.without_grad(case.x)
-    monkeypatch.setattr("ntk_laplace.network.frozen._AT_A_TIME", 3)
+    monkeypatch.setattr("ntk_laplace.tuning.FORWARD_EXAMPLES", 3)
     pieces = [network.without_grad(case.x[start : start + 3]) for start in (0, 3, 6)]
     assert torch.equal(network.without_grad(case.x), torch.cat(pieces))
     assert relative_error(network.without_grad(case.x), whole) < 1e-12

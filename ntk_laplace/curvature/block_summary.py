@@ -8,16 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.block_rows import BlockRows, FusedBlockSums, LookupRows, OuterRows
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.errors import NonFiniteError, UnsupportedError
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import FusedSums, Jacobian, Lookup, Outer, Products
 from ntk_laplace.linalg import add_outer_lower_
 
-__all__ = ["SHARING", "Basis", "Products", "Summary"]
+__all__ = ["SHARING", "Basis", "Summary"]
 
 SHARING = ("expand", "reduce")
-_LARGEST_SHARED = 1024  # maximum columns of a product that a bias's block and a weight's factor share
 
 
 @dataclass(frozen=True)
@@ -48,25 +46,6 @@ class Basis:
         """The same basis on another device, or in another floating type."""
         left, right = (None if side is None else side.to(device, dtype) for side in (self.left, self.right))
         return Basis(left, right)
-
-
-class Products:
-    """Cache of the products Σ v vᵀ over the rows of one batch's matrices, lower triangles."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple, tuple[Tensor, Tensor]] = {}
-
-    def add_to(self, total: Tensor, rows: Tensor) -> None:
-        """total (p, p) += rowsᵀ rows for rows (m, p)."""
-        if rows.shape[1] > _LARGEST_SHARED:
-            add_outer_lower_(total, rows)
-            return
-        where = rows.data_ptr(), rows.shape, rows.stride()
-        if where not in self._made:
-            product = torch.zeros_like(total)
-            add_outer_lower_(product, rows)
-            self._made[where] = rows, product  # keeping `rows` alive keeps its address unique
-        total += self._made[where][1]
 
 
 @dataclass
@@ -103,9 +82,9 @@ class Summary:
         elif self.block.kind == "block":
             flat = _as_matrix(own.written(slice(None)).flatten(2))
             products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
-        elif isinstance(own, OuterRows):
+        elif isinstance(own, Outer):
             self._add_outer(own, sharing, products, counts)
-        elif isinstance(own, LookupRows):
+        elif isinstance(own, Lookup):
             self._add_lookup(own, counts)
         else:
             raise UnsupportedError(
@@ -114,10 +93,10 @@ class Summary:
                 'Use structure="diag", "full" or "gp", which follow any graph.',
             )
 
-    def _add_outer(self, rows: OuterRows, sharing: str, products: Products, counts: Tensor | None) -> None:
+    def _add_outer(self, rows: Outer, sharing: str, products: Products, counts: Tensor | None) -> None:
         g, o, i = rows.entries
-        a, b = rows.inputs, rows.b
-        if sharing == "reduce" and not rows.single:
+        a, b = rows.a, rows.b
+        if sharing == "reduce" and not rows.one_position:
             a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
         left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
         each = None if counts is None else counts.repeat_interleave(a.shape[2])
@@ -126,21 +105,21 @@ class Summary:
             _add_inputs_(right[number], a[:, number].reshape(-1, a.shape[3]), each)
         self._count(a.shape[0] * a.shape[2] if each is None else each.sum(), a)
 
-    def _add_sums(self, sums: FusedBlockSums, counts: Tensor | None) -> None:
+    def _add_sums(self, sums: FusedSums, counts: Tensor | None) -> None:
         """Add one batch of a layer with fused sums; its bias may be a separate parameter block."""
         if sums.squared:
             self._add("squares", sums.squares(ones=self.block.bias is not None))
         elif self.block.kind == "kronecker":
-            self._add("left", sums.outputs.unsqueeze(0))
+            self._add("left", sums.sums.unsqueeze(0))
             i = self.block.entries[2]
-            _add_inputs_(self._zeros("right", sums.inputs, 1, i, i)[0], sums.inputs, counts)
-            self._count(len(sums.inputs) if counts is None else counts.sum(), sums.inputs)
+            _add_inputs_(self._zeros("right", sums.a, 1, i, i)[0], sums.a, counts)
+            self._count(len(sums.a) if counts is None else counts.sum(), sums.a)
         elif self.block.kind == "block":
-            self._add("block", sums.outputs)
+            self._add("block", sums.sums)
         else:
-            self._add("squares", sums.outputs.diagonal().reshape(self.block.entries))
+            self._add("squares", sums.sums.diagonal().reshape(self.block.entries))
 
-    def _add_lookup(self, rows: LookupRows, counts: Tensor | None) -> None:
+    def _add_lookup(self, rows: Lookup, counts: Tensor | None) -> None:
         # the inputs are one-hot: Σ onehot onehotᵀ is the diagonal matrix of the token counts
         places = rows.tokens != rows.padding  # padding is skipped
         tokens = rows.tokens[places]
@@ -156,7 +135,7 @@ class Summary:
 
     def add_second_moments(self, rows: Jacobian, basis: Basis, squares: bool) -> None:
         """Add one batch of rows of SᵀJ to the second moments in a basis and, with `squares`, to the exact diagonal."""
-        own: BlockRows = self.block.rows(rows)
+        own = self.block.rows(rows)
         self._add("moments", own.rotated(basis.left, basis.right).squares())
         if squares:
             self._add("squares", own.squares())

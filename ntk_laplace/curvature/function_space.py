@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, named_parts
 from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.jacobian import Jacobian
@@ -26,8 +27,6 @@ from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.resources import require_memory
 
 __all__ = ["FunctionSpacePrecision", "prior_variances"]
-
-_PANEL = 192 * 2**20  # bytes of whitened cross-covariances at a time
 
 
 class FunctionSpacePrecision(PosteriorPrecision):
@@ -92,7 +91,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """γ_g for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
         total = self.factor.new_zeros(self._num_groups)
         dense = self.weighted.dense(self.shapes).transpose(0, 1).flatten(0, 1)
-        step = max(1, _PANEL // (dense.shape[0] * dense.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (dense.shape[0] * dense.element_size()))
         for start in range(0, dense.shape[1], step):
             panel = solve_lower(self.factor, dense[:, start : start + step])
             total[start : start + step] = panel.square().sum(0) / self.prior_precision[start : start + step]
@@ -163,7 +162,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), diagonal blocks (n, C, C)."""
         blocks = diagonal_blocks(rows, self.variances)
         k, n = rows.num_cotangents, rows.num_examples
-        step = max(1, _PANEL // (len(self.factor) * k * self.factor.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * self.factor.element_size()))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             half = solve_lower(self.factor, self.cross(rows.subset(part))).view(len(self.factor), -1, k)

@@ -299,7 +299,7 @@ class InfBlock(BlockPrecision):
         half = self._half(rows)
         k, n = rows.num_cotangents, rows.num_examples
         half = half.view(-1, n, k).permute(1, 2, 0)
-        return own.blocks(weights.unsqueeze(0)) - half @ half.mT
+        return own.inner(weights.unsqueeze(0)) - half @ half.mT
 
     def joint(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
@@ -328,7 +328,7 @@ class InfBlock(BlockPrecision):
         own = self.block.rows(rows)
         basis = self.low.left.unsqueeze(0), self.low.right.unsqueeze(0)
         turned = own.rotated(*basis)
-        return turned.blocks(by_kept.unsqueeze(0)) + own.blocks(by_exact.unsqueeze(0))
+        return turned.inner(by_kept.unsqueeze(0)) + own.inner(by_exact.unsqueeze(0))
 
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (1, o, i)."""

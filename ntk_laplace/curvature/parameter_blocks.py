@@ -13,16 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.contractions import clusters
-from ntk_laplace.curvature.block_rows import BlockRows, DenseRows, FusedBlockSums, LookupRows, OuterRows
+from ntk_laplace import tuning
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.jacobian import FusedLayer, FusedSums, Jacobian, Lookup, Outer
-from ntk_laplace.jacobian.blocks import Block
+from ntk_laplace.jacobian import Block, Dense, FusedLayer, FusedSums, Jacobian, Lookup, Outer
+from ntk_laplace.jacobian.blocks import clusters, summed
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["ParameterBlock", "find_parameter_blocks"]
-
-_LARGEST_BLOCK = 1024  # entries of a tensor that gets an exact block
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ class ParameterBlock:
 
     # --- rows
 
-    def rows(self, rows: Jacobian) -> BlockRows:
+    def rows(self, rows: Jacobian) -> Block:
         """Rows of a data set, restricted to this block's entries."""
         mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
         own = [block for block in mine if self._has_form_of(block)]
@@ -127,7 +124,7 @@ class ParameterBlock:
             return self._factored(own[0])
         return self._written(rows, mine)
 
-    def sums(self, rows: Jacobian) -> FusedBlockSums | None:
+    def sums(self, rows: Jacobian) -> FusedSums | None:
         """Fused sums of a layer; None if `rows` contains its rows.
 
         Raises
@@ -143,7 +140,7 @@ class ParameterBlock:
                 f"every batch to reach {self.weight!r} through its layer", "a batch that uses it in another operation",
                 'Use structure="full" or "gp", which follow any graph.',
             )  # fmt: skip
-        return FusedBlockSums(mine[0].sums, mine[0].squared, mine[0].a)
+        return mine[0]
 
     @property
     def layer(self) -> FusedLayer | None:
@@ -161,28 +158,25 @@ class ParameterBlock:
             return False  # this batch's graph uses the bias elsewhere, or not at all
         return self.index is None or block.index is self.index or torch.equal(block.index, self.index)
 
-    def _factored(self, block: Outer | Lookup) -> BlockRows:
+    def _factored(self, block: Outer | Lookup) -> Block:
         if isinstance(block, Lookup):
-            return LookupRows(block.b, block.tokens, block.vocabulary, block.padding)
+            return block
         b, a = block.full_b(), block.a
         if self.group is not None:
             b, a = b[:, :, self.group : self.group + 1], a[:, self.group : self.group + 1]
-        return OuterRows(b, a, ones=self.bias is not None)
+        return replace(block, bias=self.bias, b=b, a=a, constant=False)
 
-    def _written(self, rows: Jacobian, mine: list[Block]) -> DenseRows:
+    def _written(self, rows: Jacobian, mine: list[Block]) -> Dense:
         """Rows written out and summed over blocks of any kind."""
-        total: dict[str, Tensor] = {}
-        for block in mine:
-            for name, values in _written_names(block, set(self.names)).items():
-                total[name] = total[name] + values if name in total else values
+        total = summed(_written_names(block, set(self.names)) for block in mine)
         k, n = rows.num_cotangents, rows.num_examples
         if not total:
-            return DenseRows(rows.f.new_zeros(n, k, *self.entries))
+            return Dense.of_layer(self.weight, rows.f.new_zeros(n, k, *self.entries))
         columns = self.entries[2] - (self.bias is not None)
         for name in self.names:
             if name not in total:
                 total[name] = rows.f.new_zeros(k, n, self.numel if name == self.weight else self.numel // columns)
-        return DenseRows(self.gather(total).transpose(0, 1))
+        return Dense.of_layer(self.weight, self.gather(total).transpose(0, 1))
 
 
 def _written_names(block: Block, names: set[str]) -> dict[str, Tensor]:
@@ -226,8 +220,8 @@ def find_parameter_blocks(rows: Jacobian, prior: GaussianPrior, form: str,
     if form == "kronecker" and large:
         warnings.warn(
             f"no Kronecker factors fit {', '.join(part.weight for part in large)} (a parameter used in several ways, "
-            f"or not by a layer with inputs), and more than {_LARGEST_BLOCK:,} entries are too many for an exact "
-            "block: their exact diagonal is kept", NTKLaplaceWarning, stacklevel=2,
+            f"or not by a layer with inputs), and more than {tuning.LARGEST_EXACT_BLOCK:,} entries are too many for an "
+            "exact block: their exact diagonal is kept", NTKLaplaceWarning, stacklevel=2,
         )  # fmt: skip
     return parts
 
@@ -261,7 +255,7 @@ def _one_group(prior: GaussianPrior, first: str, second: str) -> bool:
 
 
 def _plain(name: str, size: int, form: str) -> ParameterBlock:
-    block = form == "kronecker" and size <= _LARGEST_BLOCK
+    block = form == "kronecker" and size <= tuning.LARGEST_EXACT_BLOCK
     return ParameterBlock("block" if block else "diagonal", name, None, (1, 1, size), size)
 
 

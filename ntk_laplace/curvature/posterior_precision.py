@@ -10,14 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import log_det_curve
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["CrossCovariance", "PosteriorPrecision", "group_numbers", "named_parts"]
-
-_PANEL = 192 * 2**20  # bytes of dense rows at a time
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class PosteriorPrecision(ABC):
         p = self.num_parameters
         counts = self._by_group.new_zeros(self._num_groups)
         counts.index_add_(0, self.groups, torch.ones_like(self.prior_precision))
-        step = max(1, _PANEL // (p * counts.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (p * counts.element_size()))
         for start in range(0, p, step):
             width = min(step, p - start)
             unit = counts.new_zeros(width, p)
@@ -177,7 +176,7 @@ class PosteriorPrecision(ABC):
 
     def _panels(self, rows: Jacobian) -> Iterator[slice]:
         """Slices of examples whose dense rows fit in a panel."""
-        step = max(1, _PANEL // (self.num_parameters * rows.num_cotangents * rows.f.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
             yield slice(start, min(start + step, rows.num_examples))
 

@@ -8,14 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.block_rows import BlockRows, LookupRows, OuterRows
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.posterior_precision import CrossCovariance
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian import Block, Jacobian, Lookup, Outer
 from ntk_laplace.linalg import cross_approximation
 
 __all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
@@ -98,14 +97,14 @@ class SpectralBlock(BlockPrecision):
 
     def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ on this parameter block, (n, K, K)."""
-        return self._turned(rows).blocks(self.inverse)
+        return self._turned(rows).inner(self.inverse)
 
     def joint(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
         return self._turned(rows).joint(self.inverse)
 
-    def _turned(self, rows: Jacobian) -> BlockRows:
-        own: BlockRows = self.block.rows(rows)
+    def _turned(self, rows: Jacobian) -> Block:
+        own = self.block.rows(rows)
         own = own if self.scale is None else own.scaled(self.scale)
         return own.rotated(self.basis.left, self.basis.right)
 
@@ -114,11 +113,11 @@ class SpectralBlock(BlockPrecision):
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n (n, C, C) with the eigenbasis fixed; with a vector z, ∂ zᵀHz/∂Λ_n."""
         if vector is None:
-            return self._turned(rows).blocks(self.inverse)
+            return self._turned(rows).inner(self.inverse)
         if self.block.kind == "block":  # use J z: a block's eigenvectors change with Λ
             pushed = (self.block.rows(rows).written(slice(None)) * vector).flatten(2).sum(2)
             return pushed.unsqueeze(2) * pushed.unsqueeze(1)
-        return self._turned(rows).blocks(self.basis.turn(vector).square())
+        return self._turned(rows).inner(self.basis.turn(vector).square())
 
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (G, o, i)."""
@@ -164,9 +163,9 @@ class DenseParameterBlock(SpectralBlock):
         return self._side.values.view(1, 1, -1)
 
 
-def _factors(rows: BlockRows) -> bool:
+def _factors(rows: Block) -> bool:
     """Whether each row is one outer product."""
-    return isinstance(rows, OuterRows) and rows.single and rows.entries[0] == 1
+    return isinstance(rows, Outer) and rows.single
 
 
 class KroneckerBlock(SpectralBlock):
@@ -298,9 +297,9 @@ class KroneckerBlock(SpectralBlock):
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the output factor is linear in Λ, the input factor independent of it."""
         own = self.block.rows(rows)
-        if isinstance(own, LookupRows):
+        if isinstance(own, Lookup):
             b = (own.b @ self.basis.right[0]).transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
-        elif isinstance(own, OuterRows):
+        elif isinstance(own, Outer):
             b = own.b.sum(3, keepdim=True) if self.sharing == "reduce" else own.b
             b = torch.einsum("kngto,gop->nktgp", b, self.basis.left)
         else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.explain.algebra import leverages, removal_terms, without_each
 from ntk_laplace.explain.ranked import counted
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LeaveOneOut", "leave_one_out", "leave_one_out_score"]
 
-_DRAWN = 2**25  # random numbers drawn at a time
 _EXACT = (
     "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
     "point"
@@ -170,7 +170,7 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     targets = points.targets.squeeze(-1) if network.scalar and points.targets.ndim == 2 else points.targets
     generator = torch.Generator(device=found.mean.device).manual_seed(0)
     integrated = []
-    step = max(1, _DRAWN // (samples * points.num_outputs))
+    step = max(1, tuning.DRAWN_NUMBERS // (samples * points.num_outputs))
     with torch.no_grad():
         for start in range(0, points.num_examples, step):
             part = slice(start, start + step)

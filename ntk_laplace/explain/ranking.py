@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import DataError
 from ntk_laplace.explain.algebra import removal_terms
 from ntk_laplace.explain.explanation import ExplanationRequest
@@ -26,7 +27,6 @@ from ntk_laplace.what_if import HIGH_LEVERAGE
 
 __all__ = ["Ranking", "effects", "rank"]
 
-_TEST = 512 * 2**20  # bytes of directions U of the inputs that share a pass over the data
 
 _SUMS = "offset, the sum of contributions and gap add up to the prediction exactly; single contributions are not kept"
 _FIRST_ORDER = "effects on a probability or a log likelihood are of first order in the change of the outputs"
@@ -201,7 +201,7 @@ def _parts(fitted: FittedModel, test: Jacobian) -> Iterator[slice]:
         one = test.subset(slice(0, 1))
         numbers = fitted.precision.cross_covariance(one.weighted(torch.ones_like(one.f).unsqueeze(-1))).numbers
     size = numbers * test.f.element_size()
-    step = min(test.num_examples, max(1, _TEST // size))
+    step = min(test.num_examples, max(1, tuning.DIRECTION_BYTES // size))
     require_memory(3 * step * size, test.f.device, f"directions of {step} inputs", "Fit a smaller network.",
                    fitted.settings.memory_budget)
     for start in range(0, test.num_examples, step):

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.data import refuse_input_gradients
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.jacobian import Jacobian, JacobianPass
 from ntk_laplace.network import Network
 
 __all__ = ["CachedRows"]
-
-_KEPT = 4  # training and test inputs of two cross-validation folds
 
 
 class CachedRows:
@@ -50,7 +49,7 @@ class CachedRows:
                 return rows
         own = x.detach().clone()  # the Jacobian keeps its inputs, and x may change in place later
         rows = self._factors.rows(self.form.restore(own, self.network))
-        self._kept = [*self._kept[1 - _KEPT :], (own, rows)]
+        self._kept = [*self._kept[1 - tuning.GP_CACHED_INPUTS :], (own, rows)]
         return rows
 
     def num_outputs(self, x: Tensor) -> int:

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.gram import Variances, diagonal_blocks, gram, gram_tiles
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
-
-_PANEL = 128 * 2**20  # bytes of dense Jacobian rows at a time
 
 
 class GramFunction(Protocol):
@@ -140,7 +139,7 @@ class _Weighted(torch.autograd.Function):
 
 def _panels(rows: Jacobian, shapes: dict[str, Size]) -> Iterator[tuple[slice, Tensor]]:
     """Dense rows of the Jacobian, a few examples at a time."""
-    step = max(1, _PANEL // max(1, rows.num_cotangents * _count(shapes) * rows.f.element_size()))
+    step = max(1, tuning.GP_ROWS_BYTES // max(1, rows.num_cotangents * _count(shapes) * rows.f.element_size()))
     for start in range(0, rows.num_examples, step):
         part = slice(start, min(start + step, rows.num_examples))
         yield part, _written_out(rows.subset(part), shapes)

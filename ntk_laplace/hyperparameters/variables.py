@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["Evidence", "Variables", "spectral_evidence"]
-
-_PIECE = 65536  # eigenvalues at a time
 
 
 class Evidence(Protocol):
@@ -183,8 +182,8 @@ class _LogDet(torch.autograd.Function):
     def forward(ctx: Any, shift: Tensor, values: Tensor) -> Tensor:
         total, slope = shift.new_zeros(()), []
         factor = torch.exp(-shift).to(values)
-        factors = factor.expand_as(values).split(_PIECE) if factor.ndim else repeat(factor)
-        for part, own in zip(values.split(_PIECE), factors, strict=False):
+        factors = factor.expand_as(values).split(tuning.EIGENVALUES) if factor.ndim else repeat(factor)
+        for part, own in zip(values.split(tuning.EIGENVALUES), factors, strict=False):
             ratio = part * own
             total += torch.log1p(ratio).sum().to(shift)  # each piece in its own dtype, their sum in double
             used = ratio.div_(ratio + 1)

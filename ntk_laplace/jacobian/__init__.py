@@ -1,13 +1,14 @@
 """Jacobian rows of a network, computed in one pass over the data and stored in structured blocks."""
 
-from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer
-from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
 from ntk_laplace.jacobian.serialization import jacobian_from_record, jacobian_record
 
 __all__ = [
     "NO_FUSED_LAYERS",
+    "Block",
     "Dense",
     "FusedLayer",
     "FusedLayers",
@@ -16,6 +17,7 @@ __all__ = [
     "JacobianPass",
     "Lookup",
     "Outer",
+    "Products",
     "RootFunction",
     "jacobian_from_record",
     "jacobian_record",

@@ -9,16 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, check_finite, take
 from ntk_laplace.errors import MixedExamplesError
-from ntk_laplace.jacobian.blocks import Block, Dense
-from ntk_laplace.jacobian.fused import FusedSums
+from ntk_laplace.jacobian.blocks import Block
+from ntk_laplace.jacobian.fast import FusedSums
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.network import Network
 
 __all__ = ["Batch", "all_finite", "mixed"]
-
-_MOST, _FEWEST = 64, 4  # bounds of the number of checked examples, an eighth of the batch
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Batch:
     def sample(self) -> Tensor | None:
         """Sorted indices of random examples for the gradient check; None if all examples are checked."""
         n = len(self.out)
-        count = max(_FEWEST, min(_MOST, n // 8))
+        count = max(tuning.FEWEST_CHECKED, min(tuning.MOST_CHECKED, n // 8))
         if n <= count:
             return None
         return torch.randperm(n, generator=torch.Generator().manual_seed(n))[:count].sort().values.to(self.out.device)
@@ -122,4 +121,4 @@ def mixed(got: str) -> MixedExamplesError:
 def _values(block: Block | FusedSums) -> Tensor:
     if isinstance(block, FusedSums):
         return block.sums if block.squared else block.sums.diagonal()
-    return block.rows if isinstance(block, Dense) else block.b
+    return block.values

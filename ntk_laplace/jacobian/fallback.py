@@ -73,4 +73,4 @@ class Fallback:
 
     def _dense(self, rows: list[Tensor]) -> list[Dense]:
         dtype = rows_dtype(self.network.parameters)
-        return [Dense(name, values.to(dtype)) for name, values in zip(self.names, rows, strict=True)]
+        return [Dense.of(name, values.to(dtype)) for name, values in zip(self.names, rows, strict=True)]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.jacobian.blocks import Block
+from ntk_laplace.jacobian.blocks import Block, summed
 from ntk_laplace.jacobian.graph import rows_dtype
 
 __all__ = ["GradientCheck", "agree"]
@@ -80,10 +80,7 @@ class GradientCheck:
 
     def disagreeing(self, blocks: Sequence[Block], names: Iterable[str] | None = None) -> tuple[str, ...]:
         """Parameters (all, or those in `names`) whose rows in these blocks do not sum to the gradient."""
-        total: dict[str, Tensor] = {}
-        for block in blocks:
-            for name, values in block.vjp(self._weights).items():
-                total[name] = total[name] + values.detach() if name in total else values.detach()
+        total = summed({n: g.detach() for n, g in block.vjp(self._weights).items()} for block in blocks)
         wanted = self._parameters if names is None else names
         return tuple(name for name in wanted if not self._agrees(name, total.get(name)))
 

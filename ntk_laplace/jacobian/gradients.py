@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ntk_laplace.jacobian.fused import FusedAccumulation
+from ntk_laplace.jacobian.blocks import Block, Dense
+from ntk_laplace.jacobian.fast import FusedAccumulation, FusedSums, gradient_buffer
 from ntk_laplace.jacobian.graph import Graph
-from ntk_laplace.jacobian.rules import OperandDense, OperandRows
-from ntk_laplace.linalg import add_outer_lower_
 
 __all__ = ["Extraction", "Gradients", "edges", "kept_whole"]
 
@@ -31,6 +30,8 @@ class Extraction:
 
     Attributes
     ----------
+    name : str
+        The parameter.
     consumer : int
         Number of the node.
     axis : int
@@ -43,9 +44,10 @@ class Extraction:
         Store only sums, and the gradients of a few examples.
     """
 
+    name: str
     consumer: int
     axis: int
-    extract: Callable[[Tensor], OperandRows | None] | None
+    extract: Callable[[Tensor], Block | None] | None
     at_once: bool = False
     fused: bool = False
 
@@ -84,8 +86,6 @@ class Gradients:
         self.accumulation = accumulation
         self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by extraction
-        self._sums: dict[int, Tensor] = {}  # by extraction, Σ g gᵀ or Σ g²
-        self._some: dict[int, Tensor] = {}  # by extraction, g of a few examples
         self._watched: set[int] = set()  # extractions without rows that have a nonzero gradient
 
     def collect(self, out: Tensor) -> Gradients:
@@ -93,6 +93,9 @@ class Gradients:
         axes = {extraction.consumer: extraction.axis for extraction in self.extractions}
         whole, numbers = kept_whole(self.extractions), edges(self.extractions)
         summed = [(index, each) for index, each in enumerate(self.extractions) if each.consumer not in whole]
+        for index, each in summed:
+            if each.fused:
+                self.accumulation.start(index, self.cotangents, self.graph.shape(each.consumer)[-1], self.graph.dtype)
         wanted = [GradientEdge(self.graph.nodes[number], 0) for number in numbers]
         for k, cotangent in enumerate(self.cotangents if numbers else ()):
             found = torch.autograd.grad(out, wanted, cotangent, retain_graph=True, allow_unused=True)
@@ -105,9 +108,10 @@ class Gradients:
                     self._watched |= {index} if gradient is not None and bool(gradient.any()) else set()
                     continue
                 if each.fused:
-                    self._fused_layers(index, gradient, k)
+                    if gradient is not None:
+                        self.accumulation.add(index, gradient, k)
                     continue
-                rows = None if gradient is None else each.extract(gradient.unsqueeze(0)).rows[0]
+                rows = None if gradient is None else each.extract(gradient.unsqueeze(0)).dense()[each.name][0]
                 self._keep(self._rows, index, rows, k, 0)
             found = gradients = gradient = rows = None  # release the buffers, so that the allocator reuses them
         return self
@@ -121,47 +125,33 @@ class Gradients:
         if key not in kept:
             count, n = self.cotangents.shape[:2]
             flat = self.cotangents_first and values.ndim == 2 and len(values) == n
-            kept[key] = values.new_empty(count, *values.shape) if flat else _room(values, count, axis)
+            kept[key] = values.new_empty(count, *values.shape) if flat else gradient_buffer(values, count, axis)
             kept[key][:k] = 0.0
         kept[key][k] = values
 
-    def _fused_layers(self, index: int, gradient: Tensor | None, k: int) -> None:
-        """Add the gradient of cotangent k to the sums while it is in cache."""
-        squared, dtype = self.accumulation.fused_layers.squared, self.accumulation.dtype
-        if index not in self._sums:
-            n, o = self.graph.shape(self.extractions[index].consumer)
-            self._sums[index] = self.cotangents.new_zeros(n if squared else o, o, dtype=dtype)
-            self._some[index] = self.cotangents.new_zeros(len(self.cotangents), len(self.accumulation.sample), o,
-                                                          dtype=self.graph.dtype)
-        if gradient is None:
-            return
-        self._some[index][k] = gradient[self.accumulation.sample]
-        gradient = gradient.to(dtype)
-        if squared:
-            self._sums[index].addcmul_(gradient, gradient)
-        else:
-            add_outer_lower_(self._sums[index], gradient)
-
-    def fused_sums(self, index: int) -> tuple[Tensor, Tensor]:
-        """Σ g gᵀ (o, o) or Σ_k g² (N, o) of one fused extraction, and g at the few examples, (K, m, o)."""
-        return self._sums.pop(index), self._some.pop(index)
-
-    def rows(self, index: int) -> OperandRows | None:
-        """Rows of one extraction's operand, for all cotangents."""
+    def block(self, index: int) -> Block:
+        """Rows of one extraction, for all cotangents."""
         consumer, extract = self.extractions[index].consumer, self.extractions[index].extract
         if index in self._rows:
-            return OperandDense(self._rows[index])
+            return Dense.of(self.extractions[index].name, self._rows[index])
         if consumer in self._whole:
             return extract(self._whole[consumer])
         # no cotangent reaches the node
         return extract(self.cotangents.new_zeros(len(self.cotangents), *self.graph.shape(consumer)))
 
+    def fused_block(self, index: int, bias: str | None) -> FusedSums:
+        """The sums of a fused extraction, and the layer's inputs."""
+        each = self.extractions[index]
+        unread = self.cotangents.new_zeros(()).expand(1, *self.graph.shape(each.consumer))  # only inputs are needed
+        return self.accumulation.block(index, each.extract(unread), bias)
+
     def any(self, index: int) -> bool:
         """Whether the gradient that one extraction reads has a nonzero entry."""
         if index in self._watched:
             return True
-        by_reading = self._sums.get(index, self._rows.get(index))
-        values = self._whole.get(self.extractions[index].consumer) if by_reading is None else by_reading
+        if self.extractions[index].fused:
+            return self.accumulation.any(index)
+        values = self._rows.get(index, self._whole.get(self.extractions[index].consumer))
         return values is not None and bool(values.any())
 
     def forget(self, indices: Sequence[int]) -> None:
@@ -171,19 +161,3 @@ class Gradients:
             self._whole.pop(self.extractions[index].consumer, None)
         for index in indices:
             self.extractions[index] = None  # also frees its unfolded inputs
-
-
-def _room(values: Tensor, num_cotangents: int, axis: int) -> Tensor:
-    """Allocate (K, *shape of values) in the memory order of `values`, with K just outside the channel axis.
-
-    The channel axis follows the example axis `axis`. Cotangents and channels together are one axis of a matrix,
-    positions the other.
-    """
-    order = sorted(range(values.ndim), key=lambda d: -values.stride(d)) if _dense(values) else list(range(values.ndim))
-    order.insert(order.index(axis + 1) if axis + 1 < values.ndim else 0, -1)
-    sizes = [num_cotangents if d < 0 else values.shape[d] for d in order]
-    return values.new_empty(sizes).permute([order.index(d) for d in range(-1, values.ndim)])
-
-
-def _dense(values: Tensor) -> bool:
-    return values.is_contiguous() or (values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last))

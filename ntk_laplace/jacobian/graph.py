@@ -78,10 +78,12 @@ class Graph:
         Nodes that read each node's outputs.
     dtype : torch.dtype
         Floating type of the rows.
+    parameters : dict of str to nn.Parameter
+        The leaves that rows belong to; a graph may reach some of them only.
     """
 
     def __init__(self, out: Tensor, parameters: dict[str, nn.Parameter]) -> None:
-        self.dtype = rows_dtype(parameters)
+        self.dtype, self.parameters = rows_dtype(parameters), parameters
         self.nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         stack = [out.grad_fn]

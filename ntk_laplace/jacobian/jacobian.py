@@ -8,13 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, Wide
-from ntk_laplace.jacobian.concatenation import concatenate_examples
+from ntk_laplace.jacobian.blocks import Block, Dense, summed, written_out
 
-__all__ = ["Jacobian", "compact", "contracts_positions"]
-
-_ROOM, _LITTLE_ROOM = 8, 2  # maximum memory of written-out rows, relative to that of the factors
-_FEW_POSITIONS = 64
+__all__ = ["Jacobian"]
 
 
 @dataclass(frozen=True)
@@ -68,18 +64,12 @@ class Jacobian:
 
     def vjp(self, cotangent: Tensor, shapes: dict[str, torch.Size]) -> Tensor:
         """Jᵀ c for cotangents c (N, K), flat (P,), in the order of `shapes`."""
-        total = {name: self.f.new_zeros(shape.numel()) for name, shape in shapes.items()}
-        for block in self.blocks:
-            for name, values in block.vjp(cotangent.T).items():
-                total[name] += values
-        return torch.cat(list(total.values()))
+        total = summed(block.vjp(cotangent.T) for block in self.blocks)
+        return torch.cat([total[n] if n in total else self.f.new_zeros(s.numel()) for n, s in shapes.items()])
 
     def dense(self, shapes: dict[str, torch.Size]) -> Tensor:
         """The rows written out, (K, N, P), parameters in the order of `shapes`."""
-        total = {}
-        for block in self.blocks:
-            for name, values in block.dense().items():
-                total[name] = total[name] + values if name in total else values
+        total = written_out(self.blocks)
         k, n = self.num_cotangents, self.num_examples
         rows = [total[m] if m in total else self.f.new_zeros(k, n, s.numel()) for m, s in shapes.items()]
         return torch.cat(rows, -1)
@@ -102,69 +92,12 @@ class Jacobian:
             # sequence lengths or branches of the network differ between batches: write the rows out
             sizes = {n: size for part in parts for block in part.blocks for n, size in block.sizes().items()}
             parts = [part.densified(sizes) for part in parts]
-        blocks = tuple(concatenate_examples(list(same)) for same in zip(*(part.blocks for part in parts), strict=True))
+        blocks = tuple(same[0].concatenated(same) for same in zip(*(part.blocks for part in parts), strict=True))
         f = torch.cat([part.f for part in parts])
         return Jacobian(blocks, parts[0].num_cotangents, len(f), f)
 
     def densified(self, sizes: dict[str, int]) -> Jacobian:
         """Write out the rows of every parameter in `sizes`; a parameter in no block has zero rows."""
-        total = {name: self.f.new_zeros(self.num_cotangents, self.num_examples, size) for name, size in sizes.items()}
-        for block in self.blocks:
-            for name, values in block.dense().items():
-                total[name] = total[name] + values
-        return replace(self, blocks=(Wide.of([Dense(name, rows) for name, rows in total.items()]),))
-
-
-@dataclass(frozen=True)
-class _Costs:
-    """Multiply-adds per pair of examples and numbers stored per example, for written-out rows and for factors."""
-
-    dense: int
-    dense_size: int
-    factors: int
-    factors_size: int
-
-    @classmethod
-    def of(cls, block: Outer | Lookup) -> _Costs:
-        k = block.shape[0]
-        if isinstance(block, Lookup):
-            t, d = block.b.shape[2:]
-            rows = k * block.vocabulary * d
-            return cls(k * rows, rows, t * t * (1 + k * d) + k * k * t * d, k * t * d)
-        g, t, o = block.b.shape[2:]
-        i = block.a.shape[3]
-        rows = k * g * o * i
-        return cls(k * rows, rows, g * (t * t * (i + k * o) + k * k * t * o), g * t * (k * o + i))
-
-
-def contracts_positions(block: Outer | Lookup) -> bool:
-    """Whether contracting pairs of positions costs less than half of written-out rows.
-
-    The factor of two accounts for more memory traffic per operation.
-    """
-    costs = _Costs.of(block)
-    return costs.dense > 2 * costs.factors
-
-
-def compact(block: Block) -> list[Block]:
-    """Keep a block's factors or write its rows out, whichever makes the Gram entries of a pair of examples cheaper.
-
-    Multiply-adds per pair: K² o i written out; T² (i + K o) + K² T o from the factors. Factors are also kept if the
-    rows would need more than 2 times (few positions) or 8 times (many positions) their memory; the Gram computation
-    then writes out a few columns at a time, which is little work if positions are few.
-    """
-    if isinstance(block, (Dense, Wide)) or (isinstance(block, Outer) and block.single):
-        return [block]
-    if contracts_positions(block):
-        return [_cotangents_last(block)]
-    costs = _Costs.of(block)
-    room = _LITTLE_ROOM if block.b.shape[-2] <= _FEW_POSITIONS else _ROOM
-    if isinstance(block, Outer) and costs.dense_size > room * costs.factors_size:
-        return [block]
-    return [Dense(name, rows) for name, rows in block.dense().items()]
-
-
-def _cotangents_last(block: Outer | Lookup) -> Block:
-    """Copy the block into the memory layout that the contraction of positions reads."""
-    b = block.b.movedim(0, -1).contiguous().movedim(-1, 0)
-    return replace(block, b=b) if isinstance(block, Lookup) else replace(block, b=b, a=block.a.contiguous())
+        total, (k, n) = written_out(self.blocks), (self.num_cotangents, self.num_examples)
+        rows = {name: total[name] if name in total else self.f.new_zeros(k, n, p) for name, p in sizes.items()}
+        return replace(self, blocks=(Dense.cat([Dense.of(name, own) for name, own in rows.items()]),))

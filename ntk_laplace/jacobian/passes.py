@@ -13,25 +13,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, differentiable, num_examples, take
-from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.errors import DataError, NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.fallback import Fallback
-from ntk_laplace.jacobian.fused import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums
+from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
 from ntk_laplace.jacobian.graph import Graph
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.search import Search, make_plan
-from ntk_laplace.jacobian.storage import apart_from, compacted, side_by_side
+from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.network import Network, outside_autocast, preserved_rng
 
 __all__ = ["JacobianPass", "RootFunction"]
-
-_WORKING_SET = 128 * 2**20  # bytes of output gradients per batch
-_WARM = 32 * 2**20  # maximum bytes of one gradient; larger allocations bypass the allocator's cache
-_FORWARD = 8  # how many times more examples a forward pass without a graph takes
 
 
 class RootFunction(Protocol):
@@ -71,10 +68,17 @@ class JacobianPass:
         self._edges: list[_Edge] | None = None
 
     def on(self, network: Network, dtype: torch.dtype) -> JacobianPass:
-        """The same pass for a network on another device, or in another floating type."""
-        return JacobianPass(network, dtype, self.keep_factors)
+        """The same pass, with its plans, for a copy of the network, or for rows in another floating type."""
+        other = JacobianPass(network, dtype, self.keep_factors)
+        other._plans = self._plans
+        if network.device == self.network.device and network.dtype == self.network.dtype:
+            other._edges = self._edges
+        return other
 
-    def rows(self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0) -> Jacobian:
+    def rows(
+        self, x: Inputs, root: Tensor | None = None, batch_size: int | None = None, offset: int = 0,
+        theta: Tensor | None = None,
+    ) -> Jacobian:  # fmt: skip
         """Rows of all examples of `x`.
 
         Parameters
@@ -86,24 +90,33 @@ class JacobianPass:
             Examples per pass; by default as many as fit in a working set of 128 MiB.
         offset : int
             Index of the first example, for messages.
+        theta : Tensor, (P,), optional
+            Values of the chosen parameters at which the network is linearized; default: its own. The network is not
+            copied, keeps its own values, and plans are used again.
 
         Raises
         ------
+        DataError
+            If `theta` has another shape.
         NonFiniteError
             If an output or a row is NaN or infinite, with the index of the example.
         """
-        parts = [apart_from(rows, x) for rows in self.batches(x, root, batch_size, offset)]
+        parts = [apart_from(rows, x) for rows in self.batches(x, root, batch_size, offset, theta=theta)]
         return Jacobian.concatenate(parts)
 
     def batches(
         self, x: Inputs, root: Tensor | RootFunction | None, batch_size: int | None, offset: int = 0,
-        fused_layers: FusedLayers = NO_FUSED_LAYERS,
+        fused_layers: FusedLayers = NO_FUSED_LAYERS, theta: Tensor | None = None,
     ) -> Iterator[Jacobian]:
-        """Rows one batch at a time; a `root` that depends on the outputs is a `RootFunction`.
+        """Rows one batch at a time, as `rows`; a `root` that depends on the outputs is a `RootFunction`.
 
         Use the rows at once: the inputs of a first layer may share memory with `x`. Layers in `fused_layers` may
         yield `FusedSums` instead of blocks.
         """  # fmt: skip
+        size = self.network.num_parameters
+        if theta is not None and theta.shape != (size,):
+            raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
+                            "Pass a vector such as network.theta.")
         self.prepare(x)
         n, cotangents = num_examples(x), _columns(root, self.network)
         most = _examples_at_once(self._edges, cotangents, fused_layers)
@@ -111,7 +124,7 @@ class JacobianPass:
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
-            yield self._batch(take(x, part), own, offset + start, fused_layers)
+            yield self._batch(take(x, part), own, offset + start, fused_layers, theta)
 
     def examples_at_once(self, x: Inputs, cotangents: int, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> int:
         """Number of examples like those of `x` in one batch of a pass with this many cotangents."""
@@ -120,7 +133,9 @@ class JacobianPass:
 
     def evaluated_at_once(self) -> int | None:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
-        return None if self._edges is None else _FORWARD * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS)
+        if self._edges is None:
+            return None
+        return tuning.FORWARD_FACTOR * _examples_at_once(self._edges, 1, NO_FUSED_LAYERS)
 
     def prepare(self, x: Inputs) -> None:
         """Probe the network and plan its rows on a few examples; later calls return at once.
@@ -173,11 +188,12 @@ class JacobianPass:
         )  # fmt: skip
 
     def _batch(
-        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers
-    ) -> Jacobian:
+        self, x: Inputs, root: Tensor | Callable[[Tensor], Tensor] | None, offset: int, fused_layers: FusedLayers,
+        theta: Tensor | None,
+    ) -> Jacobian:  # fmt: skip
         self.prepare(x)
         network = self.network
-        with _passing(network):
+        with _passing(network), network.with_theta(theta):
             x = differentiable(x)
             out = network.evaluate(x, offset)
             n, c = out.shape
@@ -236,7 +252,7 @@ class JacobianPass:
         if wrong:
             plan = plan.without(wrong)
             gradients = self._gradients(batch, graph, plan, accumulation)
-        blocks = plan.blocks(graph, gradients, self._parameters)
+        blocks = plan.blocks(gradients)
         own = self._fallback(plan.unmatched).rows(batch.x, batch.cotangents) if plan.unmatched else []
         return compacted(chain(blocks, own), self.keep_factors)
 
@@ -270,7 +286,7 @@ class _Edge:
 
 def _examples_at_once(edges: list[_Edge], cotangents: int, fused_layers: FusedLayers) -> int:
     held = [edge.held(cotangents, fused_layers) for edge in edges]
-    return max(1, min(_WORKING_SET // max(1, sum(held)), _WARM // max(held, default=1)))
+    return max(1, min(tuning.WORKING_SET_BYTES // max(1, sum(held)), tuning.GRADIENT_BYTES // max(held, default=1)))
 
 
 def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor, nn
-
-from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
-from ntk_laplace.jacobian.concatenation import join_positions
-from ntk_laplace.jacobian.fused import FusedAccumulation, FusedSums
+from ntk_laplace.jacobian.blocks import Block, Outer
+from ntk_laplace.jacobian.fast import FusedAccumulation, FusedSums
 from ntk_laplace.jacobian.gradients import Extraction, Gradients
-from ntk_laplace.jacobian.graph import (
-    Graph,
-    Step,
-    is_view,
-    node_kind,
-    output_shape,
-    pull_back,
-    uncast,
-    view_positions,
-)
+from ntk_laplace.jacobian.graph import Graph, Step, node_kind
 from ntk_laplace.jacobian.layout import Layout
-from ntk_laplace.jacobian.rules import RULES, Extractor, OperandDense, OperandLookup, OperandOuter, OperandRows, Use
+from ntk_laplace.jacobian.path import ParameterPath
+from ntk_laplace.jacobian.rules import RULES, Extractor, Use
 
-__all__ = ["Plan", "UsePlan", "extractor_of", "joined", "use_block"]
+__all__ = ["Plan", "UsePlan", "extractor_of", "joined"]
 
 
 @dataclass(frozen=True)
@@ -98,59 +86,28 @@ class Plan:
         return Plan(tuple(use for use in self.uses if use.name not in left), (*self.unmatched, *sorted(left)), partners)
 
     def _fused_uses(self, graph: Graph, n: int, accumulation: FusedAccumulation | None) -> list[int]:
-        """Uses whose gradients may be summed during the backward passes.
-
-        No other use may read the node or the parameter. It is not worth it if N < o: updating the o x o sum for each
-        cotangent would dominate.
-        """
+        """Uses whose gradients may be summed during the backward passes: no other reads the node or the parameter."""
         if accumulation is None:
             return []
-        alone = [family[0] for family in self._families() if len(family) == 1]
-        found = []
-        for index in alone:
-            use = self.uses[index]
-            if use.plain:
-                o = graph.shape(use.step.consumer)[-1]
-                wanted = accumulation.fused_layers
-                if wanted.suits(use.name, o, self.partners.get(use.name)) and (wanted.squared or o <= n):
-                    found.append(index)
-        return found
+        alone = {family[0]: self.uses[family[0]] for family in self._families() if len(family) == 1}
+        return [
+            index for index, use in alone.items() if use.plain
+            and accumulation.suits(use.name, self.partners.get(use.name), n, graph.shape(use.step.consumer)[-1])
+        ]  # fmt: skip
 
-    def blocks(self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter]) -> Iterator[Block]:
-        """Blocks of every matched parameter, with the uses of one parameter joined; used gradients are freed.
-
-        Parameters
-        ----------
-        graph : Graph
-        gradients : Gradients
-            Gradients of the plan's extractions.
-        parameters : dict of str to nn.Parameter
-        """
+    def blocks(self, gradients: Gradients) -> Iterator[Block | FusedSums]:
+        """Blocks of every matched parameter, with the uses of one parameter joined; used gradients are freed."""
         for family in self._families():
             if gradients.extractions[family[0]].fused:
-                yield self._fused_block(graph, gradients, parameters, family[0])
+                yield gradients.fused_block(family[0], self.partners.get(self.uses[family[0]].name))
                 gradients.forget(family)
                 continue
-            found = [
-                use_block(self.uses[index], graph, gradients.rows(index), parameters[self.uses[index].name])
-                for index in family if not self.uses[index].idle
-            ]  # fmt: skip
+            found = [gradients.block(index) for index in family if not self.uses[index].idle]
             gradients.forget(family)
             for block in joined(found):
                 whole = isinstance(block, Outer) and block.index is None
                 partner = self.partners.get(block.weight) if whole else None
                 yield block if partner is None else replace(block, bias=partner)
-
-    def _fused_block(
-        self, graph: Graph, gradients: Gradients, parameters: dict[str, nn.Parameter], index: int
-    ) -> FusedSums:
-        use, accumulation = self.uses[index], gradients.accumulation
-        sums, kept = gradients.fused_sums(index)
-        unread = kept.new_zeros(()).expand(1, *graph.shape(use.step.consumer))  # only the inputs are needed
-        whole = use_block(use, graph, gradients.extractions[index].extract(unread), parameters[use.name])
-        b, a = kept[:, :, None, None], whole.a[accumulation.sample]
-        rows = Outer(use.name, self.partners.get(use.name), b, a, None, whole.size)
-        return FusedSums(sums, accumulation.fused_layers.squared, whole.a[:, 0, 0], rows)
 
     def _families(self) -> list[list[int]]:
         """Indices of uses, grouped by common parameter or consuming node."""
@@ -168,92 +125,24 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
     """Blocks of several uses of one parameter, with blocks of the same kind joined."""
     found: dict[tuple, Block] = {}
     for block in blocks:
-        found[block.kind] = join_positions(found[block.kind], block) if block.kind in found else block
+        found[block.kind] = found[block.kind].joined(block) if block.kind in found else block
     return list(found.values())
 
 
 def _extraction(use: UsePlan, graph: Graph, n: int) -> Extraction:
     if use.idle:
-        return Extraction(use.step.consumer, use.layout.dim, None)
-    extract = extractor_of(use, graph, n).extract
-    if use.at_once:
-        extract = _written_out(extract, output_shape(graph.nodes[use.source], use.step.output))
-    return Extraction(use.step.consumer, use.layout.dim, extract, use.at_once)
-
-
-def _written_out(extract: Callable[[Tensor], OperandRows], shape: torch.Size) -> Callable[[Tensor], OperandDense]:
-    """Wrap `extract` so that it returns written-out rows for an operand of this shape."""
-    return lambda gradient: OperandDense(_operand_dense(extract(gradient), shape))
+        return Extraction(use.name, use.step.consumer, use.layout.dim, None)
+    return Extraction(use.name, use.step.consumer, use.layout.dim, extractor_of(use, graph, n).extract, use.at_once)
 
 
 def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:
     """Extractor of the use's rows for a batch of n examples; None if no rule applies to the node."""
     node = graph.nodes[use.step.consumer]
     rule = RULES.get(node_kind(node))
-    shape = output_shape(graph.nodes[use.source], use.step.output)
-    output = graph.shape(use.step.consumer)
     if rule is None:
         return None
-    extractor = rule(Use(node, use.step.operand, shape, output, use.layout, n, graph.dtype))
+    path = ParameterPath.to(use.name, graph.parameters[use.name], graph.nodes[use.source], use.step.output)
+    output = graph.shape(use.step.consumer)
+    extractor = rule(Use(node, use.step.operand, path.shape, output, use.layout, n, graph.dtype, path))
     return None if extractor is None else replace(extractor,
                                                   extract=lambda gradient: extractor.extract(gradient.to(graph.dtype)))
-
-
-def use_block(use: UsePlan, graph: Graph, rows: OperandRows, parameter: nn.Parameter) -> Block:
-    """Block of the parameter, from the rows of the operand that the node reads."""
-    source, output = uncast(graph.nodes[use.source], use.step.output)
-    shape = output_shape(source, output)
-    if hasattr(source, "variable"):
-        return _plain_block(use.name, rows, parameter)
-    if isinstance(rows, OperandOuter):
-        transposed = node_kind(source) == "TBackward" and _direct(source)
-        if rows.order == "gio" and transposed and shape.numel() == parameter.numel():
-            return Outer(use.name, None, rows.b, rows.a, None, parameter.numel())
-        positions = view_positions(source, output, parameter) if _all_views(source) else None
-        if positions is not None:
-            index = positions[_order(rows)] if rows.order == "gio" else positions
-            return Outer(use.name, None, rows.b, rows.a, _unless_identity(index, parameter), parameter.numel())
-    dense = _operand_dense(rows, shape)
-    flat = dense.flatten(0, 1).reshape(-1, *shape)
-    return Dense(use.name, pull_back(source, output, parameter, flat).reshape(*dense.shape[:2], -1))
-
-
-def _direct(node: object) -> bool:
-    return hasattr(uncast(*node.next_functions[0])[0], "variable")
-
-
-def _all_views(node: object) -> bool:
-    while not hasattr(node, "variable"):
-        if not is_view(node):
-            return False
-        node = node.next_functions[0][0]
-    return True
-
-
-def _order(rows: OperandOuter) -> Tensor:
-    """Flat position of entry (g, o, i) in an operand with axes (g, i, o)."""
-    g, o, i = rows.b.shape[2], rows.b.shape[4], rows.a.shape[3]
-    return torch.arange(g * o * i, device=rows.b.device).reshape(g, i, o).transpose(1, 2).flatten()
-
-
-def _unless_identity(index: Tensor, parameter: nn.Parameter) -> Tensor | None:
-    whole = len(index) == parameter.numel()
-    return None if whole and torch.equal(index, torch.arange(len(index), device=index.device)) else index
-
-
-def _plain_block(name: str, rows: OperandRows, parameter: nn.Parameter) -> Block:
-    if isinstance(rows, OperandDense):
-        return Dense(name, rows.rows)
-    if isinstance(rows, OperandLookup):
-        return Lookup(name, rows.b, rows.tokens, parameter.shape[0], rows.padding)
-    index = _unless_identity(_order(rows), parameter) if rows.order == "gio" else None
-    return Outer(name, None, rows.b, rows.a, index, parameter.numel())
-
-
-def _operand_dense(rows: OperandRows, shape: torch.Size) -> Tensor:
-    if isinstance(rows, OperandDense):
-        return rows.rows
-    if isinstance(rows, OperandLookup):
-        return Lookup("", rows.b, rows.tokens, shape[0]).dense()[""]
-    index = _order(rows) if rows.order == "gio" else None
-    return Outer("", None, rows.b, rows.a, index, shape.numel()).dense()[""]

@@ -1,4 +1,4 @@
-"""Rules: for an autograd node, an extractor that computes rows of the operand from gradients of the node's output.
+"""Rules: for an autograd node, an extractor that computes a parameter's rows from gradients of the node's output.
 
 A rule reads the tensors that the node saved for its backward pass (`_saved_*`, semi-private: tests pin them) once per
 batch, and returns None where it does not apply. Its extractor may get the gradients of all cotangents, or of one at a
@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ntk_laplace import tuning
+from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.layout import Layout
+from ntk_laplace.jacobian.path import ParameterPath
 
-__all__ = ["RULES", "Extractor", "OperandDense", "OperandLookup", "OperandOuter", "OperandRows", "Use"]
-
-_SHORT = 16  # rows of a convolution are computed at once if its output gradient is this many times larger
+__all__ = ["RULES", "Extractor", "Use"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Use:
         Number of examples.
     dtype : torch.dtype
         Floating type of the rows and of the gradients; saved tensors are converted to it.
+    path : ParameterPath
+        From the parameter to the operand; it makes the blocks.
     """
 
     node: Any
@@ -50,34 +53,7 @@ class Use:
     layout: Layout
     n: int
     dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class OperandOuter:
-    """Rows Σ_t b ⊗ a; `order` is the operand's flat order, "goi" or "gio"."""
-
-    b: Tensor
-    a: Tensor
-    order: str
-
-
-@dataclass(frozen=True)
-class OperandLookup:
-    """Rows of an embedding table; the token `padding` (-1: none) gets no gradient."""
-
-    b: Tensor
-    tokens: Tensor
-    padding: int = -1
-
-
-@dataclass(frozen=True)
-class OperandDense:
-    """Dense rows (K, N, numel) in the operand's flat order."""
-
-    rows: Tensor
-
-
-OperandRows = OperandOuter | OperandLookup | OperandDense
+    path: ParameterPath
 
 
 @dataclass(frozen=True)
@@ -96,7 +72,7 @@ class Extractor:
         unless factors are kept.
     """
 
-    extract: Callable[[Tensor], OperandRows | None]
+    extract: Callable[[Tensor], Block | None]
     summed: bool = False
     short: bool = False
 
@@ -105,11 +81,11 @@ def _summed(use: Use, factor: Tensor | float = 1.0, channels: bool = False) -> E
     """Gradient times `factor`, summed over all axes but examples and the operand's (`channels`: the second axis)."""
     unscaled = isinstance(factor, float) and factor == 1.0
 
-    def extract(gradient: Tensor) -> OperandRows | None:
+    def extract(gradient: Tensor) -> Block | None:
         rows = gradient if unscaled else gradient * factor
         shape = torch.Size((rows.shape[2],) + (1,) * (rows.ndim - 3)) if channels else use.shape
         found = use.layout.reduce(rows, use.n, shape)
-        return None if found is None else OperandDense(found)
+        return None if found is None else use.path.dense(found)
 
     return Extractor(extract, summed=True)
 
@@ -129,16 +105,16 @@ def _product(use: Use, data: Tensor | None) -> Extractor | None:
         return None
     layout = Layout(dim, use.layout.positions_first)
 
-    def extract(gradient: Tensor) -> OperandRows:
+    def extract(gradient: Tensor) -> Block:
         g = gradient if gradient.ndim == 4 else gradient.unsqueeze(1)  # (K, G, rows, cols)
         b = layout.split(g, use.n, 1).permute(0, 1, 3, 2, 4)  # from (K, N, T, G, remaining axis)
         inputs = data.to(use.dtype)
         if dim == 1:  # examples in rows: data (G, rows, i), operand (G, i, o)
             a = Layout(1, use.layout.positions_first).split(inputs, use.n, 0).permute(0, 2, 1, 3)
-            return OperandOuter(b, a, "gio")
+            return use.path.outer(b, a, inputs_first=True)
         # examples in columns: operand (G, o, i) times data (G, i, cols)
         a = Layout(2, use.layout.positions_first).split(inputs, use.n, 0).permute(0, 2, 1, 3)
-        return OperandOuter(b, a, "goi")
+        return use.path.outer(b, a)
 
     return Extractor(extract)
 
@@ -160,10 +136,10 @@ def _mv(use: Use) -> Extractor | None:
     if use.operand != 1 or data is None or use.layout.dim != 0:
         return None
 
-    def extract(gradient: Tensor) -> OperandRows:
+    def extract(gradient: Tensor) -> Block:
         a = use.layout.split(data.to(use.dtype), use.n, 0)  # (N, T, i)
         b = use.layout.split(gradient, use.n, 1)  # (K, N, T)
-        return OperandOuter(b[:, :, None, :, None], a.unsqueeze(1), "goi")
+        return use.path.outer(b[:, :, None, :, None], a.unsqueeze(1))
 
     return Extractor(extract)
 
@@ -217,7 +193,7 @@ def _convolution(use: Use) -> Extractor | None:
             a = _grouped(_windows(own, kernel, stride, dilation, padding, space), groups, axes)
         return use.layout.split(a, use.n, 0).movedim(1, 2).flatten(2, 3)
 
-    def extract(gradient: Tensor) -> OperandRows:
+    def extract(gradient: Tensor) -> Block:
         if transposed:
             # y[o] = Σ_s x[s] w[o - stride s]: windows of the output gradient at each input position
             flat = gradient.transpose(0, 1).flatten(0, 1)
@@ -227,9 +203,9 @@ def _convolution(use: Use) -> Extractor | None:
             b = _channels(gradient, groups)
         # (K, M, G, positions, o), where M may contain further positions: (K, N, G, T, o) and (N, G, T, i)
         b = use.layout.split(b, use.n, 1).movedim(2, 3).flatten(3, 4)
-        return OperandOuter(b, inputs(), "gio" if transposed else "goi")
+        return use.path.outer(b, inputs(), inputs_first=transposed)
 
-    return Extractor(extract, short=not transposed and _SHORT * use.shape[1:].numel() <= math.prod(space))
+    return Extractor(extract, short=not transposed and tuning.LONG_GRADIENT * use.shape[1:].numel() <= math.prod(space))
 
 
 def _embedding(use: Use) -> Extractor | None:
@@ -237,12 +213,12 @@ def _embedding(use: Use) -> Extractor | None:
     if tokens is None or _saved(use.node, "scale_grad_by_freq"):
         return None
 
-    def extract(gradient: Tensor) -> OperandRows:
+    def extract(gradient: Tensor) -> Block:
         b = use.layout.split(gradient, use.n, 1).flatten(2, -2)  # (K, N, T, d)
         own = use.layout.split(tokens, use.n, 0).flatten(1)
         if padding >= 0:
             b = b * (own != padding).to(b.dtype)[None, :, :, None]
-        return OperandLookup(b, own, padding)
+        return use.path.lookup(b, own, padding)
 
     return Extractor(extract)
 
@@ -322,11 +298,11 @@ def _div(use: Use) -> Extractor | None:
 
 def _repeat(use: Use) -> Extractor:
     # instance norm repeats its weight (C,) for every example
-    def extract(gradient: Tensor) -> OperandRows | None:
+    def extract(gradient: Tensor) -> Block | None:
         size = use.shape.numel()
         if gradient.ndim != 2 or use.layout.positions_first or gradient.shape[1] != use.n * size:
             return None
-        return OperandDense(gradient.unflatten(1, (use.n, size)))
+        return use.path.dense(gradient.unflatten(1, (use.n, size)))
 
     return Extractor(extract, summed=True)
 

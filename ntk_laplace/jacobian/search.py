@@ -20,16 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from ntk_laplace import tuning
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.jacobian.graph import Graph, is_view, node_kind, uncast
 from ntk_laplace.jacobian.layout import Layout, find_layout, shape_layout
-from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined, use_block
+from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined
 from ntk_laplace.jacobian.rules import Extractor
 
 __all__ = ["Search", "make_plan"]
-
-_WIDEST = 1024  # maximum outputs of a layer that is summed per cotangent: for wider ones the product dominates the copy
 
 
 @dataclass
@@ -99,11 +98,11 @@ def make_plan(search: Search, keep_factors: bool = False, confirm: bool = True) 
     blocks: dict[str, list[Block]] = {}
     good: list[UsePlan] = []
     unmatched: list[str] = []
-    for name, parameter in parameters.items():
+    for name in parameters:
         if name not in uses:  # the outputs do not depend on it: its rows are zero
             continue
         speaking = [use for use in uses[name] if not use.by_shape] or uses[name]
-        extractors, own = ([], []) if name in lost else _extract(speaking, graph, gradients, parameter, n)
+        extractors, own = ([], []) if name in lost else _extract(speaking, graph, gradients, n)
         if own and (truth is None or not truth.disagreeing(own, [name])):
             blocks[name] = own
             good += [replace(use, idle=True) for use in uses[name] if use not in speaking]
@@ -185,15 +184,14 @@ def _probe(
 
 
 def _extract(
-    uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], parameter: nn.Parameter, n: int
+    uses: list[UsePlan], graph: Graph, gradients: dict[int, Tensor], n: int
 ) -> tuple[list[Extractor], list[Block]]:
     """Extractors of a parameter's uses and their joined blocks; empty if no rule covers one of the uses."""
     extractors, found = [], []
     for use in uses:
         try:
             extractor = extractor_of(use, graph, n)
-            rows = None if extractor is None else extractor.extract(gradients[use.step.consumer])
-            block = None if rows is None else use_block(use, graph, rows, parameter)
+            block = None if extractor is None else extractor.extract(gradients[use.step.consumer])
         except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
             return [], []  # the fallback is exact
         if block is None or block.shape != (2, n):
@@ -211,7 +209,7 @@ def _is_whole(graph: Graph, use: UsePlan) -> bool:
 def _is_plain(block: Block, gradient: Tensor) -> bool:
     if not isinstance(block, Outer) or block.index is not None or not block.single or gradient.ndim != 3:
         return False
-    return gradient.shape[2] <= _WIDEST and torch.equal(block.b[:, :, 0, 0], gradient.to(block.b))
+    return gradient.shape[2] <= tuning.WIDEST_FUSED_LAYER and torch.equal(block.b[:, :, 0, 0], gradient.to(block.b))
 
 
 def _find_partners(
@@ -235,7 +233,7 @@ def _find_partners(
     for name, own in blocks.items():
         if len(own) != 1 or not isinstance(own[0], Dense):
             continue
-        rows, module = own[0].rows, name.rpartition(".")[0]
+        rows, module = own[0].values, name.rpartition(".")[0]
         beside = [w for w in weights if enters[w.weight] == enters[name]]
         if name not in zero:
             beside += [w for w in weights if w.weight.rpartition(".")[0] == module and enters[w.weight] != enters[name]]

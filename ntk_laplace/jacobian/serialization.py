@@ -1,34 +1,38 @@
-"""Serialization of a Jacobian as plain containers of tensors, for checkpoints."""
+"""Serialization of a Jacobian as plain containers of tensors, for checkpoints. The keys are those of version 1."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer, Wide
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.jacobian import Jacobian
 
 __all__ = ["jacobian_from_record", "jacobian_record"]
 
-_KINDS = {kind.__name__: kind for kind in (Dense, Lookup, Outer, Wide)}
-
 
 def jacobian_record(rows: Jacobian) -> dict[str, Any]:
     """Return a Jacobian as plain containers: each block as its fields and the name of its type."""
-    blocks = [{"kind": type(block).__name__} | vars(block) for block in rows.blocks]
-    for block in blocks:
-        if "spans" in block:
-            block["spans"] = [list(span) for span in block["spans"]]
-    # the keys of version 1 of the format
+    blocks = [_record(block) for block in rows.blocks]
     return {"blocks": blocks, "num_seeds": rows.num_cotangents, "num_examples": rows.num_examples, "f": rows.f}
 
 
 def jacobian_from_record(saved: Mapping[str, Any]) -> Jacobian:
     """Restore a Jacobian from `jacobian_record`."""
-    blocks = []
-    for block in saved["blocks"]:
-        fields = {name: value for name, value in block.items() if name != "kind"}
-        if "spans" in fields:
-            fields["spans"] = tuple(tuple(span) for span in fields["spans"])
-        blocks.append(_KINDS[block["kind"]](**fields))
-    return Jacobian(tuple(blocks), saved["num_seeds"], saved["num_examples"], saved["f"])
+    blocks = tuple(_block(**record) for record in saved["blocks"])
+    return Jacobian(blocks, saved["num_seeds"], saved["num_examples"], saved["f"])
+
+
+def _record(block: Block) -> dict[str, Any]:
+    if isinstance(block, Dense):
+        return {"kind": "Wide", "spans": [list(span) for span in block.spans], "rows": block.rows}
+    return {"kind": type(block).__name__} | {field.name: getattr(block, field.name) for field in fields(block)}
+
+
+def _block(kind: str, **values: Any) -> Block:
+    if kind == "Wide":
+        return Dense(tuple((name, start, stop) for name, start, stop in values["spans"]), values["rows"])
+    if kind == "Dense":  # one parameter, with the cotangents first
+        return Dense.of(values["weight"], values["rows"])
+    return {"Outer": Outer, "Lookup": Lookup}[kind](**values)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, leaves
-from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, Wide
-from ntk_laplace.jacobian.jacobian import Jacobian, compact
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.jacobian.jacobian import Jacobian
 
-__all__ = ["apart_from", "compacted", "side_by_side"]
-
-_MATRIX = 512  # entries from which a parameter's rows get a separate matrix product
+__all__ = ["apart_from", "compacted"]
 
 
 def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
@@ -23,11 +22,11 @@ def compacted(blocks: Iterable[Block], keep_factors: bool) -> list[Block]:
     kept: list[Block] = []
     for block in blocks:
         block = _share_constant(block)
-        for small in [block] if keep_factors else compact(block):
+        for small in [block] if keep_factors else _compact(block):
             if not isinstance(small, Dense):
                 kept.append(small)
             elif small.weight in written:
-                written[small.weight] = replace(small, rows=small.rows + written[small.weight].rows)
+                written[small.weight] = small.joined(written[small.weight])
             else:
                 written[small.weight] = small
     return [*kept, *written.values()]
@@ -40,28 +39,6 @@ def _share_constant(block: Block) -> Block:
     if torch.equal(block.b[:, 0], block.b[:, 1]) and bool((block.b == block.b[:, :1]).all()):
         return replace(block, b=block.b[:, :1], constant=True)
     return block
-
-
-def side_by_side(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
-    """Turn written-out rows into matrices, concatenate small ones, and convert all blocks to `dtype`.
-
-    The list is emptied on the way: each block is freed once it is converted.
-    """
-    elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
-    small = []
-    while blocks:
-        block = blocks.pop(0)
-        if not isinstance(block, Dense) or block.weight in elsewhere:
-            yield block.to(dtype)
-        elif block.rows.shape[2] >= _MATRIX:
-            alone = [block]
-            del block
-            yield Wide.of(alone, dtype)
-        else:
-            small.append(block)
-    if small:
-        block = None
-        yield Wide.of(small, dtype)
 
 
 def apart_from(rows: Jacobian, x: Inputs) -> Jacobian:
@@ -79,3 +56,22 @@ def apart_from(rows: Jacobian, x: Inputs) -> Jacobian:
         return block
 
     return replace(rows, blocks=tuple(apart(block) for block in rows.blocks))
+
+
+def _compact(block: Block) -> list[Block]:
+    """Keep a block's factors or write its rows out, whichever makes the Gram entries of a pair of examples cheaper.
+
+    Multiply-adds per pair: K² o i written out; T² (i + K o) + K² T o from the factors. Factors are also kept if the
+    rows would need more than 2 times (few positions) or 8 times (many positions) their memory; the Gram computation
+    then writes out a few columns at a time, which is little work if positions are few.
+    """
+    if isinstance(block, Dense) or (isinstance(block, Outer) and block.single):
+        return [block]
+    cost = block.gram_cost
+    if cost.written > cost.contracted:
+        return [block.with_cotangents_last()]
+    few = block.b.shape[-2] <= tuning.FEW_POSITIONS
+    room = tuning.ROWS_OVER_FACTORS_FEW_POSITIONS if few else tuning.ROWS_OVER_FACTORS
+    if isinstance(block, Outer) and cost.rows_size > room * cost.factors_size:
+        return [block]
+    return [Dense.of(name, rows) for name, rows in block.dense().items()]

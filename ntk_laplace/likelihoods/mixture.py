@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Size, Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.likelihoods.protocol import ObservationModel
 from ntk_laplace.likelihoods.responses import Response
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["MixtureResponse"]
-
-_HELD = 2**22  # entries of f processed at a time
 
 
 class MixtureResponse(Response):
@@ -82,7 +81,7 @@ class MixtureResponse(Response):
             sample_shape, y = self._split(value)
         repeats = math.prod(sample_shape)
         y = self.likelihood.targets(y, repeats * n, self.num_outputs)
-        chunk = max(1, _HELD // (repeats * n * self.num_outputs))
+        chunk = max(1, tuning.MIXTURE_OUTPUTS // (repeats * n * self.num_outputs))
         scores = [self._joint(f, y, repeats).logsumexp(0) for f in self.f.split(chunk)]
         total = torch.stack(scores).logsumexp(0) - math.log(samples)
         return total.reshape(sample_shape + self.batch_shape)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace import tuning
 from ntk_laplace.data import (
     InputDtype,
     Inputs,
@@ -31,7 +32,6 @@ from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
 
-_AT_A_TIME = 2048  # examples in one forward pass without a graph
 _FIRST = 4  # examples that are evaluated together; every other one is then evaluated again without the rest
 _EVAL = "Call network.eval() before the fit (and keep dropout off)."
 
@@ -161,10 +161,34 @@ class Network:
     def at(self, theta: Tensor) -> Network:
         """A copy whose chosen parameters have the values (P,)."""
         moved = copy.deepcopy(self)
-        with torch.no_grad():
-            for name, value in moved.unflatten(theta).items():
-                moved._parameters[name].copy_(value)
+        moved.move_to(theta)
         return moved
+
+    def move_to(self, theta: Tensor) -> None:
+        """Give the chosen parameters the values (P,), in new memory: results that share the old one keep it."""
+        with torch.no_grad():
+            for name, value in self.unflatten(theta).items():
+                parameter = self._parameters[name]
+                parameter.data = torch.empty_like(parameter).copy_(value)  # in the same memory format
+
+    @contextmanager
+    def with_theta(self, theta: Tensor | None) -> Iterator[None]:
+        """Run a block with the chosen parameters at the values (P,); then their own come back, in the same memory.
+
+        None changes nothing.
+        """
+        if theta is None:
+            yield
+            return
+        own, form = {name: parameter.data for name, parameter in self._parameters.items()}, self._channels_last
+        try:
+            self.move_to(theta)
+            yield
+        finally:
+            for name, parameter in self._parameters.items():
+                parameter.data = own[name]
+            if self._channels_last != form:  # a call failed with weights in channels last, and changed the format
+                self._to_format(torch.channels_last if self._channels_last else torch.contiguous_format)
 
     def slices(self) -> dict[str, slice]:
         """Slice of each chosen parameter in a flat vector of length P."""
@@ -250,9 +274,10 @@ class Network:
         return outputs
 
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
-        starts = range(0, max(1, num_examples(x)), _AT_A_TIME)
+        step = tuning.FORWARD_EXAMPLES
+        starts = range(0, max(1, num_examples(x)), step)
         with torch.no_grad(), self.arithmetic():
-            parts = [x] if len(starts) == 1 else [take(x, slice(start, start + _AT_A_TIME)) for start in starts]
+            parts = [x] if len(starts) == 1 else [take(x, slice(start, start + step)) for start in starts]
             found = [self._outputs(call, p, offset + i).detach() for i, p in zip(starts, parts, strict=True)]
         return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from ntk_laplace import tuning
 from ntk_laplace.data import InputBatches, Inputs, num_examples, take
 from ntk_laplace.errors import require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.structures import LinearizedModel, merged_batches
 
 __all__ = ["Chunks"]
-
-_HELD = 16 * 2**20  # bytes of a chunk's rows and of the results computed from them
-_FEWEST = 16  # examples in the first chunk, at least: they show the size of a row
 
 
 class Chunks:
@@ -88,11 +86,13 @@ class Chunks:
         """Examples of the first chunk, assuming dense rows: the size of a row is not known yet."""
         factors, network = self._model.jacobian_pass, self._model.network
         written_out = network.num_parameters * network.num_outputs * factors.dtype.itemsize
-        return min(self._fitting(written_out, each, _FEWEST), factors.examples_at_once(x, network.num_outputs))
+        fitting = self._fitting(written_out, each, tuning.FEWEST_CHUNK_EXAMPLES)
+        return min(fitting, factors.examples_at_once(x, network.num_outputs))
 
     def _fitting(self, size: int, each: int, fewest: int = 1) -> int:
         """Examples that fit, if each takes `size` bytes of rows and `each` bytes of results."""
-        return max(1, min(self._batches.batch_size, max(fewest, _HELD // max(1, size)), _HELD // max(1, each)))
+        room = tuning.CHUNK_BYTES
+        return max(1, min(self._batches.batch_size, max(fewest, room // max(1, size)), room // max(1, each)))
 
     def _read(self) -> Iterator[Inputs]:
         parts = self._batches if self.length is not None else merged_batches(self._batches, self._model.network)

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor
 
+from ntk_laplace import tuning
+
 __all__ = ["Sampler", "WeightDraws"]
 
-_HELD = 256 * 2**20  # bytes of weight samples at a time
 
 Sampler = Callable[[int, Generator | None], Tensor]
 
@@ -35,7 +36,7 @@ class WeightDraws:
         self, draw: Sampler, count: int, numbers: int, like: Tensor, generator: Generator | None = None
     ) -> None:
         self._draw, self.count, self._generator = draw, count, generator
-        self._step = max(1, _HELD // (numbers * like.element_size()))
+        self._step = max(1, tuning.WEIGHT_SAMPLE_BYTES // (numbers * like.element_size()))
         self._source = generator if generator is not None else _default_generator(like.device)
         self._start: Tensor | None = None
         self._kept: Tensor | None = None

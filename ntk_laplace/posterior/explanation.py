@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, fill_buffer
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.explain import (
@@ -27,8 +28,6 @@ from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.fitted import Fitted
 
 __all__ = ["ExplanationVerbs"]
-
-_TOGETHER = 512 * 2**20  # bytes of rows of the inputs that share a pass over the training data
 
 
 class ExplanationVerbs(Fitted):
@@ -154,7 +153,7 @@ def _grouped(chunks: Iterable[Jacobian], batch_size: int | None) -> Iterator[Jac
     group: list[Jacobian] = []
     for rows in chunks:
         group.append(rows)
-        if batch_size is not None or sum(one.nbytes for one in group) + rows.nbytes > _TOGETHER:
+        if batch_size is not None or sum(one.nbytes for one in group) + rows.nbytes > tuning.EXPLAINED_BYTES:
             yield Jacobian.concatenate(group)
             group.clear()
     if group:

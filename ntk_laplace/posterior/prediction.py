@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.data import Inputs, RowBuffer, fill_buffer
 from ntk_laplace.errors import UnsupportedError, require_whole
@@ -28,8 +29,6 @@ with warnings.catch_warnings():  # linear_operator scripts a function on import;
     from linear_operator.operators import DenseLinearOperator
 
 __all__ = ["PredictionVerbs"]
-
-_SAMPLED = 2**23  # outputs at weight samples in memory at a time
 
 
 class PredictionVerbs(Fitted):
@@ -212,7 +211,7 @@ class PredictionVerbs(Fitted):
 
     def _sampled(self, chunks: Chunks, draws: WeightDraws) -> Iterator[Tensor]:
         """Outputs at all weight samples, (S, m, C), for each chunk."""
-        for start, x in chunks.inputs(max(1, _SAMPLED // (draws.count * self.num_outputs))):
+        for start, x in chunks.inputs(max(1, tuning.SAMPLED_OUTPUTS // (draws.count * self.num_outputs))):
             outputs = self.network.varying(x, start)
             yield torch.stack([outputs(theta) for theta in draws]).to(self.dtype)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import time
 
+from ntk_laplace import tuning
 from ntk_laplace.files import require_place, write
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.records import record
 
 __all__ = ["Autosave"]
-
-_EVERY = 60.0  # seconds of work that may be lost
 
 
 class Autosave:
@@ -35,7 +34,7 @@ class Autosave:
 
     def __call__(self, gathered: Accumulation, now: bool = False) -> None:
         """Save if a minute has elapsed, or `now`."""
-        if self._path is None or not (now or time.monotonic() - self._last > _EVERY):
+        if self._path is None or not (now or time.monotonic() - self._last > tuning.AUTOSAVE_SECONDS):
             return
         write({"accumulation": record(gathered, include_data=True)}, self._path)
         self._last = time.monotonic()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, RowBuffer, Selected, Source, fill_buffer, num_examples
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
@@ -26,8 +27,6 @@ __all__ = [
     "selected",
     "vjp",
 ]
-
-_CHUNK = 4096  # examples whose output Hessians are compared at a time
 
 
 def read_batches(
@@ -127,8 +126,8 @@ def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPo
         return 1.0
     factor: float | None = None
     tolerance = 64 * torch.finfo(points.f.dtype).eps
-    for start in range(0, len(points.f), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for start in range(0, len(points.f), tuning.HESSIAN_EXAMPLES):
+        part = slice(start, start + tuning.HESSIAN_EXAMPLES)
         new, old = (
             model.curvature_type.curvature(likelihood.at(part), points.f[part], points.targets[part]).detach()
             for likelihood in (model.likelihood, before)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.data import Joined, Missing, Source
 from ntk_laplace.jacobian import Jacobian
@@ -26,7 +27,6 @@ from ntk_laplace.structures.structure import Points, Saved, Structure, Structure
 
 __all__ = ["SummedSpec", "SummedStructure", "Sums"]
 
-_ROWS = 256 * 2**20  # bytes of dense rows at a time
 
 Sums = dict[str, Tensor]
 
@@ -212,5 +212,6 @@ class SummedStructure(Structure):
 
 def _max_batch(model: LinearizedModel, cotangents: int) -> int:
     """Examples whose dense rows fit in memory at a time."""
-    max_batch = max(1, _ROWS // (model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize))
+    each = model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize
+    max_batch = max(1, tuning.FULL_ROWS_BYTES // each)
     return min(max_batch, model.settings.batch_size or max_batch)

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.curvature import CrossCovariance, PosteriorPrecision
 from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.errors import NumericalError, UnsupportedError
@@ -25,8 +26,6 @@ from ntk_laplace.resources import require_memory
 __all__ = ["HIGH_LEVERAGE", "ChangedPrecision"]
 
 HIGH_LEVERAGE = 0.9  # above it one Newton step without a point is an extrapolation, and is flagged
-
-_PANEL = 192 * 2**20  # bytes of cross-covariances at a time
 
 
 class ChangedPrecision(PosteriorPrecision):
@@ -191,7 +190,7 @@ class ChangedPrecision(PosteriorPrecision):
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V' = V - V_xT (D + K)⁻¹ V_Tx, diagonal blocks (n, C, C)."""
         blocks = self.base.covariance_blocks(rows)
-        step = max(1, _PANEL // (len(self._signs) * rows.num_cotangents * rows.f.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (len(self._signs) * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
             part = slice(start, min(start + step, rows.num_examples))
             cross = self._cross(rows.subset(part)).transpose(0, 1)

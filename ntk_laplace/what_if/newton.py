@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.errors import NumericalError
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.structures import FittedModel
 
 __all__ = ["Iterate", "Objective", "descend", "refitted"]
 
-_MAX_STEPS = 100  # Newton steps to the optimum
-_HALVINGS = 40
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Objective:
         """Backtracking line search: the full step, halved until the objective decreases."""
         value, size = self.value(at), 1.0
         slack = 8 * torch.finfo(at.f.dtype).eps * (1.0 + abs(value))
-        for _ in range(_HALVINGS):
+        for _ in range(tuning.HALVINGS):
             candidate = at.along(direction, size)
             reached = self.value(candidate)
             if math.isfinite(reached) and reached <= value - 1e-4 * size * decrement + slack:
@@ -120,7 +119,7 @@ def descend(problem: Objective, start: Iterate, steps: int | None) -> tuple[Iter
     """
     before, last = start, float("inf")
     at, eps = start, [torch.finfo(dtype).eps for dtype in (start.f.dtype, problem.fitted.network.precision)]
-    for _ in range(_MAX_STEPS if steps is None else steps):
+    for _ in range(tuning.NEWTON_STEPS if steps is None else steps):
         before = at
         direction, decrement = problem.direction(at)
         if steps is not None:
@@ -135,7 +134,7 @@ def descend(problem: Objective, start: Iterate, steps: int | None) -> tuple[Iter
             return before, at
         last = decrement
     if steps is None:
-        raise NumericalError(f"the linearized model's optimum within {_MAX_STEPS} Newton steps",
+        raise NumericalError(f"the linearized model's optimum within {tuning.NEWTON_STEPS} Newton steps",
                              f"a Newton decrement of {decrement:.2g}",
                              "Use a larger precision; or steps=1 of a change, or mean=\"map\" of a prediction.")
     return before, at

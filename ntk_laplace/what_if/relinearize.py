@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ntk_laplace import tuning
 from ntk_laplace.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.network import Network
@@ -23,8 +24,6 @@ from ntk_laplace.progress import track
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 
 __all__ = ["relinearized"]
-
-_HALVINGS = 40
 
 
 def relinearized(fitted: FittedModel, x: Inputs | None, steps: int) -> FittedModel:
@@ -86,6 +85,7 @@ class _Descent:
 
     def __init__(self, model: LinearizedModel, structure: Structure, source: Source, direction: Tensor | None) -> None:
         self.model, self.structure, self._source, self._direction = model, structure, source, direction
+        self._copied = False
 
     @classmethod
     def of(cls, model: LinearizedModel, structure: Structure, source: Source) -> _Descent:
@@ -122,7 +122,7 @@ class _Descent:
     def _search(self, theta: Tensor, direction: Tensor, slope: float, value: float, slack: float) -> Tensor:
         """Backtracking line search: the full step, halved until the objective decreases."""
         size = 1.0
-        for _ in range(_HALVINGS):
+        for _ in range(tuning.HALVINGS):
             candidate = theta + size * direction
             f = _outputs(self.model, self._source, candidate)
             if self._value(candidate, f) <= value + 1e-4 * size * slope + slack:
@@ -139,11 +139,14 @@ class _Descent:
         return value if value == value else float("inf")
 
     def _move_to(self, theta: Tensor) -> None:
-        """Replace the model by a copy of the network at θ, linearized there."""
+        """Linearize the network at θ: a copy of it, which later steps move."""
         model, points = self.model, self.structure.points
-        network = model.network.at(theta)
-        factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
-        self.model = replace(model, network=network, jacobian_pass=factors)
+        if self._copied:
+            model.network.move_to(theta)
+        else:
+            network, self._copied = model.network.at(theta), True
+            factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
+            self.model = replace(model, network=network, jacobian_pass=factors)
         made = self.structure.refit_on(self.model, self._source)
         self.structure = replace(made, points=replace(points, f=made.points.f, expanded=None))
 

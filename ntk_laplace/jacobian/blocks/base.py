@@ -1,0 +1,201 @@
+"""The interface of all blocks, with defaults for rows that are written out a few examples at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace import tuning
+
+__all__ = ["Block", "GramCost", "cat_positions", "over_cotangents", "steps", "weigh"]
+
+
+class Block(ABC):
+    """Rows J_nk of some parameters.
+
+    The first methods use the parameters' flat order. Those after `entries` use (G, o, i) entries in the block's own
+    order, those of a grouped layer with o outputs and i inputs; a bias is the last input, whose value is one.
+    """
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> tuple:
+        """Key that is equal for blocks which can be joined or concatenated."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """(K, N)."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the stored tensors."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Tensor:
+        """The stored gradients, of the rows' type and device; the example axis is the second one."""
+
+    @abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """Number of entries of each parameter."""
+
+    @abstractmethod
+    def dense(self) -> dict[str, Tensor]:
+        """The rows written out, (K, N, p) by parameter."""
+
+    @abstractmethod
+    def weighted(self, root: Tensor) -> Block:
+        """Rows of SᵀJ for a root S (N, C, R)."""
+
+    @abstractmethod
+    def subset(self, index: slice | Tensor) -> Block:
+        """Rows of some examples."""
+
+    @abstractmethod
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Block:
+        """The block in another floating type, or on another device."""
+
+    @abstractmethod
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        """J v for a vector v by parameter, (K, N)."""
+
+    @abstractmethod
+    def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
+        """Jᵀ c for c (K, N), flat by parameter."""
+
+    @abstractmethod
+    def joined(self, other: Block) -> Block:
+        """Rows of two uses of the same parameters; both blocks have the same `kind`."""
+
+    @abstractmethod
+    def concatenated(self, parts: Sequence[Block]) -> Block:
+        """Rows of the examples of several batches, all of this block's `kind`."""
+
+    # --- rows as (G, o, i) entries
+
+    @property
+    @abstractmethod
+    def entries(self) -> tuple[int, int, int]:
+        """(G, o, i)."""
+
+    @abstractmethod
+    def written(self, part: slice) -> Tensor:
+        """Rows of some examples, (n, K, G, o, i)."""
+
+    @abstractmethod
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> Block:
+        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q); None is the identity."""
+
+    @abstractmethod
+    def scaled(self, scale: Tensor) -> Block:
+        """Rows with entries multiplied by (G, o, i)."""
+
+    def squares(self) -> Tensor:
+        """Σ_nk J_nk², (G, o, i)."""
+        total = self.values.new_zeros(self.entries)
+        for _, rows in self._panels():
+            total += rows.square().sum((0, 1))
+        return total
+
+    def inner(self, weights: Tensor) -> Tensor:
+        """Σ_e w_e J_nke J_nle for weights (G, o, i): (N, K, K)."""
+        k, n = self.shape
+        out, flat = self.values.new_empty(n, k, k), weights.expand(self.entries).flatten()
+        for part, rows in self._panels():
+            rows = rows.flatten(2)
+            out[part] = (rows * flat) @ rows.mT
+        return out
+
+    def joint(self, weights: Tensor) -> Tensor:
+        """`inner` for all pairs of examples, interleaved, (N*K, N*K)."""
+        k, n = self.shape
+        out, flat = self.values.new_zeros(n * k, n * k), weights.expand(self.entries).flatten()
+        panels = [(slice(part.start * k, part.stop * k), rows.flatten(2).flatten(0, 1)) for part, rows in
+                  self._panels()]
+        for rows, left in panels:
+            for columns, right in panels:
+                out[rows, columns] = (left * flat) @ right.T
+        return out
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """J_nk v for vectors (m, G, o, i): (K, N, m)."""
+        flat = vectors.flatten(1).T
+        return torch.cat([rows.flatten(2) @ flat for _, rows in self._panels()]).transpose(0, 1)
+
+    def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """(left ⊗ right)ᵀ (w ∘ J_nk) for bases (G, o, p) and (G, i, q): (N, K, G, p, q)."""
+        k, n = self.shape
+        out = self.values.new_empty(n, k, self.entries[0], left.shape[2], right.shape[2])
+        for part, rows in self._panels():
+            out[part] = left.mT @ (rows * weights) @ right
+        return out
+
+    def _panels(self) -> Iterator[tuple[slice, Tensor]]:
+        (k, n), (g, o, i) = self.shape, self.entries
+        for part in steps(n, k * g * o * i * self.values.element_size()):
+            yield part, self.written(part)
+
+
+@dataclass(frozen=True)
+class GramCost:
+    """Cost of a Gram matrix, by written-out rows and by factors.
+
+    Attributes
+    ----------
+    written, contracted : int
+        Multiply-adds per pair of examples. Contracted positions count twice, because their products are small.
+    rows_size, factors_size : int
+        Numbers stored per example.
+    """
+
+    written: int
+    contracted: int
+    rows_size: int
+    factors_size: int
+
+
+def steps(n: int, per_example: int) -> Iterator[slice]:
+    """Slices of n examples whose written-out rows, of so many bytes each, fit in a panel."""
+    step = max(1, tuning.WRITTEN_BYTES // max(1, per_example))
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
+
+
+def weigh(values: Tensor, root: Tensor) -> Tensor:
+    """Sᵀ over the leading output axis: (C, N, ...) and root (N, C, R) give (R, N, ...)."""
+    flat = values.flatten(2)
+    return torch.einsum("ncr,cnx->rnx", root, flat).reshape(root.shape[-1], *values.shape[1:])
+
+
+def over_cotangents(cotangent: Tensor, b: Tensor) -> Tensor:
+    """Σ_k c_kn b_kn: (K, N) and (K, N, ...) give (N, ...). A loop, because an einsum would run N tiny products."""
+    weights = cotangent.reshape(*cotangent.shape, *(1,) * (b.ndim - 2))
+    total = b[0] * weights[0]
+    for k in range(1, len(b)):
+        total.addcmul_(b[k], weights[k])
+    return total
+
+
+def cat_positions(parts: Sequence[Tensor], dim: int, pad_dim: int) -> Tensor:
+    """Concatenate examples; batches with fewer positions are zero-padded, which contributes nothing."""
+    width = max(part.shape[pad_dim] for part in parts)
+    padded = []
+    for part in parts:
+        missing = width - part.shape[pad_dim]
+        if missing:
+            shape = list(part.shape)
+            shape[pad_dim] = missing
+            part = torch.cat([part, part.new_zeros(shape)], pad_dim)
+        padded.append(part)
+    return torch.cat(padded, dim)

@@ -1,0 +1,48 @@
+"""Clusters: blocks whose rows belong to the same parameters, and sums over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.jacobian.blocks.base import Block
+from ntk_laplace.jacobian.blocks.outer import Outer
+
+__all__ = ["Cluster", "clusters", "summed", "written_out"]
+
+Cluster = tuple[Block, ...]
+
+
+def clusters(blocks: Sequence[Block]) -> list[Cluster]:
+    """Group blocks that share a parameter: their rows must be summed before products are formed."""
+    found: list[list[Block]] = []
+    for block in blocks:
+        touching = [c for c in found if any(_overlap(block, member) for member in c)]
+        merged = [member for cluster in touching for member in cluster] + [block]
+        found = [cluster for cluster in found if cluster not in touching] + [merged]
+    return [tuple(cluster) for cluster in found]
+
+
+def _overlap(first: Block, second: Block) -> bool:
+    if not set(first.names) & set(second.names):
+        return False
+    apart = isinstance(first, Outer) and isinstance(second, Outer) and first.weight == second.weight
+    if apart and first.bias is None and second.bias is None and first.index is not None and second.index is not None:
+        return bool(torch.isin(first.index, second.index).any())  # slices of one parameter may be disjoint
+    return True
+
+
+def written_out(blocks: Iterable[Block]) -> dict[str, Tensor]:
+    """Rows (K, N, p) of each parameter, summed over the blocks."""
+    return summed(block.dense() for block in blocks)
+
+
+def summed(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Sum tensors by name."""
+    total: dict[str, Tensor] = {}
+    for values in found:
+        for name, value in values.items():
+            total[name] = total[name] + value if name in total else value
+    return total

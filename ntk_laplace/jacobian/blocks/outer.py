@@ -1,0 +1,305 @@
+"""Rows of a layer as sums of outer products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.jacobian.blocks.base import Block, GramCost, cat_positions, over_cotangents, steps, weigh
+from ntk_laplace.jacobian.blocks.dense import Dense
+
+__all__ = ["Outer"]
+
+
+@dataclass(frozen=True)
+class Outer(Block):
+    """Rows of a weight, and of the bias that shares its output gradient, as sums of outer products.
+
+    Attributes
+    ----------
+    weight : str
+        The weight's name.
+    bias : str or None
+        The bias's name; its rows are Σ_t b_nkt. None if the block has no bias.
+    b : Tensor, (K, N, G, T, o)
+        Output gradients; G counts groups of a grouped convolution.
+    a : Tensor, (N, G, T, i)
+        Layer inputs.
+    index : Tensor or None, (G*o*i,)
+        Position of entry (g, o, i) in the weight's flat order; None if the two orders are the same.
+    size : int
+        Number of entries of the weight (larger than G*o*i where a slice of it is used).
+    constant : bool
+        b is the same for every example, as in the last linear layer.
+    """
+
+    weight: str
+    bias: str | None
+    b: Tensor
+    a: Tensor
+    index: Tensor | None
+    size: int
+    constant: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def kind(self) -> tuple:
+        key = None if self.index is None else hash(self.index.cpu().numpy().tobytes())
+        return ("outer", self.weight, self.bias, self.b.shape[2], self.b.shape[4], self.a.shape[3], key)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.b.shape[0], self.a.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.b.nbytes + self.a.nbytes
+
+    @property
+    def values(self) -> Tensor:
+        return self.b
+
+    @property
+    def single(self) -> bool:
+        """One position and one group: the Gram matrix is a Hadamard product."""
+        return self.b.shape[2] == 1 and self.b.shape[3] == 1
+
+    def full_b(self) -> Tensor:
+        """b with a full example axis, also if it is constant."""
+        return self.b.expand(-1, self.a.shape[0], -1, -1, -1) if self.constant else self.b
+
+    def sizes(self) -> dict[str, int]:
+        found = {self.weight: self.size}
+        return found if self.bias is None else found | {self.bias: self.b.shape[2] * self.b.shape[4]}
+
+    def dense(self) -> dict[str, Tensor]:
+        b = self.full_b()
+        rows = _position_product(b, self.a)
+        if self.index is not None:
+            whole = rows.new_zeros(*rows.shape[:2], self.size)
+            whole[..., self.index] = rows
+            rows = whole
+        found = {self.weight: rows}
+        if self.bias is not None:
+            found[self.bias] = self.sums()
+        return found
+
+    def columns(self, sample: slice) -> Tensor:
+        """Rows of the weight for some columns of the layer inputs, in the order of the block, (K, N, G*o*i)."""
+        return _position_product(self.full_b(), self.a[..., sample])
+
+    def shaped(self, vector: Tensor) -> Tensor:
+        """Entries of the weight, (G, o, i)."""
+        flat = vector.flatten() if self.index is None else vector.flatten()[self.index]
+        return flat.reshape(self.b.shape[2], self.b.shape[4], self.a.shape[3])
+
+    def sums(self) -> Tensor:
+        """Σ_t b_nkt, the rows of a bias, (K, N, G*o)."""
+        b = self.full_b()
+        return (b.squeeze(3) if b.shape[3] == 1 else b.sum(3)).flatten(2)
+
+    def weighted(self, root: Tensor) -> Outer:
+        return replace(self, b=weigh(self.full_b(), root), constant=False)
+
+    def subset(self, index: slice | Tensor) -> Outer:
+        return replace(self, b=self.b if self.constant else self.b[:, index], a=self.a[index])
+
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Outer:
+        index = None if self.index is None else self.index.to(device)
+        return replace(self, b=self.b.to(device, dtype), a=self.a.to(device, dtype), index=index)
+
+    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+        forward = torch.einsum("ngti,goi->ngto", self.a, self.shaped(vector[self.weight]))
+        if self.bias is not None:
+            forward = forward + vector[self.bias].reshape(1, self.b.shape[2], 1, self.b.shape[4])
+        return torch.einsum("kngto,ngto->kn", self.full_b(), forward)
+
+    def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
+        backward = over_cotangents(cotangent, self.full_b())
+        flat = _summed_product(backward, self.a).flatten()
+        if self.index is not None:
+            whole = flat.new_zeros(self.size)
+            whole[self.index] = flat
+            flat = whole
+        found = {self.weight: flat}
+        if self.bias is not None:
+            found[self.bias] = backward.sum((0, 2)).flatten()
+        return found
+
+    def joined(self, other: Outer) -> Outer:
+        b, a = torch.cat([self.full_b(), other.full_b()], 3), torch.cat([self.a, other.a], 2)
+        return replace(self, b=b, a=a, constant=False)
+
+    def concatenated(self, parts: Sequence[Outer]) -> Outer:
+        a = cat_positions([part.a for part in parts], 0, 2)
+        if all(part.constant and torch.equal(part.b, self.b) for part in parts):
+            return replace(self, a=a)
+        return replace(self, b=cat_positions([part.full_b() for part in parts], 1, 3), a=a, constant=False)
+
+    # --- factors in Gram matrices
+
+    @property
+    def gram_cost(self) -> GramCost:
+        """Cost of a Gram matrix by written-out rows and by factors."""
+        (k, _, g, t, o), i = self.b.shape, self.a.shape[3]
+        rows = k * g * o * i
+        return GramCost(k * rows, 2 * g * (t * t * (i + k * o) + k * k * t * o), rows, g * t * (k * o + i))
+
+    def matches(self, other: Block) -> bool:
+        """Whether the other block has factors of the same entries, in the same order."""
+        if not isinstance(other, Outer) or other.names != self.names:
+            return False
+        if self.index is None or other.index is None:
+            return self.index is other.index
+        return self.index is other.index or torch.equal(self.index, other.index)
+
+    def input_products(self, other: Outer, weight: float, bias: float) -> Tensor:
+        """Inner products of the inputs at pairs of positions, times the prior variances, (n1, n2, G, T1, T2)."""
+        (n1, g, t1, i), (n2, _, t2, _) = self.a.shape, other.a.shape
+        one = self.a.transpose(0, 1).reshape(g, n1 * t1, i)
+        two = other.a.transpose(0, 1).reshape(g, n2 * t2, i)
+        inputs = (one @ two.mT).mul_(weight)
+        if bias:
+            inputs.add_(bias)
+        return inputs.view(g, n1, t1, n2, t2).permute(1, 3, 0, 2, 4)
+
+    def own_input_products(self, weight: float, bias: float) -> Tensor:
+        """`input_products` of each example with itself, (n, G, T, T)."""
+        return torch.einsum("ngti,ngsi->ngts", self.a, self.a) * weight + bias
+
+    def grouped_b(self) -> Tensor:
+        """Output gradients, (K, N, G, T, o)."""
+        return self.full_b()
+
+    def with_cotangents_last(self) -> Outer:
+        """The block in the memory layout that the contraction of positions reads."""
+        return replace(self, b=self.b.movedim(0, -1).contiguous().movedim(-1, 0), a=self.a.contiguous())
+
+    # --- rows as (G, o, i) entries
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """Layer inputs, with a last input of one if there is a bias, (N, G, T, i)."""
+        if self.bias is None:
+            return self.a
+        return torch.cat([self.a, self.a.new_ones(*self.a.shape[:-1], 1)], -1)
+
+    @property
+    def entries(self) -> tuple[int, int, int]:
+        return self.b.shape[2], self.b.shape[4], self.a.shape[3] + (self.bias is not None)
+
+    @property
+    def one_position(self) -> bool:
+        """Each row is one outer product, in each group."""
+        return self.b.shape[3] == 1
+
+    def written(self, part: slice) -> Tensor:
+        rows = _position_product(self.full_b()[:, part], self.inputs[part])
+        return rows.transpose(0, 1).unflatten(2, self.entries)
+
+    def rotated(self, left: Tensor | None, right: Tensor | None) -> Outer:
+        """Rows in the basis left ⊗ right; their entries belong to no parameter any more."""
+        b, a = _rotate(self.full_b(), left), _rotate(self.inputs, right)
+        size = b.shape[2] * b.shape[4] * a.shape[3]
+        return replace(self, bias=None, b=b, a=a, index=None, size=size, constant=False)
+
+    def scaled(self, scale: Tensor) -> Dense:
+        return Dense.of_layer(self.weight, self.written(slice(None)) * scale)
+
+    def squares(self) -> Tensor:
+        if not self.one_position:
+            return super().squares()
+        b = self.full_b()[:, :, :, 0].square().sum(0)
+        return torch.einsum("ngo,ngi->goi", b, self.inputs[:, :, 0].square())
+
+    def inner(self, weights: Tensor) -> Tensor:
+        if not self.one_position:
+            return super().inner(weights)
+        # Σ_i w_oi a_i² first, which leaves a weighted product of the outputs' side
+        sides = torch.einsum("ngi,goi->ngo", self.inputs[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
+        rows = self.full_b()[:, :, :, 0].transpose(0, 1).flatten(2)
+        return (rows * sides.unsqueeze(1)) @ rows.mT
+
+    def joint(self, weights: Tensor) -> Tensor:
+        """`inner` for all pairs of examples, (N*K, N*K), a few outputs of the layer at a time."""
+        (k, n), (g, o, i) = self.shape, self.entries
+        out, weights, b = self.b.new_zeros(n * k, n * k), weights.expand(self.entries), self.full_b()
+        for part in steps(o, n * k * g * i * self.b.element_size()):
+            rows = _position_product(b[..., part], self.inputs).transpose(0, 1).flatten(0, 1)
+            out.addmm_(rows * weights[:, part].flatten(), rows.T)
+        return out
+
+    def products(self, vectors: Tensor) -> Tensor:
+        if not self.one_position:
+            return super().products(vectors)
+        a, b = self.inputs[:, :, 0].transpose(0, 1), self.full_b()[:, :, :, 0]
+        out = self.b.new_empty(*self.shape, len(vectors))
+        for place, vector in enumerate(vectors):  # bᵀ V a, without written-out rows
+            out[:, :, place] = torch.einsum("kngo,gno->kn", b, a @ vector.mT)
+        return out
+
+    def separated(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_r (b_nkᵀ l_mr)(a_nᵀ h_mr), one group and position, for l (m, r, o) and h (m, r, i): (K, N, m)."""
+        out = self.b.new_empty(*self.shape, len(left))
+        outputs, inner = left.flatten(0, 1).T, right.flatten(0, 1).T
+        for part in steps(self.shape[1], 2 * inner.shape[1] * self.b.element_size()):
+            inputs = self.inputs[part, 0, 0] @ inner
+            for k, b in enumerate(self.full_b()[:, part, 0, 0]):
+                out[k, part] = (b @ outputs).mul_(inputs).view(-1, *left.shape[:2]).sum(2)
+        return out
+
+    def project(self, weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        if not self.one_position:
+            return super().project(weights, left, right)
+        (k, n), (g, o, i), p, q = self.shape, self.entries, left.shape[2], right.shape[2]
+        out, weights = self.b.new_empty(n, k, g, p, q), weights.expand(self.entries)
+        numbers = g * (k * o * p + q * (o + i) + k * p * q)  # per example
+        for part in steps(n, numbers * self.b.element_size()):
+            inner = weights @ (self.inputs[part, :, 0].unsqueeze(-1) * right)  # (n, G, o, q)
+            own = self.full_b()[:, part, :, 0].transpose(0, 1).unsqueeze(-1) * left  # (n, K, G, o, p)
+            out[part] = own.mT @ inner.unsqueeze(1)
+        return out
+
+
+def _rotate(values: Tensor, basis: Tensor | None) -> Tensor:
+    """Project (..., G, T, p) onto the columns of a basis (G, p, q); None is the identity."""
+    return values if basis is None else torch.einsum("...gtp,gpq->...gtq", values, basis)
+
+
+def _position_product(left: Tensor, right: Tensor) -> Tensor:
+    """Σ_t left_kngto right_ngti -> (K, N, G*o*i), examples first in memory, the layout of `Dense`.
+
+    One product per example covers all cotangents. It needs no copy if the cotangents are next to the examples in
+    memory, which is how `Gradients` stores them.
+    """
+    k, n, g, t, o = left.shape
+    if t == 1:
+        return (left.squeeze(3).unsqueeze(-1) * right.squeeze(2).unsqueeze(-2)).flatten(2)
+    few = _few_rows(k, left, right)
+    left = left.permute(1, 2, 0, 4, 3).reshape(n, g, k * o, t)
+    # read both operands contiguously: transposing a small result is cheaper
+    rows = (right.mT @ left.mT).mT.contiguous() if few else left @ right
+    rows = rows.view(n, g, k, -1).transpose(1, 2).reshape(n, k, -1)
+    return rows.transpose(0, 1)
+
+
+def _summed_product(left: Tensor, right: Tensor) -> Tensor:
+    """Σ_nt left_ngto right_ngti -> (G, o, i)."""
+    if left.shape[1:3] == (1, 1):
+        return (left[:, 0, 0].T @ right[:, 0, 0]).unsqueeze(0)
+    if _few_rows(1, left, right):
+        return (right.mT @ left).sum(0).mT
+    return torch.einsum("ngto,ngti->goi", left, right)
+
+
+def _few_rows(k: int, left: Tensor, right: Tensor) -> bool:
+    """Whether the rows of k cotangents are small beside factors whose inputs are contiguous over positions."""
+    t, o, i = left.shape[-2], left.shape[-1], right.shape[-1]
+    return right.stride(-2) == 1 and t * (k * o + i) > 2 * k * o * i

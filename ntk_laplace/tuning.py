@@ -1,0 +1,70 @@
+"""Tuning constants: sizes of buffers, and the crossovers between exact ways to compute the same numbers.
+
+No constant changes a result by more than rounding, except those of the last section. Each comment says what the number
+bounds; where a measurement chose it, the comment names what was measured. Modules read `tuning.NAME` when they compute,
+so that a test can set a constant.
+"""
+
+MIB = 2**20
+
+# --- Jacobian pass
+
+WORKING_SET_BYTES = 128 * MIB  # output gradients of a batch
+GRADIENT_BYTES = 32 * MIB  # one output gradient; larger allocations bypass the allocator's cache
+FORWARD_FACTOR = 8  # how many times more examples a forward pass without a graph takes
+MOST_CHECKED, FEWEST_CHECKED = 64, 4  # examples of a batch in the gradient check; an eighth of the batch between them
+LONG_GRADIENT = 16  # a convolution's rows are computed one cotangent at a time if its gradient is so many times longer
+WIDEST_FUSED_LAYER = 1024  # outputs of a layer whose gradients are summed per cotangent; the product then dominates
+
+# --- storage of rows: work and memory of written-out rows against those of factors
+
+ROWS_OVER_FACTORS = 8  # most memory of written-out rows, relative to that of the factors
+ROWS_OVER_FACTORS_FEW_POSITIONS = 2  # the same for at most FEW_POSITIONS positions
+FEW_POSITIONS = 64
+SEPARATE_MATRIX_ENTRIES = 512  # entries from which a parameter's rows get a separate matrix product
+
+# --- contractions and Gram matrices
+
+TILE_ROWS = 1024  # rows of a tile whose buffers fit in cache
+FEWEST_TILE_ROWS = 160  # with fewer rows, a product of long rows is slow
+TILE_BYTES = 96 * MIB  # buffers of a tile that contracts shared positions
+PANEL_COLUMNS = 4096  # columns of a layer's rows that are written out at a time
+INNER_SUMS_BYTES = 2 * MIB  # inner sums over positions that fit in a core's cache
+INNER_SUMS_DEVICE_BYTES = 64 * MIB  # the same on an accelerator, where few large products are faster
+
+# --- curvature
+
+WRITTEN_BYTES = 64 * MIB  # rows of a parameter block that are written out at a time
+SQUARED_INPUT_BYTES = 2 * MIB  # layer inputs that are squared at a time, in cache
+LARGEST_SHARED_PRODUCT = 1024  # columns of a product that a bias's block and a weight's factor share
+COVARIANCE_BYTES = 192 * MIB  # cross-covariances with the training points at a time
+FULL_ROWS_BYTES = 256 * MIB  # dense rows at a time, structure "full"
+HESSIAN_EXAMPLES = 4096  # examples whose output Hessians are compared at a time
+EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
+
+# --- linear algebra
+
+SOLVE_ROWS = 256  # rows of a panel, where a solve or a product copies them
+INVERSE_COLUMNS = 1024  # columns of an inverse at a time: wide panels are half zeros and take memory
+
+# --- predictions and explanations
+
+FORWARD_EXAMPLES = 2048  # examples in one forward pass without a graph
+CHUNK_BYTES = 16 * MIB  # rows of a chunk of predictions and what is computed from them; as fast as 32, lower peak
+FEWEST_CHUNK_EXAMPLES = 16  # examples in the first chunk, at least: they show the size of a row
+SAMPLED_OUTPUTS = 2**23  # outputs at weight samples at a time
+AVERAGED_OUTPUTS = 2**22  # entries of f at a time while a predictive is averaged: 32 MiB in float64
+MIXTURE_OUTPUTS = 2**22  # entries of f at a time in the mean of a mixture
+WEIGHT_SAMPLE_BYTES = 256 * MIB  # weight samples at a time
+EXPLAINED_BYTES = 512 * MIB  # rows of the explained inputs that share a pass over the training data
+DIRECTION_BYTES = 512 * MIB  # directions U of the ranked inputs that share a pass over the training data
+DRAWN_NUMBERS = 2**25  # random numbers at a time, leave-one-out
+GP_ROWS_BYTES = 128 * MIB  # dense rows at a time in gradients of a GPyTorch kernel
+GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
+
+# --- limits that a user can notice
+
+LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal
+NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error
+HALVINGS = 40  # halvings of a step in a line search; more raise an error
+AUTOSAVE_SECONDS = 60.0  # seconds of work that may be lost
