@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outside_likelihood import Gamma
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
 import ntk_laplace as ntkl
 from ntk_laplace import cli
 from ntk_laplace.likelihoods import registered_likelihoods
-from outside_likelihood import Gamma
 from reference import Dense, jacobian, relative_error
 
 HERE = Path(__file__).resolve().parent
