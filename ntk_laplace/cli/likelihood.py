@@ -27,14 +27,15 @@ class LikelihoodName:
         return self.name if self.path is None else f"{self.path}:{self.name}"
 
 
-def add_likelihood_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options for the likelihood."""
-    parser.add_argument("--likelihood", type=_likelihood, required=True, metavar="NAME",
+def add_likelihood_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the likelihood to a parser, in a group of their own."""
+    group = parser.add_argument_group("the likelihood")
+    group.add_argument("--likelihood", type=_likelihood, required=True, metavar="NAME",
                         help=f"of the targets y: {', '.join(_choices())}, or FILE.py:CLASS for your own; the file is "
                         "run")  # fmt: skip
-    parser.add_argument("--noise", type=positive, metavar="VARIANCE",
+    group.add_argument("--noise", type=positive, metavar="VARIANCE",
                         help="of gaussian targets, in squared units of y (default: 1)")  # fmt: skip
-    parser.add_argument("--likelihood-option", type=_option, action="append", default=[], metavar="NAME=VALUE",
+    group.add_argument("--likelihood-option", type=_option, action="append", default=[], metavar="NAME=VALUE",
                         help="an argument of the likelihood's class, such as missing=nan or \"parametrization=log "
                         "variance\"; may be repeated")  # fmt: skip
 

@@ -41,7 +41,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--targets", metavar="NAME",
                        help="the array of the targets, if the others are the network's inputs by name, saved with "
                        "numpy.savez(NPZ, input_ids=..., labels=...)")  # fmt: skip
-    add_likelihood_options(model)
+    add_likelihood_options(parser)
     model.add_argument("--precision", type=positive, default=1.0, metavar="DELTA",
                        help="of the prior: the weight decay on the summed loss (default: 1)")  # fmt: skip
     model.add_argument("--groups", choices=("all", "layer", "tensor"), default="all",
