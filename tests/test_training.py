@@ -493,7 +493,7 @@ def test_augmentation() -> None:
     result = train(network, Jittered(data), ntkl.Tempered(likelihood, 4.0), evidence_data=data, batch_size=8)
     posterior = result.posterior
     torch.testing.assert_close(posterior.f, network(data[0]).detach())  # the evidence reads the clean data
-    assert posterior.likelihood.likelihood is likelihood and likelihood.noise.item() != 0.5
+    assert likelihood.noise.item() == 0.5 and posterior.likelihood.likelihood.noise.item() != 0.5
     assert result.history.names[-1] == "noise"
     repeated = ntkl.laplace(network, (data[0].repeat(4, 1), data[1].repeat(4, 1)), likelihood, posterior.prior, "gp")
     exact = ntkl.laplace(network, data, posterior.likelihood, posterior.prior, "gp")
