@@ -13,8 +13,9 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
 ]
+if "without_sources" not in tags:  # noqa: F821 -- Sphinx's; the pages of source code take longest
+    extensions.append("sphinx.ext.viewcode")
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build"]
 templates_path = ["_templates"]

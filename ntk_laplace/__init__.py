@@ -32,7 +32,18 @@ from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.fit import laplace, load
 from ntk_laplace.hyperparameters import HyperparameterHistory
-from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    Tempered,
+    register_likelihood,
+)
 from ntk_laplace.ntk import empirical_ntk
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
@@ -44,6 +55,7 @@ from ntk_laplace.structures import (
     Diagonal,
     FullWeightSpace,
     FunctionSpace,
+    LinearizedModel,
     Settings,
     StructureSpec,
     SummedSpec,
@@ -82,11 +94,14 @@ __all__ = [
     "FunctionSpace",
     "Gaussian",
     "GaussianPrior",
+    "HeteroscedasticGaussian",
     "HyperparameterError",
     "HyperparameterHistory",
+    "Jacobian",
     "LearningCurve",
     "LeaveOneOut",
     "Likelihood",
+    "LinearizedModel",
     "MemoryBudgetError",
     "MixedExamplesError",
     "ModelComparison",
@@ -120,6 +135,7 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "register_likelihood",
     "register_structure",
     "train_with_evidence",
 ]

@@ -15,8 +15,7 @@ from ntk_laplace.data import Batches, kept_or_missing
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
 from ntk_laplace.files import opened
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
-from ntk_laplace.likelihoods.per_output import PerOutput
+from ntk_laplace.likelihoods import Likelihood, likelihood_from_record, likelihood_record
 from ntk_laplace.network import Network, require_module
 from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
 from ntk_laplace.priors import GaussianPrior
@@ -27,7 +26,6 @@ __all__ = ["posterior_record", "restored_model"]
 
 _FORMAT, _VERSION = "ntk_laplace posterior", 1
 _NAMES = ("weight", "bias", "spans")  # fields of Jacobian blocks and parameter blocks
-_LIKELIHOODS = {kind.__name__: kind for kind in (Bernoulli, Categorical, Gaussian, Poisson)}
 
 # --- writing
 
@@ -56,7 +54,7 @@ def posterior_record(fitted: FittedModel, reason: str, include_data: bool) -> di
         "num_outputs": structure.points.num_outputs,
         "scalar": network.scalar,
         "form": _plain_containers(network.input_format),
-        "likelihood": _likelihood_record(model.likelihood),
+        "likelihood": likelihood_record(model.likelihood),
         "prior": _prior_record(model.prior),
         "fitted_at": model.fitted_at,
         "state": structure.state(model, include_data),
@@ -77,15 +75,6 @@ def _plain_containers(spec: Any) -> Any:
     ):
         return None
     return dict(zip(keys, found, strict=True)) if isinstance(spec, Mapping) else found
-
-
-def _likelihood_record(likelihood: Likelihood) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if isinstance(likelihood, Gaussian):
-        options = {"noise": likelihood.noise.detach(), "kind": likelihood.kind}
-    if isinstance(likelihood, PerOutput):
-        options["missing"] = likelihood.missing
-    return {"name": type(likelihood).__name__, "options": options, "state": dict(likelihood.state_dict())}
 
 
 def _prior_record(prior: GaussianPrior) -> dict[str, Any]:
@@ -119,7 +108,7 @@ def restored_model(
     saved = _in_names_of(network, _read(path, place))
     spec = _spec(saved)
     frozen = _matching(network, saved)
-    own = _likelihood(saved["likelihood"], likelihood)
+    own = likelihood_from_record(saved["likelihood"], likelihood)
     prior = _prior(saved["prior"], frozen)
     for module in (prior, own):
         module.to(frozen.device)
@@ -204,19 +193,6 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
     frozen.num_outputs, frozen.scalar = saved["num_outputs"], saved["scalar"]
     frozen.input_format = saved.get("form")  # older checkpoints do not store it
     return frozen
-
-
-def _likelihood(saved: Mapping[str, Any], own: Likelihood | None) -> Likelihood:
-    if own is None:
-        if saved["name"] not in _LIKELIHOODS:
-            raise UnsupportedError(f"likelihood= the {saved['name']} of the fit", "none",
-                                   "A checkpoint cannot hold your own likelihood's code: pass it to load().")
-        own = _LIKELIHOODS[saved["name"]](**saved["options"])
-    elif type(own).__name__ != saved["name"]:
-        raise UnsupportedError(f"a likelihood {saved['name']}, as in the fit", type(own).__name__,
-                               "Pass the likelihood of the fit, or leave it out.")
-    own.load_state_dict(saved["state"])
-    return own
 
 
 def _prior(saved: Mapping[str, Any], frozen: Network) -> GaussianPrior:

@@ -124,7 +124,7 @@ def log_det(fitted: FittedModel) -> Tensor:
     scale = fitted.curvature_type.log_scale(fitted.likelihood) if kept else None
     if scale is not None:
         return scalar(_LogDet.apply(prior.log_precision, scale, precision, None))
-    hessian = fitted.points.hessian(fitted.curvature_type, fitted.likelihood)
+    hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
     return scalar(_LogDet.apply(prior.log_precision, hessian, precision, fitted.sensitivity))
 
 
@@ -175,7 +175,7 @@ def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
     prior, theta = fitted.prior, fitted.theta
     precision = prior.flat_precision().to(theta)
     residual = fitted.points.residual(fitted.likelihood)
-    hessian = fitted.points.hessian(fitted.curvature_type, fitted.likelihood)
+    hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + _curve(step, prior.log_precision, hessian)
     return _Once.apply(slope - 0.5 * curve)

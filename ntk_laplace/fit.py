@@ -63,8 +63,8 @@ def laplace(
         targets under the key `targets`. With weights w (N,), example n counts w_n times in the log likelihood, its
         gradient and its curvature, as if it occurred that often; 0 leaves it out.
     likelihood : Likelihood
-        `Gaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one. It is copied, and so is the prior:
-        those of the posterior are ``posterior.likelihood`` and ``posterior.prior``.
+        `Gaussian`, `HeteroscedasticGaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one. It is
+        copied, and so is the prior: those of the posterior are ``posterior.likelihood`` and ``posterior.prior``.
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
@@ -145,7 +145,8 @@ def load(
         The training data, for results that need another pass: the correction, ``mean="posterior"``, other
         hyperparameters of the likelihood. Predictions, samples and the evidence do not need it.
     likelihood : Likelihood, optional
-        Required for a user-defined likelihood; its hyperparameters are set to the checkpoint's.
+        Required for a class that is not registered (`register_likelihood`); its hyperparameters are set to the
+        checkpoint's.
     settings : Settings, optional
 
     Returns

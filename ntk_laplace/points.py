@@ -88,9 +88,9 @@ class TrainingPoints:
         scale = torch.where(self.weights > 0, self.weights, torch.inf).to(found).rsqrt()
         return found * scale.view(-1, 1, 1)
 
-    def hessian(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
+    def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
-        return self._times(curvature_type.hessian(likelihood, self._at, self.targets))
+        return self._times(curvature_type.curvature(likelihood, self._at, self.targets))
 
     @property
     def counts(self) -> Tensor:
@@ -218,7 +218,7 @@ class UnsavedPoints:
         """Refused: not in the checkpoint."""
         raise _not_saved("the residuals at the training points")
 
-    def hessian(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
+    def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Empty: the evidence is constant in the likelihood's hyperparameters."""
         return self.value.new_zeros(0)
 

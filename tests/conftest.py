@@ -1,4 +1,4 @@
-"""Seeds and threads that every test starts from."""
+"""Seeds and threads that every test starts from, and which cases are fast."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+
+from fast import choose, no_process
 
 torch.set_num_threads(1)
 
@@ -32,3 +34,20 @@ def _seeded() -> Iterator[None]:
     before = torch.get_default_dtype()
     yield
     assert torch.get_default_dtype() == before
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the fast cases of every test, for ``pytest -m fast``."""
+    for item in choose(items):
+        item.add_marker("fast")
+
+
+@pytest.fixture(autouse=True)
+def _no_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hold fast tests to one process, in every run."""
+    if request.node.get_closest_marker("fast") is None:
+        yield
+        return
+    with no_process():
+        yield

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import ntk_laplace as ntkl
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ntk_laplace"
 
@@ -78,15 +80,18 @@ def test_every_package_is_in_the_order() -> None:
     assert packages == set(LEVEL), f"not in ORDER: {missing}; in ORDER without a module: {unknown}"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_backwards(module: str) -> None:
-    here = package_of(module)
-    for name, line in imported(MODULES[module]):
-        there = package_of(name)
-        backwards = there == here or LEVEL[there] < LEVEL[here]
-        assert backwards, f"{module}:{line} imports {name}, which is not earlier in ORDER"
+def test_imports_point_backwards() -> None:
+    wrong = []
+    for module, path in MODULES.items():
+        here = package_of(module)
+        for name, line in imported(path):
+            there = package_of(name)
+            if there != here and LEVEL[there] >= LEVEL[here]:
+                wrong.append(f"{module}:{line} imports {name}, which is not earlier in ORDER")
+    assert wrong == []
 
 
+@pytest.mark.slow
 def test_no_circles_between_modules() -> None:
     arrows = {module: {name for name, _ in imported(path)} for module, path in MODULES.items()}
     done: set[str] = set()
@@ -102,6 +107,26 @@ def test_no_circles_between_modules() -> None:
 
     for module in arrows:
         walk(module, [])
+
+
+def test_likelihoods_import_nothing_of_the_library_for_annotations_alone() -> None:
+    """Responses know their likelihood by a protocol below both."""
+    for module, path in MODULES.items():
+        if package_of(module) == "likelihoods":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                    names = [one.module for one in node.body if isinstance(one, ast.ImportFrom)]
+                    assert not any(name.startswith(PACKAGE.name) for name in names), path
+
+
+def test_no_table_of_likelihoods() -> None:
+    """Callers ask a likelihood what it is able to do; saving and the command line look classes up in the registry."""
+    names = {"Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Poisson"}
+    for name in ("checkpoint", "comparison.models", "gp.likelihood", "explorer.gather",
+                 "cli.options", "cli.model", "cli.likelihood"):  # fmt: skip
+        tree = ast.parse(MODULES[f"ntk_laplace.{name}"].read_text())
+        used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)}
+        assert not used & names, f"{name} names {used & names}"
 
 
 def test_the_table_of_contents_only_names_things() -> None:
@@ -121,6 +146,7 @@ def test_everything_promised_is_there() -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 def test_import_leaves_the_process_as_it_was() -> None:
     """No setting of torch, GPyTorch, NumPy or warnings moves, no random number is drawn, no pyplot is loaded."""
     script = """
@@ -144,7 +170,39 @@ assert "matplotlib.pyplot" not in sys.modules, "importing the library imports py
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_lint() -> None:
     command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", "."]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_no_capability_is_asked_by_the_name_of_a_structure() -> None:
+    """A structure declares what it can do: no comparison of anything with a structure's name, "auto" aside."""
+    names = set(ntkl.structures.structure_names())
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                given = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                assert not names & given, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+
+
+# torch's own, without a public counterpart
+FOREIGN = {
+    "_C", "_input_metadata", "_modules", "_backward_hooks", "_backward_pre_hooks", "_version",
+    "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
+}  # fmt: skip
+
+
+def test_no_private_attribute_of_another_module() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+        own |= {node.target.id for node in ast.walk(tree)
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                known = node.attr in own or node.attr in FOREIGN
+                assert known, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"

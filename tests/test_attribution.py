@@ -10,8 +10,8 @@ from sklearn.metrics import roc_auc_score
 
 import ntk_laplace as ntkl
 from ntk_laplace import attribution
+from refusals import inputs, labels, network, refused
 from retraining import data, ridge, weights
-from test_bad_input import inputs, labels, network, refused
 
 
 @pytest.fixture
@@ -24,6 +24,7 @@ def ridge_posterior():
     return ntkl.laplace(model, pairs, ntkl.Gaussian(noise=0.3), ntkl.GaussianPrior(0.7))
 
 
+@pytest.mark.slow
 def test_a_linear_model_is_predicted_without_error(ridge_posterior):
     """Joint removal is retraining itself; leave-one-out has slope 1; additive effects only come near."""
     x_new = torch.as_tensor(data()[2])
@@ -44,6 +45,7 @@ def test_a_linear_model_is_predicted_without_error(ridge_posterior):
     assert agreement.rank_correlation == pytest.approx(1.0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_scores_are_scipys():
     generator = np.random.default_rng(1)
     predictions = generator.integers(0, 6, (25, 4)).astype(float)  # with ties
@@ -117,6 +119,7 @@ def test_retraining_goes_on_where_it_stopped(tmp_path):
         attribution.retrain(train, kept[:3], folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_retraining_in_parallel_processes():
     kept = attribution.random_halves(3, 20)
     assert np.array_equal(attribution.retrain(ridge, kept, processes=2), attribution.retrain(ridge, kept))

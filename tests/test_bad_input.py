@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,34 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace import errors
-
-N = 9
-
-
-@contextmanager
-def refused(error: type[Exception], expected: str, got: str, remedy: str) -> Iterator[None]:
-    """Hold an error to its class and to the three parts of its text (regular expressions)."""
-    with pytest.raises(error) as caught:
-        yield
-    message = str(caught.value)
-    assert isinstance(caught.value, errors.NTKLaplaceError)
-    parts = re.fullmatch(r"expected (?P<expected>.*?); got (?P<got>.*?)\. (?P<remedy>[A-Z].*\.)", message, re.DOTALL)
-    assert parts, f"not of the form 'expected ...; got .... Remedy.': {message}"
-    for name, pattern in (("expected", expected), ("got", got), ("remedy", remedy)):
-        assert re.search(pattern, parts[name]), f"{name}: {pattern!r} not in {message!r}"
-
-
-def network(outputs: int = 3, inputs: int = 4) -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
-
-
-def inputs(n: int = N) -> Tensor:
-    return torch.randn(n, 4, generator=torch.Generator().manual_seed(2)).double()
-
-
-def labels(n: int = N, classes: int = 3) -> Tensor:
-    return torch.randint(0, classes, (n,), generator=torch.Generator().manual_seed(3))
+from refusals import N, inputs, labels, network, refused
 
 
 def changed(values: Tensor, index: Any, value: float) -> Tensor:
@@ -187,6 +159,7 @@ def test_arrays_that_torch_does_not_read(case):
         verb(torch.tensor(np.array(x, dtype=float)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_tables_and_columns_are_read_by_place_whatever_their_rows_are_called():
     """As a split into training and test data leaves them."""

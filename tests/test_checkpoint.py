@@ -190,6 +190,7 @@ def test_places_where_nothing_can_be_written(place: str | None, tmp_path: Path) 
         fit("diag").save(place if place is None else tmp_path / place)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:INF's low-rank part")
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_torch_compile_between_saving_and_loading(name: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 import ntk_laplace as ntkl
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
 from ntk_laplace.likelihoods import Response
+from pairwise import one_each
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -216,6 +217,7 @@ VERBS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_no_more_than_a_chunk_at_a_time(structure):
     """The largest batch that the network sees: 512 by default, and what was asked for."""
@@ -326,8 +328,8 @@ SOURCES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("source", SOURCES)
+# how a source is read does not depend on the structure: each source meets two of them, and each structure two sources
+@pytest.mark.parametrize(("source", "structure"), one_each([*SOURCES, *SOURCES], STRUCTURES))
 def test_a_loader_is_its_tensor(source, structure):
     own, x, y = posterior(structure), images(FRESH).float().double(), labels(FRESH)
     state = torch.get_rng_state()
@@ -414,6 +416,7 @@ def test_batches_of_a_loader_are_read_together():
     assert sizes[:-1].count(30) == 2 and max(sizes[:-1]) == 30
 
 
+@pytest.mark.slow
 def test_workers_of_a_loader():
     own, x = posterior("diag"), images(FRESH)
     loader = DataLoader(TensorDataset(x, labels(FRESH)), batch_size=3, num_workers=1, persistent_workers=True)

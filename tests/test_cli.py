@@ -30,12 +30,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], []])
-def test_help_says_what_there_is(arguments: list[str]) -> None:
-    done = run(*arguments)
-    assert done.returncode == 0 and done.stderr == ""
-    assert ("--out" in done.stdout and "--seed" in done.stdout) if "demo" in arguments else "demo" in done.stdout
+def test_help_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+    if arguments:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(arguments)
+        assert stopped.value.code == 0
+    else:
+        assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert ("--out" in out and "--seed" in out) if "demo" in arguments else "demo" in out
 
 
+@pytest.mark.slow
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"ntk-laplace {ntkl.__version__}\n")
@@ -176,6 +183,7 @@ def own_value(checkpoint: str, data: str, likelihood: ntkl.Likelihood, **options
     return ntkl.laplace(network, (x, y), likelihood, **options).log_marginal_likelihood(correction).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "checkpoint", "data", "likelihood", "options"),
     [
@@ -204,6 +212,7 @@ def test_evidence_of_ones_own_network(
     assert f"{expected:.3f}" in printed.out and printed.err == ""
 
 
+@pytest.mark.slow
 def test_evidence_from_the_shell_with_table_and_picture(brought: Path) -> None:
     done = run(*evidence("--plot", "o.png", "--memory", "0.00001"))
     assert done.returncode == 0, done.stderr
@@ -212,6 +221,7 @@ def test_evidence_from_the_shell_with_table_and_picture(brought: Path) -> None:
     assert (brought / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_single_precision_is_single(brought: Path) -> None:
     values = []
     for more in ([], ["--float32"]):
@@ -221,6 +231,7 @@ def test_single_precision_is_single(brought: Path) -> None:
     assert single != double and single == pytest.approx(double, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["state_dict", "model", "module", "compiled", "class", "instance"])
 def test_checkpoints_as_people_save_them(wrapped: str, brought: Path, capsys: pytest.CaptureFixture) -> None:
     state = torch.load("w.pt")
@@ -307,6 +318,7 @@ def test_a_table_comes_with_the_line_that_converts_it(
         assert x.tolist() == table.to_numpy().tolist() and y is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -387,11 +399,13 @@ def test_what_does_not_fit_is_one_line(
         (evidence(network="model.py:"), "expected FILE.py:FACTORY with the name of a function; got 'model.py:'"),
         (evidence(network="model.py:a.b"), "got 'model.py:a.b'"),
         (evidence("--likelihood", "normal"), "invalid choice: 'normal'"),
-        (evidence("--noise", "0.1"), "expected --noise with --likelihood gaussian alone; got it with categorical."),
+        (evidence("--noise", "0.1"), "expected options of --likelihood categorical: one of temperature; got noise."),
+        (evidence("--likelihood", "poisson", "--likelihood-option", "noise=1"), "one of missing; got noise."),
+        (evidence("--likelihood-option", "temperature"), "expected NAME=VALUE; got 'temperature'"),
+        (evidence("--likelihood", "tempered"), "invalid choice: 'tempered' (choose from bernoulli, categorical, "),
         (evidence("--precision", "0"), "expected a positive number; got '0'"),
         (evidence("--precision", "inf"), "expected a positive number; got 'inf'"),
         (evidence("--precision", "one"), "expected a positive number; got 'one'"),
-        (evidence("--structures", "gp,kfak"), "expected some of gp,full,kfac,ekfac,inf,diag; got 'kfak'."),
         (evidence("--structures", "gp,gp"), "got one twice in 'gp,gp'"),
         (evidence("--structures", ""), "got ''"),
         (evidence("--curvature", "fisher"), "invalid choice: 'fisher'"),
@@ -402,6 +416,11 @@ def test_wrong_options_leave_with_two(arguments: list[str], words: str, capsys: 
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_an_unknown_structure_is_refused_before_the_work(brought: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(evidence("--structures", "gp,kfak")) == 1
+    assert "expected structure among gp, full, kfac, ekfac, inf, diag, auto; got 'kfak'" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_work(
@@ -417,6 +436,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
     assert "cannot write to o.json: Permission denied. Choose another name." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_interruption_prints_what_was_finished(
     brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -434,6 +454,7 @@ def test_interruption_prints_what_was_finished(
     assert printed.err == "ntk-laplace: interrupted; no file was written\n" and not Path("o.json").exists()
 
 
+@pytest.mark.slow
 def test_warnings_stand_below_the_table_once(
     brought: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -450,6 +471,7 @@ def test_warnings_stand_below_the_table_once(
     assert printed.out.endswith("\ngp: note: a layer that no rule covers\n")
 
 
+@pytest.mark.slow
 def test_commands_on_the_docs_page_run(brought: Path, capsys: pytest.CaptureFixture) -> None:
     """Those lines, on other data of the same shapes; the page's own blocks are run with the docs."""
     page = (Path(__file__).resolve().parents[1] / "docs" / "comparison.md").read_text()
@@ -470,6 +492,7 @@ def test_commands_on_the_docs_page_run(brought: Path, capsys: pytest.CaptureFixt
 # ------------------------------------------------------------------------------------------------------------- explain
 
 
+@pytest.mark.slow
 def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) -> None:
     line = ["explain", "model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical"]
     naming = ["--classes", "ant,bee,cat", "--features", "a,b,c,d"]
@@ -504,7 +527,8 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
         (["--inputs", "d.npz", "--shape", "3"], 2, "expected HEIGHTxWIDTH, such as 28x28, or 32x32x3; got '3'"),
         (["--inputs", "d.npz", "--k", "0"], 2, "expected a whole number of at least 1; got '0'"),
         (["--inputs", "d.npz", "--classes", "a,,b"], 2, "expected names with commas between"),
-        (["--inputs", "d.npz", "--structure", "exact"], 2, "invalid choice: 'exact'"),
+        (["--inputs", "d.npz", "--structure", "exact"], 1, "expected structure among gp, full, kfac, ekfac, inf, diag, "
+         "auto; got 'exact'"),
         (["--inputs", "d.npz", "--out", "page.txt"], 2, "expected a file name that ends with .html"),
         (["--inputs", "d.npz", "--out", "nowhere/page.html"], 1, "cannot write to nowhere/page.html"),
     ],
@@ -573,6 +597,7 @@ def of_parts(*more: str, command: str = "evidence", data: str = "parts.npz") -> 
     return [command, "parts.py:Parts", "--checkpoint", "parts.pt", "--data", data, "--likelihood", "categorical", *more]
 
 
+@pytest.mark.slow
 def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytest.CaptureFixture) -> None:
     named = ["--output", "logits", "--targets", "label"]
     assert cli.main([*of_parts(*named), "--structures", "gp,full", "--json", "o.json"]) == 0

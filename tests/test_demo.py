@@ -86,6 +86,7 @@ def training_case() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], ntkl.
     return seeded(lambda: mlp((64, 5, 10)), 0), (split.x_train, split.y_train), ntkl.Categorical(), prior
 
 
+@pytest.mark.slow
 def test_training_reaches_a_stationary_point_of_the_log_joint() -> None:
     network, (x, y), likelihood, prior = training_case()
     threads = torch.get_num_threads()
@@ -106,6 +107,7 @@ def test_training_leaves_gradients_and_hyperparameters_alone() -> None:
     torch.testing.assert_close(prior.precision.detach(), torch.tensor([2.0, 0.7], dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_training_is_repeatable_and_stops_when_told() -> None:
     losses = []
     for _ in range(2):
@@ -124,6 +126,7 @@ def small_classes() -> Any:
     return miniature(problems(0)[1])
 
 
+@pytest.mark.slow
 def test_choice_is_the_best_by_leave_one_out_of_training_data(small_classes: Any) -> None:
     said: list[str] = []
     choice = choose(small_classes, 0, said.append, tolerance=1e-2)
@@ -132,6 +135,7 @@ def test_choice_is_the_best_by_leave_one_out_of_training_data(small_classes: Any
     assert len(said) == 3 and "prior precision" in said[0]
 
 
+@pytest.mark.slow
 def test_support_is_the_log_odds_lost_on_removal(small_classes: Any) -> None:
     choice = choose(small_classes, 0, lambda words: None, tolerance=1e-2)
     explained = choice.posterior(small_classes, "gp").explain(small_classes.split.x_test[:3])
@@ -154,6 +158,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, d
     yield out, summary, screen.getvalue()
 
 
+@pytest.mark.slow
 def test_summary_holds_what_is_promised(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     assert json.loads((out / "summary.json").read_text()) == summary
@@ -166,12 +171,14 @@ def test_summary_holds_what_is_promised(finished: tuple[Path, dict[str, Any], st
         assert run["gradient_norm"] <= 1e-3
 
 
+@pytest.mark.slow
 def test_evidence_is_the_same_from_both_spaces(finished: tuple[Path, dict[str, Any], str]) -> None:
     for run in finished[1]["runs"].values():
         assert run["evidence_gp"] == pytest.approx(run["evidence_full"], rel=1e-10)
         assert run["relative_difference"] < 1e-10 and run["variance_relative_difference"] < 1e-8
 
 
+@pytest.mark.slow
 def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, text = finished
     assert [name for name, run in summary["runs"].items() if "structures" in run] == ["digits_ten_classes"]
@@ -188,6 +195,7 @@ def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], s
     assert "structures.png" in summary["pictures"] and "Evidence under every structure" in page
 
 
+@pytest.mark.slow
 def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     files = {path.name for path in out.iterdir()}
@@ -203,6 +211,7 @@ def test_every_picture_is_written_and_in_the_report(finished: tuple[Path, dict[s
         assert f"{run['evidence_gp']:.8f}" in page
 
 
+@pytest.mark.slow
 def test_explanations_are_linked_from_the_report(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     assert 'href="explanations.html"' in (out / "report.html").read_text(encoding="utf-8")
@@ -215,6 +224,7 @@ def test_explanations_are_linked_from_the_report(finished: tuple[Path, dict[str,
     assert wrong == sorted(wrong, reverse=True)
 
 
+@pytest.mark.slow
 def test_screen_tells_steps_and_tables(finished: tuple[Path, dict[str, Any], str]) -> None:
     _, summary, text = finished
     assert "Digits 0 to 9: evidence in function space" in text and "report.html" in text

@@ -13,16 +13,17 @@ from torch.utils import backend_registration
 
 CASES = [("deep_mlp", "kfac"), ("deep_mlp", "inf"), ("deep_mlp", "full"), ("cnn_groups", "gp"), ("cnn_groups", "diag"),
          ("embedding_bag", "ekfac")]  # fmt: skip
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parent / "helpers"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="a torch that makes none"
 )
 def test_another_device_gives_the_same_answers():
     """Evidence, slopes, predictions, effects, what-ifs: nothing of it mixes tensors of two devices."""
-    path = os.pathsep.join([str(HERE.parent), str(HERE)])
-    script = [sys.executable, str(HERE / "elsewhere.py"), json.dumps(CASES)]
+    path = os.pathsep.join([str(HELPERS.parents[1]), str(HELPERS)])
+    script = [sys.executable, str(HELPERS / "elsewhere.py"), json.dumps(CASES)]
     ran = subprocess.run(script, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
     assert ran.returncode == 0, ran.stderr[-2000:]
     found = json.loads(ran.stdout)

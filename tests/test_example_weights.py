@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import ntk_laplace as ntkl
+from compared_fits import STRUCTURES, assert_same, dealt, fit
+from noise import draw
 from ntk_laplace.comparison import compare_models
 from ntk_laplace.data import Batches, Joined, Selected
 from ntk_laplace.network import Caller
@@ -21,7 +23,6 @@ from reference_refit import Linearized
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import derivatives, jacobians
 from structured_cases import MC
-from test_labels_and_weights import STRUCTURES, assert_same, dealt, draw, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -220,6 +221,7 @@ def test_removing_takes_an_example_with_all_its_weight(structure: str) -> None:
             assert relative_error(a, b) < 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("structure", "steps"), [("gp", 1), ("full", None)])
 def test_what_ifs_are_newton_steps_of_the_weighted_model(structure: str, steps: int | None) -> None:
     name, likelihood = "deep_mlp", "categorical"
@@ -258,6 +260,7 @@ def test_leaving_one_out_leaves_all_of_its_weight(structure: str) -> None:
     ])) < 1e-8  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
 def test_parts_of_weighted_data_add_up(structure: str) -> None:
     """Subsets keep their weights; what was not weighted counts once beside what was."""
@@ -313,6 +316,7 @@ def test_scores_of_selection_count_weights() -> None:
         compare_models({"a": found}, test=(x, y, torch.ones(7)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("structure", "method"), [("gp", "lbfgs"), ("kfac", "mackay")])
 def test_hyperparameters_are_those_of_repeated_rows(structure: str, method: str) -> None:
     found, (want, _) = fitted("deep_mlp", "gaussian", structure, WHOLE), repeated("deep_mlp", "gaussian", structure)

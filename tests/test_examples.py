@@ -14,6 +14,8 @@ import torch
 
 from scripts import run_script
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 STRUCTURES = {"kfac", "ekfac", "inf", "diag"}
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids, trained, truth
 from reference import jacobian, outputs, relative_error
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
-from test_bad_input import inputs, labels, network, refused
-from test_identities import TURNS, fit, ids, jacobians, tolerance, trained, truth
+from registry_cases import jacobians, tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -58,6 +59,7 @@ def test_removing_a_point_is_a_newton_step_without_it(case):
         assert 0 <= leverage.min() and leverage.max() < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_at_the_map_there_is_no_gap(likelihood):
     """The representer identity of [T20] 5.2 at a stationary point."""
@@ -306,6 +308,7 @@ PLOTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLOTS)
 @pytest.mark.parametrize("by", ["output", "variance"])
 def test_pictures_of_every_kind(kind, by):
@@ -321,6 +324,7 @@ def test_pictures_of_every_kind(kind, by):
     figure.canvas.draw()
 
 
+@pytest.mark.slow
 def test_a_page_says_what_it_promises():
     case = problem("deep_mlp")
     page = fit(*CATEGORICAL, "gp").explain(case.x_new, k=2).to_html(inputs=case.x_new, training=case.x)
@@ -342,6 +346,7 @@ def test_questions_of_the_wrong_type():
             posterior.explain(inputs()[:2], by=["output"])
 
 
+@pytest.mark.slow
 def test_inputs_of_whole_numbers_have_a_picture():
     """Tokens have no mean; their table has."""
     net = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Flatten(), torch.nn.Linear(12, 3)).double()

@@ -98,7 +98,7 @@ def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
 
     own, other = jacobian(rows), jacobian(new)
     with torch.no_grad():
-        hessian = likelihood.hessian(rows.f, posterior.targets)
+        hessian = likelihood.curvature(rows.f, posterior.targets)
         residual = likelihood.residual(rows.f, posterior.targets)
     for i, point in enumerate(explore(posterior, x_new, x, targets, k=4).content["points"]):
         for name, sides in (("for", ["for"]), ("against", ["against"]), ("both", ["for", "against"])):
@@ -115,6 +115,7 @@ def test_leaving_a_group_out_is_the_dense_newton_step(kind: str) -> None:
             assert close((sign * shown).tolist(), f), (i, name)
 
 
+@pytest.mark.slow
 def test_a_page_of_five_hundred_inputs_stays_small_and_fetches_nothing() -> None:
     posterior, x, _, _, _ = case("classes")
     many = torch.rand(500, 16).double()
@@ -233,6 +234,7 @@ def same(found: object, expected: object) -> None:
         assert found == expected or abs(found - expected) <= 2e-3 * abs(expected) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None:
     """As `remove` does; or to first order where the structure holds too little of the group, and says so."""
@@ -267,6 +269,7 @@ def test_a_structured_page_leaves_groups_out_of_its_structure(kind: str) -> None
     assert first_order or kind != "classes"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_person_clicks_through_it(tmp_path: Path) -> None:
     posterior, x, _, x_new, targets = case("classes")
@@ -335,6 +338,7 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
         assert [url for url in browser.requests if not url.startswith("data:")] == [page_url(tmp_path)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_structured_page_says_what_holds(tmp_path: Path) -> None:
     _, x, _, x_new, targets = case("classes")
@@ -350,6 +354,7 @@ def test_a_structured_page_says_what_holds(tmp_path: Path) -> None:
         assert browser.errors == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_it_fits_a_phone(tmp_path: Path) -> None:
     """Nothing but the table is wider than the screen, and the words of the picture keep their size."""
@@ -367,6 +372,7 @@ def test_it_fits_a_phone(tmp_path: Path) -> None:
         assert browser.errors == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 @pytest.mark.parametrize("kind", ("binary", "values"))
 def test_other_targets_have_their_own_words(tmp_path: Path, kind: str) -> None:

@@ -115,6 +115,7 @@ def test_gradients_are_those_of_the_dense_expression(name: str, prior: str) -> N
         assert relative_error(*both(values, dense)) < 1e-10
 
 
+@pytest.mark.slow
 def test_gradients_over_many_tiles() -> None:
     """Tiles below the diagonal stand for both triangles."""
     case = fresh("deep_mlp")

@@ -68,6 +68,7 @@ TYPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
 @pytest.mark.parametrize("types", TYPES)
 def test_a_base_in_16_bits(types, structure):
@@ -99,6 +100,7 @@ def test_adapters_at_their_start(structure, base):
     assert relative_error(found, alone) < 1e-9
 
 
+@pytest.mark.slow
 def test_two_spaces_agree():
     network = llama(torch.bfloat16)
     one, other = fit(network, "gp").log_marginal_likelihood(), fit(network, "full").log_marginal_likelihood()

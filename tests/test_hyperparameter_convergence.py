@@ -130,6 +130,7 @@ def test_a_gradient_of_the_wrong_sign_is_no_convergence() -> None:
     assert "the search ended at a gradient of" in said and "dtype=torch.float64" in said
 
 
+@pytest.mark.slow
 def test_float32_algebra_converges(recwarn) -> None:
     x = torch.linspace(-2, 2, 40).unsqueeze(1)
     y = torch.sin(3 * x) + 0.2 * torch.randn(40, 1)

@@ -15,6 +15,8 @@ from torch.func import grad, hessian
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from compared_fits import STRUCTURES, assert_same, dealt, fit
+from noise import COVARIANCE, PER_ENTRY, PER_OUTPUT, C, N, draw
 from ntk_laplace.comparison import compare_models
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.explorer.gather import Naming, gather
@@ -26,18 +28,13 @@ from ntk_laplace.training.objective import Objective
 from reference import Dense, difference, outputs, relative_error, take
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians
-from test_likelihoods import COVARIANCE, PER_ENTRY, PER_OUTPUT, draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
-N, C, NAN = 7, 3, float("nan")
+NAN = float("nan")
 F64 = torch.float64
 THERE = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 1, 0]], dtype=torch.bool)
 SOFT = torch.softmax(2 * draw(8, N, C), 1)
-STRUCTURES = {
-    "gp": "gp", "full": "full", "kfac": "kfac", "reduce": ntkl.KFAC(sharing="reduce"), "ekfac": "ekfac",
-    "inf": ntkl.INF(rank=0.4), "diag": "diag",
-}  # fmt: skip
 
 # ------------------------------------------------------------------------------------------- likelihoods
 
@@ -141,7 +138,7 @@ def test_derivatives_are_those_of_the_density(case: Case) -> None:
     torch.testing.assert_close(likelihood.residual(F, y), grad(lambda f: likelihood.log_prob(f, y).sum())(F),
                                rtol=1e-12, atol=1e-14)  # fmt: skip
     full = hessian(lambda f: likelihood.log_prob(f, y).sum())(F)
-    own, root = likelihood.hessian(F, y), likelihood.root(F, y)
+    own, root = likelihood.curvature(F, y), likelihood.root(F, y)
     torch.testing.assert_close(own, torch.stack([-full[n, :, n] for n in range(N)]), rtol=1e-12, atol=1e-14)
     assert root.shape == (N, C, likelihood.rank(C))
     torch.testing.assert_close(root @ root.mT, own, rtol=1e-12, atol=1e-14)
@@ -150,7 +147,7 @@ def test_derivatives_are_those_of_the_density(case: Case) -> None:
 @each_case
 def test_derivatives_in_hyperparameters_are_finite_where_targets_are_missing(case: Case) -> None:
     likelihood, y = bound(case)
-    values = [likelihood.log_prob(F, y), likelihood.residual(F, y), likelihood.hessian(F, y), likelihood.root(F, y)]
+    values = [likelihood.log_prob(F, y), likelihood.residual(F, y), likelihood.curvature(F, y), likelihood.root(F, y)]
     total = sum(value.sin().sum() for value in values)
     for gradient in torch.autograd.grad(total, list(likelihood.parameters())) if list(likelihood.parameters()) else ():
         assert gradient.isfinite().all()
@@ -234,31 +231,6 @@ def test_what_marks_a_missing_target_must_be_said() -> None:
 # ------------------------------------------------------------------------------------------- fits
 
 
-def fit(name: str, likelihood: Likelihood, data: tuple[Any, ...], structure: Any = "gp", **options: Any):
-    """A network of the registry under precisions by layer."""
-    own = problem(name)
-    return ntkl.laplace(own.network, data, likelihood, PRIORS["layer"].build(own), structure, **options)
-
-
-def assert_same(found: Any, want: Any, x_new: Any, limit: float = 1e-9) -> None:
-    """Evidence with correction and its gradients in all hyperparameters, what it is made of, and moments."""
-    for score in ("log_joint", "log_det", "bic", "effective_parameters"):
-        assert relative_error(getattr(found, score)(), getattr(want, score)()) < limit
-    values = [p.log_marginal_likelihood(correction=True) for p in (found, want)]
-    assert relative_error(*values) < limit
-    gradients = [
-        torch.autograd.grad(value, [p.prior.log_precision, *p.likelihood.parameters()])
-        for value, p in zip(values, (found, want), strict=True)
-    ]
-    for one, other in zip(*gradients, strict=True):
-        assert relative_error(one, other) < 1e2 * limit
-    # the linear model's optimum takes its own curvature
-    exact = found.structure in ("gp", "full") and found.curvature_type.kind == "ggn"
-    for mean in ("map", "posterior") if exact or isinstance(found.likelihood, ntkl.Gaussian) else ("map",):
-        for one, other in zip(found.latent_moments(x_new, mean), want.latent_moments(x_new, mean), strict=True):
-            assert relative_error(one, other) < 10 * limit
-
-
 GONE = [1, 4]
 MISSING = {
     "categorical": (lambda: ntkl.Categorical(1.7), "categorical", -100),
@@ -266,11 +238,6 @@ MISSING = {
     "gaussian": (lambda: ntkl.Gaussian(0.3, missing="nan"), "gaussian", NAN),
     "poisson": (lambda: ntkl.Poisson(missing="nan"), "poisson", NAN),
 }
-
-
-def dealt(cases: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Each structure with two of the cases, in turn."""
-    return [(name, *cases[(i + step) % len(cases)]) for i, name in enumerate(STRUCTURES) for step in (0, 2)]
 
 
 @pytest.mark.parametrize(("structure", "name", "likelihood", "curvature"), dealt([
@@ -522,3 +489,37 @@ def test_training_skips_what_is_missing() -> None:
     )  # fmt: skip
     want = ntkl.laplace(network, (x[6:], y[6:]), ntkl.Categorical(), result.posterior.prior, "full")
     assert relative_error(result.posterior.log_marginal_likelihood(), want.log_marginal_likelihood()) < 1e-9
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "diag"])
+def test_independent_labels_are_as_many_problems(structure: str) -> None:
+    """C labels of C networks side by side, soft and missing ones too, against each network with its own label."""
+
+    class Beside(nn.Module):
+        def __init__(self, networks: list[nn.Module]) -> None:
+            super().__init__()
+            self.networks = nn.ModuleList(networks)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([network(x) for network in self.networks], 1)
+
+    torch.manual_seed(3)
+    networks = [nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double() for _ in range(C)]
+    x, x_new = draw(20, N, 2), draw(21, 4, 2)
+    y = torch.where(THERE, draw(22, N, C).sigmoid(), NAN)
+    y[0] = torch.tensor([0.0, 1.0, 0.0])
+    together = ntkl.laplace(Beside(networks), (x, y), ntkl.Bernoulli(missing="nan"), ntkl.GaussianPrior(3.0), structure)
+    predicted, value = together.predict(x_new), 0.0
+    assert predicted.probs.shape == (4, C)
+    for c, network in enumerate(networks):
+        there = THERE[:, c]
+        data, prior = (x[there], y[there, c]), ntkl.GaussianPrior(3.0)
+        alone = ntkl.laplace(network, data, ntkl.Bernoulli(), prior, structure)
+        value = value + alone.log_marginal_likelihood()
+        mean, covariance = alone.latent_moments(x_new)
+        found = together.latent_moments(x_new)
+        assert relative_error(found[0][:, c], mean[:, 0]) < 1e-12
+        assert relative_error(found[1][:, c, c], covariance[:, 0, 0]) < 1e-9
+        assert relative_error(predicted.probs[:, c], alone.predict(x_new, samples=4096).probs[:, 0]) < 2e-3
+        assert found[1][:, c, (c + 1) % C].abs().max() < 1e-12
+    assert relative_error(together.log_marginal_likelihood(), value) < 1e-9

@@ -14,20 +14,22 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, vmap
 
+from noise import COVARIANCE, PER_ENTRY, PER_OUTPUT, PER_POINT, C, N, draw
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, TargetError, UnsupportedError
-from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson, Tempered
+from ntk_laplace.likelihoods import (
+    Bernoulli,
+    Categorical,
+    CustomLikelihood,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    Tempered,
+)
 from ntk_laplace.likelihoods import from_log_prob as likelihood_from_log_prob
 from ntk_laplace.likelihoods.per_output import PerOutput
 
-N, C, T = 7, 3, 1.7
-COVARIANCE = torch.tensor([[0.5, 0.2, -0.1], [0.2, 0.9, 0.3], [-0.1, 0.3, 0.4]], dtype=torch.float64)
-PER_OUTPUT = torch.tensor([0.2, 0.7, 1.5], dtype=torch.float64)
-PER_POINT = torch.linspace(0.1, 2.0, N, dtype=torch.float64)
-PER_ENTRY = torch.linspace(0.1, 3.0, N * C, dtype=torch.float64).reshape(N, C)
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+T = 1.7
 
 
 def normal_density(variance: Tensor) -> Callable[[Tensor, Tensor], list[float]]:
@@ -105,7 +107,8 @@ each_output = pytest.mark.parametrize("outputs", OUTPUTS)
 def test_every_likelihood_is_a_case() -> None:
     known = {*Likelihood.__subclasses__(), *PerOutput.__subclasses__()}
     own = {kind for kind in known if kind.__module__.startswith("ntk_laplace.")}  # other tests define some
-    assert {type(case.build()) for case in CASES} == own - {CustomLikelihood, PerOutput}
+    elsewhere = {CustomLikelihood, PerOutput, HeteroscedasticGaussian}  # the last in test_heteroscedastic
+    assert {type(case.build()) for case in CASES} == own - elsewhere
 
 
 # --- the laws -------------------------------------------------------------------------------------
@@ -133,8 +136,8 @@ def test_hessian_is_minus_the_second_derivative(case: Case, outputs: str) -> Non
     full = hessian(lambda f: likelihood.log_prob(f, case.targets).sum())(f)
     blocks = torch.stack([-full[n, :, n, :] for n in range(N)])
     # atol: autograd's own rounding where p is near 1
-    torch.testing.assert_close(likelihood.hessian(f, case.targets), blocks, rtol=1e-12, atol=1e-15)
-    assert torch.equal(likelihood.hessian(f), likelihood.hessian(f, case.targets))
+    torch.testing.assert_close(likelihood.curvature(f, case.targets), blocks, rtol=1e-12, atol=1e-15)
+    assert torch.equal(likelihood.curvature(f), likelihood.curvature(f, case.targets))
 
 
 @each_case
@@ -145,7 +148,7 @@ def test_root_times_its_transpose_is_the_hessian(case: Case, outputs: str) -> No
     assert root.shape == (N, C, likelihood.rank(C))
     assert root.isfinite().all()
     # entry by entry: a saturated example has small entries, and they are right too
-    torch.testing.assert_close(root @ root.mT, likelihood.hessian(f), rtol=1e-12, atol=1e-300)
+    torch.testing.assert_close(root @ root.mT, likelihood.curvature(f), rtol=1e-12, atol=1e-300)
     assert torch.equal(root, likelihood.root(f))
 
 
@@ -169,9 +172,9 @@ def test_differentiation_finds_the_closed_forms(case: Case) -> None:
     f, likelihood, y = OUTPUTS["moderate"], case.bound(), case.targets
     close = {"rtol": 1e-11, "atol": 1e-13}
     torch.testing.assert_close(Likelihood.residual(likelihood, f, y), likelihood.residual(f, y), **close)
-    torch.testing.assert_close(Likelihood.hessian(likelihood, f, y), likelihood.hessian(f, y), **close)
+    torch.testing.assert_close(Likelihood.curvature(likelihood, f, y), likelihood.curvature(f, y), **close)
     root = Likelihood.root(likelihood, f, y)
-    torch.testing.assert_close(root @ root.mT, likelihood.hessian(f, y), **close)
+    torch.testing.assert_close(root @ root.mT, likelihood.curvature(f, y), **close)
     torch.testing.assert_close(Likelihood.mean_jacobian(likelihood, f), likelihood.mean_jacobian(f), **close)
 
 
@@ -198,7 +201,7 @@ def test_moments_over_all_responses(case: Case) -> None:
     centered = vectors - likelihood.mean(row)
     torch.testing.assert_close(weight.sum(), torch.ones_like(weight[0]), **close)
     torch.testing.assert_close(weight @ residual, torch.zeros_like(f), **close)
-    torch.testing.assert_close((residual.mT * weight) @ residual, likelihood.hessian(row)[0], **close)
+    torch.testing.assert_close((residual.mT * weight) @ residual, likelihood.curvature(row)[0], **close)
     torch.testing.assert_close(weight @ centered, torch.zeros_like(f), **close)
     torch.testing.assert_close((centered.mT * weight) @ centered, likelihood.response_covariance(row)[0], **close)
 
@@ -206,7 +209,7 @@ def test_moments_over_all_responses(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if "gaussian" in case.name], ids=lambda case: case.name)
 def test_gaussian_hessian_is_the_inverse_covariance(case: Case) -> None:
     likelihood, f = case.bound(), OUTPUTS["moderate"]
-    product = likelihood.hessian(f) @ likelihood.response_covariance(f)
+    product = likelihood.curvature(f) @ likelihood.response_covariance(f)
     torch.testing.assert_close(product, EYE, rtol=0.0, atol=1e-13)
     assert torch.equal(likelihood.mean(f), f)
 
@@ -235,7 +238,7 @@ def test_categorical_hessian_is_exact_entry_by_entry(outputs: str) -> None:
         ]
     likelihood = Categorical(T)
     expected = torch.tensor(exact, dtype=torch.float64)
-    torch.testing.assert_close(likelihood.hessian(OUTPUTS[outputs]).detach(), expected, rtol=1e-12, atol=1e-300)
+    torch.testing.assert_close(likelihood.curvature(OUTPUTS[outputs]).detach(), expected, rtol=1e-12, atol=1e-300)
     root = likelihood.root(OUTPUTS[outputs]).detach()
     torch.testing.assert_close(root @ root.mT, expected, rtol=1e-12, atol=1e-300)
     expected = torch.tensor(residual, dtype=torch.float64)
@@ -251,7 +254,7 @@ def test_bernoulli_is_exact_at_saturation(f: float) -> None:
         p = 1 / (1 + (-Decimal(f)).exp())
         exact = [float(x) for x in (p * (1 - p), 1 - p, -p)]
     logit = torch.tensor([[f]], dtype=torch.float64)
-    found = [Bernoulli().hessian(logit), *(Bernoulli().residual(logit, torch.tensor([[y]])) for y in (1, 0))]
+    found = [Bernoulli().curvature(logit), *(Bernoulli().residual(logit, torch.tensor([[y]])) for y in (1, 0))]
     assert [float(x) for x in found] == pytest.approx(exact, rel=1e-13, abs=1e-305)
     assert float(Bernoulli().root(logit) ** 2) == pytest.approx(exact[0], rel=1e-12, abs=1e-305)
 
@@ -260,14 +263,14 @@ def test_a_certain_point_carries_no_information() -> None:
     f = torch.tensor([[2000.0, 0.0, -2000.0]], dtype=torch.float64)
     root = Categorical().root(f)
     assert not (root @ root.mT).any()
-    assert not Categorical().hessian(f).any()
-    assert float(Bernoulli().hessian(f)[0, 0, 0]) == 0.0
+    assert not Categorical().curvature(f).any()
+    assert float(Bernoulli().curvature(f)[0, 0, 0]) == 0.0
 
 
 LEARNT = [case for case in CASES if list(case.build().parameters())]
 
 
-@pytest.mark.parametrize("verb", ["log_prob", "residual", "hessian", "root", "mean", "response_covariance"])
+@pytest.mark.parametrize("verb", ["log_prob", "residual", "curvature", "root", "mean", "response_covariance"])
 @pytest.mark.parametrize("case", LEARNT, ids=lambda case: case.name)
 def test_hyperparameter_gradients_are_finite_differences(case: Case, verb: str) -> None:
     likelihood, f, y = case.bound(), OUTPUTS["moderate"], case.targets
@@ -307,7 +310,7 @@ def test_root_has_finite_gradients_at_saturation(case: Case) -> None:
 @each_case
 def test_the_dtype_of_f_rules(case: Case) -> None:
     likelihood, f = case.bound(), OUTPUTS["moderate"].float()
-    for verb in ("log_prob", "residual", "hessian", "root"):
+    for verb in ("log_prob", "residual", "curvature", "root"):
         single = getattr(likelihood, verb)(f, case.targets)
         assert single.dtype == torch.float32
         double = getattr(likelihood, verb)(f.double(), case.targets)
@@ -322,7 +325,7 @@ def test_examples_do_not_mix(case: Case) -> None:
     likelihood, f, y = case.bound(), OUTPUTS["moderate"], case.targets
     index = torch.tensor([4, 1, 6])
     part = likelihood.at(index)
-    for verb in ("log_prob", "residual", "hessian", "root"):
+    for verb in ("log_prob", "residual", "curvature", "root"):
         whole = getattr(likelihood, verb)(f, y)[index]
         torch.testing.assert_close(getattr(part, verb)(f[index], y[index]), whole, rtol=1e-15, atol=0.0)
 
@@ -378,7 +381,7 @@ def test_the_left_inverse_undoes_the_root(case: Case, outputs: str) -> None:
 @pytest.mark.parametrize("classes", [2, 3, 10, 50])
 def test_categorical_root_at_any_number_of_classes(classes: int) -> None:
     f = 5 * draw(classes, 4, classes)
-    root, expected = Categorical(0.8).root(f), Categorical(0.8).hessian(f)
+    root, expected = Categorical(0.8).root(f), Categorical(0.8).curvature(f)
     assert root.shape == (4, classes, classes - 1)
     torch.testing.assert_close(root @ root.mT, expected, rtol=1e-11, atol=1e-300)
     assert int(torch.linalg.matrix_rank(root[0])) == classes - 1
@@ -391,7 +394,7 @@ def test_two_classes_are_a_bernoulli() -> None:
     pair = torch.cat([torch.zeros_like(f), f], 1)
     categorical = Categorical()
     torch.testing.assert_close(categorical.log_prob(pair, y[:, 0].long()), Bernoulli().log_prob(f, y))
-    torch.testing.assert_close(categorical.hessian(pair)[:, 1:, 1:], Bernoulli().hessian(f))
+    torch.testing.assert_close(categorical.curvature(pair)[:, 1:, 1:], Bernoulli().curvature(f))
 
 
 # --- Gaussian noise -------------------------------------------------------------------------------
@@ -619,10 +622,10 @@ def test_labels_of_any_type(dtype: torch.dtype) -> None:
 def test_a_rate_beyond_the_dtype() -> None:
     f = torch.tensor([[1.0], [90.0], [91.0]])
     message = "expected rates exp.f. within torch.float32; got f = 90 at example 1. Scale the network's output, or use"
-    for verb in (Poisson().hessian, Poisson().root, Poisson().distribution, lambda f: Poisson().residual(f, f)):
+    for verb in (Poisson().curvature, Poisson().root, Poisson().distribution, lambda f: Poisson().residual(f, f)):
         with pytest.raises(NonFiniteError, match=message):
             verb(f)
-    assert Poisson().hessian(f.double()).isfinite().all()
+    assert Poisson().curvature(f.double()).isfinite().all()
 
 
 # --- a likelihood of your own ---------------------------------------------------------------------
@@ -648,12 +651,12 @@ def test_a_log_density_is_enough() -> None:
     z = (REAL - f) / scale
     torch.testing.assert_close(likelihood.residual(f, REAL), torch.tanh(z / 2) / scale)
     curvature = torch.sigmoid(z) * torch.sigmoid(-z) * 2 / scale**2
-    torch.testing.assert_close(likelihood.hessian(f, REAL), torch.diag_embed(curvature))
+    torch.testing.assert_close(likelihood.curvature(f, REAL), torch.diag_embed(curvature))
     root = likelihood.root(f, REAL)
     torch.testing.assert_close(root @ root.mT, torch.diag_embed(curvature), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("verb", ["residual", "hessian"])
+@pytest.mark.parametrize("verb", ["residual", "curvature"])
 def test_hyperparameters_of_your_own_are_differentiable(verb: str) -> None:
     call = _Verb(Logistic(), verb)
 
@@ -688,7 +691,7 @@ def test_a_log_density_that_is_no_number_mixes_no_examples() -> None:
 def test_a_flat_log_density_has_no_curvature() -> None:
     linear = CustomLikelihood(lambda f, y: (f * y).sum(1))
     assert torch.equal(linear.residual(OUTPUTS["moderate"], REAL), REAL)
-    assert float(linear.hessian(OUTPUTS["moderate"], REAL).abs().max()) == 0.0
+    assert float(linear.curvature(OUTPUTS["moderate"], REAL).abs().max()) == 0.0
     constant = CustomLikelihood(lambda f, y: y.sum(1))
     assert float(constant.residual(OUTPUTS["moderate"], REAL).abs().max()) == 0.0
 
@@ -699,9 +702,9 @@ def student(f: Tensor, y: Tensor) -> Tensor:
 
 OWN_ERRORS = [
     (student, "root", "expected a log density that is concave in f; got a second derivative with eigenvalue +"),
-    (student, "root", "at example 2. Choose a log-concave likelihood, or override `hessian`"),
+    (student, "root", "at example 2. Choose a log-concave likelihood, or override `curvature`"),
     (lambda f, y: -((f - y) ** 2), "residual", "expected log densities of shape (7,), one per example; got (7, 3)"),
-    (lambda f, y: 0.0, "hessian", "got float from your log density. Sum over the outputs of each example"),
+    (lambda f, y: 0.0, "curvature", "got float from your log density. Sum over the outputs of each example"),
     (lambda f, y: -((f - f.mean(0) - y) ** 2).sum(1), "residual", "expected a log density that treats examples apart"),
     (lambda f, y: -((f[:, :1] - y[:, 0]) ** 2).sum(1), "residual", "one that changes at example 0 when others"),
     (lambda f, y: -((f - y) ** 2).sum(1) * torch.arange(N), "residual", "got an error for 3 of 7 examples: The size"),
@@ -759,3 +762,13 @@ def test_vmap_and_closed_forms_agree() -> None:
     """One example at a time under torch.func, as other tools call a likelihood."""
     one = vmap(grad(lambda f, y: Categorical(T).log_prob(f[None], y[None])[0]))(OUTPUTS["moderate"], LABELS)
     torch.testing.assert_close(one, Categorical(T).residual(OUTPUTS["moderate"], LABELS))
+
+
+def test_a_covariance_is_known_without_the_data() -> None:
+    """Its shape is that of one variance per point too where N = C; before `bind` the responses take the covariance."""
+    covariance = torch.tensor([[0.5, 0.1, 0.0], [0.1, 0.4, 0.0], [0.0, 0.0, 0.3]], dtype=torch.float64)
+    likelihood, f = Gaussian(covariance), OUTPUTS["moderate"][:3]
+    assert likelihood.kind == "covariance" and torch.allclose(likelihood.response_covariance(f)[1], covariance)
+    assert torch.allclose(likelihood.curvature(f)[2], torch.linalg.inv(covariance))
+    with pytest.raises(HyperparameterError, match='Say which'):
+        likelihood.bind(3, 3)

@@ -80,6 +80,7 @@ def test_triangular_solves_in_place(block, transpose):
     assert relative_error(right, want) < 1e-11
 
 
+@pytest.mark.slow
 @on_linux
 def test_no_second_matrix_for_the_diagonal_of_an_inverse():
     factor = torch.randn(3000, 3000, dtype=torch.float64).tril_().div_(3000)

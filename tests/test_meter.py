@@ -22,6 +22,7 @@ def work(size: int) -> None:
     del held
 
 
+@pytest.mark.slow
 @on_linux
 @pytest.mark.parametrize("size", [48 * MIB, 8 * MIB])
 def test_extra_memory_is_what_was_allocated(size: int) -> None:
@@ -33,6 +34,7 @@ def test_extra_memory_is_what_was_allocated(size: int) -> None:
     assert len(kept) == 16 * MIB
 
 
+@pytest.mark.slow
 @on_linux
 def test_two_blocks_in_turn_count_once() -> None:
     with PeakMemory(CPU) as memory:
@@ -41,6 +43,7 @@ def test_two_blocks_in_turn_count_once() -> None:
     assert memory.bytes < 96 * MIB
 
 
+@pytest.mark.slow
 def test_meter_stops_its_thread_when_the_work_fails() -> None:
     with pytest.raises(ValueError, match="the work"), PeakMemory(CPU) as memory:
         raise ValueError("the work")
@@ -48,6 +51,7 @@ def test_meter_stops_its_thread_when_the_work_fails() -> None:
     assert not [thread for thread in threading.enumerate() if "memory meter" in thread.name]
 
 
+@pytest.mark.slow
 def test_without_proc_the_high_water_mark_counts_if_it_rises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meter, "_STATM", Path("/nowhere"))
     for marks, expected in (([100, 140], 40), ([100, 100], None), ([None, None], None)):
@@ -69,6 +73,7 @@ def test_stopwatch_measures_seconds() -> None:
     assert 0.05 <= watch.seconds < 1.0
 
 
+@pytest.mark.slow
 def test_on_cuda_the_allocator_is_asked_and_the_queue_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = torch.device("cuda", 1), []
     answers = {"memory_allocated": 100, "max_memory_allocated": 350}

@@ -18,7 +18,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 from ntk_laplace.comparison import ModelComparison, ModelScores
 from ntk_laplace.comparison.priors import check_prior
-from test_bad_input import inputs, labels, network, refused
+from refusals import inputs, labels, network, refused
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -79,6 +79,7 @@ def four() -> ModelComparison:
     return quietly({f"width {w}": tuned(w) for w in WIDTHS}, data()[2:], permutations=3, seed=4)
 
 
+@pytest.mark.slow
 def test_every_number_is_that_of_its_verb():
     _, _, x_new, y_new = data()
     for width in WIDTHS:
@@ -136,6 +137,7 @@ def test_table_json_and_picture_hold_the_numbers():
     assert f"{found.spearman('conditional', 'test_rmse'):.2f}" in axes.get_title(loc="left")
 
 
+@pytest.mark.slow
 def test_vague_priors_are_named_and_tuned_ones_are_not():
     """At MacKay's fixed point no prior is vague; the gap foretells what tuning adds at the same weights."""
     assert "vague" not in four().warning and four().vague == ()
@@ -196,6 +198,7 @@ def test_a_model_whose_inputs_are_gone_has_no_leave_one_out(tmp_path):
     assert row.loo is None and row.evidence == pytest.approx(posterior(2).log_marginal_likelihood().item())
 
 
+@pytest.mark.slow
 def test_models_of_different_inputs_bring_their_own_test_data():
     x, y, x_new, y_new = data()
     one = ntkl.laplace(regression(3, 1.0, inputs=1), (x[:, :1], y), ntkl.Gaussian(0.09))
@@ -234,6 +237,7 @@ def test_networks_and_priors_come_back_as_they_were():
 # --- what is not comparable
 
 
+@pytest.mark.slow
 def test_different_data_are_refused():
     x, y, *_ = data()
     network = regression(4, 1.0)

@@ -273,6 +273,7 @@ def test_inputs_may_still_hold_the_labels() -> None:
         close(posterior.explain(full).f, posterior.explain(x).f)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
 def test_the_network_comes_along_to_every_verb() -> None:
     """Copies, what-ifs, weight draws, the network that follows a what-if, and both models of GPyTorch."""
@@ -338,6 +339,7 @@ def test_a_checkpoint_knows_the_output_and_the_targets(structure: str, tmp_path:
     same(ntkl.load(path, several(None), data=(inputs(), labels())), posterior)
 
 
+@pytest.mark.slow
 def test_training_with_evidence() -> None:
     """Minibatches and evidence both, from a loader and from one dict; it resumes with the same output alone."""
 
@@ -369,6 +371,7 @@ def test_training_with_evidence() -> None:
         train(several("tuple"), whole, output=0, targets="labels", settings=ntkl.Settings(resume=caught.value.state))
 
 
+@pytest.mark.slow
 def test_comparisons_of_structures() -> None:
     found = ntkl.compare_evidence(several("dict"), DataLoader(rows(), batch_size=4), ntkl.Categorical(), prior(),
                                   ["gp", "kfac"], **NAMED)  # fmt: skip

@@ -60,6 +60,7 @@ def test_every_public_picture_is_drawn_here() -> None:
     assert functions == set(FIGURES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_same_numbers_give_the_same_bytes(name: str) -> None:
     first, second = (plotting.png(FIGURES[name](), dpi=60) for _ in range(2))
@@ -74,6 +75,7 @@ def test_axes_are_labelled_and_titled(name: str) -> None:
     assert all(a.get_title(loc="left") for a in axes if a.get_subplotspec().is_first_row())
 
 
+@pytest.mark.slow
 def test_pictures_need_no_pyplot() -> None:
     code = "import sys, ntk_laplace.plotting, ntk_laplace.report; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import fit, truth
 from ntk_laplace.meter import PeakMemory
+from pairwise import pairwise
 from reference import Dense, outputs, relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
-from test_identities import derivatives, fit, jacobians, truth
+from registry_cases import derivatives, jacobians
 
 STRUCTURES = ("gp", "full")
 CASE = "far_from_optimum"
@@ -53,8 +55,8 @@ class Sharper(ntkl.Categorical):
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         return super().root(f, y) * (1 + self.log_temperature.exp()).sqrt()
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        return super().hessian(f, y) * (1 + self.log_temperature.exp())
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        return super().curvature(f, y) * (1 + self.log_temperature.exp())
 
 
 def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
@@ -71,12 +73,10 @@ def moving(name: str, curvature: str = "ggn") -> ntkl.Likelihood:
     }[name]()
 
 
-@pytest.mark.parametrize("weights", [None, [0.0, 2.5]], ids=["once", "weighted"])
-@pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
-@pytest.mark.parametrize("precisions", [True, False], ids=["with precisions", "alone"])
-@pytest.mark.parametrize(
-    "name", ["nearly certain", "subclass", "tempered", "noise per output", "covariance", "noise per point"]
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "precisions", "curvature", "weights"), pairwise(
+    ["nearly certain", "subclass", "tempered", "noise per output", "covariance", "noise per point"],
+    [True, False], ["ggn", "ef", "mc"], [None, (0.0, 2.5)],
+))  # fmt: skip
 def test_gradients_of_function_space_are_those_of_weight_space(name, precisions, curvature, weights):
     """V_nn through a left inverse of S and the blocks of B⁻¹, against V_nn from H⁻¹; entries of their own size."""
     kind = "categorical" if isinstance(moving(name), (ntkl.Categorical, ntkl.Tempered)) else "gaussian"
@@ -87,7 +87,7 @@ def test_gradients_of_function_space_are_those_of_weight_space(name, precisions,
             problem(CASE).network, data(kind), likelihood, PRIORS["tensor"].build(problem(CASE)), structure, curvature
         )
         if weights is not None:
-            posterior = posterior.reweight([0, 3], weights)
+            posterior = posterior.reweight([0, 3], list(weights))
         variables = [*likelihood.parameters(), *(posterior.prior.parameters() if precisions else ())]
         found.append(torch.autograd.grad(posterior.log_det(), variables, allow_unused=True))
     for own, want in zip(*found, strict=True):
@@ -156,9 +156,9 @@ def test_the_monte_carlo_fisher(likelihood):
     """The same draws in both spaces, and the curvature itself on average."""
     model, root = LIKELIHOODS[likelihood].build(), ntkl.CurvatureType("mc", samples=1_500, seed=3)
     f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
-    found = root.hessian(model, f, model.targets(y, *f.shape))
+    found = root.curvature(model, f, model.targets(y, *f.shape))
     assert relative_error(found, derivatives(CASE, likelihood)[2]) < 0.2
-    seeds = [ntkl.CurvatureType("mc", 2, seed).hessian(model, f, model.targets(y, *f.shape)) for seed in (3, 5)]
+    seeds = [ntkl.CurvatureType("mc", 2, seed).curvature(model, f, model.targets(y, *f.shape)) for seed in (3, 5)]
     assert relative_error(*seeds) > 0.01
     evidences = [
         ntkl.laplace(
@@ -177,8 +177,8 @@ def test_an_example_that_counts_three_times_has_three_times_the_curvature(likeli
     f, y = outputs(problem(CASE).network, problem(CASE).x), data(likelihood)[1]
     arguments = f, model.targets(y, *f.shape)
     own = root.root(ntkl.Tempered(model, 3.0), *arguments)
-    for found in (own @ own.mT, root.hessian(ntkl.Tempered(model, 3.0), *arguments)):
-        assert relative_error(found, 3.0 * root.hessian(model, *arguments)) < 1e-12
+    for found in (own @ own.mT, root.curvature(ntkl.Tempered(model, 3.0), *arguments)):
+        assert relative_error(found, 3.0 * root.curvature(model, *arguments)) < 1e-12
 
 
 # ----------------------------------------------------------------------------------------- choices, auto, dtype
@@ -250,21 +250,20 @@ def answers(posterior) -> list[Tensor]:
     return [evidence, *gradients, joint.mean, joint.covariance_matrix, posterior.latent_moments(x)[1]]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("prior", PRIORS)
-def test_chunks_of_any_size_change_nothing(prior, structure, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize(("prior", "structure", "batch_size"), pairwise(PRIORS, STRUCTURES, (None, 1, 3)))
+def test_chunks_of_any_size_change_nothing(prior, structure, batch_size, monkeypatch):
     """Identity 6: every buffer as small as it goes, one row, one panel, one example at a time."""
     want = answers(fit(CASE, "categorical", prior, structure))
     for name in BUFFERS:
         monkeypatch.setattr(f"ntk_laplace.tuning.{name}", 1)
-    for batch_size in (None, 1, 3):
-        small = ntkl.laplace(
-            problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
-            prior=PRIORS[prior].build(problem(CASE)), structure=structure,
-            settings=ntkl.Settings(batch_size=batch_size, progress=False),
-        )  # fmt: skip
-        for found, expected in zip(answers(small), want, strict=True):
-            assert relative_error(found, expected) < 1e-9
+    small = ntkl.laplace(
+        problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
+        prior=PRIORS[prior].build(problem(CASE)), structure=structure,
+        settings=ntkl.Settings(batch_size=batch_size, progress=False),
+    )  # fmt: skip
+    for found, expected in zip(answers(small), want, strict=True):
+        assert relative_error(found, expected) < 1e-9
 
 
 # --------------------------------------------------------------------------------------------------------- samples
@@ -351,6 +350,7 @@ def test_effective_parameters_are_those_of_weight_space():
     assert relative_error(found[0], each) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
 @pytest.mark.parametrize("groups", ["all", "layer"])
 def test_gradients_make_no_second_matrix(groups):

@@ -17,6 +17,7 @@ from ntk_laplace.errors import MixedExamplesError
 from ntk_laplace.jacobian import JacobianPass, Lookup, Outer, rules
 from ntk_laplace.network import Network
 from ntk_laplace.network.precision import Products
+from pairwise import pairwise
 from reference import jacobian, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part")
@@ -122,9 +123,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 7, (24, 4)), torch.randint(0, 3, (24,))
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "half", "structure"), pairwise(CASES, HALVES, STRUCTURES))
 def test_a_network_in_16_bits_is_the_exact_one_up_to_rounding(case, half, structure, data):
     """No false alarm, no fallback (a warning is an error here), no number of another structure."""
     plain, rounded, context = CASES[case](HALVES[half])
@@ -226,6 +225,7 @@ def test_batch_statistics_are_found(case, half, data):
         ntkl.laplace(network, data, ntkl.Categorical(), parameters="inner")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:no factor rule covers")
 def test_mixing_behind_the_first_examples_is_found(data):
     class Late(nn.Module):
@@ -243,6 +243,7 @@ def test_mixing_behind_the_first_examples_is_found(data):
         ntkl.laplace(network, data, ntkl.Categorical())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_a_rule_that_does_not_hold_is_found(half, data, monkeypatch):
     """The check is coarse, and still tells a gradient from its double; those parameters take the fallback."""
@@ -263,6 +264,7 @@ def test_a_rule_that_does_not_hold_is_found(half, data, monkeypatch):
 # ------------------------------------------------------------------------------------------- the caller's autocast
 
 
+@pytest.mark.slow
 def test_a_posterior_keeps_the_precision_of_its_fit(data):
     """Fitted under autocast, it predicts in the same precision outside of it, and the other way round."""
     plain, network, context = CASES["autocast outside"](torch.bfloat16)
@@ -281,6 +283,7 @@ def test_a_posterior_keeps_the_precision_of_its_fit(data):
     assert relative_error(outside.outputs(data[0]), network(data[0])) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_algebra_is_not_autocast(structure, data):
     """In float32 it would be: autocast leaves float64 alone."""

@@ -398,7 +398,7 @@ def test_a_generator_seeds_the_points() -> None:
 def test_blr_moments(case: Case) -> None:
     """[T20] 3.16: mean g⁻¹(f), covariance Λ V Λ + Λ, at temperature 1."""
     (mean, covariance), likelihood = moments(case.outputs), case.build()
-    response, curvature = case.predict("blr"), likelihood.hessian(mean)
+    response, curvature = case.predict("blr"), likelihood.curvature(mean)
     expected = curvature @ covariance @ curvature + curvature
     torch.testing.assert_close(response.covariance_matrix, expected, **CLOSE)
     torch.testing.assert_close(response.mean, likelihood.mean(mean).reshape(response.mean.shape), **CLOSE)

@@ -50,6 +50,7 @@ def test_pages(page: Path) -> None:
         assert len(words) <= COLUMNS, f"{page}:{number} has {len(words)} columns"
 
 
+@pytest.mark.slow
 def test_docstrings_and_comments() -> None:
     found = [
         f"{module.relative_to(ROOT)}:{number}: {line.strip()}"

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import fit as exact_fit
 from ntk_laplace import tuning
 from ntk_laplace.explain import ranking
 from reference import outputs, relative_error
+from reference_effects import dense_effects
+from refusals import refused
 from registry import LIKELIHOODS, problem, targets
 from registry_cases import jacobians
 from structured_cases import STRUCTURES, fit, truth
-from test_bad_input import refused
-from test_identities import fit as exact_fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -22,22 +23,6 @@ CASES = [
     ("deep_mlp", "categorical", "layer"), ("scalar_outputs", "gaussian", "scalar"),
     ("far_from_optimum", "bernoulli", "tensor"), ("transformer_tied", "poisson", "scalar"),
 ]  # fmt: skip
-
-
-def dense_effects(h: Tensor, reference, jac_new: Tensor, direction: Tensor, variance: bool, exact: bool) -> Tensor:
-    """cᵀ of the change of f, or of its variance, for every training point, matrix by matrix, (n, N)."""
-    inverse, columns = torch.linalg.inv(h), []
-    for jac, curvature, residual in zip(reference.jac, reference.hessian, reference.residual, strict=True):
-        inner = jac @ inverse @ jac.T
-        leverage = torch.linalg.eigvals(curvature @ inner).real.max()
-        eye = torch.eye(len(inner), dtype=inner.dtype)
-        held = eye - curvature @ inner if exact or leverage <= 0.9 else eye
-        seen = torch.einsum("xc,xcp,pq,kq->xk", direction, jac_new, inverse, jac)
-        if variance:
-            columns.append(torch.einsum("xk,kl,xl->x", seen, torch.linalg.solve(held, curvature), seen))
-        else:
-            columns.append(-seen @ torch.linalg.solve(held, residual))
-    return torch.stack(columns, 1)
 
 
 @pytest.mark.parametrize("by", ["output", "probability", "variance", "probability_variance"])
@@ -185,6 +170,7 @@ def test_a_bounded_heap_is_a_sort():
     assert torch.equal(heap.values, values.gather(1, order))
 
 
+@pytest.mark.slow
 def test_pictures_and_pages_of_a_ranking():
     own = problem("deep_mlp")
     explanation = fit(*CASES[0], "ggn", "kfac").explain(own.x_new, k=2)
@@ -204,6 +190,7 @@ def test_data_that_are_gone_are_asked_for(tmp_path):
         loaded.explain(own.x_new)
 
 
+@pytest.mark.slow
 def test_shuffled_loaders_keep_their_order():
     """Training points are counted in the order in which the loader delivers them, the same in every pass."""
     own = problem("deep_mlp")

@@ -61,6 +61,7 @@ def trained_linear_model(likelihood: str, x_new: Tensor) -> Tensor:
     return outputs(network, x_new) + jacobian(network, x_new) @ (scaled.detach() / precision.sqrt())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "full"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 def test_the_mean_is_the_optimum_of_the_linear_model(likelihood: str, structure: str) -> None:
@@ -94,6 +95,7 @@ def test_the_optimum_is_found_once_and_follows_the_hyperparameters(monkeypatch) 
     assert relative_error(posterior.latent_moments(x, mean="posterior")[0], first) > 0.01
 
 
+@pytest.mark.slow
 def test_a_what_if_is_refitted_to_its_own_points() -> None:
     """Nothing is held in `mean="posterior"`: of the posterior without points it is that of the rest of the data."""
     network, x, y = case("bernoulli")
@@ -132,11 +134,11 @@ class Wavy(ntkl.Likelihood):
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.grad(lambda one: one.abs().sqrt().sum() + one.abs().sum() ** 3))(f)
 
-    def hessian(self, f: Tensor, y: Tensor) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor) -> Tensor:
         return torch.eye(f.shape[1], dtype=f.dtype).expand(len(f), -1, -1)
 
     def root(self, f: Tensor, y: Tensor) -> Tensor:
-        return self.hessian(f, y)
+        return self.curvature(f, y)
 
 
 def test_an_objective_without_an_optimum_is_told() -> None:

@@ -70,6 +70,7 @@ def quietly(posterior: ntkl.Posterior, **options) -> ntkl.LeaveOneOut:
         return posterior.leave_one_out(**options)
 
 
+@pytest.mark.slow
 def test_at_the_optimum_nothing_speaks_against_it() -> None:
     for structure in ("gp", "full"):
         found = fit(structure).leave_one_out()  # a warning would be an error
@@ -111,6 +112,7 @@ def test_what_is_measured_is_that_of_the_dense_matrices(structure: str) -> None:
     assert measured.exact == (structure in ("gp", "full"))
 
 
+@pytest.mark.slow
 def test_hyperparameters_that_moved_are_told() -> None:
     posterior = moved()
     words = rf"{DISTRUST}: the weights are not at the optimum of this model, as hyperparameters have changed.*train on"
@@ -184,6 +186,7 @@ def test_the_comparison_marks_the_column_and_says_why() -> None:
     assert found["kfac"].loo is None and 'kfac: LOO: expected structure="gp" or "full"' in text
 
 
+@pytest.mark.slow
 def test_the_page_says_it_beside_the_columns() -> None:
     _, x, _ = problem()
     pages = {name: explore(posterior, x[:2]).html()

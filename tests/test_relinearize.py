@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from reference import relative_error
-from test_bad_input import refused
+from refusals import refused
 
 DECAY = 5.0
 
@@ -77,6 +77,7 @@ def posterior(kind: str, structure: str):
     return ntkl.laplace(network, (x, y), likelihood(kind), ntkl.GaussianPrior(DECAY), structure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb, kind, structure", [
     ("remove", "classes", "full"), ("remove", "values", "gp"), ("reweight", "values", "full"),
     ("relabel", "classes", "gp"), ("add", "values", "gp"), ("add", "values", "full"),
@@ -158,6 +159,7 @@ def test_steps_fall_one_after_the_other_and_can_go_on():
     assert relative_error(gp.network.theta, each.network.theta) < 1e-8
 
 
+@pytest.mark.slow
 def test_a_step_that_overshoots_is_halved():
     """The whole step of a what-if, taken by the network, would raise the objective."""
     network, x, y = trained("values", 8)
@@ -172,6 +174,7 @@ def test_a_step_that_overshoots_is_halved():
     assert halved
 
 
+@pytest.mark.slow
 def test_what_training_left_undone_stays_held():
     """Far from an optimum nothing moves where nothing changes; a change moves towards its own tilted optimum."""
     torch.manual_seed(5)

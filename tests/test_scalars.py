@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ntk_laplace as ntkl
+from exact_cases import fit
 from ntk_laplace.scalars import Scalar, scalar
 from registry import problem
-from test_identities import fit
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids, trained, truth
 from ntk_laplace.predictive import predictive
 from ntk_laplace.selection import orders
 from reference import Dense, call, relative_error, take
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NOISE, PRIORS, problem, targets
-from test_bad_input import inputs, labels, network, refused
-from test_identities import TURNS, fit, ids, tolerance, trained, truth
+from registry_cases import tolerance
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 STRUCTURES = ("gp", "full", "kfac", "ekfac", "inf", "diag")
@@ -203,6 +204,7 @@ def test_averaged_predictions_of_the_rest(structure):
         assert float(found) == pytest.approx(by_hand(alone, order[:34], order[34:], scale), abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("structure", "m", "held"), [("gp", 34, 2), ("kfac", 34, 2), ("gp", 6, 1)])
 def test_the_scale_is_tuned_on_points_that_the_fit_does_not_see(structure, m, held):
     """Of 17 scales the one that predicts 2 of 34 points best, by the verbs of a posterior of the other 32."""

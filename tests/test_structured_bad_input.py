@@ -12,8 +12,8 @@ import ntk_laplace as ntkl
 from ntk_laplace.curvature import Summary
 from ntk_laplace.errors import DataError, HyperparameterError, NonFiniteError, NumericalError, UnsupportedError
 from registry import LIKELIHOODS, fresh, problem, targets
+from streams import interrupted_kfac, loader
 from structured_cases import fresh_fit
-from test_structured_data import interrupted_kfac, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 

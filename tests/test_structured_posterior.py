@@ -7,42 +7,14 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from pairwise import pairwise
 from reference import difference, outputs, relative_error
 from reference_structures import Structured, StructuredModel
 from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
 from registry_cases import derivatives, jacobians, offered, tolerance
-from structured_cases import CURVATURES, STRUCTURES, fit, fresh_fit, structured, truth
+from structured_cases import CASES, CHOSEN, CURVATURES, STRUCTURES, fit, fresh_fit, ids, structured, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
-
-CROSSED = (
-    "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "conv_transpose1d", "decoder_dict",
-)  # fmt: skip
-# its eigenvectors are LAPACK's choice in most networks: held to the dense matrix in test_structured
-CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]
-
-
-def cases() -> list[tuple[str, str, str, str, str]]:
-    """Some networks with every structure, the others with one; likelihoods, priors and curvatures in turn."""
-    found = []
-    for i, network in enumerate(NETWORKS):
-        for j, structure in enumerate(CHOSEN):
-            if network in CROSSED or i % len(CHOSEN) == j:
-                # ties of a Gaussian's eigenvalues leave open what INF keeps
-                likelihoods = [each for each in offered(network) if each != "gaussian" or structure != "inf"]
-                priors = list(PRIORS) if structure in ("inf", "diag") else ["layer", "scalar", "tensor"]
-                found.append((
-                    network, likelihoods[(i + j) % len(likelihoods)], priors[(i // 2 + j) % len(priors)],
-                    CURVATURES[(i + j // 2) % 3], structure,
-                ))  # fmt: skip
-    return found
-
-
-CASES = cases()
-
-
-def ids(case: tuple[str, ...]) -> str:
-    return "-".join(case)
 
 
 def groups(posterior) -> Tensor:
@@ -161,20 +133,16 @@ def check_gradients(posterior, correction: bool, limit: float = 1e-7) -> None:
         assert error < limit
 
 
-GRADIENTS = [
-    (network, likelihood, ("layer", "tensor", "scalar")[(i + j + k) % 3], CURVATURES[(i + j + k) % 2], structure)
-    for i, network in enumerate(("deep_mlp", "cnn_groups", "transformer_tied", "decoder_dict"))
-    for j, likelihood in enumerate(("gaussian", "categorical"))
-    for k, structure in enumerate(CHOSEN)
-    if network in ("deep_mlp", "cnn_groups") or structure in ("kfac", "ekfac")
-]
+GRADIENTS = pairwise(
+    ("deep_mlp", "cnn_groups", "transformer_tied", "decoder_dict"), ("gaussian", "categorical"),
+    ("layer", "tensor", "scalar"), ("ggn", "ef"), CHOSEN, (False, True),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("correction", [False, True], ids=["plain", "corrected"])
-@pytest.mark.parametrize("case", GRADIENTS, ids=ids)
-def test_evidence_gradients_are_finite_differences(case, correction):
+@pytest.mark.parametrize(("network", "likelihood", "prior", "curvature", "structure", "correction"), GRADIENTS)
+def test_evidence_gradients_are_finite_differences(network, likelihood, prior, curvature, structure, correction):
     """Identity 8, in log precisions, log noise and log temperature; EKFAC's and INF's eigenvectors stay the fit's."""
-    check_gradients(fresh_fit(*case), correction)
+    check_gradients(fresh_fit(network, likelihood, prior, curvature, structure), correction)
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "diag"])

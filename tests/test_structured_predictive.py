@@ -8,11 +8,11 @@ from torch.func import functional_call
 
 import ntk_laplace as ntkl
 from ntk_laplace.predictive import predictive
+from pairwise import pairwise
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
 from registry_cases import jacobians, tolerance
-from structured_cases import fit, fresh_fit, truth
-from test_structured_posterior import CASES, CHOSEN, ids
+from structured_cases import AXES, CASES, CHOSEN, admits, fit, fresh_fit, ids, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -55,7 +55,11 @@ def test_predictive_by_weight_samples(structure):
 
 # -------------------------------------------------------------------------------------------------------------- samples
 
-FACTORS = [*CASES[::3], *[case for case in CASES if case[4] == "inf"]]
+# every structure with every curvature and prior; INF's factor is the one with cases of its own
+FACTORS = [
+    *pairwise(("deep_mlp", "transformer_tied", "scalar_outputs"), *AXES, allowed=admits),
+    *[case for case in CASES if case[4] == "inf"],
+]
 
 
 @pytest.mark.parametrize("case", FACTORS, ids=ids)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import fit as exact_fit
 from ntk_laplace.explain import SPREADS
 from reference import differentiate, outputs, relative_error, take
+from reference_effects import dense_effects
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, problem, targets
 from registry_cases import jacobians
 from structured_cases import MC, STRUCTURES, fit, output_curvature, truth
-from test_bad_input import inputs, labels, network, refused
-from test_identities import fit as exact_fit
-from test_ranking import dense_effects
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -76,6 +76,7 @@ def test_weight_space_answers_as_function_space(case, verb):
         same(*(asked(case, exact_fit(*case, name), verb, steps=steps) for name in ("full", "gp")), x)
 
 
+@pytest.mark.slow
 def test_scores_gradients_and_explanations_of_a_changed_weight_space():
     case = EXACT[0]
     x = problem(case[0]).x_new

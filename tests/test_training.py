@@ -140,6 +140,7 @@ def test_the_trajectory_is_that_of_algorithm_1(kind: str, batch: int, structure:
         torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
 @pytest.mark.parametrize("name", STRUCTURES)
@@ -524,6 +525,7 @@ def interrupted(state: ntkl.TrainingState) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["state", "file"])
 @pytest.mark.parametrize("kind", ["tensors", "loader"])
 def test_resuming_is_bit_for_bit(kind: str, where: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,6 +291,7 @@ def test_a_caller_without_gradients_gets_the_same(structure, path):
     assert torch.allclose(covariance, want.latent(NEW).covariance_matrix, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac", "inf", "diag"])
 def test_tensors_of_inference_mode_are_inputs_and_data_like_others(structure):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids, trained
 from reference import jacobian, outputs, relative_error, take
 from reference_refit import Linearized
+from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians, tolerance
-from test_bad_input import inputs, labels, network, refused
-from test_identities import TURNS, fit, ids, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
@@ -224,7 +224,7 @@ def test_an_added_point_is_another_of_its_kind():
     # its own curvature is that where the weights have moved, the others' stays where their one step began
     removed, cut = posterior.remove([0]), len(own.x_new) * posterior.num_outputs
     joint = removed.latent(torch.cat([own.x_new, own.x[2:3]])).covariance_matrix
-    across, hessian = joint[:cut, cut:], posterior.likelihood.hessian(removed.outputs(own.x[2:3]))[0].detach()
+    across, hessian = joint[:cut, cut:], posterior.likelihood.curvature(removed.outputs(own.x[2:3]))[0].detach()
     taken = across @ torch.linalg.solve(torch.eye(len(hessian)) + hessian @ joint[cut:, cut:], hessian @ across.T)
     assert relative_error(kept.latent(own.x_new).covariance_matrix, joint[:cut, :cut] - taken) < 1e-9
 

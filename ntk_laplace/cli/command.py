@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ntk_laplace.cli.likelihood import likelihood_fault
 from ntk_laplace.cli.options import (
     add_model_options,
     count,
@@ -43,9 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return OK
-    if options.command != "demo" and options.noise is not None and options.likelihood != "gaussian":
-        parser.error(f"expected --noise with --likelihood gaussian alone; got it with {options.likelihood}.")
-    return _demo(options) if options.command == "demo" else _own(options)
+    if options.command == "demo":
+        return _demo(options)
+    fault = likelihood_fault(options)
+    if fault:
+        parser.error(fault)
+    return _own(options)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,26 +1,23 @@
-"""Input files of the command: a Python file with the network, a checkpoint of its weights, arrays of data."""
+"""Input files of the command: a checkpoint of the network's weights, arrays of data."""
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
-import sys
-import traceback
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ntk_laplace.cli.python_files import first_few, first_line, require_file
 from ntk_laplace.data import Inputs, describe_inputs, take
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError
 from ntk_laplace.network import Caller
 
-__all__ = ["check_forward", "load_data", "load_inputs", "load_network", "load_weights"]
+__all__ = ["check_forward", "load_data", "load_inputs", "load_weights"]
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and torch.compile
@@ -39,70 +36,6 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 # --- the network
-
-
-def load_network(path: Path, factory: str) -> nn.Module:
-    """Run a Python file and call its function that returns the network.
-
-    Raises
-    ------
-    DataError
-        If there is no such file.
-    NetworkError
-        If the file does not run, has no such function, or the function does not return a module.
-    """
-    _require_file(path, "a Python file with a function that returns the network")
-    module = _run(path)
-    if not hasattr(module, factory):
-        own = [name for name, value in vars(module).items()
-               if callable(value) and getattr(value, "__module__", None) == module.__name__]  # fmt: skip
-        there = f"a file with {_few(own)}" if own else "a file without functions"
-        example = own[0] if own else factory
-        raise NetworkError(f"a function {factory!r} in {path}", there, f"Name the function: {path}:{example}")
-    made = getattr(module, factory)
-    if not isinstance(made, nn.Module):
-        if not callable(made):
-            raise NetworkError(f"{factory!r} in {path} to be a function", f"a {type(made).__name__}",
-                               "Name a function without arguments that returns the network.")
-        made = _called(made, f"{factory}()", path)
-    if not isinstance(made, nn.Module):
-        raise NetworkError(f"{factory}() in {path} to return a torch.nn.Module", f"a {type(made).__name__}",
-                           "Let it return the network itself, untrained; the weights come from the checkpoint.")
-    return made.eval()
-
-
-def _run(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_ntk_laplace_network_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise NetworkError("a Python file, whose name ends with .py", f"{path}", "Rename it.")
-    module = importlib.util.module_from_spec(spec)
-    # as Python does for a script: the file can import its neighbors, and pickle and dataclasses find the module
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        _called(lambda: spec.loader.exec_module(module), "the file", path)
-    except NetworkError:
-        del sys.modules[spec.name]
-        raise
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _called(function: Callable[[], Any], what: str, path: Path) -> Any:
-    """The function's return value; exceptions become an error message with the line in the file."""
-    try:
-        return function()
-    except (Exception, SystemExit) as cause:
-        frames = traceback.extract_tb(cause.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
-        if isinstance(cause, SyntaxError):
-            lines = [cause.lineno]
-        where = f" in line {lines[-1]} of {path}" if lines else f" in {path}"
-        raise NetworkError(
-            f"{what} to run without arguments", f"{type(cause).__name__}: {_first_line(cause)}{where}",
-            'Training and the reading of arguments belong below if __name__ == "__main__".',
-        ) from cause  # fmt: skip
 
 
 def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None) -> None:
@@ -127,7 +60,7 @@ def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None
         if isinstance(x, Tensor) and not x.is_floating_point():
             remedy = "Whole numbers are passed as they are (token numbers, say): save X as floats if they are values."
         raise NetworkError(f"a network that takes {words}",
-                           f"{type(cause).__name__}: {_first_line(cause)}", caller.remedy(few) or remedy) from cause
+                           f"{type(cause).__name__}: {first_line(cause)}", caller.remedy(few) or remedy) from cause
 
 
 # --- its weights
@@ -151,7 +84,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
     NetworkError
         If names or shapes differ from the network's.
     """
-    _require_file(path, "a checkpoint")
+    require_file(path, "a checkpoint")
     remedy = "Save it with torch.save(network.state_dict(), path)."
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
@@ -160,7 +93,7 @@ def load_weights(network: nn.Module, path: Path) -> None:
                         f"{path}, which torch.load(weights_only=True) refuses", remedy) from cause
     except (EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as cause:
         raise DataError("a checkpoint that torch.load can read", f"{path}, which it cannot "
-                        f"({type(cause).__name__}: {_first_line(cause)})", remedy) from cause
+                        f"({type(cause).__name__}: {first_line(cause)})", remedy) from cause
     state = _state_dict(found, path, remedy)
     wanted = network.state_dict()
     for prefix in _PREFIXES:
@@ -178,7 +111,7 @@ def _state_dict(found: Any, path: Path, remedy: str) -> dict[str, Any]:
         raise DataError("a state dict: names and tensors", f"a {type(found).__name__} in {path}", remedy)
     other = [name for name, value in found.items() if not isinstance(value, Tensor) and "_extra_state" not in str(name)]
     if other or not found:
-        got = f"{_few(other)} in {path}, which are no tensors" if other else f"an empty dict in {path}"
+        got = f"{first_few(other)} in {path}, which are no tensors" if other else f"an empty dict in {path}"
         raise DataError("a state dict: names and tensors", got, f"{remedy} One under a key {_WRAPPERS} is found too.")
     return {str(name): value for name, value in found.items()}
 
@@ -187,8 +120,8 @@ def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Pat
     missing = [name for name in wanted if name not in state]
     extra = [name for name in state if name not in wanted]
     if missing or extra:
-        got = [f"{_few(missing)} missing"] if missing else []
-        got += [f"{_few(extra)} that it does not know"] if extra else []
+        got = [f"{first_few(missing)} missing"] if missing else []
+        got += [f"{first_few(extra)} that it does not know"] if extra else []
         raise NetworkError(f"a checkpoint with the network's {len(wanted)} tensors",
                            f"{path} with {', and '.join(got)}",
                            "Let the factory build the network that was trained.")
@@ -197,7 +130,7 @@ def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Pat
         if isinstance(value, Tensor) and value.shape != state[name].shape
     ]  # fmt: skip
     if other:
-        raise NetworkError("weights of the network's shapes", f"{_few(other, quote=False)} in {path}",
+        raise NetworkError("weights of the network's shapes", f"{first_few(other, quote=False)} in {path}",
                            "Let the factory build the network that was trained, with its widths.")
 
 
@@ -252,7 +185,7 @@ def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str |
 
 def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> dict[str, np.ndarray | None]:
     """Arrays of a file that has the needed ones: X and y, or all arrays if `targets` is given."""
-    _require_file(path, what)
+    require_file(path, what)
     words = " and ".join(needed) or "by name"
     expected = f"an .npz file with arrays {words} of numbers"
     remedy = _conversion(path, [f"{name}={name}" for name in needed] + ["**inputs"] * (targets is not None))
@@ -264,7 +197,7 @@ def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> 
     if missing and _format(path) in _FORMATS:  # some of these formats are zip archives
         raise DataError(expected, str(path), remedy)
     if missing:
-        there = _few(list(arrays)) if arrays else "nothing"
+        there = first_few(list(arrays)) if arrays else "nothing"
         raise DataError(f"arrays {words} in {path}", f"{there}, and no {' and no '.join(missing)}", remedy)
     return arrays
 
@@ -275,7 +208,7 @@ def _told(path: Path, cause: Exception) -> str:
     if "Object arrays" in str(cause):
         return f"{path}, which holds Python objects"
     readable = zipfile.is_zipfile(path) or isinstance(cause, _OneArray)
-    return f"{path} ({_first_line(cause)})" if readable else f"{path}, which is no such file"
+    return f"{path} ({first_line(cause)})" if readable else f"{path}, which is no such file"
 
 
 def _format(path: Path) -> str:
@@ -332,19 +265,3 @@ def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
 
 
 # --- texts
-
-
-def _require_file(path: Path, what: str) -> None:
-    if not path.is_file():
-        if path.is_dir():
-            raise DataError(what, f"the directory {path}", "Name a file in it.")
-        raise DataError(what, f"{path}, where there is no file", "Check the path.")
-
-
-def _few(names: Sequence[Any], quote: bool = True) -> str:
-    shown = [repr(name) if quote else str(name) for name in names[:3]]
-    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def _first_line(cause: BaseException) -> str:
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0]

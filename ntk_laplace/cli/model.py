@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.cli.inputs import check_forward, load_data, load_network, load_weights
+from ntk_laplace.cli.inputs import check_forward, load_data, load_weights
+from ntk_laplace.cli.likelihood import build_likelihood
+from ntk_laplace.cli.python_files import load_network
 from ntk_laplace.data import Inputs
 
 __all__ = ["Model", "bring", "require_writable"]
@@ -64,13 +66,7 @@ def bring(options: argparse.Namespace) -> Model:
     budget = None if options.memory is None else int(options.memory * 2**30)
     prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
     settings = ntkl.Settings(memory_budget=budget)
-    return Model(network, x, y, _likelihood(options), prior, dtype, settings, options.output)
-
-
-def _likelihood(options: argparse.Namespace) -> ntkl.Likelihood:
-    if options.likelihood == "gaussian":
-        return ntkl.Gaussian(noise=1.0 if options.noise is None else options.noise)
-    return {"categorical": ntkl.Categorical, "bernoulli": ntkl.Bernoulli, "poisson": ntkl.Poisson}[options.likelihood]()
+    return Model(network, x, y, build_likelihood(options), prior, dtype, settings, options.output)
 
 
 def _device(name: str, dtype: torch.dtype) -> torch.device:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
+
+from ntk_laplace.cli.likelihood import add_likelihood_options, positive
 
 __all__ = [
     "FACTORY",
@@ -23,7 +24,6 @@ __all__ = [
 ]
 
 FACTORY = "make_network"
-_LIKELIHOODS = ("categorical", "bernoulli", "gaussian", "poisson")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +41,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--targets", metavar="NAME",
                        help="the array of the targets, if the others are the network's inputs by name, saved with "
                        "numpy.savez(NPZ, input_ids=..., labels=...)")  # fmt: skip
-    model.add_argument("--likelihood", choices=_LIKELIHOODS, required=True, help="of the targets y")
-    model.add_argument("--noise", type=positive, metavar="VARIANCE",
-                       help="of gaussian targets, in squared units of y (default: 1)")  # fmt: skip
+    add_likelihood_options(model)
     model.add_argument("--precision", type=positive, default=1.0, metavar="DELTA",
                        help="of the prior: the weight decay on the summed loss (default: 1)")  # fmt: skip
     model.add_argument("--groups", choices=("all", "layer", "tensor"), default="all",
@@ -81,17 +79,6 @@ def structures(text: str) -> list[str]:
         got = f"one twice in {text!r}" if "" not in names else repr(text)
         raise argparse.ArgumentTypeError(f"expected names of structures such as gp,kfac; got {got}.")
     return names
-
-
-def positive(text: str) -> float:
-    """A positive, finite number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}.")
-    return value
 
 
 def seed(text: str) -> int:

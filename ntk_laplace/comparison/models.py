@@ -13,7 +13,8 @@ from ntk_laplace.comparison.priors import check_prior
 from ntk_laplace.comparison.ranking import ModelComparison, ModelScores
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, Tempered
+from ntk_laplace.explain import leave_one_out_score
+from ntk_laplace.likelihoods import Likelihood, Tempered
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.selection import require_beginning
 
@@ -21,7 +22,6 @@ __all__ = ["compare_models"]
 
 _SHARE = 0.8  # default fraction of the data that the conditional evidence conditions on
 _CONDITIONAL = ("auto", "evidence", "average", "none")
-_COUNTED = (Bernoulli, Categorical, Poisson)  # probability mass functions, not densities
 
 
 def compare_models(
@@ -127,8 +127,8 @@ def _require_same_data(named: dict[str, Posterior]) -> None:
                             "Fit all models to the same (X, y), without shuffling.")
         kinds = [_plain(one.likelihood) for one in (first, posterior)]
         words = " and ".join(type(kind).__name__ for kind in kinds)
-        # for user-defined likelihoods only the targets can be compared
-        if any(isinstance(kind, Gaussian) for kind in kinds) and any(isinstance(kind, _COUNTED) for kind in kinds):
+        # where a user's likelihood declares neither, only the targets can be compared
+        if {kind.is_density for kind in kinds} == {True, False}:
             raise UnsupportedError("likelihoods that are all densities or all probabilities", words,
                                    "Their units differ: compare regressions with regressions.")
         if first.likelihood.weight != posterior.likelihood.weight:
@@ -176,7 +176,7 @@ def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str,
 def _left_out(posterior: Posterior) -> tuple[float | None, str]:
     """The leave-one-out score and reasons to distrust it, or None and why there is no score."""
     try:
-        score, found = posterior._loo_score()
+        score, found = leave_one_out_score(posterior.fitted)
     except (UnsupportedError, DataError) as error:  # another structure, or data no longer available
         return None, f"expected {error.expected}"
     return float(score), "; ".join(found.reasons)

@@ -18,7 +18,7 @@ CURVATURES = ("ggn", "ef", "mc")
 
 @dataclass(frozen=True)
 class CurvatureType:
-    """Curvature type, which defines the root S of the output Hessian.
+    """Curvature type, which defines the root S of the output curvature Λ.
 
     Attributes
     ----------
@@ -62,10 +62,10 @@ class CurvatureType:
         with torch.no_grad():
             return likelihood.left_inverse(f) if self.kind == "ggn" else None
 
-    def hessian(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
+    def curvature(self, likelihood: Likelihood, f: Tensor, targets: Tensor) -> Tensor:
         """S Sᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
         if self.kind == "ggn":
-            return likelihood.hessian(f, targets)
+            return likelihood.curvature(f, targets)
         root = self._gradients(likelihood, f, targets)
         return root @ root.mT
 

@@ -2,7 +2,7 @@
 
 from ntk_laplace.explain.explanation import Explanation, ExplanationRequest, bytes_of_each, explain
 from ntk_laplace.explain.joint_removal import GroupRemoval, JointRemoval
-from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out
+from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out, leave_one_out_score
 from ntk_laplace.explain.quantity import SPREADS
 from ntk_laplace.explain.ranked import Ranked, joined
 from ntk_laplace.explain.ranking import Ranking, effects, rank
@@ -23,5 +23,6 @@ __all__ = [
     "explain",
     "joined",
     "leave_one_out",
+    "leave_one_out_score",
     "rank",
 ]

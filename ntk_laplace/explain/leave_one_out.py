@@ -20,7 +20,7 @@ from ntk_laplace.what_if import HIGH_LEVERAGE
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["LeaveOneOut", "leave_one_out"]
+__all__ = ["LeaveOneOut", "leave_one_out", "leave_one_out_score"]
 
 _EXACT = (
     "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
@@ -188,6 +188,22 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
                        "point from the optimum, by the Newton decrement, and what is left undone is held",)  # fmt: skip
     return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
                        found.used, found.information, importance, points.targets, guarantees, measured)
+
+
+def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
+    """Σ w_n log p(y_n given all other points), nats, and the leave-one-out predictions it comes from.
+
+    Raises
+    ------
+    UnsupportedError
+        If the structure or the curvature is not exact: a removal from an approximation ranks points and is no score.
+    """
+    if not fitted.exact:
+        raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
+                               f"structure={fitted.structure.name!r}, curvature={fitted.curvature_type.kind!r}",
+                               "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
+    found = leave_one_out(fitted)
+    return (fitted.points.counts * found.log_density).sum(), found
 
 
 def _kept(fitted: FittedModel) -> _Without:

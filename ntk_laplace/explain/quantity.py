@@ -40,7 +40,8 @@ class Quantity:
         "probability_variance": that of the mean response, gᵀVg with g its gradient in f; where Λ is that gradient,
         an entry of ΛVΛ, the part of the predictive covariance ΛVΛ + Λ that data reduce ([T20] 3.16).
     output : Tensor, (n,)
-        The explained output; for "log_likelihood" it is only displayed.
+        The explained output, or for "probability" and "probability_variance" the explained response, which is the same
+        where a likelihood has as many responses as outputs. For "log_likelihood" it is only displayed.
     targets : Tensor or None
         y at the explained inputs, in canonical form, for "log_likelihood".
     likelihood : Likelihood
@@ -134,9 +135,13 @@ def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, 
     n, c = f.shape
     if not isinstance(by, str) or by not in _WORDS:
         raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
-    if output is not None and not (is_whole(output, 0) and output < c):
-        raise DataError(f"an output from 0 to {c - 1}", f"{output}", "Choose one of the network's outputs.")
-    chosen = f.argmax(1) if output is None else torch.full((n,), output, device=f.device)
+    responses = by.startswith("probability") and likelihood.num_responses(c) != c
+    values = likelihood.mean(f) if responses else f
+    most = values.shape[1] - 1
+    if output is not None and not (is_whole(output, 0) and output <= most):
+        what, whose = ("a response", "likelihood's responses") if responses else ("an output", "network's outputs")
+        raise DataError(f"{what} from 0 to {most}", f"{output}", f"Choose one of the {whose}.")
+    chosen = values.argmax(1) if output is None else torch.full((n,), output, device=f.device)
     if by != "log_likelihood":
         return Quantity(by, chosen, None, likelihood)
     likelihood = likelihood.for_new_points()

@@ -14,7 +14,6 @@ from ntk_laplace.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.errors import DataError
 from ntk_laplace.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
 from ntk_laplace.explorer.sprites import images_of, sheet
-from ntk_laplace.likelihoods import Bernoulli, Categorical
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.progress import track
 
@@ -136,18 +135,21 @@ def _sides(shape: Any) -> tuple[Any, ...]:
 
 def _kind(posterior: Posterior) -> str:
     likelihood = posterior.likelihood.for_new_points()
-    if isinstance(likelihood, Categorical):
+    if not likelihood.classifies:
+        return "values"
+    if likelihood.event_shape(posterior.num_outputs) == ():
         return "classes"
-    return "binary" if isinstance(likelihood, Bernoulli) and posterior.num_outputs == 1 else "values"
+    return "binary" if posterior.num_outputs == 1 else "values"
 
 
 def _names(posterior: Posterior, naming: Naming) -> list[str]:
     if naming.classes is not None:
         return [str(name) for name in naming.classes]
+    c = posterior.num_outputs
     if _kind(posterior) == "values":
-        return [naming.target if posterior.num_outputs == 1 else f"{naming.target} {i}"
-                for i in range(posterior.num_outputs)]  # fmt: skip
-    return [str(i) for i in range(2 if _kind(posterior) == "binary" else posterior.num_outputs)]
+        what = naming.target if posterior.likelihood.num_responses(c) == c else "output"
+        return [what if c == 1 else f"{what} {i}" for i in range(c)]
+    return [str(i) for i in range(2 if _kind(posterior) == "binary" else c)]
 
 
 def _summary(posterior: Posterior) -> str:

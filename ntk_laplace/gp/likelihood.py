@@ -14,14 +14,14 @@ from torch.distributions import Distribution
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
-from ntk_laplace.likelihoods import Gaussian, Likelihood
+from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.predictive import predictive
 
 __all__ = ["ResponseLikelihood"]
 
 
 class _UnitNoise(Noise):
-    """Noise 1, not a hyperparameter: the Hessian square root S contains the noise."""
+    """Noise 1, not a hyperparameter: the curvature root S contains the noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
         Returns
         -------
         Distribution
-            Jointly Gaussian over (n, C) for a Gaussian likelihood; else one response per input.
+            Jointly Gaussian over (n, C) if the likelihood adds Gaussian noise to f; else one response per input.
         """
         covariance = function_dist.lazy_covariance_matrix
         if isinstance(covariance, WhitenedGram):
@@ -71,8 +71,11 @@ class ResponseLikelihood(_GaussianLikelihoodBase):
             raise UnsupportedError("what the LaplaceGP returned", type(function_dist).__name__,
                                    "Pass gp(*gp.train_inputs) in training mode or gp(x) in eval mode.")
         likelihood = self.observation.for_new_points() if likelihood is None else likelihood
-        if isinstance(likelihood, Gaussian) and method == "glm":
-            return _with_noise(function_dist, likelihood)
+        if method == "glm":
+            with torch.no_grad():
+                noise = likelihood.additive_noise(function_dist.mean.reshape(-1, function_dist.event_shape[1]))
+            if noise is not None:
+                return _with_noise(function_dist, noise)
         if function_dist.batch_shape:
             raise UnsupportedError("one batch of inputs", f"batch shape {tuple(function_dist.batch_shape)}",
                                    "Call the model and this likelihood for one batch at a time.")
@@ -104,11 +107,9 @@ def _blocks(joint: Tensor, n: int, c: int) -> Tensor:
     return joint.view(*joint.shape[:-2], n, c, n, c).diagonal(dim1=-4, dim2=-2)
 
 
-def _with_noise(latent: MultitaskMultivariateNormal, likelihood: Likelihood) -> MultitaskMultivariateNormal:
+def _with_noise(latent: MultitaskMultivariateNormal, noise: Tensor) -> MultitaskMultivariateNormal:
     """y = f + noise: add the noise covariance to each input's diagonal block ([T20] 3.15, in closed form)."""
     n, c = latent.event_shape
     joint = latent.covariance_matrix.clone()
-    with torch.no_grad():
-        noise = likelihood.response_covariance(latent.mean.reshape(-1, c)).view(*latent.batch_shape, n, c, c)
-    _blocks(joint, n, c).add_(noise.movedim(-3, -1))
+    _blocks(joint, n, c).add_(noise.reshape(*latent.batch_shape, n, c, c).movedim(-3, -1))
     return MultitaskMultivariateNormal(latent.mean, joint)

@@ -42,7 +42,7 @@ class LaplaceGP(ExactGP):
     """A trained network as an exact GPyTorch GP: a view of a `Posterior`, not a second fit.
 
     The model is stored in whitened form: its training rows are those of SᵀJ (R per example, in the order n*R + r), its
-    noise is 1, its targets are zero. Every Hessian block Λ = S Sᵀ, also a singular one, then becomes unit noise.
+    noise is 1, its targets are zero. Every curvature block Λ = S Sᵀ, also a singular one, then becomes unit noise.
 
     In training mode ``gp(*gp.train_inputs)`` is the prior over these rows, and
     ``ExactMarginalLogLikelihood(gp.likelihood, gp)`` times their number is the evidence, up to rounding. Its gradients
@@ -153,7 +153,7 @@ class LaplaceGP(ExactGP):
     # --- methods of ExactGP that would need the training inputs
 
     def set_train_data(self, inputs: Any = None, targets: Any = None, strict: bool = True) -> None:
-        """Not supported: the Jacobian and the Hessian square roots belong to the data of the fit."""
+        """Not supported: the Jacobian and the curvature roots belong to the data of the fit."""
         raise UnsupportedError("the data of the fit", "other training data",
                                "Fit again: ntk_laplace.laplace(network, data, likelihood, prior).")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -307,4 +308,4 @@ def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < float("inf")
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,7 +1,7 @@
-"""Observation models: log p(y given f), its derivatives in f, Hessian square roots, and response distributions.
+"""Observation models: log p(y given f), its derivatives in f, curvature roots, and response distributions.
 
 A likelihood does not depend on the network, kernel or prior. All obey the same identities, with f of shape (N, C):
-``residual = ∂ log p/∂f``, ``hessian = -∂² log p/∂f²`` and ``root rootᵀ = hessian``.
+``residual = ∂ log p/∂f`` and ``root rootᵀ = curvature``, which is ``-∂² log p/∂f²`` or its expectation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from ntk_laplace.likelihoods.bernoulli import Bernoulli
 from ntk_laplace.likelihoods.categorical import Categorical
 from ntk_laplace.likelihoods.custom import CustomLikelihood, from_log_prob
 from ntk_laplace.likelihoods.gaussian import Gaussian
+from ntk_laplace.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from ntk_laplace.likelihoods.poisson import Poisson
+from ntk_laplace.likelihoods.registry import (
+    likelihood_from_record,
+    likelihood_record,
+    register_likelihood,
+    registered_likelihoods,
+)
 from ntk_laplace.likelihoods.responses import Response
 from ntk_laplace.likelihoods.tempered import Tempered
 
@@ -20,9 +27,14 @@ __all__ = [
     "Categorical",
     "CustomLikelihood",
     "Gaussian",
+    "HeteroscedasticGaussian",
     "Likelihood",
     "Poisson",
     "Response",
     "Tempered",
     "from_log_prob",
+    "likelihood_from_record",
+    "likelihood_record",
+    "register_likelihood",
+    "registered_likelihoods",
 ]

@@ -6,17 +6,19 @@ import math
 from typing import Any
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from ntk_laplace.likelihoods.mixture import MixtureResponse
 from ntk_laplace.likelihoods.per_output import PerOutput
+from ntk_laplace.likelihoods.registry import register_likelihood
 from ntk_laplace.likelihoods.responses import BernoulliResponse, Response
 from ntk_laplace.likelihoods.targets import require
 
 __all__ = ["Bernoulli"]
 
 
+@register_likelihood
 class Bernoulli(PerOutput):
     """Bernoulli likelihood, ``p(y=1 given f) = σ(f)``; C outputs are C independent labels ([T20] Table 2.1).
 
@@ -37,6 +39,7 @@ class Bernoulli(PerOutput):
     """
 
     classifies = True
+    is_density = False
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check targets in [0, 1], (N, C), or (N,) for one output."""
@@ -45,10 +48,6 @@ class Bernoulli(PerOutput):
         good = ((y >= 0) & (y <= 1)) | y.isnan()
         require(good, y, "targets that are 0 or 1, or a probability of 1", remedy)
         return y
-
-    def event_shape(self, num_outputs: int) -> Size:
-        """(C,)."""
-        return Size((num_outputs,))
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each example, summed over its outputs, (N,), nats."""
@@ -62,7 +61,7 @@ class Bernoulli(PerOutput):
         residual = y * torch.sigmoid(-f) - (1 - y) * torch.sigmoid(f)
         return residual if there is None else residual * there
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``σ(f) σ(-f)`` on the diagonal ([T20] Table 2.1), 0 where a label is missing, (N, C, C)."""
         return torch.diag_embed(self._known(self.response_variance(f), y))
 
@@ -77,11 +76,11 @@ class Bernoulli(PerOutput):
 
     def mean_jacobian(self, f: Tensor) -> Tensor:
         """``σ(f) σ(-f)`` on the diagonal, (N, C, C)."""
-        return self.hessian(f)
+        return self.curvature(f)
 
     def response_covariance(self, f: Tensor) -> Tensor:
         """``σ(f) σ(-f)`` on the diagonal, (N, C, C)."""
-        return self.hessian(f)
+        return self.curvature(f)
 
     def response_variance(self, f: Tensor) -> Tensor:
         """``σ(f) σ(-f)``, (N, C)."""

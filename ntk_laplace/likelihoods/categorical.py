@@ -12,6 +12,7 @@ from torch.nn.functional import one_hot
 from ntk_laplace.errors import HyperparameterError, NetworkError
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.labels import as_probabilities, is_observed, label_log_prob, label_mass, read_classes
+from ntk_laplace.likelihoods.registry import register_likelihood
 from ntk_laplace.likelihoods.responses import CategoricalResponse, Response
 from ntk_laplace.likelihoods.targets import MISSING_LABEL
 from ntk_laplace.scalars import scalar
@@ -19,6 +20,7 @@ from ntk_laplace.scalars import scalar
 __all__ = ["Categorical"]
 
 
+@register_likelihood
 class Categorical(Likelihood):
     """Categorical likelihood of C classes, ``p = softmax(f / T)`` ([T20] Table 2.1).
 
@@ -39,6 +41,7 @@ class Categorical(Likelihood):
     """
 
     classifies = True
+    is_density = False
 
     def __init__(self, temperature: float | Tensor = 1.0) -> None:
         super().__init__()
@@ -89,6 +92,10 @@ class Categorical(Likelihood):
         """Convert labels (N,) to rows of probabilities (N, C) if `other` has that format."""
         return as_probabilities(y, other.shape[1], other) if y.dim() < other.dim() else y
 
+    def record(self) -> dict[str, Any]:
+        """The temperature."""
+        return {"temperature": self.temperature.detach()}
+
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each label, ``Σ_c y_c log p_c`` for soft labels, 0 for missing ones, (N,), nats."""
         return label_log_prob(self._log_probabilities(f), y)
@@ -104,13 +111,13 @@ class Categorical(Likelihood):
             residual = torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
         return residual / self._temperature(f)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), 0 where the label is missing, (N, C, C)."""
         hessian = self.response_covariance(f) / self._temperature(f) ** 2
         return hessian if y is None else hessian * label_mass(y, f).view(-1, 1, 1)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (N, C, C-1) with ``S Sᵀ`` equal to `hessian`, by a Householder reflection of A = diag(√p) - p √pᵀ.
+        """S (N, C, C-1) with ``S Sᵀ`` equal to `curvature`, by a Householder reflection of A = diag(√p) - p √pᵀ.
 
         Q = I - v vᵀ/(1 + √p_m) with v = √p + e_m maps A's null vector √p to -e_m, m being the most probable
         class. The other columns of A Q are, with s = √p,

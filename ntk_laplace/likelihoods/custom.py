@@ -13,7 +13,7 @@ __all__ = ["CustomLikelihood", "from_log_prob"]
 
 
 class CustomLikelihood(Likelihood):
-    """A likelihood from ``log_density(f, y)``; residual, hessian and root come from automatic differentiation.
+    """A likelihood from ``log_density(f, y)``; residual, curvature and root come from automatic differentiation.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ def negative_hessian(log_density: Callable[[Tensor], Tensor], f: Tensor) -> Tens
 
 
 def root_of_hessian(hessian: Tensor) -> Tensor:
-    """S (N, C, C) with ``S Sᵀ`` equal to positive semidefinite `hessian`, which may be singular.
+    """S (N, C, C) with ``S Sᵀ`` equal to positive semidefinite `curvature`, which may be singular.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def root_of_hessian(hessian: Tensor) -> Tensor:
         raise UnsupportedError(
             "a log density that is concave in f",
             f"a second derivative with eigenvalue {-float(spectrum[index].min()):+.3g} at example {index}",
-            "Choose a log-concave likelihood, or override `hessian` with the Fisher information.",
+            "Choose a log-concave likelihood, or override `curvature` with the Fisher information.",
         )
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import Size, Tensor, nn
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.likelihoods.base import Likelihood
 from ntk_laplace.likelihoods.covariances import marginal_factor
+from ntk_laplace.likelihoods.noise import filled, numbers, one_number, positive, unit_factors
 from ntk_laplace.likelihoods.per_output import PerOutput
+from ntk_laplace.likelihoods.registry import register_likelihood
 from ntk_laplace.likelihoods.responses import MultivariateNormalResponse, NormalResponse, Response
 from ntk_laplace.scalars import scalar
 
@@ -20,6 +23,7 @@ __all__ = ["Gaussian"]
 KINDS = ("auto", "scalar", "output", "point", "covariance")
 
 
+@register_likelihood
 class Gaussian(PerOutput):
     """Gaussian likelihood ``y = f + ε``, where ε has the variance `noise` ([T20] Table 2.1).
 
@@ -50,6 +54,7 @@ class Gaussian(PerOutput):
         another value.
     """
 
+    is_density = True
     log_noise: nn.Parameter
     coupling: nn.Parameter | None
 
@@ -57,18 +62,15 @@ class Gaussian(PerOutput):
         super().__init__(missing)
         if kind not in KINDS:
             raise HyperparameterError(f"a kind among {KINDS}", f"{kind!r}", "Pass one of them.")
-        values = _numbers(noise)
-        square = values.dim() == 2 and values.shape[0] == values.shape[1]
-        if kind == "scalar" or (kind == "auto" and values.numel() == 1):
-            kind, values = "scalar", _one(values)
-        elif kind == "auto" and values.dim() == 2:
-            kind = "auto covariance" if square else "point"
-        self._kind = kind
-        if kind.endswith("covariance"):
-            log_noise, coupling = _unit_factors(values)
+        values = numbers(noise)
+        self._kinds = (kind,) if kind != "auto" else _possible_kinds(values)
+        if "scalar" in self._kinds:
+            values = one_number(values)
+        if "covariance" in self._kinds:
+            log_noise, coupling = unit_factors(values)
             self.log_noise, self.coupling = nn.Parameter(log_noise), nn.Parameter(coupling)
         else:
-            self.log_noise = nn.Parameter(_positive(values).log())
+            self.log_noise = nn.Parameter(positive(values).log())
             self.register_parameter("coupling", None)
 
     # --- the hyperparameter -----------------------------------------------------------------------------
@@ -76,7 +78,7 @@ class Gaussian(PerOutput):
     @property
     def kind(self) -> str:
         """What the noise means; "auto" until `bind` if its shape is ambiguous."""
-        return self._kind.removeprefix("auto ")
+        return "auto" if self._kinds == ("output", "point") else self._kinds[0]
 
     @property
     def noise(self) -> Tensor:
@@ -88,31 +90,29 @@ class Gaussian(PerOutput):
 
     @noise.setter
     def noise(self, value: float | Tensor) -> None:
-        values = _numbers(value)
+        values = numbers(value)
         with torch.no_grad():
             if self.coupling is None:
-                self.log_noise.copy_(_fill(_positive(values), self.log_noise.shape).log())
+                self.log_noise.copy_(filled(positive(values), self.log_noise.shape).log())
             else:
                 size = len(self.log_noise)
                 if values.numel() == 1:
-                    values = _one(_positive(values)) * torch.eye(size, dtype=values.dtype, device=values.device)
-                log_noise, coupling = _unit_factors(_fill(values, Size((size, size))))
+                    values = one_number(positive(values)) * torch.eye(size, dtype=values.dtype, device=values.device)
+                log_noise, coupling = unit_factors(filled(values, Size((size, size))))
                 self.log_noise.copy_(log_noise)
                 self.coupling.copy_(coupling)
 
     def bind(self, num_examples: int, num_outputs: int) -> None:
         """Determine what the noise means for N examples and C outputs, and check its shape."""
-        self._kind = self._resolve(num_examples, num_outputs)
+        self._kinds = (self._resolve(num_examples, num_outputs),)
 
     def at(self, index: Tensor | slice) -> Likelihood:
         """Return this likelihood; for noise per point that of a subset of points, differentiable in `log_noise`."""
         if self.kind != "point":
             return self
-        part = Gaussian.__new__(Gaussian)
-        nn.Module.__init__(part)
-        # a plain tensor, not a parameter, to let gradients reach this module's parameter
-        part._kind, part.log_noise, part.coupling = "point", self.log_noise[index], None
-        part.missing = self.missing
+        part = Gaussian(torch.ones(1), "point", self.missing)
+        del part.log_noise
+        part.log_noise = self.log_noise[index]  # a plain tensor: gradients reach this module's parameter
         return part
 
     def for_new_points(self) -> Likelihood:
@@ -126,10 +126,6 @@ class Gaussian(PerOutput):
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check real targets, (N, C), or (N,) for one output."""
         return self._columns(y, num_examples, num_outputs)
-
-    def event_shape(self, num_outputs: int) -> Size:
-        """(C,)."""
-        return Size((num_outputs,))
 
     def log_curvature_scale(self) -> Tensor | None:
         """Return -log σ² for a scalar variance, where Λ = I/σ²."""
@@ -150,7 +146,7 @@ class Gaussian(PerOutput):
         error, there = self._error(f, y)
         return self._solved(error, f, there)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``Σ⁻¹`` ([T20] Table 2.1) over the observed targets, 0 for the others, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._known((-self._log_variance(f)).exp(), y))
@@ -161,7 +157,7 @@ class Gaussian(PerOutput):
         """``L⁻ᵀ`` with ``L Lᵀ = Σ`` over the observed targets, 0 for the others, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._known((-0.5 * self._log_variance(f)).exp(), y))
-        self._require_fit("covariance", *f.shape)
+        self._resolve(*f.shape, kinds=("covariance",))
         there = None if y is None else self.observed(y)
         factor = self._factor(f) if there is None else self._marginal_factor(f, there)
         eye = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
@@ -174,7 +170,7 @@ class Gaussian(PerOutput):
             return None  # a subclass may override the curvature
         if self.coupling is None:
             return torch.diag_embed((0.5 * self._log_variance(f)).exp())
-        self._require_fit("covariance", *f.shape)
+        self._resolve(*f.shape, kinds=("covariance",))
         return self._factor(f).mT.expand(len(f), -1, -1)
 
     # --- the response -----------------------------------------------------------------------------------------
@@ -191,7 +187,7 @@ class Gaussian(PerOutput):
         """Σ, the noise, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._log_variance(f).exp())
-        self._require_fit("covariance", *f.shape)
+        self._resolve(*f.shape, kinds=("covariance",))
         factor = self._factor(f)
         return (factor @ factor.mT).expand(len(f), -1, -1)
 
@@ -201,13 +197,17 @@ class Gaussian(PerOutput):
             return self._log_variance(f).exp()
         return super().response_variance(f)
 
+    def additive_noise(self, f: Tensor) -> Tensor:
+        """Σ, (N, C, C)."""
+        return self.response_covariance(f)
+
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Normal response given f."""
         return self.integrate(f, f.new_zeros(*f.shape, f.shape[-1]), scalar)
 
     def average(self, f: Tensor, scalar: bool = False) -> Response:
         """Average over samples of f (S, n, C): an equal mixture of normals."""
-        if self._kind.startswith("auto"):
+        if len(self._kinds) > 1:
             self.bind(*f.shape[1:])  # the mixture looks up each sample's noise by index
         return super().average(f, scalar)
 
@@ -223,6 +223,10 @@ class Gaussian(PerOutput):
         """Return the exact response, because the link is the identity."""
         return self.integrate(mean, covariance, scalar)
 
+    def record(self) -> dict[str, Any]:
+        """The noise and its kind, and the mark of missing targets."""
+        return {"noise": self.noise.detach(), "kind": self.kind, **super().record()}
+
     # --- private --------------------------------------------------------------------------------------------------
 
     def _error(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -236,7 +240,7 @@ class Gaussian(PerOutput):
         """``Σ⁻¹ error`` over the observed targets, (N, C)."""
         if self.coupling is None:
             return error * (-self._log_variance(f)).exp()
-        self._require_fit("covariance", *f.shape)
+        self._resolve(*f.shape, kinds=("covariance",))
         if there is None:
             return torch.cholesky_solve(error.mT, self._factor(f)).mT
         return torch.cholesky_solve(error.unsqueeze(-1), self._marginal_factor(f, there)).squeeze(-1)
@@ -248,10 +252,9 @@ class Gaussian(PerOutput):
 
     def _log_variance(self, f: Tensor) -> Tensor:
         """Log variances for each point and output of f, (N, C)."""
-        kind = self._resolve(*f.shape) if self._kind == "auto" else self._kind
-        if kind == "point" and len(self.log_noise) != len(f):
+        if self.kind == "point" and len(self.log_noise) != len(f):
             raise self._no_noise(f"{len(f)} other points")
-        self._require_fit(kind, *f.shape)
+        kind = self._resolve(*f.shape)
         values = self.log_noise.to(f)
         column = kind == "point" and values.dim() == 1
         return (values.unsqueeze(1) if column else values).expand(f.shape)
@@ -272,31 +275,28 @@ class Gaussian(PerOutput):
             return self.log_noise.to(f).sum()  # det U = 1
         return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
-    def _resolve(self, num_examples: int, num_outputs: int) -> str:
-        """Return what the noise means for N examples and C outputs."""
-        kind = self._kind
-        if kind.startswith("auto"):
-            if num_examples == num_outputs and self.log_noise.shape[0] == num_outputs:
-                choice = ("output", "point") if kind == "auto" else ("covariance", "point")
-                raise HyperparameterError(
-                    f"noise whose shape tells what it means for {num_examples} examples of {num_outputs} outputs",
-                    f"shape {tuple(self.noise.shape)}, which could be one per {choice[1]} or of kind {choice[0]!r}",
-                    f'Say which: Gaussian(noise, kind="{choice[0]}") or Gaussian(noise, kind="{choice[1]}").',
-                )
-            fits_outputs = kind == "auto" and self.log_noise.shape[0] == num_outputs
-            kind = "covariance" if kind != "auto" else "output" if fits_outputs else "point"
-        self._require_fit(kind, num_examples, num_outputs)
-        return kind
+    def _resolve(self, num_examples: int, num_outputs: int, kinds: Sequence[str] = ()) -> str:
+        """Return what the noise means for N examples and C outputs: the only one of `kinds` that its shape fits.
 
-    def _require_fit(self, kind: str, num_examples: int, num_outputs: int) -> None:
-        n, c, shape = num_examples, num_outputs, tuple(self.log_noise.shape)
-        allowed = {"scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c,)]}[kind]
-        if shape not in allowed:
+        By default `kinds` are the possible ones.
+        """
+        n, c, size = num_examples, num_outputs, tuple(self.log_noise.shape)
+        shape = size if self.coupling is None else (*size, *size)
+        allowed = {"scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c, c)]}
+        kinds = [kind for kind in kinds or self._kinds if shape in allowed[kind]]
+        if not kinds:
             raise HyperparameterError(
                 f"noise of shape (), ({c},), ({n},), ({n}, {c}) or ({c}, {c}) for {n} examples of {c} outputs",
-                f"shape {tuple(self.noise.shape)}",
+                f"shape {shape}",
                 "Pass one variance, one per output, one per point, or a covariance of the outputs.",
             )
+        if len(kinds) > 1:
+            raise HyperparameterError(
+                f"noise whose shape tells what it means for {n} examples of {c} outputs",
+                f"shape {shape}, which could be one per point or of kind {kinds[0]!r}",
+                f'Say which: Gaussian(noise, kind="{kinds[0]}") or Gaussian(noise, kind="point").',
+            )
+        return kinds[0]
 
     def _no_noise(self, what: str) -> UnsupportedError:
         return UnsupportedError(
@@ -306,51 +306,10 @@ class Gaussian(PerOutput):
         )
 
 
-def _numbers(noise: Any) -> Tensor:
-    try:
-        return torch.as_tensor(noise, dtype=torch.float64).detach().clone()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise HyperparameterError(
-            "noise as a number or a tensor", repr(noise)[:80], "Pass variances, such as 0.1."
-        ) from error
-
-
-def _one(values: Tensor) -> Tensor:
-    if values.numel() != 1:
-        raise HyperparameterError(
-            'one number for kind="scalar"', f"shape {tuple(values.shape)}", 'Pass a float, or kind="auto".'
-        )
-    return values.reshape(())
-
-
-def _fill(values: Tensor, shape: Size) -> Tensor:
-    if values.numel() != 1 and values.shape != shape:
-        raise HyperparameterError(
-            f"noise of shape {tuple(shape)}, or one number", f"shape {tuple(values.shape)}", "Pass one value for each."
-        )
-    return values.expand(shape)
-
-
-def _positive(values: Tensor) -> Tensor:
-    bad = ~(values.isfinite() & (values > 0))
-    if values.numel() == 0 or values.dim() > 2 or bad.any():
-        got = f"{float(values[bad][0]):g}" if bad.any() else f"shape {tuple(values.shape)}"
-        raise HyperparameterError("noise variances that are positive and finite", got, "Pass variances above 0.")
-    return values
-
-
-def _unit_factors(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Log D (C,) and the strict lower triangle of U in ``Σ = U diag(D) Uᵀ``."""
-    factor, info = torch.linalg.cholesky_ex(covariance) if covariance.dim() == 2 else (covariance, 1)
-    symmetric = covariance.dim() == 2 and torch.allclose(covariance, covariance.mT, rtol=1e-10, atol=0.0)
-    if not symmetric or int(info) != 0 or not covariance.isfinite().all():
-        shape = f"shape {tuple(covariance.shape)}"
-        fault = "one that is not symmetric" if not symmetric else "one that is not positive definite"
-        raise HyperparameterError(
-            "a noise covariance (C, C) that is symmetric and positive definite",
-            fault if covariance.dim() == 2 else shape,
-            'Noise of one variance per point and output is Gaussian(noise, kind="point").',
-        )
-    scale = factor.diagonal()
-    rows, columns = torch.tril_indices(len(scale), len(scale), -1)
-    return 2.0 * scale.log(), (factor / scale)[rows, columns]
+def _possible_kinds(values: Tensor) -> tuple[str, ...]:
+    """What noise of this shape may mean; N and C decide between two."""
+    if values.numel() == 1:
+        return ("scalar",)
+    if values.dim() < 2:
+        return "output", "point"
+    return ("covariance", "point") if values.dim() == 2 and values.shape[0] == values.shape[1] else ("point",)

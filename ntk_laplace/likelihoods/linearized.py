@@ -11,12 +11,11 @@ from torch import distributions as td
 
 from ntk_laplace.likelihoods.covariances import cholesky, covariance_root, marginal_log_density
 from ntk_laplace.likelihoods.labels import as_probabilities
+from ntk_laplace.likelihoods.protocol import ObservationModel
 from ntk_laplace.likelihoods.responses import Response
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ntk_laplace.likelihoods.base import Likelihood
 
 __all__ = ["LinearizedResponse"]
 
@@ -27,17 +26,22 @@ class LinearizedResponse(Response):
     `log_prob` is the density of this Gaussian at the response. For classes the response is the vector of
     indicators, whose covariance is singular. The density is then that of the first C-1 indicators; it does not
     depend on which indicator is left out. It is not comparable with a log probability; use `probs` for that.
+    `num_outputs` is C, if it is not the number of responses D.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
     def __init__(
-        self, likelihood: Likelihood, mean: Tensor, latent: Tensor, noise: Tensor, scalar: bool = False
-    ) -> None:
+        self, likelihood: ObservationModel, mean: Tensor, latent: Tensor, noise: Tensor, scalar: bool = False,
+        num_outputs: int | None = None,
+    ) -> None:  # fmt: skip
         self.loc, self.covariance_matrix, self.scalar = mean, latent + noise, scalar
         # copies, because views would keep both matrices in memory
         parts = (latent.diagonal(dim1=-2, dim2=-1).clone(), noise.diagonal(dim1=-2, dim2=-1).clone())
-        self._own(likelihood, mean.shape[-1], *(self._drop(part) for part in parts))
+        num_outputs = mean.shape[-1] if num_outputs is None else num_outputs
+        self._own(likelihood, num_outputs, *(self._drop(part) for part in parts))
+        labels = likelihood.classifies and likelihood.event_shape(num_outputs) == ()
+        self._free = mean.shape[-1] - 1 if labels else mean.shape[-1]  # the indicators of all classes sum to 1
         super().__init__(mean.shape[:1], Size() if scalar else mean.shape[1:], validate_args=False)
 
     @property
@@ -56,12 +60,13 @@ class LinearizedResponse(Response):
         """Log density of the Gaussian at responses, or at labels (…, n), which are converted to indicators."""
         y = torch.as_tensor(value, device=self.loc.device)
         if self.likelihood.event_shape(self.num_outputs) == () and not y.is_floating_point():
-            labels = self.likelihood.targets(y.flatten(), y.numel(), self.num_outputs)
-            y = as_probabilities(labels, self.num_outputs, self.loc).reshape(*y.shape, self.num_outputs)
+            classes = self.num_outputs
+            labels = self.likelihood.targets(y.flatten(), y.numel(), classes)
+            y = as_probabilities(labels, classes, self.loc).reshape(*y.shape, classes)
         sample_shape, y = self._split(y)
         y = y.to(self.loc).reshape(*sample_shape, *self.loc.shape)
-        free = self.likelihood.rank(self.num_outputs)
-        there = self.likelihood.observed(y.reshape(-1, self.num_outputs))
+        free, responses = self._free, self.loc.shape[-1]
+        there = self.likelihood.observed(y.reshape(-1, responses))
         if there is not None:
             there = there.reshape(*y.shape[:-1], -1).expand_as(y)[..., :free]
             return marginal_log_density((y - self.loc)[..., :free], self.covariance_matrix[:, :free, :free], there)
@@ -84,7 +89,7 @@ class LinearizedResponse(Response):
     def _join(cls, parts: Sequence[Self]) -> Self:
         first, mean = parts[0], torch.cat([part.loc for part in parts])
         nothing = mean.new_zeros(()).expand(*mean.shape, mean.shape[-1])
-        whole = cls(first.likelihood, mean, nothing, nothing, first.scalar)
+        whole = cls(first.likelihood, mean, nothing, nothing, first.scalar, first.num_outputs)
         for name in ("covariance_matrix", "epistemic", "aleatoric"):  # the parts cannot be recovered from their sum
             setattr(whole, name, torch.cat([getattr(part, name) for part in parts]))
         return whole

@@ -12,12 +12,11 @@ from torch import Size, Tensor
 
 from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.likelihoods.protocol import ObservationModel
 from ntk_laplace.likelihoods.responses import Response
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ntk_laplace.likelihoods.base import Likelihood
 
 __all__ = ["MixtureResponse"]
 
@@ -35,7 +34,7 @@ class MixtureResponse(Response):
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, likelihood: Likelihood, f: Tensor, scalar: bool = False) -> None:
+    def __init__(self, likelihood: ObservationModel, f: Tensor, scalar: bool = False) -> None:
         num_outputs = f.shape[-1]
         event = Size() if scalar else likelihood.event_shape(num_outputs)
         self.f, self.scalar = f, scalar
@@ -114,7 +113,7 @@ class MixtureResponse(Response):
         y = response.sample()
         return y.reshape(shape + self.batch_shape + y.shape[1:])
 
-    def _at(self, index: Tensor) -> Likelihood:
+    def _at(self, index: Tensor) -> ObservationModel:
         return self.likelihood.at(index)
 
     def _drop(self, moments: Tensor) -> Tensor:

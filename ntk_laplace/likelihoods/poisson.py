@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch import distributions as td
 
 from ntk_laplace.errors import NonFiniteError
 from ntk_laplace.likelihoods.per_output import PerOutput
+from ntk_laplace.likelihoods.registry import register_likelihood
 from ntk_laplace.likelihoods.responses import FactorizedResponse, Response
 from ntk_laplace.likelihoods.targets import first_bad, require
 
 __all__ = ["Poisson"]
 
 
+@register_likelihood
 class Poisson(PerOutput):
     """Poisson likelihood of counts, ``rate = exp(f)``, independent over outputs ([T20] Table 2.1).
 
@@ -33,6 +35,8 @@ class Poisson(PerOutput):
         If `missing` has another value.
     """
 
+    is_density = False
+
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """Check counts, (N, C), or (N,) for one output."""
         y = self._columns(y, num_examples, num_outputs)
@@ -40,10 +44,6 @@ class Poisson(PerOutput):
         good = ((y >= 0) & (y == y.floor())) | y.isnan()
         require(good, y, "targets that are whole numbers from 0", remedy)
         return y
-
-    def event_shape(self, num_outputs: int) -> Size:
-        """(C,)."""
-        return Size((num_outputs,))
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log probability of each example, summed over its outputs, (N,), nats."""
@@ -55,7 +55,7 @@ class Poisson(PerOutput):
         """``y - exp(f)`` ([T20] 2.5), (N, C)."""
         return self._known(y.to(f) - self._rate(f), y)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``exp(f)`` on the diagonal ([T20] Table 2.1), 0 where a count is missing, (N, C, C)."""
         return torch.diag_embed(self._known(self._rate(f), y))
 

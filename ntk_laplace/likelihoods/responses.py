@@ -18,11 +18,10 @@ from torch import distributions as td
 from ntk_laplace.errors import TargetError, UnsupportedError
 from ntk_laplace.likelihoods.covariances import cholesky, marginal_log_density, require_positive
 from ntk_laplace.likelihoods.labels import label_log_prob
+from ntk_laplace.likelihoods.protocol import ObservationModel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from ntk_laplace.likelihoods.base import Likelihood
 
 __all__ = [
     "BernoulliResponse",
@@ -46,13 +45,13 @@ class Response(td.Distribution):
         The likelihood of these responses.
     """
 
-    likelihood: Likelihood
+    likelihood: ObservationModel
     num_outputs: int
     epistemic: Tensor
     aleatoric: Tensor
 
-    def _own(self, likelihood: Likelihood, num_outputs: int, epistemic: Tensor, aleatoric: Tensor) -> None:
-        # a plain attribute: a distribution must not register the likelihood, which is a module
+    def _own(self, likelihood: ObservationModel, num_outputs: int, epistemic: Tensor, aleatoric: Tensor) -> None:
+        # a plain attribute: a distribution must not register the likelihood, which is a module. num_outputs is C
         self.likelihood, self.num_outputs = likelihood, num_outputs
         self.epistemic, self.aleatoric = epistemic, aleatoric
 
@@ -134,7 +133,7 @@ def _concatenated(parts: Sequence[Response], *names: str) -> list[Tensor]:
 class NormalResponse(Response, td.Normal):
     """Normal response of a network whose outputs have shape (N,)."""
 
-    def __init__(self, likelihood: Likelihood, mean: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
+    def __init__(self, likelihood: ObservationModel, mean: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
         variance = epistemic + aleatoric
         require_positive(variance)
         super().__init__(mean, variance.sqrt(), validate_args=False)
@@ -153,7 +152,7 @@ class NormalResponse(Response, td.Normal):
 class MultivariateNormalResponse(Response, td.MultivariateNormal):
     """Normal response of C outputs, with covariance = latent covariance + noise."""
 
-    def __init__(self, likelihood: Likelihood, mean: Tensor, latent: Tensor, noise: Tensor) -> None:
+    def __init__(self, likelihood: ObservationModel, mean: Tensor, latent: Tensor, noise: Tensor) -> None:
         super().__init__(mean, scale_tril=cholesky(latent + noise), validate_args=False)
         self.latent_covariance, self._noise = latent, noise
         parts = (latent.diagonal(dim1=-2, dim2=-1), noise.diagonal(dim1=-2, dim2=-1))
@@ -173,15 +172,17 @@ class MultivariateNormalResponse(Response, td.MultivariateNormal):
 
 
 class FactorizedResponse(Response, td.Independent):
-    """Response whose outputs are independent: a torch distribution of batch shape (n, C).
+    """Independent responses: a torch distribution of batch shape (n, D).
 
-    For a network with outputs of shape (N,) (`scalar`) the parameters have shape (n, 1) and the public batch (n,).
+    `num_outputs` is C, if it is not D. For a network with outputs of shape (N,) (`scalar`) the parameters have shape
+    (n, 1) and the public batch (n,).
     """
 
     def __init__(
-        self, likelihood: Likelihood, base: td.Distribution, epistemic: Tensor, aleatoric: Tensor, scalar: bool
-    ) -> None:
-        num_outputs = epistemic.shape[-1]
+        self, likelihood: ObservationModel, base: td.Distribution, epistemic: Tensor, aleatoric: Tensor, scalar: bool,
+        num_outputs: int | None = None,
+    ) -> None:  # fmt: skip
+        num_outputs = epistemic.shape[-1] if num_outputs is None else num_outputs
         if scalar:
             epistemic, aleatoric = epistemic.squeeze(-1), aleatoric.squeeze(-1)
         super().__init__(base, 0 if scalar else 1, validate_args=False)
@@ -201,14 +202,15 @@ class FactorizedResponse(Response, td.Independent):
         values = {name: torch.cat([getattr(base, name) for base in bases]) for name in names}
         rows = _concatenated(parts, "epistemic", "aleatoric")
         rows = [row.unsqueeze(-1) for row in rows] if scalar else rows
-        return cls(parts[0].likelihood, type(bases[0])(**values, validate_args=False), *rows, scalar)
+        base, first = type(bases[0])(**values, validate_args=False), parts[0]
+        return cls(first.likelihood, base, *rows, scalar, first.num_outputs)
 
 
 class BernoulliResponse(FactorizedResponse):
     """Independent binary responses, one per output, from the log odds (n, C)."""
 
     def __init__(
-        self, likelihood: Likelihood, logits: Tensor, epistemic: Tensor, aleatoric: Tensor, scalar: bool = False
+        self, likelihood: ObservationModel, logits: Tensor, epistemic: Tensor, aleatoric: Tensor, scalar: bool = False
     ) -> None:
         base = td.Bernoulli(logits=logits.squeeze(-1) if scalar else logits, validate_args=False)
         super().__init__(likelihood, base, epistemic, aleatoric, scalar)
@@ -236,7 +238,7 @@ class CategoricalResponse(Response, td.Categorical):
     Mean and variance are those of the class indicators (n, C): the probabilities and p (1 - p).
     """
 
-    def __init__(self, likelihood: Likelihood, logits: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
+    def __init__(self, likelihood: ObservationModel, logits: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
         super().__init__(logits=logits, validate_args=False)
         self._own(likelihood, logits.shape[-1], epistemic, aleatoric)
 

@@ -62,16 +62,16 @@ def read(y: Any, num_examples: int, missing: bool = False, remedy: str = _REMEDY
 
 
 def read_columns(
-    y: Any, num_examples: int, num_outputs: int, missing: bool = False, remedy: str = _REMEDY
+    y: Any, num_examples: int, num_responses: int, missing: bool = False, remedy: str = _REMEDY
 ) -> Tensor:
-    """Read floating targets of shape (N, C), or (N,) for one output. Integers become float64."""
+    """Read floating targets of shape (N, D), or (N,) for one response. Integers become float64."""
     y = read(y, num_examples, missing, remedy)
-    if num_outputs == 1 and y.dim() == 1:
+    if num_responses == 1 and y.dim() == 1:
         y = y.unsqueeze(1)
-    if y.shape != (num_examples, num_outputs):
-        wanted = f"({num_examples}, {num_outputs})"
+    if y.shape != (num_examples, num_responses):
+        wanted = f"({num_examples}, {num_responses})"
         raise TargetError(
-            f"targets of shape {wanted}" + (f" or ({num_examples},)" if num_outputs == 1 else ""),
+            f"targets of shape {wanted}" + (f" or ({num_examples},)" if num_responses == 1 else ""),
             f"shape {tuple(y.shape)}",
             "Give each example one target per network output.",
         )

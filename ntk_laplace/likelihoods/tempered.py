@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.likelihoods.base import Likelihood
+from ntk_laplace.likelihoods.registry import built, likelihood_record, register_likelihood
 from ntk_laplace.likelihoods.responses import Response
 
 __all__ = ["Tempered"]
 
 
+@register_likelihood
 class Tempered(Likelihood):
     """The likelihood ``p(y given f)^w``: each example counts w times.
 
@@ -43,7 +46,7 @@ class Tempered(Likelihood):
             raise HyperparameterError("a positive finite weight", f"{weight!r}", "Pass for instance weight=5.")
         self.weight = float(weight)
         self.likelihood = likelihood
-        self.classifies = likelihood.classifies
+        self.classifies, self.is_density = likelihood.classifies, likelihood.is_density
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """The hyperparameters of `likelihood`, under their own names."""
@@ -62,6 +65,10 @@ class Tempered(Likelihood):
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
         """As the likelihood does."""
         return self.likelihood.targets(y, num_examples, num_outputs)
+
+    def num_responses(self, num_outputs: int) -> int:
+        """The likelihood's."""
+        return self.likelihood.num_responses(num_outputs)
 
     def event_shape(self, num_outputs: int) -> Size | None:
         """The likelihood's."""
@@ -104,12 +111,12 @@ class Tempered(Likelihood):
         """w times the gradient in f, (N, C)."""
         return self.weight * self.likelihood.residual(f, y)
 
-    def hessian(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """w times minus the second derivative in f, (N, C, C)."""
-        return self.weight * self.likelihood.hessian(f, y)
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """w times the likelihood's curvature, (N, C, C)."""
+        return self.weight * self.likelihood.curvature(f, y)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
-        """S (N, C, R) with ``S Sᵀ`` equal to `hessian`."""
+        """S (N, C, R) with ``S Sᵀ`` equal to `curvature`."""
         return math.sqrt(self.weight) * self.likelihood.root(f, y)
 
     def left_inverse(self, f: Tensor) -> Tensor | None:
@@ -139,6 +146,10 @@ class Tempered(Likelihood):
         """Variance of each response given f."""
         return self.likelihood.response_variance(f)
 
+    def additive_noise(self, f: Tensor) -> Tensor | None:
+        """The likelihood's."""
+        return self.likelihood.additive_noise(f)
+
     def distribution(self, f: Tensor, scalar: bool = False) -> Response:
         """Return the response given f."""
         return self.likelihood.distribution(f, scalar)
@@ -158,3 +169,18 @@ class Tempered(Likelihood):
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
         return self.likelihood.probit(mean, covariance, scalar)
+
+    # --- saving
+
+    def record(self) -> dict[str, Any]:
+        """The weight, and the record of the likelihood."""
+        inner = likelihood_record(self.likelihood)
+        return {"likelihood": {"name": inner["name"], "options": inner["options"]}, "weight": self.weight}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Likelihood:
+        """Build the likelihood, and temper it."""
+        if "likelihood" not in record:
+            raise UnsupportedError("likelihood= the Tempered of the fit", "none",
+                                   "An older checkpoint does not contain it: pass it to load().")
+        return cls(built(**record["likelihood"]), record["weight"])

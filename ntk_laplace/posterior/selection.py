@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.explain import LeaveOneOut
+from ntk_laplace.explain import leave_one_out_score
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.selection import LearningCurve, PrequentialEvidence, average_score, orders, require_beginning
@@ -132,7 +132,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             If the structure is not "gp" or "full", or the curvature is not the GGN: removal from an approximate
             curvature ranks points (`leave_one_out`) but is not a score.
         """
-        score, found = self._loo_score()
+        score, found = leave_one_out_score(self._fitted)
         self._warn_of(found)
         return score
 
@@ -172,14 +172,6 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         return self._penalized(effective, 1.0)
 
     # --- inside
-
-    def _loo_score(self) -> tuple[Tensor, LeaveOneOut]:
-        if not self._fitted.exact:
-            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
-                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
-                                   "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
-        found = self._left_out()
-        return (self._fitted.points.counts * found.log_density).sum(), found
 
     def _penalized(self, effective: bool, price: float) -> Tensor:
         with torch.no_grad():

@@ -13,6 +13,7 @@ from ntk_laplace.structures.block_spec import BlockBasis
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.structure import (
+    REGISTERED,
     NewtonStep,
     Saved,
     Structure,
@@ -28,6 +29,7 @@ __all__ = [
     "EKFAC",
     "INF",
     "KFAC",
+    "REGISTERED",
     "Accumulation",
     "BlockBasis",
     "Diagonal",

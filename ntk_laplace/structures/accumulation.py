@@ -298,7 +298,7 @@ class _Roots:
 def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: LinearizedModel) -> None:
     """Raise an error if the sums do not fit in memory, before any is allocated."""
     largest = max(parts, key=lambda part: part.numbers, default=None)
-    ways = ['structure="diag", which keeps one number per parameter'] * (spec.name != "diag")
+    ways = ['structure="diag", which keeps one number per parameter'] * (spec.kind != "diagonal")
     ways += ['parameters="last_layer"', *["dtype=torch.float32"] * (model.jacobian_pass.dtype != torch.float32)]
     require_memory(
         sum(part.numbers for part in parts) * model.jacobian_pass.dtype.itemsize, model.network.device,

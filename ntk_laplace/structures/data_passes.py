@@ -129,7 +129,7 @@ def common_factor(model: LinearizedModel, before: Likelihood, points: TrainingPo
     for start in range(0, len(points.f), tuning.HESSIAN_EXAMPLES):
         part = slice(start, start + tuning.HESSIAN_EXAMPLES)
         new, old = (
-            model.curvature_type.hessian(likelihood.at(part), points.f[part], points.targets[part]).detach()
+            model.curvature_type.curvature(likelihood.at(part), points.f[part], points.targets[part]).detach()
             for likelihood in (model.likelihood, before)
         )
         if factor is None:

@@ -19,6 +19,7 @@ from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = [
+    "REGISTERED",
     "NewtonStep",
     "Points",
     "Saved",
@@ -125,7 +126,8 @@ class StructureSpec(ABC):
 
 
 _Spec = TypeVar("_Spec", bound=type[StructureSpec])
-_REGISTERED: dict[str, type[StructureSpec]] = {}
+REGISTERED: dict[str, type[StructureSpec]] = {}
+"""Specification classes by name."""
 
 
 def register_structure(spec: _Spec) -> _Spec:
@@ -136,17 +138,18 @@ def register_structure(spec: _Spec) -> _Spec:
     UnsupportedError
         If the name belongs to another class.
     """
-    known = _REGISTERED.get(spec.name)
-    if known is not None and (known.__module__, known.__qualname__) != (spec.__module__, spec.__qualname__):
+    known = REGISTERED.get(spec.name)
+    # a class may be defined again: in a notebook's cell, or by a file that is run once more
+    if known is not None and (known.__qualname__ != spec.__qualname__ or known.__module__.startswith("ntk_laplace.")):
         raise UnsupportedError("a structure name that is free", f"{spec.name!r} of {known.__qualname__}",
                                "Give the class another name.")
-    _REGISTERED[spec.name] = spec
+    REGISTERED[spec.name] = spec
     return spec
 
 
 def structure_names() -> tuple[str, ...]:
     """Names of all registered structures, in the order of registration."""
-    return tuple(_REGISTERED)
+    return tuple(REGISTERED)
 
 
 def structure_named(name: str) -> type[StructureSpec]:
@@ -157,11 +160,11 @@ def structure_named(name: str) -> type[StructureSpec]:
     UnsupportedError
         If the name is unknown.
     """
-    if not isinstance(name, str) or name not in _REGISTERED:
-        raise UnsupportedError(f'structure among {", ".join([*_REGISTERED, "auto"])}', repr(name),
+    if not isinstance(name, str) or name not in REGISTERED:
+        raise UnsupportedError(f'structure among {", ".join([*REGISTERED, "auto"])}', repr(name),
                                'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
                                "let cost decide between the exact two; register_structure adds one of your own.")
-    return _REGISTERED[name]
+    return REGISTERED[name]
 
 
 class Structure(ABC):

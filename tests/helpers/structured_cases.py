@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import CurvatureType
+from pairwise import one_each, pairwise
 from reference import outputs
 from reference_structures import Part, Structured, StructuredModel, parts_of
-from registry import LIKELIHOODS, PRIORS, problem, targets
-from registry_cases import derivatives, jacobians
+from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
+from registry_cases import derivatives, jacobians, offered
 
 CURVATURES = ("ggn", "ef", "mc")
 MC = CurvatureType("mc", samples=2, seed=3)
@@ -184,3 +185,32 @@ def fresh_fit(network: str, likelihood: str, prior: str, curvature: str, structu
         structure=STRUCTURES[structure][0]() if structure in STRUCTURES else structure,
         curvature=MC if curvature == "mc" else curvature, **options,
     )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+# its eigenvectors are LAPACK's choice in most networks: held to the dense matrix in test_structured
+CHOSEN = [name for name in STRUCTURES if name != "ekfac reduce"]
+# these meet every structure, the others one
+MET_BY_ALL = (
+    "deep_mlp", "cnn_groups", "transformer_tied", "scalar_outputs", "layer_twice", "conv_transpose1d", "decoder_dict",
+)  # fmt: skip
+
+
+def admits(network: str, likelihood: str, prior: str, curvature: str, structure: str) -> bool:
+    """Kronecker factors take no precision by parameter; ties of a Gaussian's eigenvalues leave open what INF keeps."""
+    return (
+        likelihood in offered(network) and (prior != "parameter" or structure in ("inf", "diag"))
+        and not (likelihood == "gaussian" and structure == "inf")
+    )  # fmt: skip
+
+
+AXES = LIKELIHOODS, PRIORS, CURVATURES, CHOSEN
+CASES = [
+    *pairwise(MET_BY_ALL, *AXES, allowed=admits),
+    *one_each([name for name in NETWORKS if name not in MET_BY_ALL], *AXES, allowed=admits),
+]
+
+
+def ids(case: tuple[str, ...]) -> str:
+    return "-".join(case)

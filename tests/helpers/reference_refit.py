@@ -53,6 +53,8 @@ class Linearized:
             step = torch.linalg.solve(curvature, gradient - held)
             # far out a whole Newton step can overshoot; the optimum does not depend on how it is reached
             move = move - (step if steps else step * min(1.0, 2.0 / float((self.jac @ step).abs().max())))
+            if steps is None and step.abs().max() < 1e-12:  # quadratic convergence: the next step is rounding
+                break
         if steps is None:
             gradient, _ = self.gradient(move, y, weights)
             assert (gradient - held).abs().max() < 1e-9, "the reference did not converge"

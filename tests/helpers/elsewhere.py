@@ -187,11 +187,12 @@ def main() -> None:
     torch.Generator = Everywhere
     devices = torch.device("cpu"), torch.device(NAME, 0)
     found: dict[str, dict[str, float | str]] = {}
-    with Operations(), Making():
-        for name, structure in json.loads(sys.argv[1]):
-            case = fresh(name)
-            y = targets(LIKELIHOODS["categorical"], case)
-            here, there = (answers(case, y, structure, device) for device in devices)
+    for name, structure in json.loads(sys.argv[1]):
+        case = fresh(name)
+        y = targets(LIKELIHOODS["categorical"], case)
+        here = answers(case, y, structure, devices[0])
+        with Operations(), Making():
+            there = answers(case, y, structure, devices[1])
             found[f"{name} {structure}"] = {verb: gap(here[verb], there[verb]) for verb in VERBS}
     print(json.dumps(found))
 

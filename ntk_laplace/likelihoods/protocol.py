@@ -1,0 +1,52 @@
+"""What a response distribution needs of its likelihood: a module below both, so that neither imports the other."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Size, Tensor
+from torch import distributions as td
+
+__all__ = ["ObservationModel"]
+
+
+class ObservationModel(Protocol):
+    """The part of `Likelihood` that responses use; its methods are documented there."""
+
+    classifies: bool
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Canonical targets."""
+        ...
+
+    def num_responses(self, num_outputs: int) -> int:
+        """D, the number of responses."""
+        ...
+
+    def event_shape(self, num_outputs: int) -> Size | None:
+        """Shape of one canonical target."""
+        ...
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        """Mask of observed targets."""
+        ...
+
+    def at(self, index: Tensor | slice) -> ObservationModel:
+        """The likelihood of a subset of the examples."""
+        ...
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log density of each example."""
+        ...
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Mean response."""
+        ...
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """Variance of each response."""
+        ...
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> td.Distribution:
+        """The response given f."""
+        ...
