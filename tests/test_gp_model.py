@@ -487,7 +487,7 @@ def test_posteriors_change_their_floating_type(structure: str) -> None:
     prior = ntkl.GaussianPrior(2.0, groups="layer")
     posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(1.3), prior, structure=structure)
     value, moments = posterior.log_marginal_likelihood(correction=True), posterior.latent_moments(case.x_new)
-    assert posterior.to(dtype=torch.float32) is posterior and prior.log_precision.dtype == torch.float64
+    assert posterior.to(dtype=torch.float32) is posterior and posterior.prior.log_precision.dtype == torch.float64
     assert posterior.latent_moments(case.x_new)[1].dtype == posterior.f.dtype == torch.float32
     assert relative_error(posterior.log_marginal_likelihood(correction=True), value) < 1e-4
     assert relative_error(posterior.latent_moments(case.x_new)[1], moments[1]) < 1e-4
