@@ -30,7 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], []])
-def test_help_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     if arguments:
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
@@ -294,7 +294,7 @@ def bad_files(brought: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.txt", "T.CSV", "t.csv.gz", "t.csv.zip"])
 @pytest.mark.parametrize("needed", [("X", "y"), ("X",)], ids=["with targets", "inputs"])
-def test_a_table_comes_with_the_line_that_converts_it(
+def test_the_error_for_a_table_shows_the_line_that_converts_it(
     name: str, needed: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remedy is run as it is printed: a line of Python; the file that it writes holds the table."""
@@ -632,7 +632,7 @@ def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytes
          "expected an .npz file with arrays by name of numbers; got array.npz"),
     ],
 )  # fmt: skip
-def test_outputs_and_targets_that_are_not_there(
+def test_missing_outputs_and_targets_are_refused(
     arguments: list[str], words: str, parts: dict[str, np.ndarray], capsys: pytest.CaptureFixture
 ) -> None:
     with open("array.npz", "wb") as file:

@@ -283,7 +283,7 @@ def test_the_prior_over_whitened_rows() -> None:
         assert relative_error(lower, torch.linalg.cholesky(true.covariance_matrix)) < 1e-10
 
 
-def test_gradients_that_are_not_there_are_refused() -> None:
+def test_unavailable_gradients_are_refused() -> None:
     """A wrong zero is worse than an error: the root's own derivative is not known."""
     gp = build("linear_model", "categorical", "layer")
     noisy = gp.likelihood(gp.train()(*gp.train_inputs))
@@ -521,7 +521,7 @@ def test_copies_stand_alone() -> None:
         assert torch.equal(gp(x_new).covariance_matrix, before)
 
 
-def test_what_the_model_cannot_do_it_says() -> None:
+def test_unsupported_methods_of_the_model_raise_errors() -> None:
     case = problem("linear_model")
     y = _labels(outputs(case.network, case.x))
     gp = build("linear_model", "categorical", "scalar")

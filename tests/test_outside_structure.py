@@ -110,7 +110,7 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_trains_a_network_and_stands_in_the_comparisons() -> None:
+def test_it_trains_a_network_and_is_compared_with_others() -> None:
     torch.manual_seed(0)
     x, network = torch.randn(30, 2).double(), build().double()
     y = (x[:, 0] > 0).long() + (x[:, 1] > 1).long()

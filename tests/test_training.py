@@ -660,7 +660,7 @@ def test_what_is_no_checkpoint(tmp_path) -> None:
         state.load_random(random_sources, torch.device("cpu"), [])
 
 
-def test_training_goes_on_where_it_ended(tmp_path) -> None:
+def test_training_continues_after_its_end(tmp_path) -> None:
     path, schedule = tmp_path / "training.pt", ntkl.EvidenceSchedule(2, 3)
     torch.manual_seed(0)
     whole = mlp(1, 5, 1)
@@ -762,7 +762,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) 
     assert all(module.training for module in network.modules()) and not epochs  # before anything was trained
 
 
-def test_a_loss_that_explodes_is_told() -> None:
+def test_a_loss_that_diverges_raises_an_error() -> None:
     with pytest.raises(ntkl.NonFiniteError, match=r"training loss; got (nan|inf)"):
         train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=1e200))
 
