@@ -275,7 +275,7 @@ def test_different_data_are_refused():
     [
         (lambda one: ntkl.compare_models([]), ntkl.DataError, "got none"),
         (lambda one: ntkl.compare_models([one.network]), ntkl.DataError, "Fit each model"),
-        (lambda one: ntkl.compare_models([("a", one), ("a", one)]), ntkl.DataError, "a name of its own"),
+        (lambda one: ntkl.compare_models([("a", one), ("a", one)]), ntkl.DataError, "a unique name"),
         (lambda one: ntkl.compare_models([one], conditional="all"), ntkl.UnsupportedError, "conditional=.*'all'"),
         (lambda one: ntkl.compare_models([one], m=50), ntkl.DataError, "0 to 49; got 50"),
         (lambda one: ntkl.compare_models([one], data()[2:], predictive="all"), ntkl.UnsupportedError, "a method among"),
