@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         help="a page that explains your own network's predictions by its training points",
         description="Write one HTML page, which a browser opens from disk: each prediction with its uncertainty, the "
         "training points for and against it, the prediction without them, and the training set with each point "
-        "predicted from the others. By default exact, in function space, whose memory grows with the square of examples "
-        "times outputs; other structures take more data, and the page states what is exact.",
+        "predicted from the others. By default exact, in function space, whose memory grows with the square of "
+        "examples times outputs; other structures take more data, and the page states what is exact.",
     )
     add_model_options(explain)
     explain.add_argument("--structure", default="gp", metavar="A",
