@@ -27,7 +27,7 @@ from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacob
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures.block_spec import BlockSpec
-from ntk_laplace.structures.data_passes import read_batches
+from ntk_laplace.structures.data_passes import collected, collected_points, read_batches
 from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = ["FIRST", "SECOND", "Accumulation"]
@@ -81,18 +81,25 @@ class Accumulation:
             On Ctrl-C, between two batches. Its `state` is this object, from which the fit resumes.
         """
         borrowed = bool(self.eigenbases)
+        self._share_eigenbases(model)
         if self.stage == FIRST and not self.batches_done:
             self.forget(batches.length)
         if self.stage == FIRST:
             self._pass(model, batches, "curvature", partial(self._first, borrowed=borrowed))
+            self._total(model)
             self._complete(model)
             if self.spec.second_pass and not borrowed:
                 for summary in self.summaries:
                     summary.require_finite()
                 self.eigenbases = [Eigenbasis.of(summary) for summary in self.summaries]
+                self._share_eigenbases(model)
                 self.stage, self.batches_done, self.examples_done = SECOND, 0, 0
         if self.stage == SECOND:
             self._pass(model, batches, "second moments", self._second)
+            model.settings.reducer.sum_(*(
+                summary.sums[name] for summary in self.summaries if summary.block.kind == "kronecker"
+                for name in ("moments", "squares") if name in summary.sums
+            ))
 
     def again(self, model: LinearizedModel, batches: Source) -> None:
         """Recompute the sums at new hyperparameters of the likelihood: in the same eigenbasis, in one pass.
@@ -104,6 +111,7 @@ class Accumulation:
         self.summaries = [Summary(block, {}) for block in self.parameter_blocks]
         self.forget(batches.length)
         self._pass(model, batches, "curvature", partial(self._first, borrowed=self.spec.second_pass))
+        self._total(model)
         self._complete(model)
 
     def forget(self, expected: int | None = None) -> None:
@@ -149,7 +157,8 @@ class Accumulation:
             own = None if counts is None else counts[done : done + rows.num_examples]
             done += rows.num_examples
             if not self.parameter_blocks:
-                self.parameter_blocks = find_parameter_blocks(rows, model.prior, self.spec.kind, self.spec.squares)
+                found = find_parameter_blocks(rows, model.prior, self.spec.kind, self.spec.squares)
+                self.parameter_blocks = self._agreed(model, found)
                 _require_memory(self.parameter_blocks, self.spec, model)
             self._meet(rows, model)
             if not self.summaries:
@@ -179,10 +188,7 @@ class Accumulation:
             return
         names = sorted({name for block in late for name in block.names} - known)
         if self.spec.kind != "diagonal":
-            raise UnsupportedError(
-                f"every batch to reach {', '.join(names[:3])}", "a batch that is the first to do so",
-                'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.',
-            )  # fmt: skip
+            raise _late(names, "a batch that is the first to do so")
         whole = [block for block in late if not set(block.names) & known]
         found = find_parameter_blocks(replace(rows, blocks=tuple(whole)), model.prior, self.spec.kind) if whole else []
         found += self._plain(set(names) - {name for part in found for name in part.names}, model)
@@ -192,6 +198,64 @@ class Accumulation:
     def _plain(self, names: Container[str], model: LinearizedModel) -> list[ParameterBlock]:
         sizes = {name: shape.numel() for name, shape in model.network.shapes.items()}
         return [diagonal_block(name, size) for name, size in sizes.items() if size and name in names]
+
+    # --- several processes
+
+    def _agreed(self, model: LinearizedModel, found: list[ParameterBlock]) -> list[ParameterBlock]:
+        """Parameter blocks of the first batches of all processes: those of rank 0, then what these leave out.
+
+        Raises
+        ------
+        UnsupportedError
+            If the Kronecker factors would depend on how the data are shared.
+        """
+        reducer = model.settings.reducer
+        if reducer.world_size == 1:
+            return found
+        shares = reducer.gather(found)
+        names = [{name for block in blocks for name in block.names} for blocks in shares]
+        late = sorted(set().union(*names).difference(names[0].intersection(*names)))
+        if late and self.spec.kind != "diagonal":
+            raise _late(late, "processes whose first batch does not reach them")
+        agreed, known = [_on(block, model.network.device) for block in shares[0]], names[0]
+        for blocks, own in zip(shares[1:], names[1:], strict=True):
+            whole = [block for block in blocks if not set(block.names) & known]
+            rest = own - known - {name for block in whole for name in block.names}
+            agreed += whole + self._plain(rest, model)
+            known = known | own
+        return agreed
+
+    def _total(self, model: LinearizedModel) -> None:
+        """Add the sums of all processes; blocks and sums that a process never met are zero there.
+
+        Raises
+        ------
+        UnsupportedError
+            If two processes found different blocks for a parameter, late.
+        """
+        reducer, device = model.settings.reducer, model.network.device
+        if reducer.world_size == 1:
+            return
+        own = {_key(summary.block): summary.sums for summary in self.summaries}
+        forms = {key: {name: (v.shape, v.dtype) for name, v in sums.items()} for key, sums in own.items()}
+        shares = reducer.gather((self.parameter_blocks, forms))
+        blocks = _union([found for found, _ in shares])
+        self.parameter_blocks, self.summaries = [_on(block, device) for block in blocks.values()], []
+        for key, block in zip(blocks, self.parameter_blocks, strict=True):
+            known = own.get(key, {})
+            wanted = {name: form for _, found in shares for name, form in found.get(key, {}).items()}
+            sums = {
+                name: known[name] if name in known else torch.zeros(shape, dtype=dtype, device=device)
+                for name, (shape, dtype) in sorted(wanted.items())
+            }
+            reducer.sum_(*sums.values())
+            self.summaries.append(Summary(block, sums))
+
+    def _share_eigenbases(self, model: LinearizedModel) -> None:
+        """Use rank 0's eigenvectors."""
+        reducer = model.settings.reducer
+        if reducer.world_size > 1:
+            self.eigenbases = [eigenbasis.shared(reducer) for eigenbasis in self.eigenbases]
 
     def _complete(self, model: LinearizedModel) -> None:
         """Add zero diagonal blocks for parameters that no example reaches: their precision is the prior's."""
@@ -237,11 +301,10 @@ class Accumulation:
             }
         return self.spec.fused_layers(layers)
 
-    @property
-    def points(self) -> TrainingPoints:
+    def points(self, model: LinearizedModel, batches: Source) -> TrainingPoints:
         """Outputs, targets and weights of all examples."""
-        weights = self.weights.rows if len(self.weights) else None
-        return TrainingPoints(self.f.rows, self.targets.rows, None if weights is None else weights.to(self.f.rows))
+        f, targets, weights = collected_points(model, batches, self.f.rows, self.targets.rows)
+        return TrainingPoints(f, targets, None if weights is None else weights.to(f))
 
 
 @dataclass(frozen=True)
@@ -260,7 +323,7 @@ class _BatchRoot:
 
     def _once(self, f: Tensor, part: slice) -> Tensor:
         model, dtype = self.roots.model, self.roots.model.jacobian_pass.dtype
-        here = slice(self.seen + part.start, self.seen + part.start + len(f))
+        here = self.roots.numbers(self.seen + part.start, len(f))
         if self.roots.whole is not None:
             return self.roots.whole[here]
         likelihood = model.likelihood.at(here)
@@ -276,6 +339,8 @@ class _Roots:
     def __init__(self, model: LinearizedModel, batches: Source) -> None:
         self.model, self._batches = model, batches
         self.whole: Tensor | None = None
+        reducer = model.settings.reducer
+        self._numbers = None if reducer.world_size == 1 else batches.numbers(reducer)[0]
         self.columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
         if model.curvature_type.kind == "mc":
             f, targets = RowBuffer(batches.length or 0), RowBuffer(batches.length or 0)
@@ -283,7 +348,8 @@ class _Roots:
                 seen = len(f)
                 f.append(model.network.without_grad(x, seen).to(model.jacobian_pass.dtype))
                 targets.append(_canonical(model, y, num_examples(x), seen))
-            self.whole = model.curvature_type.root(model.likelihood, f.rows, targets.rows).detach()
+            rows = (collected(model, batches, own.rows) for own in (f, targets))
+            self.whole = model.curvature_type.root(model.likelihood, *rows).detach()
 
     def at(self, targets: Tensor, seen: int, counts: Tensor | None) -> _BatchRoot:
         """The roots of one batch."""
@@ -293,6 +359,11 @@ class _Roots:
         """Example weights of one batch, which must have been read."""
         weights = self._batches.weights
         return None if weights is None else weights[seen : seen + n].to(self.model.network.device)
+
+    def numbers(self, seen: int, n: int) -> slice | Tensor:
+        """Global numbers of n examples, of which the first is number `seen` of those that this process reads."""
+        here = slice(seen, seen + n)
+        return here if self._numbers is None else self._numbers[here]
 
 
 def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: LinearizedModel) -> None:
@@ -306,6 +377,34 @@ def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: Lineari
         f"Use {', or '.join(ways)}.",
         model.settings.memory_budget,
     )  # fmt: skip
+
+
+def _late(names: Sequence[str], got: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"every batch to reach {', '.join(names[:3])}", got,
+        'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.',
+    )  # fmt: skip
+
+
+def _key(block: ParameterBlock) -> tuple:
+    return block.kind, block.names, block.entries, block.group
+
+
+def _on(block: ParameterBlock, device: torch.device) -> ParameterBlock:
+    return block if block.index is None else replace(block, index=block.index.to(device))
+
+
+def _union(shares: Sequence[Sequence[ParameterBlock]]) -> dict[tuple, ParameterBlock]:
+    """Blocks of all processes by key, in the order of the ranks."""
+    found: dict[tuple, ParameterBlock] = {}
+    for blocks in shares:
+        known = {name for block in found.values() for name in block.names}
+        added = {_key(block): block for block in blocks if _key(block) not in found}
+        clash = sorted({name for block in added.values() for name in block.names} & known)
+        if clash:
+            raise _late(clash, "processes that first reach them late and in several operations")
+        found |= added
+    return found
 
 
 def _counts(model: LinearizedModel, targets: Tensor, weights: Tensor | None) -> Tensor | None:
