@@ -77,7 +77,7 @@ def on_ranks(world_size: int, run: Callable[[Reducer], Any]) -> list[Any]:
                 errors[rank] = error
                 group.barrier.abort()
 
-    threads = [threading.Thread(target=target, args=(rank,)) for rank in range(world_size)]
+    threads = [threading.Thread(target=target, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
