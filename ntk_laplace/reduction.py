@@ -6,6 +6,7 @@ Every place that sums over the data goes through a `Reducer`. The default is one
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -92,6 +93,7 @@ class Reducer(ABC):
                                    "Give every process the same network, likelihood and prior, and its own data.")
 
 
+@dataclass(frozen=True)
 class SingleProcess(Reducer):
     """One process with all the data: sums and rows stay as they are."""
 

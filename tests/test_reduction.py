@@ -188,7 +188,7 @@ def test_reweighted_points_have_global_indices(structure: str) -> None:
 
 
 class Gate(nn.Module):
-    """A layer that a batch reaches only if one of its examples asks for it, and of which it may use the weight alone."""
+    """A layer that a batch reaches only if one of its examples asks for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def test_eigenvectors_are_those_of_rank_0(basis: bool, monkeypatch: pytest.Monke
         return quantities(ntkl.laplace(small(), data, ntkl.Categorical(), structure=ntkl.EKFAC(basis=kfac),
                                        settings=settings))
 
-    def elsewhere(matrix: Tensor, UPLO: str = "L") -> tuple[Tensor, Tensor]:  # noqa: N803
+    def elsewhere(matrix: Tensor, UPLO: str = "L") -> tuple[Tensor, Tensor]:
         values, vectors = own(matrix, UPLO=UPLO)
         return values, vectors.roll(1, -1) if threading.current_thread().name == "rank 1" else vectors
 
@@ -303,6 +303,12 @@ def test_auto_counts_the_examples_of_all_processes() -> None:
 
 
 # --- refusals
+
+
+def test_a_reducer_is_required() -> None:
+    with pytest.raises(ntkl.UnsupportedError, match="a Reducer"):
+        ntkl.Settings(reducer=2)
+    assert ntkl.Settings() == ntkl.Settings(reducer=SingleProcess())
 
 
 def test_processes_with_different_models_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -18,14 +18,14 @@ from ntk_laplace.curvature import (
     ParameterBlock,
     Products,
     Summary,
-    diagonal_block,
     find_parameter_blocks,
 )
 from ntk_laplace.data import Inputs, RowBuffer, Source, num_examples
-from ntk_laplace.errors import DataError, FitInterrupted, TargetError, UnsupportedError
+from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import require_memory
+from ntk_laplace.structures.agreement import agreed_blocks, plain_blocks, total, unreached
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import collected, collected_points, read_batches
 from ntk_laplace.structures.model import LinearizedModel
@@ -158,7 +158,7 @@ class Accumulation:
             done += rows.num_examples
             if not self.parameter_blocks:
                 found = find_parameter_blocks(rows, model.prior, self.spec.kind, self.spec.squares)
-                self.parameter_blocks = self._agreed(model, found)
+                self.parameter_blocks = agreed_blocks(model, found, self.spec.kind)
                 _require_memory(self.parameter_blocks, self.spec, model)
             self._meet(rows, model)
             if not self.summaries:
@@ -188,68 +188,17 @@ class Accumulation:
             return
         names = sorted({name for block in late for name in block.names} - known)
         if self.spec.kind != "diagonal":
-            raise _late(names, "a batch that is the first to do so")
+            raise unreached(names, "a batch that is the first to do so")
         whole = [block for block in late if not set(block.names) & known]
         found = find_parameter_blocks(replace(rows, blocks=tuple(whole)), model.prior, self.spec.kind) if whole else []
-        found += self._plain(set(names) - {name for part in found for name in part.names}, model)
+        found += plain_blocks(set(names) - {name for part in found for name in part.names}, model)
         self.parameter_blocks += found
         self.summaries += [Summary(part, {}) for part in found] if self.summaries else []
 
-    def _plain(self, names: Container[str], model: LinearizedModel) -> list[ParameterBlock]:
-        sizes = {name: shape.numel() for name, shape in model.network.shapes.items()}
-        return [diagonal_block(name, size) for name, size in sizes.items() if size and name in names]
-
-    # --- several processes
-
-    def _agreed(self, model: LinearizedModel, found: list[ParameterBlock]) -> list[ParameterBlock]:
-        """Parameter blocks of the first batches of all processes: those of rank 0, then what these leave out.
-
-        Raises
-        ------
-        UnsupportedError
-            If the Kronecker factors would depend on how the data are shared.
-        """
-        reducer = model.settings.reducer
-        if reducer.world_size == 1:
-            return found
-        shares = reducer.gather(found)
-        names = [{name for block in blocks for name in block.names} for blocks in shares]
-        late = sorted(set().union(*names).difference(names[0].intersection(*names)))
-        if late and self.spec.kind != "diagonal":
-            raise _late(late, "processes whose first batch does not reach them")
-        agreed, known = [_on(block, model.network.device) for block in shares[0]], names[0]
-        for blocks, own in zip(shares[1:], names[1:], strict=True):
-            whole = [block for block in blocks if not set(block.names) & known]
-            rest = own - known - {name for block in whole for name in block.names}
-            agreed += whole + self._plain(rest, model)
-            known = known | own
-        return agreed
-
     def _total(self, model: LinearizedModel) -> None:
-        """Add the sums of all processes; blocks and sums that a process never met are zero there.
-
-        Raises
-        ------
-        UnsupportedError
-            If two processes found different blocks for a parameter, late.
-        """
-        reducer, device = model.settings.reducer, model.network.device
-        if reducer.world_size == 1:
-            return
-        own = {_key(summary.block): summary.sums for summary in self.summaries}
-        forms = {key: {name: (v.shape, v.dtype) for name, v in sums.items()} for key, sums in own.items()}
-        shares = reducer.gather((self.parameter_blocks, forms))
-        blocks = _union([found for found, _ in shares])
-        self.parameter_blocks, self.summaries = [_on(block, device) for block in blocks.values()], []
-        for key, block in zip(blocks, self.parameter_blocks, strict=True):
-            known = own.get(key, {})
-            wanted = {name: form for _, found in shares for name, form in found.get(key, {}).items()}
-            sums = {
-                name: known[name] if name in known else torch.zeros(shape, dtype=dtype, device=device)
-                for name, (shape, dtype) in sorted(wanted.items())
-            }
-            reducer.sum_(*sums.values())
-            self.summaries.append(Summary(block, sums))
+        """The sums of all processes, at the end of the first pass."""
+        self.summaries = total(model, self.parameter_blocks, self.summaries)
+        self.parameter_blocks = [summary.block for summary in self.summaries]
 
     def _share_eigenbases(self, model: LinearizedModel) -> None:
         """Use rank 0's eigenvectors."""
@@ -260,7 +209,7 @@ class Accumulation:
     def _complete(self, model: LinearizedModel) -> None:
         """Add zero diagonal blocks for parameters that no example reaches: their precision is the prior's."""
         known = {name for part in self.parameter_blocks for name in part.names}
-        added = self._plain(set(model.network.names) - known, model)
+        added = plain_blocks(set(model.network.names) - known, model)
         self.parameter_blocks = [*self.parameter_blocks, *added]
         self.eigenbases += [Eigenbasis() for _ in added] if self.eigenbases else []
         self.summaries += [Summary(part, {}) for part in added]
@@ -377,34 +326,6 @@ def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: Lineari
         f"Use {', or '.join(ways)}.",
         model.settings.memory_budget,
     )  # fmt: skip
-
-
-def _late(names: Sequence[str], got: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"every batch to reach {', '.join(names[:3])}", got,
-        'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.',
-    )  # fmt: skip
-
-
-def _key(block: ParameterBlock) -> tuple:
-    return block.kind, block.names, block.entries, block.group
-
-
-def _on(block: ParameterBlock, device: torch.device) -> ParameterBlock:
-    return block if block.index is None else replace(block, index=block.index.to(device))
-
-
-def _union(shares: Sequence[Sequence[ParameterBlock]]) -> dict[tuple, ParameterBlock]:
-    """Blocks of all processes by key, in the order of the ranks."""
-    found: dict[tuple, ParameterBlock] = {}
-    for blocks in shares:
-        known = {name for block in found.values() for name in block.names}
-        added = {_key(block): block for block in blocks if _key(block) not in found}
-        clash = sorted({name for block in added.values() for name in block.names} & known)
-        if clash:
-            raise _late(clash, "processes that first reach them late and in several operations")
-        found |= added
-    return found
 
 
 def _counts(model: LinearizedModel, targets: Tensor, weights: Tensor | None) -> Tensor | None:

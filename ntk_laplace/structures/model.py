@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Settings:
     progress: bool | None = None
     checkpoint: str | os.PathLike[str] | None = None
     resume: Any = None
-    reducer: Reducer = SingleProcess()
+    reducer: Reducer = field(default_factory=SingleProcess)
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -58,6 +58,8 @@ class Settings:
         budget = self.memory_budget
         if budget is not None and not (isinstance(budget, (int, float)) and budget >= 0):
             raise HyperparameterError("a memory_budget in bytes", repr(budget), "Pass for instance 4 * 2**30.")
+        if not isinstance(self.reducer, Reducer):
+            raise UnsupportedError("a Reducer", repr(self.reducer), "Leave it out for one process.")
         if self.checkpoint is not None or self.resume is not None:
             self.reducer.require_one("checkpoint= and resume=", "Leave them out.")
 

@@ -6,6 +6,7 @@ shared between two ranks at once. Values travel pickled, as between processes.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -91,8 +92,8 @@ def on_ranks(world_size: int, run: Callable[[Reducer], Any]) -> list[Any]:
 def shares(n: int, world_size: int) -> list[slice]:
     """Unequal shares of n examples, the first the smallest."""
     weights = torch.arange(1, world_size + 1).cumsum(0).double()
-    ends = [0, *(int(round(float(w / weights[-1]) * n)) for w in weights)]
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    ends = [0, *(round(float(w / weights[-1]) * n) for w in weights)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def take_all(values: Sequence[Tensor], part: slice) -> tuple[Tensor, ...]:
