@@ -58,6 +58,10 @@ def quantities(posterior: Any) -> dict[str, Tensor]:
     }  # fmt: skip
     if posterior.fitted.exact:
         found["mean at the optimum"] = posterior.latent(inputs(4), mean="posterior").mean
+    saved = posterior.fitted.structure.state(posterior.fitted.model, True)
+    for i, sums in enumerate(saved["sums"] if "sums" in saved else [saved] if "ggn" in saved else []):
+        lower = {"left", "right", "block", "ggn"}
+        found |= {f"{name} {i}": v.tril() if name in lower else v for name, v in sums.items()}
     return found | {f"slope {i}": slope for i, slope in enumerate(slopes) if slope is not None}
 
 

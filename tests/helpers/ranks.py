@@ -22,7 +22,7 @@ class _Group:
     def __init__(self, world_size: int) -> None:
         self.slots: list[Any] = [None] * world_size
         self.running = threading.Lock()
-        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.barrier = threading.Barrier(world_size, timeout=20)
 
 
 class ThreadReducer(Reducer):
