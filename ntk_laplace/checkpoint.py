@@ -20,7 +20,7 @@ from ntk_laplace.network import Network, require_module
 from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import FittedModel, LinearizedModel, Saved, Settings, StructureSpec, structure_named
-from ntk_laplace.structures.data_passes import digest, read_outputs
+from ntk_laplace.structures.data_passes import digest, read_points
 
 __all__ = ["posterior_record", "restored_model"]
 
@@ -207,7 +207,7 @@ def _points(
 ) -> TrainingPoints | UnsavedPoints:
     kept = saved["points"]
     if batches is not None:
-        points = TrainingPoints.checked(model.likelihood, *read_outputs(model, batches), batches.weights)
+        points = read_points(model, batches)
         if points.num_examples != kept["num_examples"]:
             raise DataError(f"the fit's {kept['num_examples']:,} training examples", f"{points.num_examples:,}",
                             "Pass the data that the posterior was fitted to.")
