@@ -19,7 +19,15 @@ from ntk_laplace.likelihoods import Likelihood, likelihood_from_record, likeliho
 from ntk_laplace.network import Network, require_module
 from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import FittedModel, LinearizedModel, Saved, Settings, StructureSpec, structure_named
+from ntk_laplace.structures import (
+    FittedModel,
+    LinearizedModel,
+    Saved,
+    Settings,
+    StructureSpec,
+    structure_named,
+    structure_of,
+)
 from ntk_laplace.structures.data_passes import digest, read_points
 
 __all__ = ["posterior_record", "restored_model"]
@@ -131,10 +139,11 @@ def _spec(saved: Mapping[str, Any]) -> StructureSpec:
     if options is None:
         options = saved["state"]["form"]["options"] if "form" in saved["state"] else {}
     try:
-        return structure_named(saved["structure"])(**options)
+        structure_named(saved["structure"])
     except UnsupportedError as error:
         raise UnsupportedError(f"the structure {saved['structure']!r} of the fit", "no structure of this name",
                                "Import the module that registers it with register_structure, then load.") from error
+    return structure_of(saved["structure"], options)
 
 
 def _read(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any]:

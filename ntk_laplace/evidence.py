@@ -121,7 +121,7 @@ def log_det(fitted: FittedModel) -> Tensor:
     """log det B = log det H - log det P0, differentiable in the hyperparameters, from the present factorization."""
     precision, prior = fitted.precision, fitted.prior
     kept = not isinstance(fitted.points, UnsavedPoints) and precision.homogeneous
-    scale = fitted.curvature_type.log_scale(fitted.likelihood) if kept else None
+    scale = fitted.log_scale() if kept else None
     if scale is not None:
         return scalar(_LogDet.apply(prior.log_precision, scale, precision, None))
     hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)

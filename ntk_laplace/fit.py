@@ -29,7 +29,8 @@ from ntk_laplace.structures import (
     LinearizedModel,
     Settings,
     StructureSpec,
-    structure_named,
+    require_name,
+    structure_of,
 )
 from ntk_laplace.structures.data_passes import ModelSignature, digest
 
@@ -174,8 +175,9 @@ def spec_of(structure: str | StructureSpec) -> StructureSpec | None:
         If it is neither a specification nor the name of one.
     """
     if isinstance(structure, StructureSpec):
+        require_name(structure)
         return structure
-    return None if structure == "auto" else structure_named(structure)()
+    return None if structure == "auto" else structure_of(structure, {})
 
 
 def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -> tuple[FittedModel, str]:

@@ -218,6 +218,10 @@ class UnsavedPoints:
         """Refused: not in the checkpoint."""
         raise _not_saved("the residuals at the training points")
 
+    def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("the curvature at other hyperparameters of the likelihood")
+
     def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Empty: the evidence is constant in the likelihood's hyperparameters."""
         return self.value.new_zeros(0)

@@ -350,10 +350,16 @@ def register_rule(kind: str) -> Callable[[Rule], Rule]:
     Raises
     ------
     UnsupportedError
-        If the library has a rule for this node.
+        If the library has a rule for this node, or this is no name of a node, or the rule is no function.
     """
+    if not isinstance(kind, str) or kind[-1:].isdigit():
+        raise UnsupportedError("the name of an autograd node without its number", f"{kind!r}"[:80],
+                               'Write for example @register_rule("FilterBackward") above the rule.')
 
     def register(rule: Rule) -> Rule:
+        if not callable(rule):
+            raise UnsupportedError(f"a function as the rule of {kind}", f"{rule!r}"[:80],
+                                   "Pass a function that takes a Use and returns an Extractor or None.")
         known = RULES.get(kind)
         if known is not None and known.__module__ == __name__:
             raise UnsupportedError("an autograd node that the library has no rule for", repr(kind),

@@ -113,7 +113,7 @@ class EvidenceVerbs(Fitted):
 
     def log_scale(self) -> Tensor | None:
         """Return log c, if all that the likelihood's hyperparameters do to the curvature is to multiply it by c."""
-        return self.curvature_type.log_scale(self.likelihood)
+        return self._fitted.log_scale()
 
     def fit_hyperparameters(
         self, method: str = "lbfgs", parameters: Sequence[str] | None = None, steps: int = 200,

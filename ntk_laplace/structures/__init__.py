@@ -19,8 +19,10 @@ from ntk_laplace.structures.structure import (
     Structure,
     StructureSpec,
     register_structure,
+    require_name,
     structure_named,
     structure_names,
+    structure_of,
 )
 from ntk_laplace.structures.structured import StructuredStructure
 from ntk_laplace.structures.summed import SummedSpec, SummedStructure
@@ -48,6 +50,8 @@ __all__ = [
     "SummedStructure",
     "merged_batches",
     "register_structure",
+    "require_name",
     "structure_named",
     "structure_names",
+    "structure_of",
 ]

@@ -103,6 +103,11 @@ class FittedModel:
             cached.at = present_values(*modules)
         return cached.precision
 
+    def log_scale(self) -> Tensor | None:
+        """Return log c, if all that the likelihood's hyperparameters do to H - P0 is to multiply it by c."""
+        spec = self.structure.spec
+        return self.curvature_type.log_scale(self.likelihood) if spec.exact or spec.scales else None
+
     def sensitivity(self) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C)."""
         return self.structure.sensitivity(self.model, self.precision)

@@ -27,10 +27,12 @@ __all__ = [
     "StructureSpec",
     "no_basis",
     "register_structure",
+    "require_name",
     "require_one_process",
     "require_unchanged",
     "structure_named",
     "structure_names",
+    "structure_of",
 ]
 
 Points = TrainingPoints | UnsavedPoints
@@ -92,6 +94,8 @@ class StructureSpec(ABC):
         Whether the fit reads rows of J as products of layer inputs and output gradients.
     resumable : bool
         Whether an interrupted fit can be resumed, and written to `Settings.checkpoint`.
+    scales : bool
+        Whether multiplying Λ by c multiplies by c what is summed over the data, and H - P0.
     """
 
     name: ClassVar[str]
@@ -99,6 +103,7 @@ class StructureSpec(ABC):
     keeps_jacobian: ClassVar[bool] = False
     factored_rows: ClassVar[bool] = False
     resumable: ClassVar[bool] = False
+    scales: ClassVar[bool] = True
 
     @abstractmethod
     def fit(self, model: LinearizedModel, source: Source) -> Structure:
@@ -137,8 +142,16 @@ def register_structure(spec: _Spec) -> _Spec:
     Raises
     ------
     UnsupportedError
-        If the name belongs to another class.
+        If it is no such class, is not complete, has no name, or its name belongs to another class.
     """
+    if not (isinstance(spec, type) and issubclass(spec, StructureSpec)):
+        raise UnsupportedError("a subclass of ntk_laplace.StructureSpec", f"{spec!r}"[:80],
+                               "Register the class itself.")
+    missing = sorted(getattr(spec, "__abstractmethods__", ()))
+    if missing:
+        raise UnsupportedError(f"the methods {', '.join(missing)} of the structure {spec.__qualname__}",
+                               "a class without them", "Define them, then register the class.")
+    require_name(spec)
     known = REGISTERED.get(spec.name)
     # a class may be defined again: in a notebook's cell, or by a file that is run once more
     if known is not None and (known.__qualname__ != spec.__qualname__ or known.__module__.startswith("ntk_laplace.")):
@@ -148,9 +161,40 @@ def register_structure(spec: _Spec) -> _Spec:
     return spec
 
 
+def require_name(spec: StructureSpec | type[StructureSpec]) -> None:
+    """Refuse a specification that is without a name, or has one of another meaning.
+
+    Raises
+    ------
+    UnsupportedError
+        If the name is not a string, is empty or is "auto".
+    """
+    name = getattr(spec, "name", None)
+    if not isinstance(name, str) or name in ("", "auto"):
+        cls = spec if isinstance(spec, type) else type(spec)
+        raise UnsupportedError(f'a name of the structure {cls.__qualname__} that is a string other than "auto"',
+                               "none" if name is None else repr(name), 'Set it in the class, name = "...".')
+
+
 def structure_names() -> tuple[str, ...]:
     """Names of all registered structures, in the order of registration."""
     return tuple(REGISTERED)
+
+
+def structure_of(name: str, options: Mapping[str, Any]) -> StructureSpec:
+    """The specification of a name, with options.
+
+    Raises
+    ------
+    UnsupportedError
+        If the name is unknown, or the options are not those of the class.
+    """
+    cls = structure_named(name)
+    try:
+        return cls(**options)
+    except TypeError as error:
+        raise UnsupportedError(f"options of the structure {name!r}", f"{', '.join(options) or 'none'} ({error})",
+                               f"Pass structure={cls.__qualname__}(...) with its options.") from error
 
 
 def structure_named(name: str) -> type[StructureSpec]:
@@ -161,6 +205,9 @@ def structure_named(name: str) -> type[StructureSpec]:
     UnsupportedError
         If the name is unknown.
     """
+    if isinstance(name, type) and issubclass(name, StructureSpec):
+        raise UnsupportedError("a structure's name or an object", f"the class {name.__qualname__}",
+                               f"Write {name.__qualname__}(), with its options.")
     if not isinstance(name, str) or name not in REGISTERED:
         raise UnsupportedError(f'structure among {", ".join([*REGISTERED, "auto"])}', repr(name),
                                'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '

@@ -296,7 +296,14 @@ def _reuse_eigenbasis(accumulated: Accumulation, given: HasEigenbasis | None, mo
     if found.squares != accumulated.spec.squares and any(block.entries[0] > 1 for block in found.parameter_blocks):
         raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(found.structure),
                                "Take the basis from a posterior of the same structure.")
-    accumulated.parameter_blocks, accumulated.eigenbases = list(found.parameter_blocks), list(found.eigenbases)
+    dtype, device = model.jacobian_pass.dtype, model.network.device
+    sides = [side for one in found.eigenbases for side in (one.basis.left, one.basis.right) if side is not None]
+    other = next((side.dtype for side in sides if side.dtype != dtype), None)
+    if other is not None:
+        raise UnsupportedError(f"basis= a posterior with dtype={dtype}", f"one with {other}",
+                               "Fit both with the same dtype: a cast basis is not orthogonal to rounding.")
+    accumulated.parameter_blocks = list(found.parameter_blocks)
+    accumulated.eigenbases = [eigenbasis.to(device, dtype) for eigenbasis in found.eigenbases]
 
 
 def _require_same_model(accumulated: Accumulation, model: LinearizedModel) -> None:

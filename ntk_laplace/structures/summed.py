@@ -10,7 +10,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,6 @@ class SummedSpec(StructureSpec):
     A subclass defines what is summed (`zeros`, `add`) and the posterior precision that follows (`precision`). Fits in
     batches, other data, merging, what-ifs, changed hyperparameters, devices and checkpoints follow from these.
     """
-
-    scales: ClassVar[bool] = True  # whether multiplying Λ by c multiplies the sums by c
 
     @abstractmethod
     def zeros(self, model: LinearizedModel) -> Sums:
@@ -121,15 +119,16 @@ class SummedStructure(Structure):
         if at.sums is not None and self.spec.scales and isinstance(self.points, TrainingPoints):
             factor = common_factor(model, at.likelihood, self.points)
         if factor is None:
-            at.sums = None  # free the old sums before computing the new ones
-            at.sums = self._summed(model)
+            root = self.points.root(model.curvature_type, model.likelihood).detach()
+            if not isinstance(self.data, Missing):
+                at.sums = None  # free the old sums before computing the new ones
+            at.sums = self._summed(model, root)
         else:
             at.sums = {name: total * factor for name, total in at.sums.items()}
         at.likelihood = copy.deepcopy(model.likelihood)
         return at.sums
 
-    def _summed(self, model: LinearizedModel) -> Sums:
-        root = self.points.root(model.curvature_type, model.likelihood).detach()
+    def _summed(self, model: LinearizedModel, root: Tensor) -> Sums:
         sums = self.spec.zeros(model)
         for rows in read_rows(model, self.data, root, _max_batch(model, root.shape[2]), "curvature"):
             self.spec.add(sums, rows, model)

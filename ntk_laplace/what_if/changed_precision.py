@@ -68,7 +68,8 @@ class ChangedPrecision(PosteriorPrecision):
         budget: int | None = None, max_leverage: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(prior, base.shapes, rows.f)
-        self.base, self.rows, self.homogeneous = base, rows, base.homogeneous
+        self.base, self.rows = base, rows
+        self.homogeneous, self.standard_error = base.homogeneous, base.standard_error
         self._require_memory(budget)
         self._signs = signs.flatten().to(rows.f)
         kernel = self._cross(rows).transpose(0, 1).flatten(0, 1)  # K, (m R, m R)

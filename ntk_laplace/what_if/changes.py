@@ -62,8 +62,9 @@ def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float)
     """
     wrong = HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
                                 "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")  # fmt: skip
+    f = points.f
     try:
-        new = as_tensor(weights, points.f.dtype).detach().to(points.f.device).reshape(-1)
+        new = as_tensor(weights, f.dtype).detach().to(f.device).reshape(-1)
     except (TypeError, ValueError, RuntimeError) as error:
         raise wrong from error
     if new.numel() not in (1, len(indices)) or not bool((torch.isfinite(new) & (new >= 0)).all()):
