@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
-from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, named_parts
+from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.priors import GaussianPrior
 
@@ -136,7 +136,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
             if isinstance(groups[0], int) and groups.count(groups[0]) == len(groups):
                 found.append((spectrum.flatten(), groups[0]))
                 continue
-            own = algebra.entry_of(algebra.block.gather(named_parts(self.groups, self.shapes)))
+            own = algebra.entry_of(algebra.block.gather(self.shapes.parts(self.groups)))
             if own is None:
                 return None
             found.append((spectrum.flatten(), own.flatten()))
@@ -156,7 +156,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
             if own.ndim == 0:
                 total[self._prior.group_of(algebra.block.weight)] += own
             else:
-                algebra.block.scatter_(named_parts(flat, self.shapes), own)
+                algebra.block.scatter_(self.shapes.parts(flat), own)
                 scattered = True
         return total.index_add_(0, self.groups, flat.double()) if scattered else total
 
@@ -177,7 +177,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         self, apply: Callable[[BlockPrecision, Tensor], Tensor], values: Tensor, untouched: Tensor
     ) -> Tensor:
         """Apply a method of each block to its entries; parameters in no block keep the prior's value, `untouched`."""
-        named, out = named_parts(values, self.shapes), named_parts(untouched, self.shapes)
+        named, out = self.shapes.parts(values), self.shapes.parts(untouched)
         for algebra in self.algebras:
             algebra.block.scatter_(out, apply(algebra, algebra.block.gather(named)))
         return untouched
@@ -215,18 +215,18 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det B/∂Λ_n at training rows, (n, C, C), with fixed eigenbases; with z (P,), ∂ zᵀHz/∂Λ_n."""
         k, n = rows.num_cotangents, rows.num_examples
-        named = None if vector is None else named_parts(vector, self.shapes)
+        named = None if vector is None else self.shapes.parts(vector)
         parts = (a.sensitivity(rows, None if named is None else a.block.gather(named)) for a in self.algebras)
         return sum(parts, start=rows.f.new_zeros(n, k, k))
 
     def quadratic(self, vector: Tensor, gradient: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (P,), block by block, in double precision."""
-        named = named_parts(vector, self.shapes)
+        named = self.shapes.parts(vector)
         return sum((block.quadratic(block.block.gather(named)) for block in self.algebras), start=self._zero())
 
     def quadratic_slope(self, vector: Tensor) -> Tensor:
         """Derivative of zᵀ (H - P0) z in each log precision, (G,); not zero if factors are damped."""
-        slope, named = super().quadratic_slope(vector), named_parts(vector, self.shapes)
+        slope, named = super().quadratic_slope(vector), self.shapes.parts(vector)
         for algebra in self.algebras:
             if not algebra.homogeneous:
                 group = self._prior.group_of(algebra.block.weight)
@@ -237,7 +237,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         """The structure's approximation of JᵀΛJ, (P, P), written out: for small networks."""
         p = self.num_parameters
         total = self._by_group.new_zeros(p, p)
-        numbers = named_parts(torch.arange(p, device=total.device), self.shapes)
+        numbers = self.shapes.parts(torch.arange(p, device=total.device))
         for algebra in self.algebras:
             where = algebra.block.gather(numbers).flatten()
             total[where.unsqueeze(1), where] = algebra.information()

@@ -28,6 +28,7 @@ from ntk_laplace.network.choice import ParameterChoice, choose
 from ntk_laplace.network.copying import private_copy, require_module
 from ntk_laplace.network.head import Head
 from ntk_laplace.network.precision import DtypesSeen, Products, computation_dtype
+from ntk_laplace.parameter_layout import ParameterLayout
 from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
@@ -67,8 +68,8 @@ class Network:
         Calls the copy; stores `output` and `targets`.
     names : list of str
         Names of the chosen parameters, in the module's order.
-    shapes : dict of str to torch.Size
-        Their shapes.
+    shapes : ParameterLayout
+        Their shapes; converts flat vectors to tensors by name.
     theta : Tensor, (P,)
         Their values as a flat vector, in this order.
     num_outputs : int or None
@@ -95,6 +96,7 @@ class Network:
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)
         self._parameters = {n: p for n, p in self.module.named_parameters() if n in chosen}
+        self.shapes = ParameterLayout({name: parameter.shape for name, parameter in self._parameters.items()})
         first = next(iter(self._parameters.values()))
         self.device, self.dtype = first.device, first.dtype
         self.precision = first.dtype
@@ -126,19 +128,14 @@ class Network:
         return list(self._parameters)
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the chosen parameters."""
-        return {name: parameter.shape for name, parameter in self._parameters.items()}
-
-    @property
     def num_parameters(self) -> int:
         """P, the number of chosen parameters."""
-        return sum(parameter.numel() for parameter in self._parameters.values())
+        return self.shapes.num_parameters
 
     @property
     def theta(self) -> Tensor:
         """The chosen parameters, flat, (P,)."""
-        return torch.cat([parameter.detach().flatten() for parameter in self._parameters.values()])
+        return self.shapes.flat(self._parameters).detach()
 
     @property
     def input_format(self) -> Inputs | None:
@@ -190,18 +187,9 @@ class Network:
             if self._channels_last != form:  # a call failed with weights in channels last, and changed the format
                 self._to_format(torch.channels_last if self._channels_last else torch.contiguous_format)
 
-    def slices(self) -> dict[str, slice]:
-        """Slice of each chosen parameter in a flat vector of length P."""
-        found, start = {}, 0
-        for name, parameter in self._parameters.items():
-            found[name] = slice(start, start + parameter.numel())
-            start += parameter.numel()
-        return found
-
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Split a flat vector (..., P) into tensors by name."""
-        shapes = self.shapes
-        return {n: vector[..., s].reshape((*vector.shape[:-1], *shapes[n])) for n, s in self.slices().items()}
+        return self.shapes.named(vector)
 
     def arithmetic(self) -> AbstractContextManager:
         """Context of a forward or backward pass, in which 16-bit matrix products are fast on every processor."""

@@ -190,7 +190,7 @@ class Accumulation:
         self.summaries += [Summary(part, {}) for part in found] if self.summaries else []
 
     def _plain(self, names: Container[str], model: LinearizedModel) -> list[ParameterBlock]:
-        sizes = {name: shape.numel() for name, shape in model.network.shapes.items()}
+        sizes = model.network.shapes.sizes
         return [diagonal_block(name, size) for name, size in sizes.items() if size and name in names]
 
     def _complete(self, model: LinearizedModel) -> None:

@@ -158,8 +158,8 @@ class StructuredStructure(Structure):
             part = summary.block
             precision = named[part.weight]  # a bias in the block has the same
             if precision.ndim or part.kind == "diagonal":
-                sizes = {name: model.network.shapes[name].numel() for name in part.names}
-                precision = part.gather({name: named[name].expand(size) for name, size in sizes.items()})
+                sizes = model.network.shapes.sizes
+                precision = part.gather({name: named[name].expand(sizes[name]) for name in part.names})
             algebras.append(self.spec.algebra(summary.scaled(at.scale), eigenbasis, extra, precision))
         return BlockDiagonalPrecision(algebras, model.prior, model.network.shapes, model.theta)
 
