@@ -114,7 +114,8 @@ class Batches:
         self._chosen = batch_size is not None
         self._fitting = _LARGEST_BATCH  # batch size at which the inputs fill BATCH_BYTES
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
-        self._source: Any
+        self._source: DataLoader | tuple[Inputs, Tensor]
+        self._length: int | None
         self._targets = targets
         data, self._given = example_weights(data)
         if isinstance(data, Mapping):
@@ -160,7 +161,8 @@ class Batches:
             return
         self.batch_size = max(_BATCH, min(self._fitting, most))
         if not isinstance(self._source, DataLoader):
-            self.batch_size = -(-self._length // max(1, -(-self._length // self.batch_size)))
+            n = len(self._source[1])
+            self.batch_size = -(-n // max(1, -(-n // self.batch_size)))
             self.close()
 
     @property
@@ -249,7 +251,7 @@ class Batches:
                 yield x, y, weights
             return
         x, y = self._source
-        for start in range(0, self._length, self.batch_size):
+        for start in range(0, len(y), self.batch_size):
             part = slice(start, start + self.batch_size)
             yield take(x, part), y[part], None if self._given is None else self._given[part]
 
@@ -292,7 +294,8 @@ class Joined:
     def length(self) -> int | None:
         """Number of examples, if all sources know theirs."""
         lengths = [source.length for source in self.sources]
-        return None if None in lengths else sum(lengths)
+        known = [length for length in lengths if length is not None]
+        return sum(known) if len(known) == len(lengths) else None
 
     @property
     def batch_size(self) -> int:
@@ -460,7 +463,7 @@ def _checksum(values: Tensor | None, before: int) -> int:
     """Running checksum of the values, independent of how they are split into batches."""
     if values is None:
         return before
-    return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), before)
+    return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, before)
 
 
 def _empty() -> DataError:

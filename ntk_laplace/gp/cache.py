@@ -54,7 +54,7 @@ class CachedRows:
 
     def num_outputs(self, x: Tensor) -> int:
         """C, from one evaluation at the first row of x (..., n, d) if it is not known yet."""
-        if self.network.num_outputs is None:
+        if not self.network.evaluated:
             one = x.detach().reshape(-1, x.shape[-1])[:1]
             self.network.without_grad(self.form.restore(one, self.network))
         return self.network.num_outputs

@@ -72,8 +72,8 @@ class Network:
         Their shapes; converts flat vectors to tensors by name.
     theta : Tensor, (P,)
         Their values as a flat vector, in this order.
-    num_outputs : int or None
-        C, known after the first evaluation.
+    num_outputs : int
+        C, known after the first evaluation; `evaluated` says whether there was one.
     scalar : bool
         Whether the module returns shape (N,).
     precision : torch.dtype
@@ -102,7 +102,7 @@ class Network:
         self.precision = first.dtype
         own = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.input_dtype = InputDtype(first.dtype, frozenset(own))
-        self.num_outputs: int | None = None
+        self._num_outputs: int | None = None
         self.scalar = False
         self._input_format: Inputs | None = None  # of inputs that were evaluated successfully
         self._channels_last = False
@@ -126,6 +126,29 @@ class Network:
     def names(self) -> list[str]:
         """Names of the chosen parameters."""
         return list(self._parameters)
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether the number of outputs is known."""
+        return self._num_outputs is not None
+
+    @property
+    def num_outputs(self) -> int:
+        """C, the number of outputs.
+
+        Raises
+        ------
+        NetworkError
+            Before the first evaluation.
+        """
+        if self._num_outputs is None:
+            raise NetworkError("a network whose number of outputs is known", "one that was not evaluated",
+                               "Evaluate it on one input first.")
+        return self._num_outputs
+
+    @num_outputs.setter
+    def num_outputs(self, number: int) -> None:
+        self._num_outputs = number
 
     @property
     def num_parameters(self) -> int:
@@ -248,15 +271,15 @@ class Network:
 
         def outputs(theta: Tensor) -> Tensor:
             nonlocal head, tried
-            if head is None:
+            if (known := head) is None:
                 return self.with_parameters(theta, x)
             with torch.inference_mode(False), torch.no_grad(), self.caller.autocast.entered(), self.arithmetic():
                 values = {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}
-                found = self._outputs(lambda _: head(values), x, offset)
+                found = self._outputs(lambda _: known(values), x, offset)
                 if tried:
                     return found
                 tried, whole = True, self.with_parameters(theta, x)
-                head = head if _gap(found, whole) <= self._tolerance(whole) else None
+                head = known if _gap(found, whole) <= self._tolerance(whole) else None
             return whole
 
         return outputs
@@ -296,7 +319,7 @@ class Network:
         return found
 
     def _to_format(self, memory_format: torch.memory_format) -> None:
-        self.module.to(memory_format=memory_format)
+        self.module.to(memory_format=memory_format)  # type: ignore[call-overload]  # missing in torch's stubs
         self._channels_last = memory_format is torch.channels_last
 
     def _call(self, x: Inputs) -> Tensor:
@@ -372,7 +395,7 @@ class Network:
         c = out.shape[1] if out.ndim == 2 else 1
         if c == 0:
             raise self._wrong_outputs(f"({n}, C), C at least 1", f"{tuple(out.shape)}", x)
-        if self.num_outputs is None:
+        if not self.evaluated:
             self.num_outputs, self.scalar = c, out.ndim == 1
         if c != self.num_outputs:
             raise self._wrong_outputs(f"({n}, {self.num_outputs}), as before", f"{tuple(out.shape)}", x)

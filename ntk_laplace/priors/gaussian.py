@@ -46,7 +46,8 @@ class GaussianPrior(nn.Module):
         the network.
     """
 
-    log_precision: nn.Parameter | None
+    log_precision: nn.Parameter  # None before `bind`, unless there is one group
+    _mean: Tensor
 
     def __init__(
         self,

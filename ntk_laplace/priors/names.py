@@ -29,7 +29,7 @@ Value = float | Tensor
 GROUPS = ("all", "layer", "tensor", "parameter")
 
 
-def assign(groups: str | Mapping[str, list[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
+def assign(groups: str | Mapping[str, Sequence[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
     """Index of each parameter's group, and the groups' names."""
     if isinstance(groups, Mapping):
         return _assign_by_mapping(groups, names)
@@ -38,8 +38,9 @@ def assign(groups: str | Mapping[str, list[str]], names: list[str]) -> tuple[dic
     return {name: order.index(label(name)) for name in names}, order
 
 
-def _assign_by_mapping(groups: Mapping[str, list[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
-    order, owners = list(groups), {name: [] for name in names}
+def _assign_by_mapping(groups: Mapping[str, Sequence[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
+    order = list(groups)
+    owners: dict[str, list[str]] = {name: [] for name in names}
     for group, members in groups.items():
         for member in members:
             found = [name for name in names if name == member or name.startswith(f"{member}.")]
@@ -61,7 +62,7 @@ def flat_mean(given: Value | Mapping[str, Value], shapes: ParameterLayout) -> Te
     """μ0 as one number (1,) or one per parameter (P,)."""
     if isinstance(given, Mapping):
         return flatten(given, shapes, "mean")
-    size = shapes.num_parameters
+    size, given = shapes.num_parameters, torch.as_tensor(given)
     if given.numel() != 1 and given.shape != (size,):
         raise HyperparameterError(
             f"one mean, or a flat one of shape ({size},)",
