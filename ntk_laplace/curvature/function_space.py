@@ -6,7 +6,7 @@ A change of a hyperparameter requires only a new factorization of B. The Jacobia
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -142,11 +142,12 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
-        like = {"dtype": self.factor.dtype, "device": self.factor.device, "generator": generator}
-        draws = torch.randn(count, self.num_parameters, **like) * self.prior_precision.rsqrt()
+        like = self.factor
+        white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
+        draws = white(count, self.num_parameters) * self.prior_precision.rsqrt()
         shape = self.weighted.num_examples, self.weighted.num_cotangents
         for draw in draws:
-            draw -= self._seen(draw, torch.randn(shape, **like))
+            draw -= self._seen(draw, white(*shape))
         return draws
 
     # --- covariance of f

@@ -106,6 +106,8 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     ) -> None:
         super().__init__(prior, shapes, like)
         self.algebras = tuple(parts)
+        # false for damped factors
+        self.homogeneous = all(algebra.homogeneous for algebra in self.algebras)
 
     # --- evidence
 
@@ -120,7 +122,8 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ (H - P0) P0^-½ over all parameter blocks; None if a block does not list its own."""
         lists = [algebra.spectrum() for algebra in self.algebras]
-        return None if any(own is None for own in lists) else torch.cat([own.double().flatten() for own in lists])
+        known = [own.double().flatten() for own in lists if own is not None]
+        return torch.cat(known) if len(known) == len(lists) else None
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
         """Spectrum of each parameter block, with its prior group, or with one group per eigenvalue.
@@ -141,11 +144,6 @@ class BlockDiagonalPrecision(PosteriorPrecision):
                 return None
             found.append((spectrum.flatten(), own.flatten()))
         return found
-
-    @property
-    def homogeneous(self) -> bool:
-        """Whether multiplying Λ and P0 by c multiplies H by c; false for damped factors."""
-        return all(algebra.homogeneous for algebra in self.algebras)
 
     def effective_parameters(self) -> Tensor:
         """γ_g = -∂ log det B/∂ log δ_g for each prior group, (G,)."""

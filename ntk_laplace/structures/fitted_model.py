@@ -12,10 +12,10 @@ from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
-from ntk_laplace.points import present_values, unmoved
+from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel, Settings
-from ntk_laplace.structures.structure import NewtonStep, Points, Structure
+from ntk_laplace.structures.structure import NewtonStep, Structure
 
 __all__ = ["FittedModel"]
 
@@ -71,7 +71,7 @@ class FittedModel:
         return self.model.settings
 
     @property
-    def points(self) -> Points:
+    def points(self) -> TrainingPoints:
         """Outputs, targets and weights of the training points."""
         return self.structure.points
 

@@ -14,7 +14,7 @@ from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
 from ntk_laplace.data import Inputs, Missing, Source, fill_buffer
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.points import TrainingPoints, UnsavedPoints
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel
 
@@ -32,7 +32,7 @@ __all__ = [
     "structure_names",
 ]
 
-Points = TrainingPoints | UnsavedPoints
+Points = TrainingPoints
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class Saved:
     ----------
     state : mapping
         What `Structure.state` returned.
-    points : TrainingPoints or UnsavedPoints
+    points : TrainingPoints
     source : Source or Missing
         The training data, if they were passed to `load`.
     """
 
     state: Mapping[str, Any]
-    points: Points
+    points: TrainingPoints
     source: Source | Missing
 
 
@@ -173,14 +173,14 @@ class Structure(ABC):
     Attributes
     ----------
     spec : StructureSpec
-    points : TrainingPoints or UnsavedPoints
+    points : TrainingPoints
         Outputs, targets and weights of the training points.
     base : TrainingPoints or None
         The points the network was trained on, if a what-if has changed them since.
     """
 
     spec: StructureSpec
-    points: Points
+    points: TrainingPoints
     base: TrainingPoints | None = None
 
     @property

@@ -23,7 +23,7 @@ from ntk_laplace.what_if.changed_precision import ChangedPrecision
 __all__ = ["ChangedStructure", "MovedPoints", "changed_structure", "rows_of"]
 
 
-class MovedPoints:
+class MovedPoints(TrainingPoints):
     """Training points at the displaced weights of a what-if; a pass over the data computes their outputs on demand.
 
     Has the attributes of `TrainingPoints`; number, targets and weights need no pass.
@@ -37,20 +37,36 @@ class MovedPoints:
     """
 
     def __init__(self, unmoved_points: TrainingPoints, outputs: Callable[[], Tensor]) -> None:
-        self._unmoved, self._outputs = unmoved_points, outputs
-        self.num_examples, self.num_outputs = unmoved_points.num_examples, unmoved_points.num_outputs
-        self.targets, self.counts = unmoved_points.targets, unmoved_points.counts
+        self._unmoved: TrainingPoints
+        self._outputs: Callable[[], Tensor]
+        vars(self).update(
+            _unmoved=unmoved_points, _outputs=outputs, targets=unmoved_points.targets, weights=unmoved_points.weights,
+            expanded=unmoved_points.f,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"MovedPoints({self._unmoved!r})"
 
     @cached_property
-    def finalized(self) -> TrainingPoints:
-        """The points with their outputs computed."""
+    def f(self) -> Tensor:
+        """Outputs at the displaced weights, (N, C)."""
         with torch.no_grad():
-            return replace(self._unmoved, f=self._outputs(), expanded=self._unmoved.f)
+            return self._outputs()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.finalized, name)
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self._unmoved.num_examples
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self._unmoved.num_outputs
+
+    @property
+    def counts(self) -> Tensor:
+        """The weights, (N,); ones if there are none."""
+        return self._unmoved.counts
 
 
 @dataclass(eq=False)
@@ -78,7 +94,7 @@ class ChangedStructure(Structure):
         Indices of the changed points, added ones last.
     rows : Jacobian or None
         Rows of J at these.
-    points : TrainingPoints or MovedPoints
+    points : TrainingPoints
         All points after the change, outputs at the displaced weights.
     """
 
@@ -90,7 +106,7 @@ class ChangedStructure(Structure):
     old_targets: Tensor
     index: Tensor
     rows: Jacobian | None
-    points: MovedPoints | TrainingPoints
+    points: TrainingPoints
     _found: tuple[PosteriorPrecision, tuple[Tensor, ...]] | None = None
 
     @property
