@@ -75,4 +75,4 @@ class CachedRows:
         return {"network": copy.copy(self.network), "form": self.form, "dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        vars(self).update(vars(CachedRows(**state)))

@@ -23,15 +23,11 @@ __all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
 
 
 class GramFunction(Protocol):
-    """A function that is linear in the prior variances, Σ_p v_p (...)_p.
+    """A function that is linear in the prior variances, Σ_p v_p (...)_p."""
 
-    Attributes
-    ----------
-    shapes : ParameterLayout
-        The parameters, in order.
-    """
-
-    shapes: ParameterLayout
+    @property
+    def shapes(self) -> ParameterLayout:
+        """The parameters, in order."""
 
     def value(self, variances: Variances) -> Tensor:
         """The value of the sum."""

@@ -48,7 +48,7 @@ class WhitenedGram(LinearOperator):
 
     @property
     def _precision(self) -> FunctionSpacePrecision:
-        return self._posterior.posterior_precision
+        return self._posterior.fitted.function_space
 
     # --- exact operations that GPyTorch calls
 

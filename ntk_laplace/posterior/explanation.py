@@ -93,7 +93,7 @@ class ExplanationVerbs(Fitted):
         """
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(1, output, by, y)
         if self._fitted.structure.spec.keeps_jacobian:
-            found = (explanation.effect for explanation in self._explained(chunks, request))
+            found: Iterator[Tensor] = (one.effect for one in self._explained(chunks, request))
         else:
             groups = _grouped(chunks.rows(), batch_size)
             found = effects(self._fitted, groups, request)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
+from ntk_laplace.curvature import CurvatureType, FunctionSpacePrecision, PosteriorPrecision
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
@@ -102,6 +103,21 @@ class FittedModel:
                 cached.precision = self.structure.posterior_precision(self.model)
             cached.at = present_values(*modules)
         return cached.precision
+
+    @property
+    def function_space(self) -> FunctionSpacePrecision:
+        """The posterior precision of a structure that keeps the Jacobian.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure does not keep it.
+        """
+        precision = self.precision
+        if not isinstance(precision, FunctionSpacePrecision):
+            raise UnsupportedError("a structure that keeps the Jacobian", f"structure={self.structure.name!r}",
+                                   'Fit with structure="gp".')
+        return precision
 
     def sensitivity(self) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C)."""

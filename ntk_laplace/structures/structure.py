@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from ntk_laplace.points import TrainingPoints
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "REGISTERED",
     "NewtonStep",
@@ -26,6 +30,7 @@ __all__ = [
     "Structure",
     "StructureSpec",
     "no_basis",
+    "of_kind",
     "register_structure",
     "require_unchanged",
     "structure_named",
@@ -125,6 +130,7 @@ class StructureSpec(ABC):
         return f"{type(self).__name__}({options})"
 
 
+S = TypeVar("S", bound="Structure")
 _Spec = TypeVar("_Spec", bound=type[StructureSpec])
 REGISTERED: dict[str, type[StructureSpec]] = {}
 """Specification classes by name."""
@@ -229,6 +235,12 @@ class Structure(ABC):
 
     # --- defaults
 
+    def with_points(self, points: TrainingPoints) -> Self:
+        """A copy with other points, whose rows and sums stay the same."""
+        other = copy.copy(self)
+        vars(other)["points"] = points  # also of a frozen dataclass
+        return other
+
     @property
     def source(self) -> Source | Missing | None:
         """The training data, for another pass; None if the structure does not need and keep them."""
@@ -274,7 +286,7 @@ class Structure(ABC):
         return UnsupportedError("a structure with the evidence's gradient in the likelihood's hyperparameters",
                                 f"structure={self.name!r}", 'Move "precision" alone, or use an exact structure.')
 
-    def refit_on(self, model: LinearizedModel, source: Source) -> Structure:
+    def refit_on(self, model: LinearizedModel, source: Source | Missing) -> Structure:
         """The same kind of structure fitted to other data, so that the two can be merged."""
         return self.spec.fit(model, source)
 
@@ -304,6 +316,19 @@ class Structure(ABC):
     def _base_at(self, index: Tensor) -> TrainingPoints | None:
         """Base of some points. Points that were added come last and have none."""
         return None if self.base is None else self.base.subset(index[index < self.base.num_examples])
+
+
+def of_kind(kind: type[S], structure: Structure) -> S:
+    """The structure, whose class is `kind`.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is of another class.
+    """
+    if not isinstance(structure, kind):
+        raise UnsupportedError(f"a {kind.__name__}", f"a {type(structure).__name__}", "Fit both with one structure.")
+    return structure
 
 
 def no_basis(got: str) -> UnsupportedError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
-from ntk_laplace.structures.structure import require_unchanged
+from ntk_laplace.structures.structure import of_kind, require_unchanged
 from ntk_laplace.what_if.changed_precision import ChangedPrecision
 
 __all__ = ["ChangedStructure", "MovedPoints", "changed_structure", "rows_of"]
@@ -108,11 +108,10 @@ class ChangedStructure(Structure):
     rows: Jacobian | None
     points: TrainingPoints
     _found: tuple[PosteriorPrecision, tuple[Tensor, ...]] | None = None
+    base: TrainingPoints = field(init=False)
 
-    @property
-    def base(self) -> TrainingPoints:
-        """The points the network was trained on."""
-        return self.inner.points
+    def __post_init__(self) -> None:
+        self.base = self.inner.points
 
     @property
     def points_to_change(self) -> TrainingPoints:
@@ -125,10 +124,10 @@ class ChangedStructure(Structure):
         return self.inner.parameter_blocks
 
     def changed(
-        self, model: LinearizedModel, points: TrainingPoints, added: FunctionSpaceStructure | None = None
+        self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
     ) -> ChangedStructure:
         """The structure of other points, outputs at the trained weights, from the same sums."""
-        together = self.added if added is None else (*self.added, added)
+        together = self.added if added is None else (*self.added, of_kind(FunctionSpaceStructure, added))
         return changed_structure(model, self.inner, points, self.max_leverage, together)
 
     def stepped(self, model: LinearizedModel) -> tuple[Tensor, ChangedStructure]:
@@ -162,7 +161,7 @@ class ChangedStructure(Structure):
     def _factored(self, model: LinearizedModel) -> PosteriorPrecision:
         base = self.inner.posterior_precision(model)
         where, root, signs = self._difference(model)
-        if len(where) == 0:
+        if self.rows is None or len(where) == 0:
             return base
         return ChangedPrecision(base, self.rows.subset(where).weighted(root), signs, model.prior,
                                 model.settings.memory_budget, self.max_leverage)
@@ -256,10 +255,10 @@ class ChangedStructure(Structure):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ChangedStructure:
         """The structure with sums, rows and points on another device, with another dtype."""
-        points = self.points.finalized if isinstance(self.points, MovedPoints) else self.points
         unmoved_points = self.unmoved_points.to(device, dtype)
         return replace(
-            self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points, points=points.to(device, dtype),
+            self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points,
+            points=self.points.to(device, dtype),
             added=tuple(one.to(device, dtype) for one in self.added), index=self.index.to(device),
             old_targets=self.old_targets.to(unmoved_points.targets),
             rows=None if self.rows is None else self.rows.to(dtype, device), _found=None,
