@@ -81,13 +81,14 @@ def test_the_mean_is_the_optimum_of_the_linear_model(likelihood: str, structure:
 
 def test_the_optimum_is_found_once_and_follows_the_hyperparameters(monkeypatch) -> None:
     posterior, (_, x, _), calls = fitted("categorical"), case("categorical"), []
-    whole = type(posterior.fitted).solve_at
+    structure = type(posterior.fitted.structure)
+    whole = structure.solve_at
 
     def counted(*arguments):
         calls.append(1)
         return whole(*arguments)
 
-    monkeypatch.setattr(type(posterior.fitted), "solve_at", counted)
+    monkeypatch.setattr(structure, "solve_at", counted)
     first = posterior.latent_moments(x, mean="posterior")[0]
     count = len(calls)
     assert torch.equal(posterior.latent_moments(x, mean="posterior")[0], first) and len(calls) == count > 2
@@ -141,17 +142,17 @@ class Wavy(ntkl.Likelihood):
         return self.curvature(f, y)
 
 
-def test_an_objective_without_an_optimum_is_told() -> None:
+def test_an_objective_without_an_optimum_raises_an_error() -> None:
     network, x, _ = case("bernoulli")
     posterior = ntkl.laplace(network, (x, torch.zeros(25, 1).double()), Wavy())
     with pytest.raises(ntkl.NumericalError, match=r"optimum within|objective fall"):
         posterior.latent_moments(x, mean="posterior")
 
 
-def test_an_empty_change_says_that_it_is_no_refit() -> None:
+def test_an_empty_change_warns_that_it_is_no_refit() -> None:
     posterior, (_, x, y) = fitted("categorical"), case("categorical")
     for steps in (None, 3):
-        with pytest.warns(ntkl.NTKLaplaceWarning, match=r'comes back as it was, not refitted; predict\(x, mean="post'):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match=r'is unchanged, not refitted; predict\(x, mean="post'):
             same = posterior.remove([], steps=steps)
         assert relative_error(same.outputs(x), posterior.outputs(x)) < 1e-12
         with pytest.warns(ntkl.NTKLaplaceWarning, match="no training point is changed"):

@@ -4,12 +4,14 @@ from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
+from ntk_laplace.jacobian.rules import Extractor, Use, register_rule
 from ntk_laplace.jacobian.serialization import jacobian_from_record, jacobian_record
 
 __all__ = [
     "NO_FUSED_LAYERS",
     "Block",
     "Dense",
+    "Extractor",
     "FusedLayer",
     "FusedLayers",
     "FusedSums",
@@ -19,6 +21,8 @@ __all__ = [
     "Outer",
     "Products",
     "RootFunction",
+    "Use",
     "jacobian_from_record",
     "jacobian_record",
+    "register_rule",
 ]  # fmt: skip
