@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     """
 
     def __init__(
-        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: dict[str, torch.Size], like: Tensor
+        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor
     ) -> None:
         super().__init__(prior, shapes, like)
         self.algebras = tuple(parts)

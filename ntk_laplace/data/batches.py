@@ -260,10 +260,10 @@ class Joined:
 
     Parameters
     ----------
-    sources : sequence of Batches or Joined
+    sources : sequence of Source
     """
 
-    def __init__(self, sources: Sequence[Batches | Joined]) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = tuple(sources)
 
     def on(self, device: torch.device) -> Joined:
@@ -366,22 +366,37 @@ class Selected:
             raise _changed(len(self.keep), seen)
 
 
-Source = Batches | Joined | Selected
-
-
 class Missing:
     """Placeholder for data that a checkpoint does not contain; any pass over it raises an error."""
 
-    length = weights = None
+    length: int | None = None
+    weights: Tensor | None = None
     read = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Refused: there are no batches."""
+        raise _missing()
+
+    @property
+    def batch_size(self) -> int:
+        """Refused: there are no batches."""
+        raise _missing()
 
     def on(self, device: torch.device) -> Missing:
         """Itself."""
         return self
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        raise DataError("the training data, for another pass over them", "a checkpoint without them",
-                        "Load it with ntk_laplace.load(path, network, data=...).")
+        raise _missing()
+
+
+Source = Batches | Joined | Selected | Missing
+
+
+def _missing() -> DataError:
+    return DataError("the training data, for another pass over them", "a checkpoint without them",
+                     "Load it with ntk_laplace.load(path, network, data=...).")
 
 
 def kept_or_missing(batches: Batches | None) -> Batches | Missing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ __all__ = [
 
 # what a network takes; tensors share their first axis
 Inputs: TypeAlias = Tensor | Mapping[str, "Inputs"] | Sequence["Inputs"]
+
+
+_Nested = TypeVar("_Nested")
 
 
 class SupportsArray(Protocol):
@@ -105,17 +108,21 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
     return map_tensors(lambda tensor: tensor[index], x)
 
 
-def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Concatenate nested inputs along their first axis."""
-    first, alike_parts = parts[0], cast("Sequence[Any]", parts)  # every part is nested as the first
+def concatenate(parts: Sequence[_Nested]) -> _Nested:
+    """Concatenate nested inputs, all of the same form, along their first axis."""
+    return _concatenated(parts)
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
+    first = parts[0]
     if len(parts) == 1:
         return first
     if isinstance(first, Tensor):
-        return torch.cat(list(alike_parts))
+        return torch.cat(list(parts))
     if isinstance(first, Mapping):
-        return {key: concatenate([part[key] for part in alike_parts]) for key in first}
+        return {key: _concatenated([part[key] for part in parts]) for key in first}
     if isinstance(first, (tuple, list)):
-        joined = [concatenate([part[i] for part in alike_parts]) for i in range(len(first))]
+        joined = [_concatenated([part[i] for part in parts]) for i in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     return first
 

@@ -32,15 +32,11 @@ __all__ = ["JacobianPass", "RootFunction"]
 
 
 class RootFunction(Protocol):
-    """A root that is computed from the outputs, as in one pass over streaming data.
+    """A root that is computed from the outputs, as in one pass over streaming data."""
 
-    Attributes
-    ----------
-    columns : int
-        Number of columns R.
-    """
-
-    columns: int
+    @property
+    def columns(self) -> int:
+        """Number of columns R."""
 
     def __call__(self, f: Tensor, part: slice) -> Tensor:
         """S (n, C, R) for outputs (n, C) of the examples `part` of the batch."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
@@ -99,7 +98,7 @@ class PredictionVerbs(Fitted):
     def predict(
         self, x: Inputs, method: str = "glm", samples: int = 1000, *, mean: str = "map",
         likelihood: Likelihood | None = None, generator: torch.Generator | None = None, batch_size: int | None = None,
-    ) -> Distribution:  # fmt: skip
+    ) -> Response:  # fmt: skip
         """Predictive distribution of responses at `x` ([T20] 3.14 to 3.16).
 
         Parameters
@@ -223,7 +222,7 @@ def _moved(rows: Jacobian, step: dict[str, Tensor] | None) -> Tensor:
 
 def _responses(
     parts: Iterable[tuple[Tensor, ...]], apart: bool, respond: Callable[..., Response], axis: int = 0
-) -> Distribution:
+) -> Response:
     """Responses from the moments or samples of f, chunk by chunk or all at once; `axis` is the axis of examples."""
     if not apart:
         parts = [tuple(torch.cat(same, axis) for same in zip(*parts, strict=True))]

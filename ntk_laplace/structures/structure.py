@@ -130,7 +130,7 @@ class StructureSpec(ABC):
         return f"{type(self).__name__}({options})"
 
 
-S = TypeVar("S", bound="Structure")
+T = TypeVar("T")
 _Spec = TypeVar("_Spec", bound=type[StructureSpec])
 REGISTERED: dict[str, type[StructureSpec]] = {}
 """Specification classes by name."""
@@ -286,7 +286,7 @@ class Structure(ABC):
         return UnsupportedError("a structure with the evidence's gradient in the likelihood's hyperparameters",
                                 f"structure={self.name!r}", 'Move "precision" alone, or use an exact structure.')
 
-    def refit_on(self, model: LinearizedModel, source: Source | Missing) -> Structure:
+    def refit_on(self, model: LinearizedModel, source: Source) -> Structure:
         """The same kind of structure fitted to other data, so that the two can be merged."""
         return self.spec.fit(model, source)
 
@@ -318,17 +318,17 @@ class Structure(ABC):
         return None if self.base is None else self.base.subset(index[index < self.base.num_examples])
 
 
-def of_kind(kind: type[S], structure: Structure) -> S:
-    """The structure, whose class is `kind`.
+def of_kind(kind: type[T], part: object) -> T:
+    """The given structure or precision, which has to be of the class `kind`.
 
     Raises
     ------
     UnsupportedError
         If it is of another class.
     """
-    if not isinstance(structure, kind):
-        raise UnsupportedError(f"a {kind.__name__}", f"a {type(structure).__name__}", "Fit both with one structure.")
-    return structure
+    if not isinstance(part, kind):
+        raise UnsupportedError(f"a {kind.__name__}", f"a {type(part).__name__}", "Fit both with the same structure.")
+    return part
 
 
 def no_basis(got: str) -> UnsupportedError:

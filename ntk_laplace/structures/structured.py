@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock
+from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock, PosteriorPrecision
 from ntk_laplace.data import Joined, Missing, Source, fill_buffer
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
@@ -21,7 +21,7 @@ from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbas
 from ntk_laplace.structures.data_passes import ModelSignature, common_factor, jvp, read_rows, selected, vjp
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.records import from_record, record, resumed
-from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis
+from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis, of_kind
 
 __all__ = ["StructuredSpec", "StructuredStructure"]
 
@@ -50,7 +50,7 @@ class StructuredSpec(BlockSpec):
         gathered = from_record(saved.state)
         extras = [None if extra is None else LowRank(**extra) for extra in saved.state["extras"]]
         at = _AtLikelihood(gathered, extras, copy.deepcopy(model.likelihood))
-        return StructuredStructure(gathered.spec, saved.source, saved.points, at)
+        return StructuredStructure(of_kind(StructuredSpec, gathered.spec), saved.source, saved.points, at)
 
 
 def _fitted(
@@ -185,15 +185,16 @@ class StructuredStructure(Structure):
         """J v, (N, C)."""
         return jvp(model, self.data, vector, model.settings.batch_size)
 
-    def sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision) -> Tensor:
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, None)
 
-    def curve_sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision, z: Tensor) -> Tensor:
+    def curve_sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor) -> Tensor:
         """∂ zᵀHz/∂Λ_n with z fixed, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, z)
 
-    def _sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision, z: Tensor | None) -> Tensor:
+    def _sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor | None) -> Tensor:
+        precision = of_kind(BlockDiagonalPrecision, precision)
         passes = read_rows(model, self.data, None, model.settings.batch_size, "likelihood gradients")
         return fill_buffer((precision.sensitivity(rows, z) for rows in passes), self.points.num_examples).rows
 
@@ -216,8 +217,9 @@ class StructuredStructure(Structure):
         source = selected(self.data, index, self.points.num_examples)
         yield from read_rows(model, source, None, model.settings.batch_size, "Jacobians")
 
-    def merged(self, model: LinearizedModel, other: StructuredStructure) -> StructuredStructure:
+    def merged(self, model: LinearizedModel, other: Structure) -> StructuredStructure:
         """Sums over both data sets; structures whose sums are in an eigenbasis must share it."""
+        other = of_kind(StructuredStructure, other)
         _require_mergeable(self, other)
         for one in (self, other):
             one._follow(model)
@@ -312,6 +314,6 @@ def _require_mergeable(first: StructuredStructure, second: StructuredStructure) 
         return
     for one, other in zip(first.eigenbases, second.eigenbases, strict=True):
         for a, b in ((one.basis.left, other.basis.left), (one.basis.right, other.basis.right)):
-            if a is not None and not torch.equal(a, b.to(a)):
+            if a is not None and (b is None or not torch.equal(a, b.to(a))):
                 raise UnsupportedError("one eigenbasis for both posteriors", "two",
                                        f"Fit both with {first.spec.name.upper()}(basis=kfac_posterior).")

@@ -20,10 +20,10 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.data import Joined, Missing, Source
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import TrainingPoints, present_values, unmoved
+from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.data_passes import common_factor, jvp, read_outputs, read_rows, selected, vjp
 from ntk_laplace.structures.model import LinearizedModel
-from ntk_laplace.structures.structure import Points, Saved, Structure, StructureSpec, require_unchanged
+from ntk_laplace.structures.structure import Points, Saved, Structure, StructureSpec, of_kind, require_unchanged
 
 __all__ = ["SummedSpec", "SummedStructure", "Sums"]
 
@@ -108,13 +108,13 @@ class SummedStructure(Structure):
 
     def sums(self, model: LinearizedModel) -> Sums:
         """The sums at the likelihood's current hyperparameters."""
-        at = self.at
-        if at.sums is not None and unmoved(present_values(at.likelihood), model.likelihood):
-            return at.sums
-        factor = None
-        if at.sums is not None and self.spec.scales and isinstance(self.points, TrainingPoints):
-            factor = common_factor(model, at.likelihood, self.points)
-        if factor is None:
+        at, factor = self.at, None
+        if at.sums is not None and at.likelihood is not None:
+            if unmoved(present_values(at.likelihood), model.likelihood):
+                return at.sums
+            if self.spec.scales and not isinstance(self.points, UnsavedPoints):
+                factor = common_factor(model, at.likelihood, self.points)
+        if at.sums is None or factor is None:
             at.sums = None  # free the old sums before computing the new ones
             at.sums = self._summed(model)
         else:
@@ -151,8 +151,9 @@ class SummedStructure(Structure):
 
     # --- other points
 
-    def merged(self, model: LinearizedModel, other: SummedStructure) -> SummedStructure:
+    def merged(self, model: LinearizedModel, other: Structure) -> SummedStructure:
         """Sums of both data sets."""
+        other = of_kind(SummedStructure, other)
         ours, theirs = self.sums(model), other.sums(model)
         at = _AtLikelihood({name: ours[name] + theirs[name] for name in ours}, copy.deepcopy(model.likelihood))
         points = self.points.joined(model.likelihood, other.points)
@@ -164,10 +165,10 @@ class SummedStructure(Structure):
         return SummedStructure(self.spec, source, self.points.subset(index), self._base_at(index))
 
     def changed(
-        self, model: LinearizedModel, points: TrainingPoints, added: SummedStructure | None = None
+        self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
     ) -> SummedStructure:
         """The structure of changed points, those of `added` last; `base` keeps the training points."""
-        source = self.data if added is None else Joined([self.data, added.data])
+        source = self.data if added is None else Joined([self.data, of_kind(SummedStructure, added).data])
         other = SummedStructure(self.spec, source, points, self.points if self.base is None else self.base)
         sums = self._updated(model, other)
         if sums is not None:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.data import Batches, Inputs, Missing, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.network import Network
 from ntk_laplace.progress import track
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 
 __all__ = ["relinearized"]
-
-Passes = Source | Missing  # a pass over missing data raises an error
 
 
 def relinearized(fitted: FittedModel, x: Inputs | None, steps: int) -> FittedModel:
@@ -84,14 +82,14 @@ class _Descent:
         The first step, if it is not the Newton step at the current weights.
     """
 
-    def __init__(self, model: LinearizedModel, structure: Structure, source: Passes, direction: Tensor | None) -> None:
+    def __init__(self, model: LinearizedModel, structure: Structure, source: Source, direction: Tensor | None) -> None:
         self.model, self.structure, self._source, self._direction = model, structure, source, direction
         self._copied = False
         remains = model.training_gradient
         self._remaining = torch.zeros_like(model.theta) if remains is None else remains
 
     @classmethod
-    def of(cls, model: LinearizedModel, structure: Structure, source: Passes) -> _Descent:
+    def of(cls, model: LinearizedModel, structure: Structure, source: Source) -> _Descent:
         """Start from the state after a what-if or an earlier relinearization."""
         if model.displacement is None:
             return cls(model, structure, source, None)
@@ -155,7 +153,7 @@ class _Descent:
         self.structure = made.with_points(replace(points, f=made.points.f, expanded=None))
 
 
-def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> Passes:
+def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> Source:
     """Inputs of the points in batches, checked against the known outputs."""
     count = structure.points.num_examples
     if x is not None:
@@ -165,7 +163,7 @@ def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> P
                             f"{num_examples(x):,}", "Pass them in the order of the fit.")
         network = model.network
         data = x, structure.points.targets
-        source: Passes = Batches(data, model.settings.batch_size, network.device, network.input_dtype)
+        source: Source = Batches(data, model.settings.batch_size, network.device, network.input_dtype)
     elif structure.source is None:
         raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
                         'Pass relinearize(x), in the order of the fit; structure="full" reads its data again.')
@@ -181,7 +179,7 @@ def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> P
     return source
 
 
-def _outputs(model: LinearizedModel, source: Passes, theta: Tensor) -> Tensor:
+def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:
     """Outputs of the network at θ, (N, C)."""
     network: Network = model.network
     found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
