@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.checkpoint import posterior_record
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
-from ntk_laplace.data import Batches
+from ntk_laplace.data import Batches, InputData
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.files import require_place, write
 from ntk_laplace.jacobian import Jacobian
@@ -255,7 +255,7 @@ class Fitted:
         """A posterior of other data."""
         return type(self)(fitted, self.reason)
 
-    def _chunks(self, x: Any, batch_size: int | None = None) -> Chunks:
+    def _chunks(self, x: InputData, batch_size: int | None = None) -> Chunks:
         return Chunks(self._fitted.model, x, batch_size)
 
     def _refit_step(self) -> Tensor:
@@ -290,6 +290,6 @@ class Fitted:
                 'Fit one of them, or leave mean= out for the network\'s own outputs, "map".',
             )  # fmt: skip
 
-    def jacobian(self, x: Any) -> Jacobian:
+    def jacobian(self, x: InputData) -> Jacobian:
         """Rows of J at all inputs, in blocks by layer; ``jacobian(x).dense(posterior.network.shapes)`` is (C, n, P)."""
         return Jacobian.concatenate(list(self._chunks(x).rows()))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Batches, Inputs
+from ntk_laplace.data import Batches, InputData
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.posterior.fitted import Fitted
@@ -125,7 +125,7 @@ class WhatIfVerbs(Fitted):
         chosen = positions(indices, self.num_examples)
         return self._moved(relabeled(self._fitted.model, self._points(), chosen, y), steps)
 
-    def add(self, x: Inputs, y: Any, steps: int | None = 1) -> Self:
+    def add(self, x: InputData, y: Any, steps: int | None = 1) -> Self:
         """Posterior given new training points as well, with a new mean; `condition` keeps the mean.
 
         Parameters
@@ -157,7 +157,7 @@ class WhatIfVerbs(Fitted):
             added = self._fitted.structure.refit_on(model, batches) if exact else FunctionSpace().fit(model, batches)
             return self._moved(self._points().joined(model.likelihood, added.points), steps, added)
 
-    def relinearize(self, x: Inputs | None = None, steps: int = 1) -> Self:
+    def relinearize(self, x: InputData | None = None, steps: int = 1) -> Self:
         """Move a copy of the network to the weights of this what-if, and linearize it there.
 
         The first step goes to the weights of the what-if, each further one to the optimum of the network linearized at

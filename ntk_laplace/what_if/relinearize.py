@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.data import Batches, InputData, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.network import Network
 from ntk_laplace.progress import track
@@ -25,7 +25,7 @@ from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 __all__ = ["relinearized"]
 
 
-def relinearized(fitted: FittedModel, x: Inputs | None, steps: int) -> FittedModel:
+def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> FittedModel:
     """The model and its points after `steps` Gauss-Newton steps of the network.
 
     Parameters
@@ -153,16 +153,16 @@ class _Descent:
         self.structure = made.with_points(replace(points, f=made.points.f, expanded=None))
 
 
-def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> Source:
+def _source(model: LinearizedModel, structure: Structure, x: InputData | None) -> Source:
     """Inputs of the points in batches, checked against the known outputs."""
     count = structure.points.num_examples
     if x is not None:
-        x = as_tensors(x)
-        if num_examples(x) != count:
+        inputs = as_tensors(x)
+        if num_examples(inputs) != count:
             raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
-                            f"{num_examples(x):,}", "Pass them in the order of the fit.")
+                            f"{num_examples(inputs):,}", "Pass them in the order of the fit.")
         network = model.network
-        data = x, structure.points.targets
+        data = inputs, structure.points.targets
         source: Source = Batches(data, model.settings.batch_size, network.device, network.input_dtype)
     elif structure.source is None:
         raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
