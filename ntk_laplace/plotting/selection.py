@@ -127,7 +127,7 @@ def model_ranking(
     keyed = axes is None and (len(names) > _MOST_NAMES or max(map(len, names)) > _LONGEST_NAME)
     if axes is None:
         axes = Figure(figsize=(7.6 if keyed else 6.0, 4.6), layout="constrained").add_subplot()
-    figure = cast(Figure, axes.get_figure(root=True))
+    figure = cast(Figure, axes.figure)
     axes = tidy(axes, "" if np.isnan(rho) else f"Spearman's ρ = {rho:.2f}")
     scale = np.log(np.maximum(flat(parameters), 2.0))
     size = 5.0 + 7.0 * (scale - scale.min()) / max(float(np.ptp(scale)), 1e-12)
