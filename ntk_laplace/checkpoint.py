@@ -213,7 +213,7 @@ def _prior(saved: Mapping[str, Any], frozen: Network) -> GaussianPrior:
 
 def _points(
     saved: Mapping[str, Any], model: LinearizedModel, batches: Batches | None
-) -> TrainingPoints | UnsavedPoints:
+) -> TrainingPoints:
     kept = saved["points"]
     if batches is not None:
         points = read_points(model, batches)

@@ -9,15 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.jacobian.blocks import Block, Cluster, Dense, Outer, clusters, written_out
+from ntk_laplace.jacobian.blocks import Block, Cluster, Dense, Factored, Outer, clusters, written_out
 
 __all__ = ["Contraction", "Tile", "Variances", "contractions"]
+
+B = TypeVar("B", bound=Block)
 
 Variances = Mapping[str, Tensor]
 """Prior variance (one over precision) of each parameter, 0-d or one per entry. Absent parameters contribute nothing."""
@@ -56,7 +59,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Contraction(ABC):
+class Contraction(ABC, Generic[B]):
     """The products J_nk P0⁻¹ J_mlᵀ of two clusters, by one method.
 
     A subclass is one method: it gives its `cost`, and adds to a tile in `add`.
@@ -68,8 +71,8 @@ class Contraction(ABC):
     variances : mapping of str to Tensor
     """
 
-    left: Cluster
-    right: Cluster
+    left: tuple[B, ...]
+    right: tuple[B, ...]
     variances: Variances
 
     stage: ClassVar[int]  # contractions of one stage share a pass over K; later stages add to an initialized tile
@@ -91,14 +94,13 @@ class Contraction(ABC):
     def diagonal(self) -> Tensor:
         """The products of each example with itself, (n, K, K); both sides are the same cluster."""
         k, n = self.left[0].shape
-        total, first = None, None
+        total: Tensor | None = None
         for name, rows in written_out(self.left).items():
-            first = rows if first is None else first
             variance = self.variance(name)
             if variance is not None:
                 own = torch.einsum("knp,lnp->nkl", rows * variance.to(rows).flatten(), rows)
                 total = own if total is None else total + own
-        return first.new_zeros(n, k, k) if total is None else total
+        return self.left[0].values.new_zeros(n, k, k) if total is None else total
 
     def passes(self) -> Iterator[Contraction]:
         """Parts that fill K one after the other, to bound the memory of rows that are written out."""
@@ -141,7 +143,7 @@ class Contraction(ABC):
         return self.cotangents**2 * sum(sizes.values())
 
 
-class Rows(Contraction):
+class Rows(Contraction[Dense]):
     """Both sides are matrices of written-out rows: one matrix product per run of columns of one prior variance."""
 
     stage = 0
@@ -149,8 +151,8 @@ class Rows(Contraction):
     @classmethod
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
         (one, *more), (two, *others) = left, right
-        alone = not more and not others and isinstance(one, Dense) and isinstance(two, Dense)
-        return alone and one.spans == two.spans
+        alone = not more and not others
+        return alone and isinstance(one, Dense) and isinstance(two, Dense) and one.spans == two.spans
 
     @property
     def cost(self) -> int:
@@ -191,7 +193,7 @@ class Rows(Contraction):
         return runs
 
 
-class Written(Contraction):
+class Written(Contraction[Block]):
     """Clusters of any kind, whose rows are written out and summed for each tile."""
 
     stage = 2
@@ -218,7 +220,7 @@ class Written(Contraction):
         return tuning.TILE_BYTES // (self.cotangents * each)
 
 
-class Panels(Contraction):
+class Panels(Contraction[Outer]):
     """Rows of one layer are written out a few columns at a time, in the block's order."""
 
     stage = 1
@@ -236,7 +238,8 @@ class Panels(Contraction):
             panel.add(tile)
 
     def diagonal(self) -> Tensor:
-        return sum(panel.diagonal() for panel in self.passes())
+        (k, n), block = self.left[0].shape, self.left[0]
+        return sum((panel.diagonal() for panel in self.passes()), start=block.values.new_zeros(n, k, k))
 
     def passes(self) -> Iterator[Contraction]:
         block = self.left[0]
@@ -247,14 +250,14 @@ class Panels(Contraction):
             for start in range(0, i, step):
                 some = slice(start, min(start + step, i))
                 own = weight if weight.numel() == 1 else block.shaped(weight)[..., some]
-                yield self._panel(block.weight, lambda block, s=some: block.columns(s), own)
-        if bias is not None:
-            yield self._panel(block.bias, lambda block: block.sums(), bias)
+                yield self._panel(block.weight, partial(Outer.columns, sample=some), own)
+        if block.bias is not None and bias is not None:
+            yield self._panel(block.bias, Outer.sums, bias)
 
     def _panel(self, name: str, rows: Callable[[Outer], Tensor], variance: Tensor) -> Rows:
         (left,), (right,) = self.left, self.right
 
-        def matrix(block: Outer) -> Cluster:
+        def matrix(block: Outer) -> tuple[Dense]:
             found = Dense.of(name, rows(block))
             return (replace(found, rows=found.rows.contiguous()),)
 
@@ -262,15 +265,16 @@ class Panels(Contraction):
         return Rows(own, own if right is left else matrix(right), {name: variance})
 
 
-class Hadamard(Contraction):
+class Hadamard(Contraction[Outer]):
     """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ; a Kronecker product if b is constant, as in the last layer."""
 
     stage = 2
 
     @classmethod
     def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
-        layers = _same_factors(left, right) and isinstance(left[0], Outer) and left[0].single and right[0].single
-        return layers and _one_variance_each(left[0], variances)
+        (one, *_), (two, *_) = left, right
+        single = isinstance(one, Outer) and isinstance(two, Outer) and one.single and two.single
+        return single and _same_factors(left, right) and _one_variance_each(one, variances)
 
     @property
     def cost(self) -> int:
@@ -302,7 +306,7 @@ class Hadamard(Contraction):
         return Positions(self.left, self.right, self.variances).diagonal()
 
 
-class Positions(Contraction):
+class Positions(Contraction[Factored]):
     """Pairs of positions or tokens, without written-out rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first."""
 
     stage = 3
@@ -352,7 +356,7 @@ class Positions(Contraction):
         return self.number(weight), self.number(bias[0] if bias else None)
 
 
-METHODS: tuple[type[Contraction], ...] = (Rows, Hadamard, Positions, Panels, Written)
+METHODS: tuple[type[Contraction[Any]], ...] = (Rows, Hadamard, Positions, Panels, Written)
 """All methods; of two that cost the same, the first is taken."""
 
 
@@ -380,13 +384,13 @@ def _names(cluster: Cluster) -> tuple[str, ...]:
     return tuple(sorted(name for block in cluster for name in set(block.names)))
 
 
-def _cut(cluster: Cluster, examples: slice) -> Cluster:
+def _cut(cluster: tuple[B, ...], examples: slice) -> tuple[B, ...]:
     return tuple(block.subset(examples) for block in cluster)
 
 
 def _same_factors(left: Cluster, right: Cluster) -> bool:
     """Whether each side is one block with factors, of the same entries in the same order."""
-    return len(left) == len(right) == 1 and not isinstance(left[0], Dense) and left[0].matches(right[0])
+    return len(left) == len(right) == 1 and isinstance(left[0], Factored) and left[0].matches(right[0])
 
 
 def _one_variance_each(block: Block, variances: Variances) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
+from typing import TypeGuard
 
 __all__ = [
     "DataError",
@@ -119,9 +120,9 @@ class NTKLaplaceWarning(UserWarning):
     """A warning that the caller should read, such as a fallback in use or a costly choice."""
 
 
-def is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: int) -> TypeGuard[int]:
     """Whether a value is an integer of Python or NumPy that is at least `least`; booleans do not count."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def require_whole(what: str, value: object, least: int, remedy: str) -> int:

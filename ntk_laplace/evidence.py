@@ -70,16 +70,16 @@ class _LogDet(torch.autograd.Function):
     def forward(
         ctx: Any, log_precision: Tensor, hessian: Tensor, precision: PosteriorPrecision,
         blocks: Callable[[], Tensor] | None,
-    ):
+    ) -> Tensor:  # fmt: skip
         ctx.precision, ctx.blocks = precision, blocks
         ctx.like = log_precision, hessian
         return precision.log_det().to(log_precision)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         log_precision, hessian = ctx.like
-        by_precision = by_hessian = used = None
+        by_precision = by_hessian = None
         if ctx.needs_input_grad[0] or ctx.blocks is None:
             used = ctx.precision.effective_parameters()
         if ctx.needs_input_grad[0]:
@@ -161,7 +161,7 @@ class _Curve(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         by_precision = upstream.to(ctx.slope) * ctx.slope if ctx.needs_input_grad[0] else None
         by_hessian = upstream * ctx.by_hessian().to(upstream) if ctx.needs_input_grad[1] else None
         return by_precision, by_hessian, None, None, None

@@ -260,7 +260,8 @@ def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | No
     """
     left = matrix.double().clone()
     enough = 8 * torch.finfo(matrix.dtype).eps * left.abs().max()
-    rows, columns = [], []
+    rows: list[Tensor] = []
+    columns: list[Tensor] = []
     for _ in range(most + 1):
         place = int(left.abs().argmax())
         j, k = divmod(place, left.shape[1])

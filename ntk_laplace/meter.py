@@ -78,7 +78,7 @@ class PeakMemory:
             return self
         _give_back_freed_memory()
         self._sampler = _Sampler() if _STATM.exists() else None
-        self._before = _high_water_mark() if self._sampler is None else self._sampler.start()
+        self._before = (_high_water_mark() or 0) if self._sampler is None else self._sampler.start()
         return self
 
     def __exit__(

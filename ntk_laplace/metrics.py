@@ -233,12 +233,12 @@ def held_out_scores(predictive: Distribution, targets: torch.Tensor, bins: int =
     present = _present(predictive, targets)
     everything = slice(None) if present is None else present
     targets = targets[everything]
-    try:
-        probabilities = predictive.probs[everything]
-    except AttributeError:
+    probabilities = getattr(predictive, "probs", None)
+    if probabilities is None:
         there = ~targets.isnan()
         mean = predictive.mean[everything].reshape(targets.shape)
         return scores | {"rmse": rmse(mean[there.to(mean.device)], targets[there])}
+    probabilities = probabilities[everything]
     several = probabilities.ndim == 2 and probabilities.shape[1] > 1 and targets.ndim == 2
     if several or (targets.is_floating_point() and bool((targets != targets.floor()).any())):
         return scores  # several binary outputs, or soft labels: there is no single true class

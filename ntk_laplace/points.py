@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ class TrainingPoints:
         weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
         return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded)
 
-    def subset(self, index: Tensor) -> TrainingPoints:
+    def subset(self, index: slice | Tensor) -> TrainingPoints:
         """Some of the points."""
         weights, expanded = (None if v is None else v[index] for v in (self.weights, self.expanded))
         return TrainingPoints(self.f[index], self.targets[index], weights, expanded)
@@ -166,11 +166,12 @@ class TrainingPoints:
         return cls(f, likelihood.targets(targets, *f.shape).to(f.device), None if weights is None else weights.to(f))
 
 
-@dataclass(frozen=True)
-class UnsavedPoints:
+class UnsavedPoints(TrainingPoints):
     """Summary of the training points in a checkpoint without data: their number and log likelihood.
 
-    Attributes
+    Everything that needs outputs or targets raises an `UnsupportedError`.
+
+    Parameters
     ----------
     num_examples, num_outputs : int
     value : Tensor, ()
@@ -181,11 +182,30 @@ class UnsavedPoints:
         Σ w_n over the examples with a target; by default N.
     """
 
-    num_examples: int
-    num_outputs: int
-    value: Tensor
-    hyperparameters: tuple[Tensor, ...]
-    size: float | None = None
+    def __init__(
+        self, num_examples: int, num_outputs: int, value: Tensor, hyperparameters: tuple[Tensor, ...],
+        size: float | None = None,
+    ) -> None:  # fmt: skip
+        self._sizes: tuple[int, int]
+        self._value: Tensor
+        self._hyperparameters: tuple[Tensor, ...]
+        self._total: float | None
+        # the base class is frozen
+        vars(self).update(_sizes=(num_examples, num_outputs), _value=value, _hyperparameters=hyperparameters,
+                          _total=size)
+
+    def __repr__(self) -> str:
+        return f"UnsavedPoints(num_examples={self.num_examples}, num_outputs={self.num_outputs})"
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self._sizes[0]
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self._sizes[1]
 
     @property
     def f(self) -> Tensor:
@@ -199,20 +219,20 @@ class UnsavedPoints:
 
     def log_likelihood(self, likelihood: Likelihood) -> Tensor:
         """Σ log p(y_n | f_n), if the likelihood's hyperparameters are the checkpoint's."""
-        if not unmoved(self.hyperparameters, likelihood):
+        if not unmoved(self._hyperparameters, likelihood):
             raise _not_saved("the evidence at other hyperparameters of the likelihood")
-        return self.value
+        return self._value
 
     @property
     def counts(self) -> Tensor:
         """Ones, (N,); refused if the fit had example weights."""
-        if self.size not in (None, self.num_examples):
+        if self._total not in (None, self.num_examples):
             raise _not_saved("the weights of the training points")
-        return self.value.new_ones(self.num_examples)
+        return self._value.new_ones(self.num_examples)
 
     def total(self, likelihood: Likelihood) -> float:
         """Number of examples in the log likelihood: Σ w_n over those with a target."""
-        return float(self.num_examples) if self.size is None else self.size
+        return float(self.num_examples) if self._total is None else self._total
 
     def residual(self, likelihood: Likelihood) -> Tensor:
         """Refused: not in the checkpoint."""
@@ -224,9 +244,9 @@ class UnsavedPoints:
 
     def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Empty: the evidence is constant in the likelihood's hyperparameters."""
-        return self.value.new_zeros(0)
+        return self._value.new_zeros(0)
 
-    def subset(self, index: Tensor) -> TrainingPoints:
+    def subset(self, index: slice | Tensor) -> TrainingPoints:
         """Refused: not in the checkpoint."""
         raise _not_saved("some of the training points")
 
@@ -236,8 +256,8 @@ class UnsavedPoints:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> UnsavedPoints:
         """The same on another device, with another dtype."""
-        moved = tuple(value.to(device) for value in self.hyperparameters)
-        return replace(self, value=self.value.to(device), hyperparameters=moved)
+        moved = tuple(value.to(device) for value in self._hyperparameters)
+        return UnsavedPoints(*self._sizes, self._value.to(device), moved, self._total)
 
 
 def _not_saved(what: str) -> UnsupportedError:

@@ -38,8 +38,8 @@ class Scalar(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec)
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        return self._plain().__repr__(tensor_contents=tensor_contents)
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # mypy reads torch's keyword as unnamed
+        return self._plain().__repr__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain().__reduce_ex__(protocol)

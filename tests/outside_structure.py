@@ -5,6 +5,7 @@ The command line loads this file too, as the file of a network: `build` makes it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +18,7 @@ import ntk_laplace as ntkl
 class EigenPrecision(ntkl.PosteriorPrecision):
     """H = P0^½ U (1 + λ) Uᵀ P0^½ with U λ Uᵀ = P0^-½ JᵀΛJ P0^-½."""
 
-    def __init__(self, ggn: Tensor, prior: ntkl.GaussianPrior, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, ggn: Tensor, prior: ntkl.GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, ggn)
         scale = self.prior_precision.rsqrt()
         values, self._vectors = torch.linalg.eigh(scale.unsqueeze(1) * ggn * scale)

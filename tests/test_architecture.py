@@ -21,7 +21,7 @@ PACKAGE = ROOT / "ntk_laplace"
 # Each line is a package or module, or several that are independent; each imports from earlier lines only.
 ORDER = [
     ["errors", "tuning"],
-    ["linalg", "scalars", "resources", "progress", "meter", "files", "reduction"],
+    ["linalg", "parameter_layout", "scalars", "resources", "progress", "meter", "files", "reduction"],
     ["data"],
     ["network"],
     ["likelihoods", "priors"],

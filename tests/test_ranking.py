@@ -162,7 +162,7 @@ def test_covariances_towards_given_inputs(kind, structure):
 def test_a_bounded_heap_is_a_sort():
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(0, 20, (3, 40), generator=generator).double()
-    heap = ranking._Strongest(5)
+    heap = ranking._Strongest.of(values, 5)
     for start in range(0, 40, 7):
         heap.add(values[:, start : start + 7], start)
     order = values.argsort(dim=1, descending=True, stable=True)[:, :5]

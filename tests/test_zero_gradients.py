@@ -149,7 +149,7 @@ def test_blocks_are_those_of_any_other_weights(name, keep_factors):
     truth, own = jacobian(zero, x), found.dense(door.shapes).transpose(0, 1)
     assert relative_error(own, truth) < 1e-12
     spoken = tuple(NETWORKS[name][2].split())
-    silent = [span for each, span in door.slices().items() if not each.startswith(spoken)]
+    silent = [span for each, span in door.shapes.slices().items() if not each.startswith(spoken)]
     assert silent and all(not own[..., span].any() for span in silent)
 
 

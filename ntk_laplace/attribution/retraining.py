@@ -93,8 +93,8 @@ def retrain(
     found = {job: outcome for job in jobs if (outcome := store.read(job)) is not None}
     missing = [job for job in jobs if job not in found]
     run = _one_by_one if processes == 1 else _in_parallel
-    for job, outcome in track(run(train, kept, missing, processes), "ntk_laplace: retraining", len(missing), progress):
-        found[job] = np.asarray(outcome, dtype=np.float64)
+    for job, new in track(run(train, kept, missing, processes), "ntk_laplace: retraining", len(missing), progress):
+        found[job] = np.asarray(new, dtype=np.float64)
         store.write(job, found[job])
     shapes = {outcome.shape for outcome in found.values()}
     if len(shapes) != 1:

@@ -237,19 +237,19 @@ def removal_curve(
     removed : sequence of int
         How many points to remove.
     """
-    removed = np.atleast_1d(np.asarray(removed, dtype=np.int64))
-    if removed.size == 0 or not rankings:
+    counts = np.atleast_1d(np.asarray(removed, dtype=np.int64))
+    if counts.size == 0 or not rankings:
         raise DataError("at least one ranking and one number of points to remove",
-                        f"{len(rankings)} and {removed.size}", "Pass for example removed=(0, 10, 20).")
+                        f"{len(rankings)} and {counts.size}", "Pass for example removed=(0, 10, 20).")
     found = {}
     for name, order in rankings.items():
         order = np.asarray(order).astype(np.int64)
-        if sorted(order.tolist()) != list(range(len(order))) or removed.min() < 0 or removed.max() >= len(order):
+        if sorted(order.tolist()) != list(range(len(order))) or counts.min() < 0 or counts.max() >= len(order):
             raise DataError("rankings with every training point once, and fewer points to remove",
-                            f"{len(order)} entries in {name!r}, {removed.max()} to remove",
+                            f"{len(order)} entries in {name!r}, {counts.max()} to remove",
                             "Pass for example effects.argsort().")
-        found[name] = np.array([float(train(np.sort(order[count:]))) for count in removed])
-    return RemovalCurve(removed, found)
+        found[name] = np.array([float(train(np.sort(order[count:]))) for count in counts])
+    return RemovalCurve(counts, found)
 
 
 # --- private

@@ -183,7 +183,7 @@ def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str |
     return found
 
 
-def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> dict[str, np.ndarray | None]:
+def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> dict[str, np.ndarray]:
     """Arrays of a file that has the needed ones: X and y, or all arrays if `targets` is given."""
     require_file(path, what)
     words = " and ".join(needed) or "by name"
@@ -231,8 +231,8 @@ def _conversion(path: Path, saved: Sequence[str]) -> str:
     source, target = repr(str(path)), repr(str(path.with_name(f"{stem}.npz")))
     arrays = ", ".join(saved)
     if kind == ".npy":
-        names = [argument.partition("=")[0] for argument in saved if not argument.startswith("**")] or ["X"]
-        loaded = ", ".join(f"{name}=numpy.load({f'{name}.npy'!r})" for name in names)
+        columns = [argument.partition("=")[0] for argument in saved if not argument.startswith("**")] or ["X"]
+        loaded = ", ".join(f"{name}=numpy.load({f'{name}.npy'!r})" for name in columns)
         return f"An .npy file contains one array: numpy.savez({target}, {loaded}) puts several into one file."
     if kind in (".pt", ".pth"):
         return f"Load its tensors with torch.load, and save them: numpy.savez({target}, {arrays})."
@@ -246,13 +246,13 @@ def _conversion(path: Path, saved: Sequence[str]) -> str:
     return f"Save it with numpy.savez({target}, {arrays})."
 
 
-def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray | None]:
-    """All names in the file, with the arrays for the wanted names, or for all."""
+def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray]:
+    """Arrays of the wanted names, or of all; an empty one for every other name in the file."""
     loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
         raise _OneArray("it contains one array without a name")
     with loaded as archive:
-        return {name: archive[name] if wanted is None or name in wanted else None for name in archive.files}
+        return {name: archive[name] if wanted is None or name in wanted else np.empty(0) for name in archive.files}
 
 
 def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -133,7 +133,8 @@ def _labels(structures: Sequence[str | StructureSpec]) -> list[str]:
     for structure in structures:
         spec_of(structure)
     plain = [_label(structure) for structure in structures]
-    many, seen, labels = Counter(plain), Counter(), []
+    many, labels = Counter(plain), []
+    seen: Counter[str] = Counter()
     for label in plain:
         seen[label] += 1
         labels.append(f"{label} #{seen[label]}" if many[label] > 1 else label)
@@ -145,7 +146,7 @@ def _label(structure: str | StructureSpec) -> str:
     if isinstance(structure, str):
         return structure
     options = []
-    for entry in fields(structure):
+    for entry in fields(cast(Any, structure)):  # a specification is a dataclass
         value = getattr(structure, entry.name)
         if value is not entry.default and value != entry.default:
             text = str(value)
@@ -282,8 +283,9 @@ def _together(found: EvidenceComparison, outcomes: Sequence[_Outcome]) -> Eviden
     """All rows, with their differences from the first exact structure."""
     n = next((outcome.num_examples for outcome in outcomes if outcome.num_examples), found.num_examples)
     exact = next((outcome.row for outcome in outcomes if outcome.exact), None)
+    best = None if exact is None else exact.evidence
     rows = tuple(
-        outcome.row if exact is None or outcome.row is exact or outcome.row.evidence is None
-        else replace(outcome.row, difference=outcome.row.evidence - exact.evidence) for outcome in outcomes
+        outcome.row if best is None or outcome.row is exact or outcome.row.evidence is None
+        else replace(outcome.row, difference=outcome.row.evidence - best) for outcome in outcomes
     )  # fmt: skip
     return replace(found, rows=rows, exact=None if exact is None else exact.structure, num_examples=n)

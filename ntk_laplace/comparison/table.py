@@ -105,7 +105,8 @@ class EvidenceComparison:
         return evidence_comparison(
             [row.structure for row in self.rows],
             [row.evidence for row in self.rows],
-            [None if row.evidence is None else (row.fit_seconds, row.evidence_seconds) for row in self.rows],
+            [None if row.fit_seconds is None or row.evidence_seconds is None
+             else (row.fit_seconds, row.evidence_seconds) for row in self.rows],
             [row.peak_memory for row in self.rows],
             None if self.exact is None else self[self.exact].evidence,
         )

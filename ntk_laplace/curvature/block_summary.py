@@ -200,5 +200,5 @@ def _add_inputs_(total: Tensor, inputs: Tensor, counts: Tensor | None) -> None:
 
 def _as_matrix(values: Tensor) -> Tensor:
     """(..., o) -> (m, o), with rows in memory order: no copy is needed, and a sum over rows ignores their order."""
-    order = sorted(range(values.ndim - 1), key=lambda axis: -values.stride(axis))
+    order = sorted(range(values.ndim - 1), key=lambda axis: -values.stride()[axis])
     return values.permute(*order, values.ndim - 1).reshape(-1, values.shape[-1])

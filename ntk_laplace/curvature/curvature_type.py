@@ -86,6 +86,6 @@ class CurvatureType:
             # reparametrized samples: real labels, and so S, are differentiable in the noise
             drawn = (response.rsample if response.has_rsample else response.sample)((self.samples,))
         observed = likelihood.observed(targets)
-        drawn = drawn if observed is None else [likelihood.hidden(y, observed) for y in drawn]
-        columns = [likelihood.residual(f, y) for y in drawn]
+        labels = drawn if observed is None else (likelihood.hidden(y, observed) for y in drawn)
+        columns = [likelihood.residual(f, y) for y in labels]
         return torch.stack(columns, -1) / (share * self.samples**0.5)  # E[S Sᵀ] = Λ

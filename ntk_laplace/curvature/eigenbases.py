@@ -32,9 +32,11 @@ class FactorEigen:
         self.lower, self._values, self._vectors = lower, values, vectors
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor:
         """Eigenvalues, ascending; slightly negative values, which rounding causes, are clamped to zero."""
-        if self._values is None and self.lower is not None:
+        if self._values is None:
+            if self.lower is None:
+                raise ValueError("a decomposition needs a matrix or its eigenvalues")
             self._values = torch.linalg.eigvalsh(self.lower, UPLO="L").clamp_min(0.0)
         return self._values
 
@@ -117,10 +119,10 @@ class Eigenbasis:
 
     def shared(self, reducer: Reducer) -> Eigenbasis:
         """The eigenbasis that rank 0 has computed: signs, and vectors of equal eigenvalues, differ between machines."""
-        sides = (None if side is None else side.shared(reducer) for side in (self._outer, self._inner))
-        return Eigenbasis(*sides, self._scales)
+        outer, inner = (None if side is None else side.shared(reducer) for side in (self._outer, self._inner))
+        return Eigenbasis(outer, inner, self._scales)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Eigenbasis:
         """The same eigenbasis on another device, or in another floating type."""
-        sides = (None if side is None else side.to(device, dtype) for side in (self._outer, self._inner))
-        return Eigenbasis(*sides, self._scales)
+        outer, inner = (None if side is None else side.to(device, dtype) for side in (self._outer, self._inner))
+        return Eigenbasis(outer, inner, self._scales)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from ntk_laplace.priors import GaussianPrior
 __all__ = ["FullPrecision", "accumulate_ggn"]
 
 
-def accumulate_ggn(ggn: Tensor, rows: Jacobian, shapes: dict[str, torch.Size]) -> None:
+def accumulate_ggn(ggn: Tensor, rows: Jacobian, shapes: Mapping[str, torch.Size]) -> None:
     """JᵀΛJ += (SᵀJ)ᵀ(SᵀJ) for rows of SᵀJ; lower triangle only."""
     add_outer_lower_(ggn, rows.dense(shapes).flatten(0, 1))
 
@@ -33,11 +35,11 @@ class FullPrecision(PosteriorPrecision):
     ggn : Tensor, (P, P)
         Lower triangle of JᵀΛJ.
     prior : GaussianPrior
-    shapes : dict of str to torch.Size
+    shapes : mapping of str to torch.Size
         The parameters, in order.
     """
 
-    def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, ggn)
         with torch.no_grad():
             self._log_det_prior = prior.log_det().to(ggn)

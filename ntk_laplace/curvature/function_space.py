@@ -5,13 +5,14 @@ A change of a hyperparameter requires only a new factorization of B. The Jacobia
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, named_parts
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import (
@@ -39,11 +40,11 @@ class FunctionSpacePrecision(PosteriorPrecision):
     root : Tensor, (N, C, R)
         S with S Sᵀ = Λ.
     prior : GaussianPrior
-    shapes : dict of str to torch.Size
+    shapes : mapping of str to torch.Size
         The parameters, in order.
     """
 
-    def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, rows.f)
         self.rows, self.root = rows, root
         self.variances: Variances = prior_variances(prior, shapes)
@@ -135,21 +136,18 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def _seen(self, scaled: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (P,), for u (P,) and ε (N, R)."""
-        inner = self.weighted.jvp(self._shaped(scaled)) + noise
+        inner = self.weighted.jvp(self.shapes.named(scaled)) + noise
         solved = solve_spd(self.factor, inner.reshape(-1, 1)).view(inner.shape)
         return self.weighted.vjp(solved, self.shapes) / self.prior_precision
 
-    def _shaped(self, vector: Tensor) -> dict[str, Tensor]:
-        parts = named_parts(vector, self.shapes)
-        return {name: part.view(self.shapes[name]) for name, part in parts.items()}
-
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
-        like = {"dtype": self.factor.dtype, "device": self.factor.device, "generator": generator}
-        draws = torch.randn(count, self.num_parameters, **like) * self.prior_precision.rsqrt()
+        like = self.factor
+        white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
+        draws = white(count, self.num_parameters) * self.prior_precision.rsqrt()
         shape = self.weighted.num_examples, self.weighted.num_cotangents
         for draw in draws:
-            draw -= self._seen(draw, torch.randn(shape, **like))
+            draw -= self._seen(draw, white(*shape))
         return draws
 
     # --- covariance of f
@@ -181,7 +179,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         return self.covariance_blocks(self.rows)
 
 
-def prior_variances(prior: GaussianPrior, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+def prior_variances(prior: GaussianPrior, shapes: Iterable[str]) -> dict[str, Tensor]:
     """Prior variance, one over the precision, of each parameter: one number, or one per entry."""
     with torch.no_grad():
         return {name: prior.tensor_precision(name).reciprocal().reshape(-1) for name in shapes}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ class ParameterBlock:
     def rows(self, rows: Jacobian) -> Block:
         """Rows of a data set, restricted to this block's entries."""
         mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
-        own = [block for block in mine if self._has_form_of(block)]
+        own = [block for block in mine if isinstance(block, Outer | Lookup) and self._has_form_of(block)]
         if len(own) == 1 and (len(mine) == 1 or self.index is not None):
             return self._factored(own[0])
         return self._written(rows, mine)
@@ -133,30 +134,33 @@ class ParameterBlock:
             If the graph uses these parameters in several ways, and one of them is fused.
         """
         mine = [block for block in rows.blocks if set(block.names) & set(self.names)]
-        if not any(isinstance(block, FusedSums) for block in mine):
+        fused = [block for block in cast("list[object]", mine) if isinstance(block, FusedSums)]
+        if not fused:
             return None
         if len(mine) > 1:
             raise UnsupportedError(
                 f"every batch to reach {self.weight!r} through its layer", "a batch that uses it in another operation",
                 'Use structure="full" or "gp", which follow any graph.',
             )  # fmt: skip
-        return mine[0]
+        return fused[0]
 
     @property
     def layer(self) -> FusedLayer | None:
         """Shape of the layer whose fused sums are sufficient, with its bias; None if fused sums are not."""
         return None if self.index is not None else FusedLayer(self.entries[1], (self.bias,))
 
-    def _has_form_of(self, block: Block) -> bool:
+    def _has_form_of(self, block: Outer | Lookup) -> bool:
         if isinstance(block, Lookup):
             return self.table
-        if not isinstance(block, Outer) or block.weight != self.weight or self.table:
+        if block.weight != self.weight or self.table:
             return False
         if (block.index is None) != (self.index is None) or block.b.shape[4] != self.entries[1]:
             return False
         if self.bias is not None and block.bias != self.bias:
             return False  # this batch's graph uses the bias elsewhere, or not at all
-        return self.index is None or block.index is self.index or torch.equal(block.index, self.index)
+        if self.index is None or block.index is None:
+            return True
+        return block.index is self.index or torch.equal(block.index, self.index)
 
     def _factored(self, block: Outer | Lookup) -> Block:
         if isinstance(block, Lookup):

@@ -14,9 +14,10 @@ from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import log_det_curve
+from ntk_laplace.parameter_layout import ParameterLayout
 from ntk_laplace.priors import GaussianPrior
 
-__all__ = ["CrossCovariance", "PosteriorPrecision", "group_numbers", "named_parts"]
+__all__ = ["CrossCovariance", "PosteriorPrecision", "group_numbers"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class PosteriorPrecision(ABC):
     standard_error: float = 0.0
 
     def __init__(self, prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor) -> None:
-        self.shapes = dict(shapes)
+        self.shapes = ParameterLayout.of(shapes)
         self._prior = prior  # for the names of groups; its precisions may change later
         self._by_group = prior.precision.detach().to(like).clone()  # (G,)
         self._num_groups = len(self._by_group)
@@ -96,7 +97,7 @@ class PosteriorPrecision(ABC):
     @property
     def num_parameters(self) -> int:
         """P."""
-        return sum(shape.numel() for shape in self.shapes.values())
+        return self.shapes.num_parameters
 
     # --- evidence
 
@@ -167,7 +168,7 @@ class PosteriorPrecision(ABC):
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent."""
         solved = self.solve(rows.dense(self.shapes)[0])
-        named = named_parts(solved, self.shapes)
+        named = self.shapes.parts(solved)
 
         def products(other: Jacobian) -> Tensor:
             return torch.cat([other.subset(part).products(named) for part in self._panels(other)], 1)
@@ -179,11 +180,6 @@ class PosteriorPrecision(ABC):
         step = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
             yield slice(start, min(start + step, rows.num_examples))
-
-
-def named_parts(vectors: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Split flat vectors (..., P) into views (..., p) by parameter name."""
-    return dict(zip(shapes, vectors.split([shape.numel() for shape in shapes.values()], dim=-1), strict=True))
 
 
 def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Tensor:

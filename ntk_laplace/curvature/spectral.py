@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -39,9 +40,19 @@ class SpectralBlock(BlockPrecision):
     def __init__(
         self, block: ParameterBlock, basis: Basis, values: Tensor, precision: Tensor, scale: Tensor | None = None
     ) -> None:
-        self.block, self.basis, self.values, self.scale = block, basis, values, scale
+        self.block, self._basis, self._values, self.scale = block, basis, values, scale
         self.precision = precision
         self._shift = torch.ones_like(precision) if scale is not None else precision
+
+    @property
+    def basis(self) -> Basis:
+        """U."""
+        return self._basis
+
+    @property
+    def values(self) -> Tensor:
+        """λ, (G, o, i)."""
+        return self._values
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -155,7 +166,8 @@ class DenseParameterBlock(SpectralBlock):
     @cached_property
     def basis(self) -> Basis:
         """U."""
-        return Basis(None, self._side.vectors.unsqueeze(0))
+        vectors = self._side.vectors
+        return Basis(None, None if vectors is None else vectors.unsqueeze(0))
 
     @cached_property
     def values(self) -> Tensor:
@@ -163,9 +175,14 @@ class DenseParameterBlock(SpectralBlock):
         return self._side.values.view(1, 1, -1)
 
 
-def _factors(rows: Block) -> bool:
+def _factors(rows: Block) -> TypeGuard[Outer]:
     """Whether each row is one outer product."""
     return isinstance(rows, Outer) and rows.single
+
+
+def _back(values: Tensor, side: Tensor | None) -> Tensor:
+    """Values (..., p) in the eigenvectors of one side of a single group, in the entries' own basis."""
+    return values if side is None else values @ side[0].T
 
 
 class KroneckerBlock(SpectralBlock):
@@ -210,7 +227,9 @@ class KroneckerBlock(SpectralBlock):
         """α/√count, (G, i)."""
         return self._shared(self._eigenbasis.right)
 
-    def _shared(self, side: Tensor) -> Tensor:
+    def _shared(self, side: Tensor | None) -> Tensor:
+        if side is None:
+            raise ValueError("a Kronecker block needs the eigenvalues of both factors")
         return (side / self.count.sqrt()).to(side)
 
     @cached_property
@@ -237,8 +256,8 @@ class KroneckerBlock(SpectralBlock):
             return super().cross_covariance(rows)
         turned = own.rotated(self.basis.left, self.basis.right)
         outputs, inputs = self._separated
-        left = (turned.b[0, :, 0, 0].unsqueeze(1) * outputs) @ self.basis.left[0].T
-        right = (turned.a[:, 0, 0].unsqueeze(1) * inputs) @ self.basis.right[0].T
+        left = _back(turned.b[0, :, 0, 0].unsqueeze(1) * outputs, self.basis.left)
+        right = _back(turned.a[:, 0, 0].unsqueeze(1) * inputs, self.basis.right)
 
         plain = super().cross_covariance
 
@@ -298,7 +317,8 @@ class KroneckerBlock(SpectralBlock):
         """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the output factor is linear in Λ, the input factor independent of it."""
         own = self.block.rows(rows)
         if isinstance(own, Lookup):
-            b = (own.b @ self.basis.right[0]).transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
+            b = own.b if self.basis.right is None else own.b @ self.basis.right[0]
+            b = b.transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
         elif isinstance(own, Outer):
             b = own.b.sum(3, keepdim=True) if self.sharing == "reduce" else own.b
             b = torch.einsum("kngto,gop->nktgp", b, self.basis.left)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
-from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, named_parts
+from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.priors import GaussianPrior
 
@@ -102,10 +102,12 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     """
 
     def __init__(
-        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: dict[str, torch.Size], like: Tensor
+        self, parts: Sequence[BlockPrecision], prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor
     ) -> None:
         super().__init__(prior, shapes, like)
         self.algebras = tuple(parts)
+        # false for damped factors
+        self.homogeneous = all(algebra.homogeneous for algebra in self.algebras)
 
     # --- evidence
 
@@ -120,7 +122,8 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ (H - P0) P0^-½ over all parameter blocks; None if a block does not list its own."""
         lists = [algebra.spectrum() for algebra in self.algebras]
-        return None if any(own is None for own in lists) else torch.cat([own.double().flatten() for own in lists])
+        known = [own.double().flatten() for own in lists if own is not None]
+        return torch.cat(known) if len(known) == len(lists) else None
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
         """Spectrum of each parameter block, with its prior group, or with one group per eigenvalue.
@@ -136,16 +139,11 @@ class BlockDiagonalPrecision(PosteriorPrecision):
             if isinstance(groups[0], int) and groups.count(groups[0]) == len(groups):
                 found.append((spectrum.flatten(), groups[0]))
                 continue
-            own = algebra.entry_of(algebra.block.gather(named_parts(self.groups, self.shapes)))
+            own = algebra.entry_of(algebra.block.gather(self.shapes.parts(self.groups)))
             if own is None:
                 return None
             found.append((spectrum.flatten(), own.flatten()))
         return found
-
-    @property
-    def homogeneous(self) -> bool:
-        """Whether multiplying Λ and P0 by c multiplies H by c; false for damped factors."""
-        return all(algebra.homogeneous for algebra in self.algebras)
 
     def effective_parameters(self) -> Tensor:
         """γ_g = -∂ log det B/∂ log δ_g for each prior group, (G,)."""
@@ -156,7 +154,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
             if own.ndim == 0:
                 total[self._prior.group_of(algebra.block.weight)] += own
             else:
-                algebra.block.scatter_(named_parts(flat, self.shapes), own)
+                algebra.block.scatter_(self.shapes.parts(flat), own)
                 scattered = True
         return total.index_add_(0, self.groups, flat.double()) if scattered else total
 
@@ -177,7 +175,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         self, apply: Callable[[BlockPrecision, Tensor], Tensor], values: Tensor, untouched: Tensor
     ) -> Tensor:
         """Apply a method of each block to its entries; parameters in no block keep the prior's value, `untouched`."""
-        named, out = named_parts(values, self.shapes), named_parts(untouched, self.shapes)
+        named, out = self.shapes.parts(values), self.shapes.parts(untouched)
         for algebra in self.algebras:
             algebra.block.scatter_(out, apply(algebra, algebra.block.gather(named)))
         return untouched
@@ -215,18 +213,18 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     def sensitivity(self, rows: Jacobian, vector: Tensor | None = None) -> Tensor:
         """∂ log det B/∂Λ_n at training rows, (n, C, C), with fixed eigenbases; with z (P,), ∂ zᵀHz/∂Λ_n."""
         k, n = rows.num_cotangents, rows.num_examples
-        named = None if vector is None else named_parts(vector, self.shapes)
+        named = None if vector is None else self.shapes.parts(vector)
         parts = (a.sensitivity(rows, None if named is None else a.block.gather(named)) for a in self.algebras)
         return sum(parts, start=rows.f.new_zeros(n, k, k))
 
     def quadratic(self, vector: Tensor, gradient: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (P,), block by block, in double precision."""
-        named = named_parts(vector, self.shapes)
+        named = self.shapes.parts(vector)
         return sum((block.quadratic(block.block.gather(named)) for block in self.algebras), start=self._zero())
 
     def quadratic_slope(self, vector: Tensor) -> Tensor:
         """Derivative of zᵀ (H - P0) z in each log precision, (G,); not zero if factors are damped."""
-        slope, named = super().quadratic_slope(vector), named_parts(vector, self.shapes)
+        slope, named = super().quadratic_slope(vector), self.shapes.parts(vector)
         for algebra in self.algebras:
             if not algebra.homogeneous:
                 group = self._prior.group_of(algebra.block.weight)
@@ -237,7 +235,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         """The structure's approximation of JᵀΛJ, (P, P), written out: for small networks."""
         p = self.num_parameters
         total = self._by_group.new_zeros(p, p)
-        numbers = named_parts(torch.arange(p, device=total.device), self.shapes)
+        numbers = self.shapes.parts(torch.arange(p, device=total.device))
         for algebra in self.algebras:
             where = algebra.block.gather(numbers).flatten()
             total[where.unsqueeze(1), where] = algebra.information()

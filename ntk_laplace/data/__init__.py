@@ -14,6 +14,7 @@ from ntk_laplace.data.batches import (
 from ntk_laplace.data.input_batches import InputBatches
 from ntk_laplace.data.input_format import describe_inputs, format_of, input_remedy, same_input_format
 from ntk_laplace.data.inputs import (
+    InputData,
     InputDtype,
     Inputs,
     alike,
@@ -37,6 +38,7 @@ __all__ = [
     "BATCH_BYTES",
     "Batches",
     "InputBatches",
+    "InputData",
     "InputDtype",
     "Inputs",
     "Joined",

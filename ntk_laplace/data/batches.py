@@ -116,7 +116,8 @@ class Batches:
         self._chosen = batch_size is not None
         self._fitting = _LARGEST_BATCH  # batch size at which the inputs fill BATCH_BYTES
         self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
-        self._source: Any
+        self._source: DataLoader | tuple[Inputs, Tensor]
+        self._length: int | None
         self._targets = targets
         data, self._given = example_weights(data)
         if isinstance(data, Mapping):
@@ -162,7 +163,8 @@ class Batches:
             return
         self.batch_size = max(_BATCH, min(self._fitting, most))
         if not isinstance(self._source, DataLoader):
-            self.batch_size = -(-self._length // max(1, -(-self._length // self.batch_size)))
+            n = len(self._source[1])
+            self.batch_size = -(-n // max(1, -(-n // self.batch_size)))
             self.close()
 
     @property
@@ -179,7 +181,9 @@ class Batches:
             if self._total is None and isinstance(self._source, DataLoader):
                 for _ in self:
                     pass
-            self._share = reducer.share(self._length if self._total is None else self._total)
+            count = self._length if self._total is None else self._total
+            assert count is not None  # only a loader's length may be unknown before a pass
+            self._share = reducer.share(count)
         start, end, total = self._share
         return torch.arange(start, end), total
 
@@ -263,7 +267,7 @@ class Batches:
                 yield x, y, weights
             return
         x, y = self._source
-        for start in range(0, self._length, self.batch_size):
+        for start in range(0, len(y), self.batch_size):
             part = slice(start, start + self.batch_size)
             yield take(x, part), y[part], None if self._given is None else self._given[part]
 
@@ -273,10 +277,10 @@ class Joined:
 
     Parameters
     ----------
-    sources : sequence of Batches or Joined
+    sources : sequence of Source
     """
 
-    def __init__(self, sources: Sequence[Batches | Joined]) -> None:
+    def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = tuple(sources)
 
     def on(self, device: torch.device) -> Joined:
@@ -306,7 +310,8 @@ class Joined:
     def length(self) -> int | None:
         """Number of examples, if all sources know theirs."""
         lengths = [source.length for source in self.sources]
-        return None if None in lengths else sum(lengths)
+        known = [length for length in lengths if length is not None]
+        return sum(known) if len(known) == len(lengths) else None
 
     @property
     def batch_size(self) -> int:
@@ -402,22 +407,41 @@ class Selected:
             raise _changed(len(self.keep), seen)
 
 
-Source = Batches | Joined | Selected
-
-
 class Missing:
     """Placeholder for data that a checkpoint does not contain; any pass over it raises an error."""
 
-    length = weights = None
+    length: int | None = None
+    weights: Tensor | None = None
     read = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Refused: there are no batches."""
+        raise _missing()
+
+    @property
+    def batch_size(self) -> int:
+        """Refused: there are no batches."""
+        raise _missing()
+
+    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
+        """Refused: there are no examples."""
+        raise _missing()
 
     def on(self, device: torch.device) -> Missing:
         """Itself."""
         return self
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        raise DataError("the training data, for another pass over them", "a checkpoint without them",
-                        "Load it with ntk_laplace.load(path, network, data=...).")
+        raise _missing()
+
+
+Source = Batches | Joined | Selected | Missing
+
+
+def _missing() -> DataError:
+    return DataError("the training data, for another pass over them", "a checkpoint without them",
+                     "Load it with ntk_laplace.load(path, network, data=...).")
 
 
 def kept_or_missing(batches: Batches | None) -> Batches | Missing:
@@ -498,7 +522,7 @@ def _checksum(values: Tensor | None, before: int) -> int:
     """Running checksum of the values, independent of how they are split into batches."""
     if values is None:
         return before
-    return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), before)
+    return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, before)
 
 
 def _empty() -> DataError:

@@ -78,7 +78,7 @@ class InputBatches:
         self.length: int | None = None
         if isinstance(x, DataLoader):
             _require_order(x)
-            self._source: Any = x
+            self._source: DataLoader | Inputs = x
         elif isinstance(x, Dataset):
             self._source = DataLoader(x, batch_size=min(self.batch_size, _READ))
         else:
@@ -135,12 +135,12 @@ def _part_like(x: Any, form: Inputs) -> Inputs | None:
     if isinstance(form, Mapping):
         if not isinstance(x, Mapping) or not form.keys() <= x.keys():
             return None
-        parts = {key: _part_like(x[key], own) for key, own in form.items()}
+        parts: dict[str, Any] = {key: _part_like(x[key], own) for key, own in form.items()}
         return None if any(parts[key] is None and form[key] is not None for key in form) else parts
     if isinstance(form, (tuple, list)):  # collating makes lists of tuples
         if not isinstance(x, (tuple, list)) or len(x) != len(form):
             return None
-        members = [_part_like(one, own) for one, own in zip(x, form, strict=True)]
+        members: list[Any] = [_part_like(one, own) for one, own in zip(x, form, strict=True)]
         if any(one is None and own is not None for one, own in zip(members, form, strict=True)):
             return None
         return type(form)(*members) if hasattr(form, "_fields") else type(form)(members)

@@ -53,14 +53,14 @@ def input_remedy(x: Inputs, form: Inputs | None) -> str:
     if same_input_format(x, form):
         return "Look at their values: others of that form it took."
     own, theirs = leaves(x), leaves(form)
-    alone = isinstance(form, Tensor)
-    if alone and isinstance(x, Tensor) and x.shape == form.shape[1:]:
+    if isinstance(form, Tensor) and isinstance(x, Tensor) and x.shape == form.shape[1:]:
         return "Add the axis of examples, x.unsqueeze(0)."
-    if alone and isinstance(x, (tuple, list)) and own and all(t.shape == form.shape[1:] for t in own):
+    if isinstance(form, Tensor) and isinstance(x, (tuple, list)) and own and {t.shape for t in own} == {form.shape[1:]}:
         return "Join them along an axis of examples, torch.stack(x)."
     kinds = [[_kind(tensor) for tensor in tensors] for tensors in (own, theirs)]
     if kinds[0] != kinds[1] and len(own) == len(theirs):
-        return f"Convert them, x.to({form.dtype})." if alone and isinstance(x, Tensor) else "Give them those types."
+        alone = isinstance(form, Tensor) and isinstance(x, Tensor)
+        return f"Convert them, x.to({theirs[0].dtype})." if alone else "Give them those types."
     return "Give them that form, or another on which network(x) runs."
 
 

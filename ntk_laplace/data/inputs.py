@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from ntk_laplace.errors import DataError, NonFiniteError, UnsupportedError
 
 __all__ = [
+    "InputData",
     "InputDtype",
     "Inputs",
     "alike",
@@ -31,7 +32,21 @@ __all__ = [
     "to_device",
 ]
 
-Inputs = Any
+# what a network takes; tensors share their first axis
+Inputs: TypeAlias = Tensor | Mapping[str, "Inputs"] | Sequence["Inputs"]
+
+
+_Nested = TypeVar("_Nested")
+
+
+class SupportsArray(Protocol):
+    """An array or a table, of NumPy or pandas for example."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+# what is converted to `Inputs`: also arrays, tables, rows of numbers, and data sets whose batches contain inputs
+InputData: TypeAlias = Inputs | SupportsArray | Sequence[float | Sequence[float]] | DataLoader | Dataset
 
 
 def map_tensors(function: Callable[[Tensor], Any], x: Inputs) -> Any:
@@ -93,17 +108,21 @@ def take(x: Inputs, index: slice | Tensor | Sequence[int]) -> Inputs:
     return map_tensors(lambda tensor: tensor[index], x)
 
 
-def concatenate(parts: Sequence[Inputs]) -> Inputs:
-    """Concatenate nested inputs along their first axis."""
+def concatenate(parts: Sequence[_Nested]) -> _Nested:
+    """Concatenate nested inputs, all of the same form, along their first axis."""
+    return _concatenated(parts)
+
+
+def _concatenated(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if len(parts) == 1:
         return first
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
-        return {key: concatenate([part[key] for part in parts]) for key in first}
+        return {key: _concatenated([part[key] for part in parts]) for key in first}
     if isinstance(first, (tuple, list)):
-        joined = [concatenate([part[i] for part in parts]) for i in range(len(first))]
+        joined = [_concatenated([part[i] for part in parts]) for i in range(len(first))]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     return first
 
@@ -114,9 +133,9 @@ def alike(x: Inputs, other: Inputs) -> bool:
         return x.shape[1:] == other.shape[1:] and x.dtype == other.dtype
     if type(x) is not type(other):
         return False
-    if isinstance(x, Mapping):
+    if isinstance(x, Mapping) and isinstance(other, Mapping):
         return x.keys() == other.keys() and all(alike(value, other[key]) for key, value in x.items())
-    if isinstance(x, (tuple, list)):
+    if isinstance(x, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(x) == len(other) and all(map(alike, x, other))
     return False
 

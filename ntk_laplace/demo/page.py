@@ -31,8 +31,8 @@ def score_rows(studies: Sequence[Study]) -> list[tuple[str, str, str, str]]:
     for found in studies:
         for key, (label, form) in _LABELS.items():
             if key in found.summary:
-                scores = (form.format(found.summary[name]) for name in (f"map_{key}", key))
-                rows.append((found.problem.title, label, *scores))
+                map_score, score = (form.format(found.summary[name]) for name in (f"map_{key}", key))
+                rows.append((found.problem.title, label, map_score, score))
     return rows
 
 
@@ -106,7 +106,7 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
         for found in studies
     ]  # fmt: skip
     page.table("Log marginal likelihood of the training data, in nats", columns, rows)
-    rows = [
+    trained = [
         (
             found.problem.title, found.problem.network, f"{found.summary['prior_precision']:g}",
             _noise(found.summary["noise_variance"]),
@@ -127,7 +127,7 @@ def _evidence(page: Page, studies: Sequence[Study]) -> None:
             "variances differ by",
             "seconds",
         ),
-        rows,
+        trained,
     )
     page.paragraph(
         "The gradient norm is that of the summed loss at the end of training. Effective parameters are those that "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics, plotting
+from ntk_laplace.comparison import StructureEvidence
 from ntk_laplace.demo.data import Split
 from ntk_laplace.demo.problems import Problem
 from ntk_laplace.demo.study import BINS, LEVELS, Choice, Study, confidence
@@ -87,8 +89,8 @@ def uncertainty_2d(problem: Problem, choice: Choice, seed: int) -> Picture:
     across, up = split.x_test[:, 0].unique(), split.x_test[:, 1].unique()
     shape = (len(up), len(across))
     _, covariance = posterior.latent_moments(split.x_test)
-    plugged = posterior.predict(split.x_test, method="map").probs
-    averaged = posterior.predict(split.x_test, generator=torch.Generator().manual_seed(seed)).probs
+    plugged = posterior.predict(split.x_test, method="map").mean
+    averaged = posterior.predict(split.x_test, generator=torch.Generator().manual_seed(seed)).mean
     label = "probability of class 1"
     panels = [
         plotting.Panel(plugged.reshape(shape), "MAP: one sharp boundary", label, True),
@@ -115,7 +117,7 @@ def calibration(studies: Sequence[Study]) -> Picture:
     for found in studies:
         truth = found.problem.split.y_test
         pair = {"MAP": found.map_predictive, "posterior": found.predictive}
-        bins = {name: metrics.reliability(predictive.probs, truth, BINS) for name, predictive in pair.items()}
+        bins = {name: metrics.reliability(predictive.mean, truth, BINS) for name, predictive in pair.items()}
         panels[found.problem.title] = bins
         mean = {name: float(np.average(b.confidence, weights=b.count)) for name, b in bins.items()}
         words.append(
@@ -139,7 +141,7 @@ def unseen(found: Study, seed: int) -> Picture:
     split, classes = found.problem.split, found.problem.split.classes
     groups = {f"held-out {classes[0]} and {classes[1]}": split.x_test, "all other digits": split.x_unseen}
     panels = {
-        name: {group: confidence(found.posterior, x, seed, method) for group, x in groups.items()}
+        name: {group: confidence(found.posterior, x, seed, method) for group, x in groups.items() if x is not None}
         for name, method in METHODS.items()
     }
     scores = found.summary
@@ -195,19 +197,25 @@ def selection(studies: Sequence[Study]) -> Picture:
     )
 
 
+def _distance(row: StructureEvidence) -> float:
+    return float("inf") if row.difference is None else abs(row.difference)
+
+
 def structures(found: Study) -> Picture:
     """Draw evidence, time and memory of every structure."""
     comparison = found.comparison
+    if comparison is None:
+        raise ValueError(f"the structures were not compared on {found.problem.title}")
     approximate = [row for row in comparison.rows if not structure_named(row.structure).exact]
-    near, far = (pick(approximate, key=lambda row: abs(row.difference)) for pick in (min, max))
+    near, far = (pick(approximate, key=_distance) for pick in (min, max))
     return Picture(
         "structures",
         plotting.png(comparison.plot()),
         "Three panels with a line for each structure: the evidence beside that of exact function space, the seconds of "
         "fit and evidence, and the extra memory.",
         f"{found.problem.title}: exact (gp, full) and approximate structures of the same posterior. "
-        f"{near.structure} comes nearest to the exact evidence, {abs(near.difference):.1f} nats away, "
-        f"{far.structure} is the farthest, by {abs(far.difference):.1f}. "
+        f"{near.structure} comes nearest to the exact evidence, {_distance(near):.1f} nats away, "
+        f"{far.structure} is the farthest, by {_distance(far):.1f}. "
         f"With {comparison.num_examples} examples and {comparison.num_parameters:,} parameters the exact ones are "
         "cheap; the others are made for sizes at which those no longer fit. Memory is estimated from the process.",
     )
@@ -216,9 +224,9 @@ def structures(found: Study) -> Picture:
 def explanation(found: Study, many: int = 4) -> Picture:
     """Draw test images with the training images that support or oppose their predictions."""
     split = found.problem.split
-    pair = [metrics.class_probabilities(predictive.probs) for predictive in (found.map_predictive, found.predictive)]
+    pair = [metrics.class_probabilities(predictive.mean) for predictive in (found.map_predictive, found.predictive)]
     chosen = _telling(pair[0], split.y_test.numpy())
-    explained = found.posterior.explain(split.x_test[chosen], k=many)
+    explained = cast(ntkl.Explanation, found.posterior.explain(split.x_test[chosen], k=many))
     rows = []
     for index, support in zip(chosen, support_of_prediction(explained), strict=True):
         order = support.argsort(descending=True)

@@ -100,7 +100,7 @@ def _explorer(found: Study) -> ntkl.ExplorerPage:
     """Explorer page of held-out images of the pair, misclassified ones first."""
     split, classes = found.problem.split, found.problem.split.classes
     truth = split.y_test.reshape(-1).long()
-    wrong = (found.map_predictive.probs.reshape(-1) >= 0.5).long() != truth
+    wrong = (found.map_predictive.mean.reshape(-1) >= 0.5).long() != truth
     order = torch.cat([wrong.nonzero()[:, 0], (~wrong).nonzero()[:, 0]])[:_EXPLAINED]
     return ntkl.explore(
         found.posterior, split.x_test[order], split.x_train, truth[order], naming=ntkl.Naming(classes=classes),

@@ -218,7 +218,7 @@ def _unseen(problem: Problem, posterior: ntkl.Posterior, seed: int) -> dict[str,
 
 def confidence(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm") -> np.ndarray:
     """Probability of the predicted class at each input, (n,)."""
-    return metrics.class_probabilities(_predict(posterior, x, seed, method).probs).max(1)
+    return metrics.class_probabilities(_predict(posterior, x, seed, method).mean).max(1)
 
 
 def _variance_difference(posteriors: dict[str, ntkl.Posterior], x: Tensor) -> float:

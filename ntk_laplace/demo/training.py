@@ -137,4 +137,4 @@ def _one_thread() -> Iterator[None]:
 
 
 def _norm(parameters: list[nn.Parameter]) -> float:
-    return float(torch.cat([parameter.grad.flatten() for parameter in parameters]).norm())
+    return float(torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]).norm())

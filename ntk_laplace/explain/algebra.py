@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpacePrecision
-from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.gram import cross_gram, diagonal_blocks
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
@@ -65,8 +64,7 @@ def contributions(space: FunctionSpacePrecision, test: Jacobian, residual: Tenso
     """
     own = space.rows.weighted(residual.unsqueeze(-1))  # rows r_iᵀJ_i
     shares = _cross(space, test, own).squeeze(-1).transpose(1, 2)  # k(x, x_i) r_i, (n, N, C)
-    named = named_parts(centered, space.shapes)
-    pushed = test.jvp({name: part.view(space.shapes[name]) for name, part in named.items()})
+    pushed = test.jvp(space.shapes.named(centered))
     return Decomposition(test.f - pushed, shares, pushed - shares.sum(1))
 
 

@@ -76,17 +76,17 @@ class ExplanationRequest:
             As `quantity`; if there are more targets than inputs, after the last chunk.
         """
         y, start = as_tensors(self.y), 0
-        cut = self.by == "log_likelihood" and isinstance(y, Tensor) and y.ndim > 0
+        each = y if self.by == "log_likelihood" and isinstance(y, Tensor) and y.ndim > 0 else None
         for rows in chunks:
             stop = start + rows.num_examples
-            request = replace(self, y=y[start:stop]) if cut else self
+            request = self if each is None else replace(self, y=each[start:stop])
             found = rows, *request.of(model, rows.f, count)
             del rows
             yield found
             del found  # before the rows of the next chunk are computed
             start = stop
-        if cut and len(y) != start:
-            model.likelihood.for_new_points().targets(y, start, model.network.num_outputs)
+        if each is not None and len(each) != start:
+            model.likelihood.for_new_points().targets(each, start, model.network.num_outputs)
 
 
 @dataclass(frozen=True, repr=False)
@@ -236,7 +236,7 @@ class _Decomposing:
     """Explanations in function space; terms that depend only on the training points are computed once."""
 
     def __init__(self, fitted: FittedModel) -> None:
-        self._fitted, self._space, self._residual = fitted, fitted.precision, fitted.residual()
+        self._fitted, self._space, self._residual = fitted, fitted.function_space, fitted.residual()
         space = self._space
         with torch.no_grad():
             self._centered = fitted.theta - fitted.prior.flat_mean().to(fitted.theta)
@@ -267,5 +267,5 @@ class _Decomposing:
 def bytes_of_each(fitted: FittedModel) -> int:
     """Bytes of the explanation of one input, and of its intermediate results."""
     n, c = fitted.points.f.shape
-    space = fitted.precision
+    space = fitted.function_space
     return n * c * (7 + 3 * space.weighted.num_cotangents) * space.factor.element_size()

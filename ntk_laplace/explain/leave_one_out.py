@@ -182,7 +182,7 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
         own = likelihood.log_prob(points.f, points.targets)
         importance = points.residual(likelihood).norm(dim=1)
     measured = reliability(fitted, found.leverage)
-    guarantees = (_EXACT if fitted.exact else _OTHER, _DRAWS)
+    guarantees: tuple[str, ...] = (_EXACT if fitted.exact else _OTHER, _DRAWS)
     if measured.moved:
         guarantees += ("hyperparameters have changed since the fit: the weights are "
                        f"{measured.decrement:.2g} nats a point from the optimum, by the Newton decrement, and the "
@@ -209,7 +209,7 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
 
 def _kept(fitted: FittedModel) -> _Without:
     """Function space: moments from the stored rows."""
-    space = fitted.precision
+    space = fitted.function_space
     mean, covariance = without_each(space, fitted.points, fitted.likelihood)
     blocks = space.inverse_blocks
     # SᵀV_iiS = I - [B⁻¹]_ii

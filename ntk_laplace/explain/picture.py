@@ -30,15 +30,15 @@ def draw(
     """One row per input: its training points as bars, as images, in a table, or along a line."""
     inputs = _fitting(inputs, len(ranked.f), "inputs that were explained", shape)
     training = _fitting(training, len(ranked.leverage), "training inputs of the fit", shape)
-    images = _images(inputs, shape), _images(training, shape)
-    if images[0] is not None and images[1] is not None:
-        return _image_rows(ranked, images)
-    features = _features(inputs), _features(training)
-    if features[0] is not None and features[1] is not None:
-        width = features[1].shape[1]
-        if features[0].shape[1] != width or (names is not None and len(names) != width):
+    shown, shown_training = _images(inputs, shape), _images(training, shape)
+    if shown is not None and shown_training is not None:
+        return _image_rows(ranked, (shown, shown_training))
+    own, theirs = _features(inputs), _features(training)
+    if own is not None and theirs is not None:
+        features, width = (own, theirs), theirs.shape[1]
+        if own.shape[1] != width or (names is not None and len(names) != width):
             raise DataError(f"inputs and names of the {width} features of the training inputs",
-                            f"{features[0].shape[1]} features, {'no' if names is None else len(names)} names",
+                            f"{own.shape[1]} features, {'no' if names is None else len(names)} names",
                             "Pass inputs of one kind, and one name for each feature.")
         if width == 1:
             return _lines(ranked, features, names)
@@ -155,6 +155,8 @@ def _table(
     axes: Axes, features: tuple[Tensor, Tensor], names: Sequence[str] | None, i: int, chosen: list[Entry]
 ) -> None:
     """Table of features beside the bars, the input's in the top row; features that differ most are shown."""
+    from matplotlib.transforms import Bbox
+
     inputs, training = features
     points = training[[entry.training_index for entry in chosen]]
     spread = (points - inputs[i]).abs().mean(0) / training.std(0).clamp_min(1e-12)
@@ -164,9 +166,9 @@ def _table(
     axes.set_axis_off()
     height = 1.0 / len(chosen)  # the height of a bar's row
     axes.text(0.5, -0.03, "first line: the input itself", transform=axes.transAxes, ha="center", va="top", fontsize=8)
-    table = axes.table(body, loc="center", bbox=(0, 0, 1, 1), cellLoc="center")
+    table = axes.table(body, loc="center", bbox=Bbox.from_bounds(0, 0, 1, 1), cellLoc="center")
     head = axes.table([[f"{float(v):.3g}" for v in inputs[i][columns]]], colLabels=heads, cellLoc="center",
-                      bbox=(0, 1.0, 1, 2 * height))
+                      bbox=Bbox.from_bounds(0, 1.0, 1, 2 * height))
     for each in (table, head):
         each.auto_set_font_size(False)
         each.set_fontsize(8)

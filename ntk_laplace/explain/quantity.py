@@ -43,7 +43,7 @@ class Quantity:
         The explained output, or for "probability" and "probability_variance" the explained response, which is the same
         where a likelihood has as many responses as outputs. For "log_likelihood" it is only displayed.
     targets : Tensor or None
-        y at the explained inputs, in canonical form, for "log_likelihood".
+        y at the explained inputs, in canonical form, for "log_likelihood" alone.
     likelihood : Likelihood
     """
 
@@ -71,8 +71,9 @@ class Quantity:
     def joined(parts: Sequence[Quantity]) -> Quantity:
         """Concatenate the quantities of consecutive inputs."""
         first = parts[0]
-        targets = None if first.targets is None else torch.cat([part.targets for part in parts])
-        return replace(first, output=torch.cat([part.output for part in parts]), targets=targets)
+        targets = [part.targets for part in parts if part.targets is not None]
+        return replace(first, output=torch.cat([part.output for part in parts]),
+                       targets=torch.cat(targets) if targets else None)
 
     def words(self, i: int) -> str:
         """Description of the quantity of input i."""
@@ -94,13 +95,13 @@ class Quantity:
     def _value(self, f: Tensor) -> Tensor:
         """Mean response or log likelihood at outputs f (m, C), m a multiple of n, grouped by input, (m,)."""
         each = len(f) // len(self.output)
-        if self.by == "log_likelihood":
+        if self.targets is not None:
             return self.likelihood.log_prob(f, self.targets.repeat_interleave(each, 0))
         return self.likelihood.mean(f).gather(1, self.output.repeat_interleave(each).unsqueeze(1)).squeeze(1)
 
     def direction(self, f: Tensor) -> Tensor:
         """Derivative of the quantity in f (n, C); for the variance, the unit vector of the output."""
-        if self.by == "log_likelihood":
+        if self.targets is not None:
             return self.likelihood.residual(f, self.targets)
         if self.by.startswith("probability"):
             slope = self.likelihood.mean_jacobian(f)

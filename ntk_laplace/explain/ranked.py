@@ -53,6 +53,7 @@ class Entry:
     more: dict[str, float]
 
 
+@dataclass(frozen=True, repr=False)
 class Ranked:
     """Table, figure and HTML of ranked training points.
 
@@ -82,7 +83,7 @@ class Ranked:
 
     def by_input(self) -> dict[tuple[str, str], Tensor]:
         """Tensors whose first axis is the inputs, by field and side ("" without sides)."""
-        found = {}
+        found: dict[tuple[str, str], Tensor] = {}
         for field in fields(self):
             values = getattr(self, field.name)
             if self.AXES.get(field.name, ("",))[0] == "input":
@@ -224,7 +225,8 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
     room : int
         Expected number of inputs, if known.
     """
-    first, questions = None, []
+    first: R | None = None
+    questions: list[Quantity] = []
     rows: dict[tuple[str, str], RowBuffer] = {}
     for part in parts:
         if len(part.f) == room:
@@ -240,6 +242,8 @@ def joined(parts: Iterable[R], room: int = 0) -> R:
             found.setdefault(name, {})[side] = gathered.rows
         else:
             found[name] = gathered.rows
+    if first is None:
+        raise DataError("at least one input to explain", "none", "Pass one or more inputs.")
     return replace(first, quantity=Quantity.joined(questions), **found)
 
 

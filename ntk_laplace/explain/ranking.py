@@ -129,14 +129,18 @@ class _Strongest:
     """The k largest values so far for each input, and their indices."""
 
     k: int
-    values: Tensor | None = None
-    indices: Tensor | None = None
+    values: Tensor
+    indices: Tensor
+
+    @classmethod
+    def of(cls, like: Tensor, k: int) -> _Strongest:
+        """Nothing yet, for the inputs of rows `like`."""
+        return cls(k, like.new_zeros(len(like), 0), like.new_zeros(len(like), 0, dtype=torch.long))
 
     def add(self, values: Tensor, start: int) -> None:
         """Values (n, m) of training points start, start + 1, ...; ties go to the earlier one."""
         here = torch.arange(start, start + values.shape[1], device=values.device).expand_as(values)
-        if self.values is not None:
-            values, here = torch.cat([self.values, values], 1), torch.cat([self.indices, here], 1)
+        values, here = torch.cat([self.values, values], 1), torch.cat([self.indices, here], 1)
         order = values.argsort(dim=1, descending=True, stable=True)[:, : self.k]
         self.values, self.indices = values.gather(1, order), here.gather(1, order)
 
@@ -157,10 +161,10 @@ def rank(
 
 
 def _rank(fitted: FittedModel, test: Jacobian, quantity: Quantity, k: int) -> Ranking:
-    sides = {side: [] for side in quantity.sides}
-    leverage = total = None
+    sides: dict[str, list[_Strongest]] = {side: [] for side in quantity.sides}
+    leverage, total = test.f.new_zeros(fitted.num_examples), torch.zeros_like(fitted.theta)
     for part in _parts(fitted, test):
-        heaps = {side: _Strongest(k) for side in sides}
+        heaps = {side: _Strongest.of(test.f[part], k) for side in sides}
         passing = _Passing(fitted, test.subset(part), quantity.subset(part))
         for start, change in passing.effects():
             support = -quantity.good * change

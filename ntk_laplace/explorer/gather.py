@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -177,12 +177,12 @@ def _from_rows(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """One record per input, and common information on them, in function space."""
     n, c = num_examples(x), posterior.num_outputs
-    removal = JointRemoval(posterior.posterior_precision, posterior.fitted.residual())
+    removal = JointRemoval(posterior.fitted.function_space, posterior.fitted.residual())
     records: list[dict[str, Any]] = []
     step = max(1, _AT_ONCE // (posterior.num_examples * c))
     for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
         here = take(x, slice(start, min(start + step, n)))
-        found, rows = posterior.explain(here, k), posterior.jacobian(here)
+        found, rows = cast(Explanation, posterior.explain(here, k)), posterior.jacobian(here)
         asked = _Asked.of(posterior, found)
         share = found.share * asked.sign.to(found.share)[:, None]
         own = asked.records(posterior, here)
@@ -203,7 +203,7 @@ def _from_data(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The same in weight space: rank the training points for all inputs, then read the Jacobian of displayed ones."""
     n, rows = num_examples(x), posterior.jacobian(x)
-    found = posterior.explain(x, k)
+    found = cast(Ranking, posterior.explain(x, k))
     asked = _Asked.of(posterior, found)
     records = asked.records(posterior, x)
     groups = asked.groups()
@@ -334,20 +334,21 @@ def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list
     }
 
 
-def _pictures(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
+def _pictures(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
     if not isinstance(x, Tensor):
         return None
     inputs = images_of(x, naming.shape)
     if inputs is None:
         return None
     found: dict[str, Any] = {"points": sheet(inputs), "training": None}
-    if training is not None:
+    if isinstance(training, Tensor):
         some = list(range(len(training))) if len(training) <= _ALL_PICTURES else shown
-        found["training"] = sheet(images_of(training[some], naming.shape)) | {"indices": some}
+        images = images_of(training[some], naming.shape)
+        found["training"] = None if images is None else sheet(images) | {"indices": some}
     return found
 
 
-def _rows(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
+def _rows(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
     """Features of the inputs, if they are not images."""
     if not isinstance(x, Tensor) or x.ndim != 2 or naming.shape is not None or x.shape[1] > _MOST_FEATURES:
         return None
@@ -356,7 +357,7 @@ def _rows(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) 
         raise DataError(f"{x.shape[1]} names of features", f"{len(features)}", "Name each column of the inputs once.")
     names = [str(name) for name in features] if features is not None else [f"x{i}" for i in range(x.shape[1])]
     found: dict[str, Any] = {"features": names, "points": _rounded(x), "training": None}
-    if training is not None:
+    if isinstance(training, Tensor):
         found["training"] = {str(j): _rounded(training[j]) for j in shown}
     return found
 

@@ -54,7 +54,7 @@ class CachedRows:
 
     def num_outputs(self, x: Tensor) -> int:
         """C, from one evaluation at the first row of x (..., n, d) if it is not known yet."""
-        if self.network.num_outputs is None:
+        if not self.network.evaluated:
             one = x.detach().reshape(-1, x.shape[-1])[:1]
             self.network.without_grad(self.form.restore(one, self.network))
         return self.network.num_outputs
@@ -75,4 +75,4 @@ class CachedRows:
         return {"network": copy.copy(self.network), "form": self.form, "dtype": self.dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        vars(self).update(vars(CachedRows(**state)))

@@ -10,27 +10,24 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.gram import Variances, diagonal_blocks, gram, gram_tiles
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.parameter_layout import ParameterLayout
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
 
 
 class GramFunction(Protocol):
-    """A function that is linear in the prior variances, Σ_p v_p (...)_p.
+    """A function that is linear in the prior variances, Σ_p v_p (...)_p."""
 
-    Attributes
-    ----------
-    shapes : dict of str to torch.Size
-        The parameters, in order.
-    """
-
-    shapes: dict[str, Size]
+    @property
+    def shapes(self) -> ParameterLayout:
+        """The parameters, in order."""
 
     def value(self, variances: Variances) -> Tensor:
         """The value of the sum."""
@@ -48,7 +45,7 @@ class FullGram:
 
     left: Jacobian
     right: Jacobian | None
-    shapes: dict[str, Size]
+    shapes: ParameterLayout
 
     def value(self, variances: Variances) -> Tensor:
         """K, (N1*C, N2*C)."""
@@ -67,7 +64,7 @@ class FullGram:
     def by_parameter(self, upstream: Tensor) -> Tensor:
         """Σ_ij G_ij J_ip J_jp = Σ_i J_ip (G J)_ip."""
         grid, other = self._grid(upstream), self.left if self.right is None else self.right
-        total = upstream.new_zeros(_count(self.shapes))
+        total = upstream.new_zeros(self.shapes.num_parameters)
         for rows, one in _panels(self.left, self.shapes):
             for columns, two in _panels(other, self.shapes):
                 total += (one * (grid[rows, :, columns].reshape(len(one), len(two)) @ two)).sum(0)
@@ -84,14 +81,14 @@ class GramDiagonal:
 
     left: Jacobian
     right: Jacobian | None
-    shapes: dict[str, Size]
+    shapes: ParameterLayout
 
     def value(self, variances: Variances) -> Tensor:
         """k of each example and output with its paired one."""
         if self.right is None:
             return diagonal_blocks(self.left, variances).diagonal(dim1=-2, dim2=-1).reshape(-1)
         like = self.left.f
-        flat = torch.cat([_entries(variances.get(name), shape, like) for name, shape in self.shapes.items()])
+        flat = torch.cat([_entries(variances.get(name), size, like) for name, size in self.shapes.sizes.items()])
         return torch.cat([(one * two) @ flat for _, one, two in self._pairs()])
 
     def contract(self, upstream: Tensor, variances: Variances) -> Tensor:
@@ -100,7 +97,7 @@ class GramDiagonal:
 
     def by_parameter(self, upstream: Tensor) -> Tensor:
         """Σ_i G_i J_ip J'_ip."""
-        grid, total = upstream.view(-1, self.left.num_cotangents), upstream.new_zeros(_count(self.shapes))
+        grid, total = upstream.view(-1, self.left.num_cotangents), upstream.new_zeros(self.shapes.num_parameters)
         for rows, one, two in self._pairs():
             total += (grid[rows].reshape(-1, 1) * one * two).sum(0)
         return total
@@ -128,7 +125,8 @@ class _Weighted(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         slope, upstream = torch.zeros_like(ctx.like), upstream.contiguous()
         if any(isinstance(group, slice) for group in ctx.groups.values()):
-            variance = torch.cat([_entries(ctx.variances[n], s, upstream) for n, s in ctx.gram_function.shapes.items()])
+            sizes = ctx.gram_function.shapes.sizes
+            variance = torch.cat([_entries(ctx.variances[name], size, upstream) for name, size in sizes.items()])
             return slope - (variance * ctx.gram_function.by_parameter(upstream)).to(slope), None, None
         for group in range(len(slope)):
             own = {name: v for name, v in ctx.variances.items() if ctx.groups[name] == group}
@@ -137,22 +135,18 @@ class _Weighted(torch.autograd.Function):
         return slope, None, None
 
 
-def _panels(rows: Jacobian, shapes: dict[str, Size]) -> Iterator[tuple[slice, Tensor]]:
+def _panels(rows: Jacobian, shapes: ParameterLayout) -> Iterator[tuple[slice, Tensor]]:
     """Dense rows of the Jacobian, a few examples at a time."""
-    step = max(1, tuning.GP_ROWS_BYTES // max(1, rows.num_cotangents * _count(shapes) * rows.f.element_size()))
+    step = max(1, tuning.GP_ROWS_BYTES // max(1, rows.num_cotangents * shapes.num_parameters * rows.f.element_size()))
     for start in range(0, rows.num_examples, step):
         part = slice(start, min(start + step, rows.num_examples))
         yield part, _written_out(rows.subset(part), shapes)
 
 
-def _written_out(rows: Jacobian, shapes: dict[str, Size]) -> Tensor:
+def _written_out(rows: Jacobian, shapes: ParameterLayout) -> Tensor:
     """Dense Jacobian, (n*K, P), interleaved."""
     return rows.dense(shapes).transpose(0, 1).flatten(0, 1)
 
 
-def _count(shapes: dict[str, Size]) -> int:
-    return sum(shape.numel() for shape in shapes.values())
-
-
-def _entries(variance: Tensor | None, shape: Size, like: Tensor) -> Tensor:
-    return like.new_zeros(shape.numel()) if variance is None else variance.to(like).expand(shape.numel())
+def _entries(variance: Tensor | None, size: int, like: Tensor) -> Tensor:
+    return like.new_zeros(size) if variance is None else variance.to(like).expand(size)

@@ -28,6 +28,8 @@ class _UnitNoise(Noise):
         self.register_buffer("one", torch.ones(1, dtype=torch.float64), persistent=False)
 
     def forward(self, *params: Any, shape: Size | None = None, **kwargs: Any) -> LinearOperator:
+        if shape is None:
+            raise UnsupportedError("the shape of the noise", "none", "Pass shape=, as GPyTorch does.")
         return ConstantDiagLinearOperator(self.one.expand(*shape[:-1], 1), diag_shape=shape[-1])
 
 

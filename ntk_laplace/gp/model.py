@@ -88,7 +88,7 @@ class LaplaceGP(ExactGP):
         **fit: Any,
     ) -> None:
         posterior = _posterior(source, data, likelihood, prior, fit)
-        f, rows = posterior.f, len(posterior.posterior_precision.factor)
+        f, rows = posterior.f, len(posterior.fitted.function_space.factor)
         numbers = torch.arange(rows, dtype=f.dtype, device=f.device).unsqueeze(-1)
         super().__init__(numbers, f.new_zeros(rows), ResponseLikelihood(posterior.likelihood, posterior.network.scalar))
         self.prior = posterior.prior

@@ -15,7 +15,6 @@ from linear_operator.operators import DenseLinearOperator, LinearOperator, RootL
 from torch import Size, Tensor
 
 from ntk_laplace.curvature import FunctionSpacePrecision
-from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.gram import diagonal_blocks, gram, multiply
 from ntk_laplace.linalg import solve_lower, solve_spd
@@ -49,7 +48,7 @@ class WhitenedGram(LinearOperator):
 
     @property
     def _precision(self) -> FunctionSpacePrecision:
-        return self._posterior.posterior_precision
+        return self._posterior.fitted.function_space
 
     # --- exact operations that GPyTorch calls
 
@@ -89,9 +88,8 @@ class WhitenedGram(LinearOperator):
         scale = precision.prior_precision.rsqrt()
         draws = []
         for _ in range(num_samples):
-            weights = named_parts(scale * torch.randn_like(scale), precision.shapes)
-            named = {name: part.view(precision.shapes[name]) for name, part in weights.items()}
-            draws.append(precision.weighted.jvp(named).reshape(-1))
+            weights = precision.shapes.named(scale * torch.randn_like(scale))
+            draws.append(precision.weighted.jvp(weights).reshape(-1))
         return self._value_alone(torch.stack(draws))
 
     def root_decomposition(self, method: str | None = None) -> LinearOperator:

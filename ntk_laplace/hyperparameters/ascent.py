@@ -30,8 +30,7 @@ class Ascent:
 
     def __init__(self, which: Sequence[str] | None, learning_rate: float, bounds: tuple[float, float]) -> None:
         self.which, self.learning_rate, self.bounds = which, learning_rate, bounds
-        self._logs: Tensor | None = None
-        self._optimizer: torch.optim.Optimizer | None = None
+        self._moving: tuple[Tensor, torch.optim.Optimizer] | None = None
 
     def climb(self, posterior: Evidence, theta: Tensor, steps: int) -> tuple[float, float]:
         """Take K steps on a posterior's evidence and set its hyperparameters to the result ([I21] Eq. 7).
@@ -75,27 +74,29 @@ class Ascent:
     def _bound(self, variables: Variables) -> tuple[Tensor, torch.optim.Optimizer]:
         """The flat logarithms at their current values, and their optimizer, created once."""
         now = variables.get()
-        if self._logs is None:
-            self._logs = now.clone().requires_grad_()
-            self._optimizer = torch.optim.Adam([self._logs], lr=self.learning_rate)
+        if self._moving is None:
+            self._moving = self._created(now.clone().requires_grad_())
         with torch.no_grad():
-            self._logs.copy_(now)
-        return self._logs, self._optimizer
+            self._moving[0].copy_(now)
+        return self._moving
+
+    def _created(self, logs: Tensor) -> tuple[Tensor, torch.optim.Optimizer]:
+        return logs, torch.optim.Adam([logs], lr=self.learning_rate)
 
     def state(self) -> dict[str, Any] | None:
         """Adam's moments, as plain containers of tensors; None before the first step."""
-        return None if self._optimizer is None else {
-            "size": len(self._logs), "optimizer": self._optimizer.state_dict()
-        }  # fmt: skip
+        if self._moving is None:
+            return None
+        logs, optimizer = self._moving
+        return {"size": len(logs), "optimizer": optimizer.state_dict()}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a `state`."""
         if state is None:
-            self._logs = self._optimizer = None
+            self._moving = None
             return
-        self._logs = torch.zeros(state["size"], dtype=torch.float64, requires_grad=True)
-        self._optimizer = torch.optim.Adam([self._logs], lr=self.learning_rate)
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._moving = self._created(torch.zeros(state["size"], dtype=torch.float64, requires_grad=True))
+        self._moving[1].load_state_dict(state["optimizer"])
 
 
 def _not_finite(value: float) -> NumericalError:

@@ -27,7 +27,7 @@ _CERTAIN = -1e-2  # nats; a larger evidence of labels means certainty
 
 def maximize(
     posterior: Evidence, theta: Tensor, method: str = "lbfgs", parameters: Sequence[str] | None = None,
-    steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: object,
+    steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: Any,
 ) -> HyperparameterHistory:  # fmt: skip
     """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
 
@@ -271,13 +271,14 @@ def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Ten
     found = []
     used = posterior.effective_parameters().detach().double().cpu()
     for name in search.variables.parameters:
-        if name == "precision":
+        likelihood = posterior.likelihood
+        if name == "precision" or not isinstance(likelihood, Gaussian):
             found.append((used.clamp_min(torch.finfo(torch.float64).tiny) / distances).log())
         else:
-            residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()
+            residual = likelihood.residual(posterior.f, posterior.targets).detach()
             counts = posterior.weights.double()
-            squares = float((residual.double() * posterior.likelihood.noise.detach()).square().sum(1) @ counts)
-            observed = posterior.likelihood.observed(posterior.targets)
+            squares = float((residual.double() * likelihood.noise.detach()).square().sum(1) @ counts)
+            observed = likelihood.observed(posterior.targets)
             each = residual.shape[1] if observed is None else observed.sum(1)
             left = max(float((counts * each).sum()) - float(used.sum()), torch.finfo(torch.float64).tiny)
             found.append(torch.tensor([squares / left], dtype=torch.float64).log())
@@ -308,4 +309,4 @@ def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float
 
 
 def _positive(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf

@@ -21,8 +21,29 @@ __all__ = ["Evidence", "Variables", "spectral_evidence"]
 class Evidence(Protocol):
     """The interface of a posterior that the optimizers use."""
 
-    prior: GaussianPrior
-    likelihood: Likelihood
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior."""
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the algebra."""
+
+    @property
+    def f(self) -> Tensor:
+        """Outputs at the training points, (N, C)."""
+
+    @property
+    def targets(self) -> Tensor:
+        """Training targets."""
+
+    @property
+    def weights(self) -> Tensor:
+        """Example weights, (N,)."""
 
     def log_likelihood(self) -> Tensor:
         """Σ log p(y_n given f_n), differentiable in the likelihood's hyperparameters."""
@@ -162,11 +183,12 @@ def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) 
 
     def evidence() -> Tensor:
         shift = (prior.log_precision - log_precision).double()
-        if moving:
-            shift = shift - (posterior.log_scale() - log_scale).double()
+        now = posterior.log_scale() if moving else None
+        if now is not None and log_scale is not None:
+            shift = shift - (now - log_scale).double()
         joint = posterior.log_likelihood() if moving else log_likelihood
         joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
-        log_det = sum(_LogDet.apply(shift[group], values) for values, group in spectra)
+        log_det = torch.stack([_LogDet.apply(shift[group], values) for values, group in spectra]).sum()
         return joint - 0.5 * log_det.to(joint)  # [I21] Eq. 8, 9
 
     return evidence
@@ -193,5 +215,5 @@ class _LogDet(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, upstream: Tensor):
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         return -upstream * ctx.slope, None

@@ -85,14 +85,15 @@ class Batch:
         MixedExamplesError
             If the outputs differ.
         """
-        few = [block.sample if isinstance(block, FusedSums) else block.subset(self.sample) for block in blocks]
-        alone = self.network.evaluate(take(self.x, self.sample), self.offset)
-        own, there = alone.detach(), self.out.detach()[self.sample]
+        index = slice(None) if self.sample is None else self.sample
+        few = [block.sample if isinstance(block, FusedSums) else block.subset(index) for block in blocks]
+        alone = self.network.evaluate(take(self.x, index), self.offset)
+        own, there = alone.detach(), self.out.detach()[index]
         size = float(there.abs().max())
         if not agree(own, there, size, size, self.network.precision):
             gap = float((own - there).abs().max())
             raise mixed(f"outputs that change by {gap:.2g} with the other examples of the batch")
-        return self._sums_disagree(few, alone, self.cotangents[:, self.sample]) == ()
+        return self._sums_disagree(few, alone, self.cotangents[:, index]) == ()
 
     def _sums_disagree(self, blocks: Sequence[Block], out: Tensor, cotangents: Tensor) -> tuple[str, ...] | None:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None for a nonfinite gradient."""

@@ -49,7 +49,7 @@ class Fallback:
             return functional_call(network.caller, {f"module.{n}": v for n, v in values.items()}, (single,)).reshape(-1)
 
         def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
-            _, pull = vjp(lambda values: outputs(values, example), chosen)
+            pull = vjp(lambda values: outputs(values, example), chosen)[1]
             # a loop over cotangents: nested vmap is slower, and torch computes some layers wrongly in it
             found = [pull(cotangent)[0] for cotangent in cotangents]
             return {name: torch.stack([rows[name] for rows in found]) for name in self.names}

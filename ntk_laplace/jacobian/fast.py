@@ -116,8 +116,10 @@ class FusedAccumulation:
         """Whether a gradient of the extraction had a nonzero entry."""
         return bool(self._sums[index].any())
 
-    def block(self, index: int, layer: Outer, bias: str | None) -> FusedSums:
-        """The sums of an extraction; `layer` gives the layer's inputs, and its own gradients are not read."""
+    def block(self, index: int, layer: Block, bias: str | None) -> FusedSums:
+        """The sums of an extraction; the `Outer` gives the layer's inputs, and its own gradients are not read."""
+        if not isinstance(layer, Outer):
+            raise TypeError(f"only an Outer block has fused sums, not a {type(layer).__name__}")
         rows = replace(layer, bias=bias, b=self._some.pop(index)[:, :, None, None], a=layer.a[self._sample])
         return FusedSums(self._sums.pop(index), self.fused_layers.squared, layer.a[:, 0, 0], rows)
 
@@ -210,7 +212,8 @@ def side_by_side(blocks: list[Block], dtype: torch.dtype) -> Iterator[Block]:
     The list is emptied on the way: each block is freed once it is converted.
     """
     elsewhere = {name for block in blocks if not isinstance(block, Dense) for name in block.names}
-    small = []
+    small: list[Dense] = []
+    block: Block | None
     while blocks:
         block = blocks.pop(0)
         if not isinstance(block, Dense) or block.weight in elsewhere:
@@ -255,7 +258,7 @@ def gradient_buffer(values: Tensor, num_cotangents: int, axis: int) -> Tensor:
     dense = values.is_contiguous() or (
         values.ndim == 4 and values.is_contiguous(memory_format=torch.channels_last)
     )
-    order = sorted(range(values.ndim), key=lambda d: -values.stride(d)) if dense else list(range(values.ndim))
+    order = sorted(range(values.ndim), key=lambda d: -values.stride()[d]) if dense else list(range(values.ndim))
     order.insert(order.index(axis + 1) if axis + 1 < values.ndim else 0, -1)
     sizes = [num_cotangents if d < 0 else values.shape[d] for d in order]
     return values.new_empty(sizes).permute([order.index(d) for d in range(-1, values.ndim)])

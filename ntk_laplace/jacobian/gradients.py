@@ -11,14 +11,14 @@ A loop over cotangents is faster than one batched pass on CPUs. A node's gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ntk_laplace.jacobian.blocks import Block, Dense
-from ntk_laplace.jacobian.fast import FusedAccumulation, FusedSums, gradient_buffer
+from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedSums, gradient_buffer
 from ntk_laplace.jacobian.graph import Graph
 
 __all__ = ["Extraction", "Gradients", "edges", "kept_whole"]
@@ -50,6 +50,13 @@ class Extraction:
     extract: Callable[[Tensor], Block | None] | None
     at_once: bool = False
     fused: bool = False
+
+    def rows(self, gradient: Tensor) -> Block:
+        """Rows for gradients (K, *output shape); the extraction has `extract`."""
+        found = None if self.extract is None else self.extract(gradient)
+        if found is None:
+            raise RuntimeError(f"no rows of {self.name!r} can be computed from this output gradient")
+        return found
 
 
 def edges(extractions: Sequence[Extraction]) -> list[int]:
@@ -83,38 +90,40 @@ class Gradients:
     ) -> None:  # fmt: skip
         self.graph, self.extractions = graph, list(extractions)
         self.cotangents, self.cotangents_first = cotangents, cotangents_first
-        self.accumulation = accumulation
+        self.accumulation = accumulation or FusedAccumulation(NO_FUSED_LAYERS, cotangents.new_zeros(0), graph.dtype)
         self._whole: dict[int, Tensor] = {}  # by node
         self._rows: dict[int, Tensor] = {}  # by extraction
         self._watched: set[int] = set()  # extractions without rows that have a nonzero gradient
 
     def collect(self, out: Tensor) -> Gradients:
         """Run the backward passes from the outputs `out` (N, C); returns itself."""
-        axes = {extraction.consumer: extraction.axis for extraction in self.extractions}
-        whole, numbers = kept_whole(self.extractions), edges(self.extractions)
-        summed = [(index, each) for index, each in enumerate(self.extractions) if each.consumer not in whole]
-        for index, each in summed:
+        numbers = edges(self.extractions)
+        for index, each in enumerate(self.extractions):
             if each.fused:
                 self.accumulation.start(index, self.cotangents, self.graph.shape(each.consumer)[-1], self.graph.dtype)
         wanted = [GradientEdge(self.graph.nodes[number], 0) for number in numbers]
         for k, cotangent in enumerate(self.cotangents if numbers else ()):
-            found = torch.autograd.grad(out, wanted, cotangent, retain_graph=True, allow_unused=True)
-            gradients = dict(zip(numbers, found, strict=True))
-            for number in whole:
-                self._keep(self._whole, number, gradients[number], k, axes[number])
-            for index, each in summed:
-                gradient = gradients[each.consumer]
-                if each.extract is None:
-                    self._watched |= {index} if gradient is not None and bool(gradient.any()) else set()
-                    continue
-                if each.fused:
-                    if gradient is not None:
-                        self.accumulation.add(index, gradient, k)
-                    continue
-                rows = None if gradient is None else each.extract(gradient.unsqueeze(0)).dense()[each.name][0]
-                self._keep(self._rows, index, rows, k, 0)
-            found = gradients = gradient = rows = None  # release the buffers, so that the allocator reuses them
+            # no variable here refers to the buffers: the allocator reuses them in the next pass
+            self._read(k, dict(zip(numbers, torch.autograd.grad(out, wanted, cotangent, retain_graph=True,
+                                                                allow_unused=True), strict=True)))
         return self
+
+    def _read(self, k: int, gradients: dict[int, Tensor | None]) -> None:
+        """Store what rows need of the gradients of cotangent k, by node."""
+        whole = kept_whole(self.extractions)
+        for number, axis in {each.consumer: each.axis for each in self.extractions if each.consumer in whole}.items():
+            self._keep(self._whole, number, gradients[number], k, axis)
+        for index, each in enumerate(self.extractions):
+            gradient = gradients[each.consumer]
+            if each.consumer in whole:
+                continue
+            if each.extract is None:
+                self._watched |= {index} if gradient is not None and bool(gradient.any()) else set()
+            elif not each.fused:
+                rows = None if gradient is None else each.rows(gradient.unsqueeze(0)).dense()[each.name][0]
+                self._keep(self._rows, index, rows, k, 0)
+            elif gradient is not None:
+                self.accumulation.add(index, gradient, k)
 
     def _keep(self, kept: dict[int, Tensor], key: int, values: Tensor | None, k: int, axis: int) -> None:
         """Store the values of cotangent k; None is zero."""
@@ -131,19 +140,19 @@ class Gradients:
 
     def block(self, index: int) -> Block:
         """Rows of one extraction, for all cotangents."""
-        consumer, extract = self.extractions[index].consumer, self.extractions[index].extract
+        each = self.extractions[index]
         if index in self._rows:
-            return Dense.of(self.extractions[index].name, self._rows[index])
-        if consumer in self._whole:
-            return extract(self._whole[consumer])
+            return Dense.of(each.name, self._rows[index])
+        if each.consumer in self._whole:
+            return each.rows(self._whole[each.consumer])
         # no cotangent reaches the node
-        return extract(self.cotangents.new_zeros(len(self.cotangents), *self.graph.shape(consumer)))
+        return each.rows(self.cotangents.new_zeros(len(self.cotangents), *self.graph.shape(each.consumer)))
 
     def fused_block(self, index: int, bias: str | None) -> FusedSums:
         """The sums of a fused extraction, and the layer's inputs."""
         each = self.extractions[index]
         unread = self.cotangents.new_zeros(()).expand(1, *self.graph.shape(each.consumer))  # only inputs are needed
-        return self.accumulation.block(index, each.extract(unread), bias)
+        return self.accumulation.block(index, each.rows(unread), bias)
 
     def any(self, index: int) -> bool:
         """Whether the gradient that one extraction reads has a nonzero entry."""
@@ -160,4 +169,4 @@ class Gradients:
             self._rows.pop(index, None)
             self._whole.pop(self.extractions[index].consumer, None)
         for index in indices:
-            self.extractions[index] = None  # also frees its unfolded inputs
+            self.extractions[index] = replace(self.extractions[index], extract=None)  # also frees its unfolded inputs

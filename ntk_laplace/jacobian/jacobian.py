@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,26 +55,26 @@ class Jacobian:
         blocks = tuple(block.to(dtype, device) for block in self.blocks)
         return replace(self, blocks=blocks, f=self.f.to(device, dtype))
 
-    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+    def jvp(self, vector: Mapping[str, Tensor]) -> Tensor:
         """J v for parameter tensors v by name: (N, K)."""
         total = self.f.new_zeros(self.num_cotangents, self.num_examples)
         for block in self.blocks:
             total += block.jvp(vector)
         return total.T
 
-    def vjp(self, cotangent: Tensor, shapes: dict[str, torch.Size]) -> Tensor:
+    def vjp(self, cotangent: Tensor, shapes: Mapping[str, torch.Size]) -> Tensor:
         """Jᵀ c for cotangents c (N, K), flat (P,), in the order of `shapes`."""
         total = summed(block.vjp(cotangent.T) for block in self.blocks)
         return torch.cat([total[n] if n in total else self.f.new_zeros(s.numel()) for n, s in shapes.items()])
 
-    def dense(self, shapes: dict[str, torch.Size]) -> Tensor:
+    def dense(self, shapes: Mapping[str, torch.Size]) -> Tensor:
         """The rows written out, (K, N, P), parameters in the order of `shapes`."""
         total = written_out(self.blocks)
         k, n = self.num_cotangents, self.num_examples
         rows = [total[m] if m in total else self.f.new_zeros(k, n, s.numel()) for m, s in shapes.items()]
         return torch.cat(rows, -1)
 
-    def products(self, vectors: dict[str, Tensor]) -> Tensor:
+    def products(self, vectors: Mapping[str, Tensor]) -> Tensor:
         """J v for m parameter vectors v, flat (m, p) by name: (K, N, m). One block is written out at a time."""
         count = len(next(iter(vectors.values())))
         total = self.f.new_zeros(self.num_cotangents, self.num_examples, count)

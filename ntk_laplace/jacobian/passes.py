@@ -19,7 +19,7 @@ from ntk_laplace.errors import DataError, NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.fallback import Fallback
-from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
+from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, side_by_side
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
 from ntk_laplace.jacobian.graph import Graph
 from ntk_laplace.jacobian.jacobian import Jacobian
@@ -32,15 +32,11 @@ __all__ = ["JacobianPass", "RootFunction"]
 
 
 class RootFunction(Protocol):
-    """A root that is computed from the outputs, as in one pass over streaming data.
+    """A root that is computed from the outputs, as in one pass over streaming data."""
 
-    Attributes
-    ----------
-    columns : int
-        Number of columns R.
-    """
-
-    columns: int
+    @property
+    def columns(self) -> int:
+        """Number of columns R."""
 
     def __call__(self, f: Tensor, part: slice) -> Tensor:
         """S (n, C, R) for outputs (n, C) of the examples `part` of the batch."""
@@ -117,9 +113,8 @@ class JacobianPass:
         if theta is not None and theta.shape != (size,):
             raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
                             "Pass a vector such as network.theta.")
-        self.prepare(x)
-        n, cotangents = num_examples(x), _columns(root, self.network)
-        most = _examples_at_once(self._edges, cotangents, fused_layers)
+        edges, n, cotangents = self._prepared(x), num_examples(x), _columns(root, self.network)
+        most = _examples_at_once(edges, cotangents, fused_layers)
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
@@ -128,8 +123,7 @@ class JacobianPass:
 
     def examples_at_once(self, x: Inputs, cotangents: int, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> int:
         """Number of examples like those of `x` in one batch of a pass with this many cotangents."""
-        self.prepare(x)
-        return _examples_at_once(self._edges, cotangents, fused_layers)
+        return _examples_at_once(self._prepared(x), cotangents, fused_layers)
 
     def evaluated_at_once(self) -> int | None:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
@@ -145,8 +139,11 @@ class JacobianPass:
         NonDeterministicError, MixedExamplesError
             As `Network.probe`.
         """
+        self._prepared(x)
+
+    def _prepared(self, x: Inputs) -> list[_Edge]:
         if self._edges is not None:
-            return
+            return self._edges
         with _passing(self.network):
             out = self.network.probe(differentiable(x))
         with _passing(self.network):  # the probe has set the network's precision
@@ -157,6 +154,7 @@ class JacobianPass:
             element = torch.promote_types(out.dtype, graph.dtype).itemsize
             sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(extractions)}
         self._edges = [_Edge(max(1, size), number in kept, plain.get(number)) for number, size in sizes.items()]
+        return self._edges
 
     def _plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
         signature = graph.signature()
@@ -211,7 +209,7 @@ class JacobianPass:
         of_dtype = (block.to(self.dtype) for block in blocks) if self.keep_factors else side_by_side(blocks, self.dtype)
         return Jacobian(tuple(of_dtype), len(cotangents), n, out.detach().to(self.dtype, copy=True))
 
-    def _blocks(self, batch: Batch, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> list[Block | FusedSums]:
+    def _blocks(self, batch: Batch, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> list[Block]:
         graph = Graph(batch.out, self._parameters)
         if len(batch.out) == 1 and graph.signature() not in self._plans:
             # a single example does not reveal the example axis of a tensor: use it twice
@@ -242,7 +240,7 @@ class JacobianPass:
 
     def _planned_blocks(
         self, batch: Batch, graph: Graph, plan: Plan, accumulation: FusedAccumulation | None = None
-    ) -> list[Block | FusedSums]:
+    ) -> list[Block]:
         gradients = self._gradients(batch, graph, plan, accumulation)
         wrong = plan.contradicted(gradients)
         if wrong:  # a gradient that was zero is not zero in this batch, which reveals the example axis

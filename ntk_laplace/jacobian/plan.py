@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from ntk_laplace.jacobian.blocks import Block, Outer
-from ntk_laplace.jacobian.fast import FusedAccumulation, FusedSums
+from ntk_laplace.jacobian.fast import FusedAccumulation
 from ntk_laplace.jacobian.gradients import Extraction, Gradients
 from ntk_laplace.jacobian.graph import Graph, Step, node_kind
 from ntk_laplace.jacobian.layout import Layout
@@ -95,25 +96,30 @@ class Plan:
             and accumulation.suits(use.name, self.partners.get(use.name), n, graph.shape(use.step.consumer)[-1])
         ]  # fmt: skip
 
-    def blocks(self, gradients: Gradients) -> Iterator[Block | FusedSums]:
-        """Blocks of every matched parameter, with the uses of one parameter joined; used gradients are freed."""
+    def blocks(self, gradients: Gradients) -> Iterator[Block]:
+        """Blocks of every matched parameter, with the uses of one parameter joined; used gradients are freed.
+
+        With fused layers some are `FusedSums`, for callers that asked for these.
+        """
         for family in self._families():
             if gradients.extractions[family[0]].fused:
-                yield gradients.fused_block(family[0], self.partners.get(self.uses[family[0]].name))
+                sums = gradients.fused_block(family[0], self.partners.get(self.uses[family[0]].name))
+                yield cast(Block, sums)
                 gradients.forget(family)
                 continue
             found = [gradients.block(index) for index in family if not self.uses[index].idle]
             gradients.forget(family)
             for block in joined(found):
-                whole = isinstance(block, Outer) and block.index is None
-                partner = self.partners.get(block.weight) if whole else None
-                yield block if partner is None else replace(block, bias=partner)
+                if isinstance(block, Outer) and block.index is None and block.weight in self.partners:
+                    block = replace(block, bias=self.partners[block.weight])
+                yield block
 
     def _families(self) -> list[list[int]]:
         """Indices of uses, grouped by common parameter or consuming node."""
         families: list[tuple[set[str | int], list[int]]] = []
         for index, use in enumerate(self.uses):
-            ties, members = {use.name, use.step.consumer}, [index]
+            ties: set[str | int] = {use.name, use.step.consumer}
+            members = [index]
             for family in [family for family in families if family[0] & ties]:
                 families.remove(family)
                 ties, members = ties | family[0], family[1] + members
@@ -132,7 +138,9 @@ def joined(blocks: Iterable[Block]) -> list[Block]:
 def _extraction(use: UsePlan, graph: Graph, n: int) -> Extraction:
     if use.idle:
         return Extraction(use.name, use.step.consumer, use.layout.dim, None)
-    return Extraction(use.name, use.step.consumer, use.layout.dim, extractor_of(use, graph, n).extract, use.at_once)
+    found = extractor_of(use, graph, n)
+    extract = None if found is None else found.extract
+    return Extraction(use.name, use.step.consumer, use.layout.dim, extract, use.at_once)
 
 
 def extractor_of(use: UsePlan, graph: Graph, n: int) -> Extractor | None:

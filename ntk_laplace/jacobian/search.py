@@ -194,7 +194,7 @@ def _extract(
             block = None if extractor is None else extractor.extract(gradients[use.step.consumer])
         except (RuntimeError, ValueError, AttributeError, IndexError, TypeError):
             return [], []  # the fallback is exact
-        if block is None or block.shape != (2, n):
+        if extractor is None or block is None or block.shape != (2, n):
             return [], []
         extractors.append(extractor)
         found.append(block)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace import tuning
 from ntk_laplace.data import Inputs, leaves
-from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
+from ntk_laplace.jacobian.blocks import Block, Dense, Factored, Lookup, Outer
 from ntk_laplace.jacobian.jacobian import Jacobian
 
 __all__ = ["apart_from", "compacted"]
@@ -65,7 +65,7 @@ def _compact(block: Block) -> list[Block]:
     rows would need more than 2 times (few positions) or 8 times (many positions) their memory; the Gram computation
     then writes out a few columns at a time, which is little work if positions are few.
     """
-    if isinstance(block, Dense) or (isinstance(block, Outer) and block.single):
+    if not isinstance(block, Factored) or (isinstance(block, Outer) and block.single):
         return [block]
     cost = block.gram_cost
     if cost.written > cost.contracted:

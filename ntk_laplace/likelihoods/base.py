@@ -149,7 +149,15 @@ class Likelihood(nn.Module):
         The Fisher matrix is the expectation of the outer product of `residual` over y given f. It equals the
         second derivative for a canonical link, which does not need `y`. Where the log density is not concave it takes
         its place ([T20] 2.6). A missing target contributes nothing.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is computed from `log_prob` and there is no `y`.
         """
+        if y is None:
+            raise UnsupportedError("targets, for the second derivative of the log density", "none",
+                                   f"Let {type(self).__name__} override curvature(f, y=None).")
         return differentiation.negative_hessian(lambda f: self.log_prob(f, y), f)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:

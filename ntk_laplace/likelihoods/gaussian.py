@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,7 +111,8 @@ class Gaussian(PerOutput):
             return self
         part = Gaussian(torch.ones(1), "point", self.missing)
         del part.log_noise
-        part.log_noise = self.log_noise[index]  # a plain tensor: gradients reach this module's parameter
+        # a plain tensor: gradients reach this module's parameter
+        vars(part)["log_noise"] = self.log_noise[index]
         return part
 
     def for_new_points(self) -> Likelihood:
@@ -157,7 +157,7 @@ class Gaussian(PerOutput):
         """``L⁻ᵀ`` with ``L Lᵀ = Σ`` over the observed targets, 0 for the others, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._known((-0.5 * self._log_variance(f)).exp(), y))
-        self._resolve(*f.shape, kinds=("covariance",))
+        self._resolve(len(f), f.shape[1], ("covariance",))
         there = None if y is None else self.observed(y)
         factor = self._factor(f) if there is None else self._marginal_factor(f, there)
         eye = torch.eye(f.shape[1], dtype=f.dtype, device=f.device)
@@ -170,7 +170,7 @@ class Gaussian(PerOutput):
             return None  # a subclass may override the curvature
         if self.coupling is None:
             return torch.diag_embed((0.5 * self._log_variance(f)).exp())
-        self._resolve(*f.shape, kinds=("covariance",))
+        self._resolve(len(f), f.shape[1], ("covariance",))
         return self._factor(f).mT.expand(len(f), -1, -1)
 
     # --- the response -----------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Gaussian(PerOutput):
         """Σ, the noise, (N, C, C)."""
         if self.coupling is None:
             return torch.diag_embed(self._log_variance(f).exp())
-        self._resolve(*f.shape, kinds=("covariance",))
+        self._resolve(len(f), f.shape[1], ("covariance",))
         factor = self._factor(f)
         return (factor @ factor.mT).expand(len(f), -1, -1)
 
@@ -240,7 +240,7 @@ class Gaussian(PerOutput):
         """``Σ⁻¹ error`` over the observed targets, (N, C)."""
         if self.coupling is None:
             return error * (-self._log_variance(f)).exp()
-        self._resolve(*f.shape, kinds=("covariance",))
+        self._resolve(len(f), f.shape[1], ("covariance",))
         if there is None:
             return torch.cholesky_solve(error.mT, self._factor(f)).mT
         return torch.cholesky_solve(error.unsqueeze(-1), self._marginal_factor(f, there)).squeeze(-1)
@@ -264,7 +264,7 @@ class Gaussian(PerOutput):
         size = len(self.log_noise)
         rows, columns = torch.tril_indices(size, size, -1, device=like.device)
         unit = torch.eye(size, dtype=like.dtype, device=like.device)
-        unit = unit.index_put((rows, columns), self.coupling.to(like))
+        unit = unit if self.coupling is None else unit.index_put((rows, columns), self.coupling.to(like))
         return unit * (0.5 * self.log_noise.to(like)).exp()
 
     def _log_det(self, f: Tensor, there: Tensor | None) -> Tensor:
@@ -275,15 +275,17 @@ class Gaussian(PerOutput):
             return self.log_noise.to(f).sum()  # det U = 1
         return 2.0 * self._marginal_factor(f, there).diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
-    def _resolve(self, num_examples: int, num_outputs: int, kinds: Sequence[str] = ()) -> str:
+    def _resolve(self, num_examples: int, num_outputs: int, kinds: tuple[str, ...] = ()) -> str:
         """Return what the noise means for N examples and C outputs: the only one of `kinds` that its shape fits.
 
         By default `kinds` are the possible ones.
         """
         n, c, size = num_examples, num_outputs, tuple(self.log_noise.shape)
         shape = size if self.coupling is None else (*size, *size)
-        allowed = {"scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c, c)]}
-        kinds = [kind for kind in kinds or self._kinds if shape in allowed[kind]]
+        allowed: dict[str, list[tuple[int, ...]]] = {
+            "scalar": [()], "output": [(c,)], "point": [(n,), (n, c)], "covariance": [(c, c)],
+        }  # fmt: skip
+        kinds = tuple(kind for kind in kinds or self._kinds if shape in allowed[kind])
         if not kinds:
             raise HyperparameterError(
                 f"noise of shape (), ({c},), ({n},), ({n}, {c}) or ({c}, {c}) for {n} examples of {c} outputs",

@@ -53,12 +53,12 @@ class MixtureResponse(Response):
         return self._means.mean(0)
 
     @cached_property
-    def epistemic(self) -> Tensor:
+    def epistemic(self) -> Tensor:  # type: ignore[override]  # other responses assign it
         """Variance over the samples of the mean response."""
         return self._means.var(0, correction=0)
 
     @cached_property
-    def aleatoric(self) -> Tensor:
+    def aleatoric(self) -> Tensor:  # type: ignore[override]  # other responses assign it
         """Mean over the samples of the response's variance."""
         f = self.f
         index = torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])

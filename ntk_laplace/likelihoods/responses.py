@@ -200,10 +200,10 @@ class FactorizedResponse(Response, td.Independent):
         bases, scalar = [part.base_dist for part in parts], parts[0].event_shape == ()
         names = [name for name in type(bases[0]).arg_constraints if name != "probs"]  # logits are equivalent
         values = {name: torch.cat([getattr(base, name) for base in bases]) for name in names}
-        rows = _concatenated(parts, "epistemic", "aleatoric")
-        rows = [row.unsqueeze(-1) for row in rows] if scalar else rows
+        epistemic, aleatoric = (row.unsqueeze(-1) if scalar else row
+                                for row in _concatenated(parts, "epistemic", "aleatoric"))
         base, first = type(bases[0])(**values, validate_args=False), parts[0]
-        return cls(first.likelihood, base, *rows, scalar, first.num_outputs)
+        return cls(first.likelihood, base, epistemic, aleatoric, scalar, first.num_outputs)
 
 
 class BernoulliResponse(FactorizedResponse):
@@ -228,8 +228,9 @@ class BernoulliResponse(FactorizedResponse):
     @classmethod
     def _join(cls, parts: Sequence[Self]) -> Self:
         scalar = parts[0].event_shape == ()
-        rows = _concatenated(parts, "logits", "epistemic", "aleatoric")
-        return cls(parts[0].likelihood, *(row.unsqueeze(-1) if scalar else row for row in rows), scalar)
+        logits, epistemic, aleatoric = (row.unsqueeze(-1) if scalar else row
+                                        for row in _concatenated(parts, "logits", "epistemic", "aleatoric"))
+        return cls(parts[0].likelihood, logits, epistemic, aleatoric, scalar)
 
 
 class CategoricalResponse(Response, td.Categorical):

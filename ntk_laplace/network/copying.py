@@ -93,7 +93,7 @@ class _Eager(nn.Module):
 
     def __init__(self, compiled: nn.Module) -> None:
         super().__init__()
-        self._orig_mod = compiled._orig_mod
+        self._orig_mod: nn.Module = compiled.get_submodule("_orig_mod")
         self.training = compiled.training
 
     def __getattr__(self, name: str) -> Any:

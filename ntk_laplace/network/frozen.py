@@ -28,6 +28,7 @@ from ntk_laplace.network.choice import ParameterChoice, choose
 from ntk_laplace.network.copying import private_copy, require_module
 from ntk_laplace.network.head import Head
 from ntk_laplace.network.precision import DtypesSeen, Products, computation_dtype
+from ntk_laplace.parameter_layout import ParameterLayout
 from ntk_laplace.resources import is_about_memory
 
 __all__ = ["Network", "preserved_rng"]
@@ -67,12 +68,12 @@ class Network:
         Calls the copy; stores `output` and `targets`.
     names : list of str
         Names of the chosen parameters, in the module's order.
-    shapes : dict of str to torch.Size
-        Their shapes.
+    shapes : ParameterLayout
+        Their shapes; converts flat vectors to tensors by name.
     theta : Tensor, (P,)
         Their values as a flat vector, in this order.
-    num_outputs : int or None
-        C, known after the first evaluation.
+    num_outputs : int
+        C, known after the first evaluation; `evaluated` says whether there was one.
     scalar : bool
         Whether the module returns shape (N,).
     precision : torch.dtype
@@ -95,12 +96,13 @@ class Network:
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)
         self._parameters = {n: p for n, p in self.module.named_parameters() if n in chosen}
+        self.shapes = ParameterLayout({name: parameter.shape for name, parameter in self._parameters.items()})
         first = next(iter(self._parameters.values()))
         self.device, self.dtype = first.device, first.dtype
         self.precision = first.dtype
         own = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
         self.input_dtype = InputDtype(first.dtype, frozenset(own))
-        self.num_outputs: int | None = None
+        self._num_outputs: int | None = None
         self.scalar = False
         self._input_format: Inputs | None = None  # of inputs that were evaluated successfully
         self._channels_last = False
@@ -126,19 +128,37 @@ class Network:
         return list(self._parameters)
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the chosen parameters."""
-        return {name: parameter.shape for name, parameter in self._parameters.items()}
+    def evaluated(self) -> bool:
+        """Whether the number of outputs is known."""
+        return self._num_outputs is not None
+
+    @property
+    def num_outputs(self) -> int:
+        """C, the number of outputs.
+
+        Raises
+        ------
+        NetworkError
+            Before the first evaluation.
+        """
+        if self._num_outputs is None:
+            raise NetworkError("a network whose number of outputs is known", "one that was not evaluated",
+                               "Evaluate it on one input first.")
+        return self._num_outputs
+
+    @num_outputs.setter
+    def num_outputs(self, number: int) -> None:
+        self._num_outputs = number
 
     @property
     def num_parameters(self) -> int:
         """P, the number of chosen parameters."""
-        return sum(parameter.numel() for parameter in self._parameters.values())
+        return self.shapes.num_parameters
 
     @property
     def theta(self) -> Tensor:
         """The chosen parameters, flat, (P,)."""
-        return torch.cat([parameter.detach().flatten() for parameter in self._parameters.values()])
+        return self.shapes.flat(self._parameters).detach()
 
     @property
     def input_format(self) -> Inputs | None:
@@ -190,18 +210,9 @@ class Network:
             if self._channels_last != form:  # a call failed with weights in channels last, and changed the format
                 self._to_format(torch.channels_last if self._channels_last else torch.contiguous_format)
 
-    def slices(self) -> dict[str, slice]:
-        """Slice of each chosen parameter in a flat vector of length P."""
-        found, start = {}, 0
-        for name, parameter in self._parameters.items():
-            found[name] = slice(start, start + parameter.numel())
-            start += parameter.numel()
-        return found
-
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
         """Split a flat vector (..., P) into tensors by name."""
-        shapes = self.shapes
-        return {n: vector[..., s].reshape((*vector.shape[:-1], *shapes[n])) for n, s in self.slices().items()}
+        return self.shapes.named(vector)
 
     def arithmetic(self) -> AbstractContextManager:
         """Context of a forward or backward pass, in which 16-bit matrix products are fast on every processor."""
@@ -260,15 +271,15 @@ class Network:
 
         def outputs(theta: Tensor) -> Tensor:
             nonlocal head, tried
-            if head is None:
+            if (known := head) is None:
                 return self.with_parameters(theta, x)
             with torch.inference_mode(False), torch.no_grad(), self.caller.autocast.entered(), self.arithmetic():
                 values = {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}
-                found = self._outputs(lambda _: head(values), x, offset)
+                found = self._outputs(lambda _: known(values), x, offset)
                 if tried:
                     return found
                 tried, whole = True, self.with_parameters(theta, x)
-                head = head if _gap(found, whole) <= self._tolerance(whole) else None
+                head = known if _gap(found, whole) <= self._tolerance(whole) else None
             return whole
 
         return outputs
@@ -308,7 +319,7 @@ class Network:
         return found
 
     def _to_format(self, memory_format: torch.memory_format) -> None:
-        self.module.to(memory_format=memory_format)
+        self.module.to(memory_format=memory_format)  # type: ignore[call-overload]  # missing in torch's stubs
         self._channels_last = memory_format is torch.channels_last
 
     def _call(self, x: Inputs) -> Tensor:
@@ -384,7 +395,7 @@ class Network:
         c = out.shape[1] if out.ndim == 2 else 1
         if c == 0:
             raise self._wrong_outputs(f"({n}, C), C at least 1", f"{tuple(out.shape)}", x)
-        if self.num_outputs is None:
+        if not self.evaluated:
             self.num_outputs, self.scalar = c, out.ndim == 1
         if c != self.num_outputs:
             raise self._wrong_outputs(f"({n}, {self.num_outputs}), as before", f"{tuple(out.shape)}", x)

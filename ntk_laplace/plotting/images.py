@@ -49,7 +49,7 @@ def image_explanations(rows: Sequence[ImageExplanation], unit: str) -> Figure:
         raise DataError("at least one image to explain", "none", "Pass one ImageExplanation for each row.")
     many = max(max(len(row.supporting), len(row.opposing)) for row in rows)
     figure = Figure(figsize=(1.75 + 1.12 * 2 * many + 0.5, 1.62 * len(rows) + 0.75), layout="constrained")
-    left, middle, right = figure.subfigures(1, 3, width_ratios=(1.65, 1.12 * many, 1.12 * many))
+    left, middle, right = np.asarray(figure.subfigures(1, 3, width_ratios=(1.65, 1.12 * many, 1.12 * many)))
     _gallery(left, [[(row.image, row.caption)] for row in rows], "test image", "black", 1)
     _gallery(middle, [row.supporting for row in rows], f"speak for the prediction ({unit})", BLUE, many)
     _gallery(right, [row.opposing for row in rows], f"speak against it ({unit})", VERMILION, many)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -124,8 +125,10 @@ def model_ranking(
         Axes to draw on; by default a new figure.
     """
     keyed = axes is None and (len(names) > _MOST_NAMES or max(map(len, names)) > _LONGEST_NAME)
-    figure = Figure(figsize=(7.6 if keyed else 6.0, 4.6), layout="constrained") if axes is None else axes.figure
-    axes = tidy(figure.add_subplot() if axes is None else axes, "" if np.isnan(rho) else f"Spearman's ρ = {rho:.2f}")
+    if axes is None:
+        axes = Figure(figsize=(7.6 if keyed else 6.0, 4.6), layout="constrained").add_subplot()
+    figure = cast(Figure, axes.figure)
+    axes = tidy(axes, "" if np.isnan(rho) else f"Spearman's ρ = {rho:.2f}")
     scale = np.log(np.maximum(flat(parameters), 2.0))
     size = 5.0 + 7.0 * (scale - scale.min()) / max(float(np.ptp(scale)), 1e-12)
     shown = [str(number) for number in range(1, len(names) + 1)] if keyed else names

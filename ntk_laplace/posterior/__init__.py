@@ -22,7 +22,7 @@ def _outside_autocast(cls: _Class) -> _Class:
             continue
         if inspect.isfunction(member):
             setattr(cls, name, outside_autocast()(member))
-        elif isinstance(member, property):
+        elif isinstance(member, property) and member.fget is not None:
             setattr(cls, name, property(outside_autocast()(member.fget), member.fset, member.fdel, member.__doc__))
     return cls
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ntk_laplace import tuning
-from ntk_laplace.data import InputBatches, Inputs, num_examples, take
+from ntk_laplace.data import InputBatches, InputData, Inputs, num_examples, take
 from ntk_laplace.errors import require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.structures import LinearizedModel, merged_batches
@@ -39,7 +38,7 @@ class Chunks:
         As `InputBatches`.
     """
 
-    def __init__(self, model: LinearizedModel, x: Any, batch_size: int | None = None) -> None:
+    def __init__(self, model: LinearizedModel, x: InputData, batch_size: int | None = None) -> None:
         if batch_size is not None:
             require_whole("batch_size", batch_size, 1, "Leave it out to have it chosen.")
         network = model.network

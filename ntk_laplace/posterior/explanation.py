@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.data import Inputs, fill_buffer
+from ntk_laplace.data import InputData, fill_buffer
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.explain import (
     Explanation,
@@ -34,7 +34,7 @@ class ExplanationVerbs(Fitted):
     """Explanations of predictions by training points."""
 
     def explain(
-        self, x: Inputs, k: int = 8, output: int | None = None, *, by: str = "output", y: Any = None,
+        self, x: InputData, k: int = 8, output: int | None = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
     ) -> Explanation | Ranking:  # fmt: skip
         """Which training points determine the predictions at `x`, and the predictions without each of them.
@@ -75,7 +75,7 @@ class ExplanationVerbs(Fitted):
         return joined(rank(self._fitted, groups, request), chunks.length or 0)
 
     def removal_effects(
-        self, x: Inputs, output: int | None = None, *, by: str = "output", y: Any = None,
+        self, x: InputData, output: int | None = None, *, by: str = "output", y: Any = None,
         batch_size: int | None = None,
     ) -> Tensor:  # fmt: skip
         """Change of the quantity at each input of `x` if one training point were left out, for all training points.
@@ -93,7 +93,7 @@ class ExplanationVerbs(Fitted):
         """
         chunks, request = self._chunks(x, batch_size), ExplanationRequest(1, output, by, y)
         if self._fitted.structure.spec.keeps_jacobian:
-            found = (explanation.effect for explanation in self._explained(chunks, request))
+            found: Iterator[Tensor] = (one.effect for one in self._explained(chunks, request))
         else:
             groups = _grouped(chunks.rows(), batch_size)
             found = effects(self._fitted, groups, request)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.checkpoint import posterior_record
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
-from ntk_laplace.data import Batches
+from ntk_laplace.data import Batches, InputData
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.files import require_place, write
 from ntk_laplace.jacobian import Jacobian
@@ -21,6 +21,9 @@ from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures import BlockBasis, FittedModel
 from ntk_laplace.what_if import Indices, positions, refitted
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Fitted"]
 
@@ -144,7 +147,7 @@ class Fitted:
         """
         return self._fitted.structure.basis(self._fitted.model)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Fitted:
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move to another device, or change the dtype of the algebra; in place, as modules do.
 
         Parameters
@@ -184,7 +187,7 @@ class Fitted:
 
     # --- more data
 
-    def merge(self, other: Fitted) -> Fitted:
+    def merge(self, other: Fitted) -> Self:
         """Posterior given the data of both posteriors, of the same network and hyperparameters.
 
         Structured posteriors add their sums, so several processes can share the data; "ekfac" and "inf" need a common
@@ -210,7 +213,7 @@ class Fitted:
         merged = self._fitted.structure.merged(self._fitted.model, other.fitted.structure)
         return self._derived(self._fitted.derived(merged))
 
-    def condition(self, data: Any) -> Fitted:
+    def condition(self, data: Any) -> Self:
         """Posterior given new data as well, at the same weights; the results for the old data are reused.
 
         Parameters
@@ -225,7 +228,7 @@ class Fitted:
             new = structure.refit_on(model, batches)
             return self._derived(self._fitted.derived(structure.merged(model, new)))
 
-    def subset(self, index: Indices) -> Fitted:
+    def subset(self, index: Indices) -> Self:
         """Posterior given only some of the training points, at the same weights and hyperparameters.
 
         Parameters
@@ -248,11 +251,11 @@ class Fitted:
 
     # --- shared by the methods
 
-    def _derived(self, fitted: FittedModel) -> Fitted:
+    def _derived(self, fitted: FittedModel) -> Self:
         """A posterior of other data."""
         return type(self)(fitted, self.reason)
 
-    def _chunks(self, x: Any, batch_size: int | None = None) -> Chunks:
+    def _chunks(self, x: InputData, batch_size: int | None = None) -> Chunks:
         return Chunks(self._fitted.model, x, batch_size)
 
     def _refit_step(self) -> Tensor:
@@ -287,6 +290,6 @@ class Fitted:
                 'Fit one of them, or leave mean= out for the network\'s own outputs, "map".',
             )  # fmt: skip
 
-    def jacobian(self, x: Any) -> Jacobian:
+    def jacobian(self, x: InputData) -> Jacobian:
         """Rows of J at all inputs, in blocks by layer; ``jacobian(x).dense(posterior.network.shapes)`` is (C, n, P)."""
         return Jacobian.concatenate(list(self._chunks(x).rows()))

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import Inputs, RowBuffer, fill_buffer
+from ntk_laplace.data import InputData, RowBuffer, fill_buffer
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.gram import gram
 from ntk_laplace.jacobian import Jacobian
@@ -41,11 +40,11 @@ class PredictionVerbs(Fitted):
     changes only rounding. Gradients in inputs are refused (UnsupportedError).
     """
 
-    def outputs(self, x: Inputs, *, batch_size: int | None = None) -> Tensor:
+    def outputs(self, x: InputData, *, batch_size: int | None = None) -> Tensor:
         """f at `x`, (n, C), without uncertainty: the network's, or the linearized network's after a what-if."""
         return self._outputs(self._chunks(x, batch_size))
 
-    def latent(self, x: Inputs, mean: str = "map") -> MultitaskMultivariateNormal:
+    def latent(self, x: InputData, mean: str = "map") -> MultitaskMultivariateNormal:
         """Joint posterior of f at `x` ([T20] 3.13).
 
         Parameters
@@ -78,7 +77,7 @@ class PredictionVerbs(Fitted):
         return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
     def latent_moments(
-        self, x: Inputs, mean: str = "map", *, batch_size: int | None = None
+        self, x: InputData, mean: str = "map", *, batch_size: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, without the joint covariance ([T20] 3.13)."""
         chunks = self._chunks(x, batch_size)
@@ -88,7 +87,7 @@ class PredictionVerbs(Fitted):
             blocks.append(covariance)
         return means.rows, blocks.rows
 
-    def prior_latent(self, x: Inputs) -> MultitaskMultivariateNormal:
+    def prior_latent(self, x: InputData) -> MultitaskMultivariateNormal:
         """Joint prior of f at `x` under the linearized network: mean f + J(μ0-θ*), covariance K = J P0⁻¹ Jᵀ."""
         rows, model = self.jacobian(x), self._fitted.model
         with torch.no_grad():
@@ -97,9 +96,9 @@ class PredictionVerbs(Fitted):
         return MultitaskMultivariateNormal(rows.f + rows.jvp(self.network.unflatten(back)), covariance)
 
     def predict(
-        self, x: Inputs, method: str = "glm", samples: int = 1000, *, mean: str = "map",
+        self, x: InputData, method: str = "glm", samples: int = 1000, *, mean: str = "map",
         likelihood: Likelihood | None = None, generator: torch.Generator | None = None, batch_size: int | None = None,
-    ) -> Distribution:  # fmt: skip
+    ) -> Response:  # fmt: skip
         """Predictive distribution of responses at `x` ([T20] 3.14 to 3.16).
 
         Parameters
@@ -146,7 +145,7 @@ class PredictionVerbs(Fitted):
         moments = self._moments(self._chunks(x, batch_size), mean)
         return _responses(moments, likelihood is None, respond)
 
-    def sample(self, count: int, x: Inputs | None = None, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, count: int, x: InputData | None = None, generator: torch.Generator | None = None) -> Tensor:
         """Draws from the posterior.
 
         Parameters
@@ -180,7 +179,7 @@ class PredictionVerbs(Fitted):
             del rows  # before the next are computed
             yield found
 
-    def _jointly(self, x: Inputs) -> Jacobian:
+    def _jointly(self, x: InputData) -> Jacobian:
         """Rows of J at all inputs, if their joint covariance fits in memory."""
         chunks = self._chunks(x)
         if chunks.length is not None:
@@ -223,7 +222,7 @@ def _moved(rows: Jacobian, step: dict[str, Tensor] | None) -> Tensor:
 
 def _responses(
     parts: Iterable[tuple[Tensor, ...]], apart: bool, respond: Callable[..., Response], axis: int = 0
-) -> Distribution:
+) -> Response:
     """Responses from the moments or samples of f, chunk by chunk or all at once; `axis` is the axis of examples."""
     if not apart:
         parts = [tuple(torch.cat(same, axis) for same in zip(*parts, strict=True))]

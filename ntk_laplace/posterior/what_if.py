@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Batches, Inputs
+from ntk_laplace.data import Batches, InputData
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.posterior.fitted import Fitted
@@ -24,6 +24,9 @@ from ntk_laplace.what_if import (
     stepped,
     stepped_once,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["WhatIfVerbs"]
 
@@ -44,7 +47,7 @@ class WhatIfVerbs(Fitted):
     its curvature is not subtracted, as in a ranking, and a warning is issued.
     """
 
-    def remove(self, indices: Indices, steps: int | None = 1) -> WhatIfVerbs:
+    def remove(self, indices: Indices, steps: int | None = 1) -> Self:
         """Posterior without some training points, removed jointly.
 
         Parameters
@@ -71,7 +74,7 @@ class WhatIfVerbs(Fitted):
         """
         return self.reweight(indices, 0.0, steps)
 
-    def reweight(self, indices: Indices, weights: Tensor | float, steps: int | None = 1) -> WhatIfVerbs:
+    def reweight(self, indices: Indices, weights: Tensor | float, steps: int | None = 1) -> Self:
         """Posterior in which some training points have other weights.
 
         Parameters
@@ -96,7 +99,7 @@ class WhatIfVerbs(Fitted):
         chosen = positions(indices, self.num_examples)
         return self._moved(reweighted(self._points(), chosen, weights), steps)
 
-    def relabel(self, indices: Indices, y: Any, steps: int | None = 1) -> WhatIfVerbs:
+    def relabel(self, indices: Indices, y: Any, steps: int | None = 1) -> Self:
         """Posterior in which some training points have other targets.
 
         Parameters
@@ -122,7 +125,7 @@ class WhatIfVerbs(Fitted):
         chosen = positions(indices, self.num_examples)
         return self._moved(relabeled(self._fitted.model, self._points(), chosen, y), steps)
 
-    def add(self, x: Inputs, y: Any, steps: int | None = 1) -> WhatIfVerbs:
+    def add(self, x: InputData, y: Any, steps: int | None = 1) -> Self:
         """Posterior given new training points as well, with a new mean; `condition` keeps the mean.
 
         Parameters
@@ -156,7 +159,7 @@ class WhatIfVerbs(Fitted):
             added = self._fitted.structure.refit_on(model, batches) if exact else FunctionSpace().fit(model, batches)
             return self._moved(self._points().joined(model.likelihood, added.points), steps, added)
 
-    def relinearize(self, x: Inputs | None = None, steps: int = 1) -> WhatIfVerbs:
+    def relinearize(self, x: InputData | None = None, steps: int = 1) -> Self:
         """Move a copy of the network to the weights of this what-if, and linearize it there.
 
         The first step goes to the weights of the what-if, each further one to the optimum of the network linearized at
@@ -211,7 +214,7 @@ class WhatIfVerbs(Fitted):
             "linearized model", NTKLaplaceWarning, stacklevel=5,
         )  # fmt: skip
 
-    def _moved(self, points: TrainingPoints, steps: int | None, added: Any = None) -> WhatIfVerbs:
+    def _moved(self, points: TrainingPoints, steps: int | None, added: Any = None) -> Self:
         require_steps(steps)
         self._warn_of_nothing(points, steps)
         if steps != 1 and not self._fitted.exact:

@@ -8,6 +8,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.parameter_layout import ParameterLayout
 from ntk_laplace.priors.grouping import Grouping
 from ntk_laplace.priors.names import GROUPS, Value, checked_mean, checked_precision, describe, flat_mean, names_of
 
@@ -45,7 +46,8 @@ class GaussianPrior(nn.Module):
         the network.
     """
 
-    log_precision: nn.Parameter | None
+    log_precision: nn.Parameter  # None before `bind`, unless there is one group
+    _mean: Tensor
 
     def __init__(
         self,
@@ -93,21 +95,21 @@ class GaussianPrior(nn.Module):
         GaussianPrior
             Itself.
         """
-        shapes = {name: Size(shape) for name, shape in shapes.items()}
+        layout = ParameterLayout.of(shapes)
         if self._grouping.shapes:
-            return self._rebind(shapes)
-        if not shapes:
+            return self._rebind(layout)
+        if not layout:
             raise HyperparameterError(
                 "a network with at least one trainable parameter", "none", "Set requires_grad on some of them."
             )
-        grouping, mean = Grouping.of(self.groups, shapes), flat_mean(self._given_mean, shapes)
+        grouping, mean = Grouping.of(self.groups, layout), flat_mean(self._given_mean, layout)
         if self.log_precision is None:
             self._make(grouping, self._given_precision)
         self._grouping = grouping
         self.register_buffer("_mean", mean.to(self.log_precision.device), persistent=False)
         return self
 
-    def _rebind(self, shapes: dict[str, Size]) -> GaussianPrior:
+    def _rebind(self, shapes: ParameterLayout) -> GaussianPrior:
         if list(shapes.items()) != list(self._grouping.shapes.items()):
             raise HyperparameterError(
                 f"the network this prior was bound to, {describe(self._grouping.shapes)}",

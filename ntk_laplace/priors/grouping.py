@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.parameter_layout import ParameterLayout
 from ntk_laplace.priors.names import Value, assign, flatten, shorten, unknown
 
 __all__ = ["Grouping"]
@@ -23,7 +23,7 @@ class Grouping:
     ----------
     by_parameter : bool
         Every scalar parameter is a group; otherwise every tensor belongs to one group.
-    shapes : dict of str to Size
+    shapes : ParameterLayout
         The network's parameters in the order that flattens θ; empty before a network is known.
     group_of : dict of str to int
         Group of each tensor.
@@ -32,12 +32,12 @@ class Grouping:
     """
 
     by_parameter: bool = False
-    shapes: dict[str, Size] = field(default_factory=dict)
+    shapes: ParameterLayout = field(default_factory=lambda: ParameterLayout({}))
     group_of: dict[str, int] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, groups: str | Mapping[str, Sequence[str]], shapes: dict[str, Size]) -> Grouping:
+    def of(cls, groups: str | Mapping[str, Sequence[str]], shapes: ParameterLayout) -> Grouping:
         """Determine the groups of a network.
 
         Raises
@@ -51,13 +51,13 @@ class Grouping:
     @property
     def num_parameters(self) -> int:
         """P, the number of parameters."""
-        return sum(shape.numel() for shape in self.shapes.values())
+        return self.shapes.num_parameters
 
     @property
     def group_names(self) -> list[str]:
         """One name per precision."""
         if self.by_parameter:
-            return [f"{name}[{i}]" for name, shape in self.shapes.items() for i in range(shape.numel())]
+            return [f"{name}[{i}]" for name, size in self.shapes.sizes.items() for i in range(size)]
         return list(self.names)
 
     def place(self, name: str) -> int | slice:
@@ -66,9 +66,7 @@ class Grouping:
             raise unknown("parameter", name, self.shapes)
         if not self.by_parameter:
             return self.group_of[name]
-        ends = accumulate((shape.numel() for shape in self.shapes.values()), initial=0)
-        start = dict(zip(self.shapes, ends, strict=False))[name]
-        return slice(start, start + self.shapes[name].numel())
+        return self.shapes.slices()[name]
 
     def counts(self, device: torch.device) -> Tensor:
         """Count the parameters in each group, (G,), int64."""
@@ -114,7 +112,7 @@ class Grouping:
 
     def _index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Group and size of each parameter tensor, in order."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
+        sizes = list(self.shapes.sizes.values())
         return torch.tensor(list(self.group_of.values()), device=device), torch.tensor(sizes, device=device)
 
     def _from_groups(self, given: Mapping[str, Value]) -> Tensor:

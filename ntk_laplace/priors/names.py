@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.parameter_layout import ParameterLayout
 
 __all__ = [
     "GROUPS",
@@ -28,7 +29,7 @@ Value = float | Tensor
 GROUPS = ("all", "layer", "tensor", "parameter")
 
 
-def assign(groups: str | Mapping[str, list[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
+def assign(groups: str | Mapping[str, Sequence[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
     """Index of each parameter's group, and the groups' names."""
     if isinstance(groups, Mapping):
         return _assign_by_mapping(groups, names)
@@ -37,8 +38,9 @@ def assign(groups: str | Mapping[str, list[str]], names: list[str]) -> tuple[dic
     return {name: order.index(label(name)) for name in names}, order
 
 
-def _assign_by_mapping(groups: Mapping[str, list[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
-    order, owners = list(groups), {name: [] for name in names}
+def _assign_by_mapping(groups: Mapping[str, Sequence[str]], names: list[str]) -> tuple[dict[str, int], list[str]]:
+    order = list(groups)
+    owners: dict[str, list[str]] = {name: [] for name in names}
     for group, members in groups.items():
         for member in members:
             found = [name for name in names if name == member or name.startswith(f"{member}.")]
@@ -56,11 +58,11 @@ def _assign_by_mapping(groups: Mapping[str, list[str]], names: list[str]) -> tup
     return {name: order.index(owner[0]) for name, owner in owners.items()}, order
 
 
-def flat_mean(given: Value | Mapping[str, Value], shapes: Mapping[str, Size]) -> Tensor:
+def flat_mean(given: Value | Mapping[str, Value], shapes: ParameterLayout) -> Tensor:
     """μ0 as one number (1,) or one per parameter (P,)."""
     if isinstance(given, Mapping):
         return flatten(given, shapes, "mean")
-    size = sum(shape.numel() for shape in shapes.values())
+    size, given = shapes.num_parameters, torch.as_tensor(given)
     if given.numel() != 1 and given.shape != (size,):
         raise HyperparameterError(
             f"one mean, or a flat one of shape ({size},)",
@@ -70,7 +72,7 @@ def flat_mean(given: Value | Mapping[str, Value], shapes: Mapping[str, Size]) ->
     return given.flatten()
 
 
-def flatten(given: Mapping[str, Value], shapes: Mapping[str, Size], what: str) -> Tensor:
+def flatten(given: Mapping[str, Value], shapes: ParameterLayout, what: str) -> Tensor:
     """Values by parameter name, flat (P,)."""
     missing = [name for name in shapes if name not in given]
     if missing:
@@ -132,9 +134,9 @@ def unknown(what: str, name: str, known: Any) -> HyperparameterError:
     )
 
 
-def describe(shapes: Mapping[str, Size]) -> str:
+def describe(shapes: ParameterLayout) -> str:
     """Describe the size of a network."""
-    return f"{len(shapes)} tensors with {sum(shape.numel() for shape in shapes.values())} parameters"
+    return f"{len(shapes)} tensors with {shapes.num_parameters} parameters"
 
 
 def shorten(names: Sequence[str], most: int = 8) -> str:

@@ -54,7 +54,7 @@ class PrequentialEvidence:
     @classmethod
     def of(cls, fitted: FittedModel) -> PrequentialEvidence:
         """Compute the terms from the stored rows of a fit."""
-        space, points = fitted.precision, fitted.points
+        space, points = fitted.function_space, fitted.points
         n, k = space.weighted.num_examples, space.weighted.num_cotangents
         require_memory(2 * (n * k) ** 2 * points.f.element_size(), points.f.device,
                        f"B of {n * k:,} x {n * k:,} in the data's order and in another",

@@ -27,7 +27,8 @@ def agreed_blocks(model: LinearizedModel, found: list[ParameterBlock], kind: str
         return found
     shares = reducer.gather(found)
     names = [_names(blocks) for blocks in shares]
-    late = sorted(set.union(*names) - set.intersection(*names))
+    everywhere = names[0].intersection(*names)
+    late = sorted(names[0].union(*names) - everywhere)
     if late and kind != "diagonal":
         raise unreached(late, "processes whose first batch does not reach them")
     agreed: list[ParameterBlock] = []

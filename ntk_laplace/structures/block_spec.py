@@ -12,7 +12,7 @@ from ntk_laplace.curvature import BlockPrecision, Eigenbasis, ParameterBlock, Su
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import FactorEigen
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
-from ntk_laplace.data import Inputs, Source
+from ntk_laplace.data import Batches, Inputs, Source
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import StructureSpec
@@ -89,7 +89,8 @@ class BlockSpec(StructureSpec):
         """Limit the batch size by what the pass keeps of each example."""
         fused = NO_FUSED_LAYERS if self.second_pass else self.fused_layers(dict.fromkeys(model.network.names))
         columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
-        source.limit_batch_size(model.jacobian_pass.examples_at_once(x, columns, fused))
+        if isinstance(source, Batches):
+            source.limit_batch_size(model.jacobian_pass.examples_at_once(x, columns, fused))
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None]) -> FusedLayers:
         """Layers of these weights, with the fused sums that are sufficient for the first pass."""

@@ -128,7 +128,7 @@ def digest(*tensors: Tensor) -> str:
     """Fingerprint of tensors."""
     found = hashlib.blake2b(digest_size=32)
     for tensor in tensors:
-        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())  # NumPy has no bfloat16
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)  # NumPy has no bfloat16
     return found.hexdigest()
 
 

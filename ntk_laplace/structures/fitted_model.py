@@ -8,14 +8,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
+from ntk_laplace.curvature import CurvatureType, FunctionSpacePrecision, PosteriorPrecision
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Network
-from ntk_laplace.points import present_values, unmoved
+from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel, Settings
-from ntk_laplace.structures.structure import NewtonStep, Points, Structure
+from ntk_laplace.structures.structure import NewtonStep, Structure
 
 __all__ = ["FittedModel"]
 
@@ -71,7 +72,7 @@ class FittedModel:
         return self.model.settings
 
     @property
-    def points(self) -> Points:
+    def points(self) -> TrainingPoints:
         """Outputs, targets and weights of the training points."""
         return self.structure.points
 
@@ -107,6 +108,21 @@ class FittedModel:
         """Return log c, if all that the likelihood's hyperparameters do to H - P0 is to multiply it by c."""
         spec = self.structure.spec
         return self.curvature_type.log_scale(self.likelihood) if spec.exact or spec.scales else None
+
+    @property
+    def function_space(self) -> FunctionSpacePrecision:
+        """The posterior precision of a structure that keeps the Jacobian.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure does not keep it.
+        """
+        precision = self.precision
+        if not isinstance(precision, FunctionSpacePrecision):
+            raise UnsupportedError("a structure that keeps the Jacobian", f"structure={self.structure.name!r}",
+                                   'Fit with structure="gp".')
+        return precision
 
     def sensitivity(self) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C)."""

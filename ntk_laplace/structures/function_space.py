@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpacePrecision
+from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.data import RowBuffer, Source
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian, jacobian_from_record, jacobian_record
@@ -22,6 +22,7 @@ from ntk_laplace.structures.structure import (
     Saved,
     Structure,
     StructureSpec,
+    of_kind,
     register_structure,
     require_unchanged,
 )
@@ -64,14 +65,14 @@ class FunctionSpace(StructureSpec):
         _require_memory(model, rows.num_examples, None)
         return FunctionSpaceStructure(self, rows, points)
 
-    def require_memory(self, model: LinearizedModel, n: int, first: FunctionSpaceStructure) -> None:
+    def require_memory(self, model: LinearizedModel, n: int, first: Structure) -> None:
         """Refuse n examples if their rows and B do not fit in memory.
 
         Raises
         ------
         MemoryBudgetError
         """
-        _require_memory(model, n, first.rows)
+        _require_memory(model, n, of_kind(FunctionSpaceStructure, first).rows)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> FunctionSpaceStructure:
         """From the rows of a checkpoint."""
@@ -113,25 +114,29 @@ class FunctionSpaceStructure(Structure):
         """The stored rows."""
         yield self.rows.subset(index)
 
-    def sensitivity(self, model: LinearizedModel, precision: FunctionSpacePrecision) -> Tensor:
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """∂ log det B/∂Λ_n = V_nn, (N, C, C), or its equal on the range of Λ_n if that is constant."""
         left_inverse = self.points.left_inverse(model.curvature_type, model.likelihood)
-        return precision.covariance_blocks(self.rows) if left_inverse is None else precision.sensitivity(left_inverse)
+        if left_inverse is None:
+            return precision.covariance_blocks(self.rows)
+        return of_kind(FunctionSpacePrecision, precision).sensitivity(left_inverse)
 
     # --- other points
 
-    def merged(self, model: LinearizedModel, other: FunctionSpaceStructure) -> FunctionSpaceStructure:
+    def merged(self, model: LinearizedModel, other: Structure) -> FunctionSpaceStructure:
         """Rows of both data sets."""
+        other = of_kind(FunctionSpaceStructure, other)
         rows = Jacobian.concatenate([self.rows, other.rows])
         _require_memory(model, rows.num_examples, None)
         points = self.points.joined(model.likelihood, other.points)
         return FunctionSpaceStructure(self.spec, rows, points, self._merged_base(model, other))
 
     def changed(
-        self, model: LinearizedModel, points: TrainingPoints, added: FunctionSpaceStructure | None = None
+        self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
     ) -> FunctionSpaceStructure:
         """The structure of changed points, those of `added` last; `base` keeps the training points."""
-        rows = self.rows if added is None else Jacobian.concatenate([self.rows, added.rows])
+        more = () if added is None else (of_kind(FunctionSpaceStructure, added).rows,)
+        rows = Jacobian.concatenate([self.rows, *more])
         return FunctionSpaceStructure(self.spec, rows, points, self.points if self.base is None else self.base)
 
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:

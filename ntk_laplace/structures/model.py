@@ -144,6 +144,7 @@ class LinearizedModel:
         network = self.network.to(device)
         for module in (self.prior, self.likelihood):
             module.to(device)
-        moved = {name: None if value is None else value.to(device, dtype) for name, value in
-                 (("displacement", self.displacement), ("training_gradient", self.training_gradient))}
-        return replace(self, network=network, jacobian_pass=self.jacobian_pass.on(network, dtype), **moved)
+        displacement, gradient = (None if value is None else value.to(device, dtype)
+                                  for value in (self.displacement, self.training_gradient))
+        return replace(self, network=network, jacobian_pass=self.jacobian_pass.on(network, dtype),
+                       displacement=displacement, training_gradient=gradient)

@@ -17,7 +17,7 @@ from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.files import opened
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockSpec
-from ntk_laplace.structures.structure import structure_named
+from ntk_laplace.structures.structure import of_kind, structure_named
 
 __all__ = ["from_record", "record", "resumed"]
 
@@ -49,7 +49,8 @@ def from_record(saved: Mapping[str, Any]) -> Accumulation:
     spec = structure_named(saved["form"]["name"])(**saved["form"]["options"])
     eigenbases = [_eigenbasis(own) for own in saved["frames"]]
     return Accumulation(
-        spec, dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
+        of_kind(BlockSpec, spec),  # type: ignore[type-abstract]  # the class is only compared
+        dict(saved["model"]), saved["stage"], saved["batches_done"], saved["examples_done"],
         parts, [Summary(part, dict(own)) for part, own in zip(parts, sums, strict=True)] if sums else [], eigenbases,
         fill_buffer(saved["f"]), fill_buffer(saved["targets"]), fill_buffer(saved.get("weights", [])),
     )  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
 from ntk_laplace.data import Inputs, Missing, Source, fill_buffer
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.points import TrainingPoints, UnsavedPoints
+from ntk_laplace.points import TrainingPoints
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "REGISTERED",
@@ -26,6 +30,7 @@ __all__ = [
     "Structure",
     "StructureSpec",
     "no_basis",
+    "of_kind",
     "register_structure",
     "require_name",
     "require_one_process",
@@ -35,7 +40,7 @@ __all__ = [
     "structure_of",
 ]
 
-Points = TrainingPoints | UnsavedPoints
+Points = TrainingPoints
 
 
 @dataclass(frozen=True)
@@ -65,13 +70,13 @@ class Saved:
     ----------
     state : mapping
         What `Structure.state` returned.
-    points : TrainingPoints or UnsavedPoints
+    points : TrainingPoints
     source : Source or Missing
         The training data, if they were passed to `load`.
     """
 
     state: Mapping[str, Any]
-    points: Points
+    points: TrainingPoints
     source: Source | Missing
 
 
@@ -131,6 +136,7 @@ class StructureSpec(ABC):
         return f"{type(self).__name__}({options})"
 
 
+T = TypeVar("T")
 _Spec = TypeVar("_Spec", bound=type[StructureSpec])
 REGISTERED: dict[str, type[StructureSpec]] = {}
 """Specification classes by name."""
@@ -221,14 +227,14 @@ class Structure(ABC):
     Attributes
     ----------
     spec : StructureSpec
-    points : TrainingPoints or UnsavedPoints
+    points : TrainingPoints
         Outputs, targets and weights of the training points.
     base : TrainingPoints or None
         The points the network was trained on, if a what-if has changed them since.
     """
 
     spec: StructureSpec
-    points: Points
+    points: TrainingPoints
     base: TrainingPoints | None = None
 
     @property
@@ -276,6 +282,12 @@ class Structure(ABC):
         """The structure with all tensors on another device, with another dtype."""
 
     # --- defaults
+
+    def with_points(self, points: TrainingPoints) -> Self:
+        """A copy with other points, whose rows and sums stay the same."""
+        other = copy.copy(self)
+        vars(other)["points"] = points  # also of a frozen dataclass
+        return other
 
     @property
     def source(self) -> Source | Missing | None:
@@ -352,6 +364,19 @@ class Structure(ABC):
     def _base_at(self, index: Tensor) -> TrainingPoints | None:
         """Base of some points. Points that were added come last and have none."""
         return None if self.base is None else self.base.subset(index[index < self.base.num_examples])
+
+
+def of_kind(kind: type[T], part: object) -> T:
+    """The given structure or precision, which has to be of the class `kind`.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is of another class.
+    """
+    if not isinstance(part, kind):
+        raise UnsupportedError(f"a {kind.__name__}", f"a {type(part).__name__}", "Fit both with the same structure.")
+    return part
 
 
 def no_basis(got: str) -> UnsupportedError:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock
+from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock, PosteriorPrecision
 from ntk_laplace.data import Joined, Missing, Source
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
@@ -29,7 +29,7 @@ from ntk_laplace.structures.data_passes import (
 )
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.records import from_record, record, resumed
-from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis, require_one_process
+from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis, of_kind, require_one_process
 
 __all__ = ["StructuredSpec", "StructuredStructure"]
 
@@ -58,7 +58,7 @@ class StructuredSpec(BlockSpec):
         gathered = from_record(saved.state)
         extras = [None if extra is None else LowRank(**extra) for extra in saved.state["extras"]]
         at = _AtLikelihood(gathered, extras, copy.deepcopy(model.likelihood))
-        return StructuredStructure(gathered.spec, saved.source, saved.points, at)
+        return StructuredStructure(of_kind(StructuredSpec, gathered.spec), saved.source, saved.points, at)
 
 
 def _fitted(
@@ -168,8 +168,8 @@ class StructuredStructure(Structure):
             part = summary.block
             precision = named[part.weight]  # a bias in the block has the same
             if precision.ndim or part.kind == "diagonal":
-                sizes = {name: model.network.shapes[name].numel() for name in part.names}
-                precision = part.gather({name: named[name].expand(size) for name, size in sizes.items()})
+                sizes = model.network.shapes.sizes
+                precision = part.gather({name: named[name].expand(sizes[name]) for name in part.names})
             algebras.append(self.spec.algebra(summary.scaled(at.scale), eigenbasis, extra, precision))
         return BlockDiagonalPrecision(algebras, model.prior, model.network.shapes, model.theta)
 
@@ -195,17 +195,18 @@ class StructuredStructure(Structure):
         """J v, (N, C)."""
         return jvp(model, self.data, vector, model.settings.batch_size)
 
-    def sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision) -> Tensor:
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, None)
 
-    def curve_sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision, z: Tensor) -> Tensor:
+    def curve_sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor) -> Tensor:
         """∂ zᵀHz/∂Λ_n with z fixed, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, z)
 
-    def _sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision, z: Tensor | None) -> Tensor:
+    def _sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor | None) -> Tensor:
+        blocks = of_kind(BlockDiagonalPrecision, precision)
         return per_example(model, self.data, model.settings.batch_size, "likelihood gradients",
-                           lambda rows: precision.sensitivity(rows, z))
+                           lambda rows: blocks.sensitivity(rows, z))
 
     # --- more data
 
@@ -227,8 +228,9 @@ class StructuredStructure(Structure):
         source = selected(model, self.data, index, self.points.num_examples)
         yield from read_rows(model, source, None, model.settings.batch_size, "Jacobians")
 
-    def merged(self, model: LinearizedModel, other: StructuredStructure) -> StructuredStructure:
+    def merged(self, model: LinearizedModel, other: Structure) -> StructuredStructure:
         """Sums over both data sets; structures whose sums are in an eigenbasis must share it."""
+        other = of_kind(StructuredStructure, other)
         _require_mergeable(self, other)
         for one in (self, other):
             one._follow(model)
@@ -330,6 +332,6 @@ def _require_mergeable(first: StructuredStructure, second: StructuredStructure) 
         return
     for one, other in zip(first.eigenbases, second.eigenbases, strict=True):
         for a, b in ((one.basis.left, other.basis.left), (one.basis.right, other.basis.right)):
-            if a is not None and not torch.equal(a, b.to(a)):
+            if a is not None and (b is None or not torch.equal(a, b.to(a))):
                 raise UnsupportedError("one eigenbasis for both posteriors", "two",
                                        f"Fit both with {first.spec.name.upper()}(basis=kfac_posterior).")

@@ -20,7 +20,7 @@ from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.data import Joined, Missing, Source
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import TrainingPoints, present_values, unmoved
+from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.data_passes import common_factor, jvp, per_example, read_points, read_rows, selected, vjp
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import (
@@ -28,6 +28,7 @@ from ntk_laplace.structures.structure import (
     Saved,
     Structure,
     StructureSpec,
+    of_kind,
     require_one_process,
     require_unchanged,
 )
@@ -112,13 +113,13 @@ class SummedStructure(Structure):
 
     def sums(self, model: LinearizedModel) -> Sums:
         """The sums at the likelihood's current hyperparameters."""
-        at = self.at
-        if at.sums is not None and unmoved(present_values(at.likelihood), model.likelihood):
-            return at.sums
-        factor = None
-        if at.sums is not None and self.spec.scales and isinstance(self.points, TrainingPoints):
-            factor = common_factor(model, at.likelihood, self.points)
-        if factor is None:
+        at, factor = self.at, None
+        if at.sums is not None and at.likelihood is not None:
+            if unmoved(present_values(at.likelihood), model.likelihood):
+                return at.sums
+            if self.spec.scales and not isinstance(self.points, UnsavedPoints):
+                factor = common_factor(model, at.likelihood, self.points)
+        if at.sums is None or factor is None:
             root = self.points.root(model.curvature_type, model.likelihood).detach()
             if not isinstance(self.data, Missing):
                 at.sums = None  # free the old sums before computing the new ones
@@ -165,8 +166,9 @@ class SummedStructure(Structure):
 
     # --- other points
 
-    def merged(self, model: LinearizedModel, other: SummedStructure) -> SummedStructure:
+    def merged(self, model: LinearizedModel, other: Structure) -> SummedStructure:
         """Sums of both data sets."""
+        other = of_kind(SummedStructure, other)
         ours, theirs = self.sums(model), other.sums(model)
         at = _AtLikelihood({name: ours[name] + theirs[name] for name in ours}, copy.deepcopy(model.likelihood))
         points = self.points.joined(model.likelihood, other.points)
@@ -178,10 +180,10 @@ class SummedStructure(Structure):
         return SummedStructure(self.spec, source, self.points.subset(index), self._base_at(index))
 
     def changed(
-        self, model: LinearizedModel, points: TrainingPoints, added: SummedStructure | None = None
+        self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
     ) -> SummedStructure:
         """The structure of changed points, those of `added` last; `base` keeps the training points."""
-        source = self.data if added is None else Joined([self.data, added.data])
+        source = self.data if added is None else Joined([self.data, of_kind(SummedStructure, added).data])
         other = SummedStructure(self.spec, source, points, self.points if self.base is None else self.base)
         sums = self._updated(model, other)
         if sums is not None:

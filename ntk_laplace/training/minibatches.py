@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sized
+from operator import length_hint
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ntk_laplace.data import (
     InputDtype,
     Inputs,
     as_pair,
+    as_tensor,
     as_tensors,
     example_weights,
     generators_of,
@@ -58,15 +60,15 @@ class Minibatches:
             self._loader = data
         elif isinstance(data, Dataset):
             shuffle = not isinstance(data, IterableDataset)
-            self._loader = DataLoader(data, batch_size or len(data), shuffle=shuffle)
+            self._loader = DataLoader(data, batch_size or len(cast(Sized, data)), shuffle=shuffle)
         else:
             pair, self._weights = example_weights(data)
             x, y = as_pair(pair, targets) if isinstance(pair, Mapping) else pair
-            self._tensors = to_device(as_tensors(x), device, dtype), as_tensors(y).to(device)
+            self._tensors = to_device(as_tensors(x), device, dtype), as_tensor(y).to(device)
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
         if self._tensors is None:
-            for batch in self._loader:
+            for batch in self._loader or ():
                 pair, weights = example_weights(batch)
                 x, y = as_pair(pair, self._targets)
                 yield to_device(x, self._device, self._dtype), y.to(self._device), weights
@@ -88,7 +90,7 @@ class Minibatches:
             n = len(self._tensors[1])
             return -(-n // min(n, self._batch_size or n))
         try:
-            return len(self._loader)
+            return None if self._loader is None else len(self._loader)
         except TypeError:
             return None
 
@@ -115,13 +117,12 @@ def count_examples(data: Any, batches: Batches) -> int:
         return batches.length or _counted(batches)
     if data.batch_sampler is None or isinstance(data.dataset, IterableDataset):
         return _counted(batches)
-    try:
-        n = len(data.sampler)
-    except TypeError:
+    n = length_hint(data.sampler, -1)
+    if n < 0:
         return _counted(batches)
-    if data.drop_last and n % data.batch_size:
-        raise DataError("evidence data that are read to their end",
-                        f"a loader that drops {n % data.batch_size} of {n:,} examples",
+    left = n % data.batch_size if data.drop_last and data.batch_size else 0
+    if left:
+        raise DataError("evidence data that are read to their end", f"a loader that drops {left} of {n:,} examples",
                         "Pass the same data without drop_last as evidence_data=.")
     return n if type(data.batch_sampler) is torch.utils.data.BatchSampler else _counted(batches)
 

@@ -12,6 +12,7 @@ from ntk_laplace.data import Inputs, num_examples
 from ntk_laplace.errors import DataError
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Caller
+from ntk_laplace.parameter_layout import ParameterLayout
 from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["Objective", "in_mode"]
@@ -44,12 +45,9 @@ class Objective:
         self._likelihood, self._prior = likelihood, prior
         self.num_examples, self._c, self._weight = num_examples, num_outputs, weight
         self.parameters = {name: p for name, p in caller.module.named_parameters() if p.requires_grad}
-        mean = prior.flat_mean()
-        flat = mean.split([p.numel() for p in self.parameters.values()])
-        self._means = [
-            None if not bool(own.any()) else own.view(p.shape).to(p)
-            for own, p in zip(flat, self.parameters.values(), strict=True)
-        ]
+        self._layout = ParameterLayout({name: p.shape for name, p in self.parameters.items()})
+        means = self._layout.named(prior.flat_mean())
+        self._means = [means[name].to(p) if bool(means[name].any()) else None for name, p in self.parameters.items()]
         self._pull: list[Tensor | float] = []
 
     @property
@@ -107,7 +105,7 @@ class Objective:
     def energy(self) -> Tensor:
         """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights, nats."""
         with torch.no_grad():
-            return self._prior.energy(torch.cat([p.detach().flatten() for p in self.parameters.values()]))
+            return self._prior.energy(self._layout.flat(self.parameters))
 
 
 @contextmanager

@@ -170,7 +170,7 @@ class Run:
                 losses.append(self.objective.gradient(x, y, weights))
             return (losses[-1] + self.objective.energy().to(losses[-1])) / self.objective.scale
 
-        self.optimizer.step(closure)
+        self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's own closures return the loss as a tensor
         return losses[0]
 
     def evaluate(self) -> None:
@@ -197,9 +197,9 @@ class Run:
 
     def result(self) -> EvidenceTraining:
         """The result, at the best evidence."""
-        latest = self.history.best == len(self.history) - 1 and self.posterior is not None
         self.model.load(self.best)
-        posterior = self.posterior if latest else self.model.posterior(quietly=True)
+        posterior = self.posterior if self.history.best == len(self.history) - 1 else None
+        posterior = self.model.posterior(quietly=True) if posterior is None else posterior
         return EvidenceTraining(posterior, self.history, self.stopped)
 
     def words(self) -> str:

@@ -68,7 +68,7 @@ def random_state(device: torch.device, generators: Sequence[torch.Generator]) ->
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
         "python": copy.deepcopy(random.getstate()),
         "generators": [generator.get_state() for generator in generators],
     }

@@ -244,7 +244,7 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
     return (take(x, there), y[there]) if len(there) else None
 
 
-def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str]) -> None:
+def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str] | None) -> None:
     """Fit a posterior to two examples, to raise errors of an evidence (also of its memory) before the first epoch.
 
     Raises

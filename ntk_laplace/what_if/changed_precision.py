@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ntk_laplace import tuning
 from ntk_laplace.curvature import CrossCovariance, PosteriorPrecision
-from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.linalg import symmetric_root
@@ -124,8 +123,7 @@ class ChangedPrecision(PosteriorPrecision):
 
     def _jvp(self, vector: Tensor) -> Tensor:
         """TᵀJ v, (m R,), for v (P,)."""
-        parts = named_parts(vector, self.shapes)
-        return self.rows.jvp({name: part.view(self.shapes[name]) for name, part in parts.items()}).flatten()
+        return self.rows.jvp(self.shapes.named(vector)).flatten()
 
     # --- evidence
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,13 +17,13 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.resources import require_memory
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
-from ntk_laplace.structures.structure import require_unchanged
+from ntk_laplace.structures.structure import of_kind, require_unchanged
 from ntk_laplace.what_if.changed_precision import ChangedPrecision
 
 __all__ = ["ChangedStructure", "MovedPoints", "changed_structure", "rows_of"]
 
 
-class MovedPoints:
+class MovedPoints(TrainingPoints):
     """Training points at the displaced weights of a what-if; a pass over the data computes their outputs on demand.
 
     Has the attributes of `TrainingPoints`; number, targets and weights need no pass.
@@ -37,20 +37,36 @@ class MovedPoints:
     """
 
     def __init__(self, unmoved_points: TrainingPoints, outputs: Callable[[], Tensor]) -> None:
-        self._unmoved, self._outputs = unmoved_points, outputs
-        self.num_examples, self.num_outputs = unmoved_points.num_examples, unmoved_points.num_outputs
-        self.targets, self.counts = unmoved_points.targets, unmoved_points.counts
+        self._unmoved: TrainingPoints
+        self._outputs: Callable[[], Tensor]
+        vars(self).update(
+            _unmoved=unmoved_points, _outputs=outputs, targets=unmoved_points.targets, weights=unmoved_points.weights,
+            expanded=unmoved_points.f,
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"MovedPoints({self._unmoved!r})"
 
     @cached_property
-    def finalized(self) -> TrainingPoints:
-        """The points with their outputs computed."""
+    def f(self) -> Tensor:
+        """Outputs at the displaced weights, (N, C)."""
         with torch.no_grad():
-            return replace(self._unmoved, f=self._outputs(), expanded=self._unmoved.f)
+            return self._outputs()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.finalized, name)
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self._unmoved.num_examples
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self._unmoved.num_outputs
+
+    @property
+    def counts(self) -> Tensor:
+        """The weights, (N,); ones if there are none."""
+        return self._unmoved.counts
 
 
 @dataclass(eq=False)
@@ -78,7 +94,7 @@ class ChangedStructure(Structure):
         Indices of the changed points, added ones last.
     rows : Jacobian or None
         Rows of J at these.
-    points : TrainingPoints or MovedPoints
+    points : TrainingPoints
         All points after the change, outputs at the displaced weights.
     """
 
@@ -90,13 +106,12 @@ class ChangedStructure(Structure):
     old_targets: Tensor
     index: Tensor
     rows: Jacobian | None
-    points: MovedPoints | TrainingPoints
+    points: TrainingPoints
     _found: tuple[PosteriorPrecision, tuple[Tensor, ...]] | None = None
+    base: TrainingPoints = field(init=False)
 
-    @property
-    def base(self) -> TrainingPoints:
-        """The points the network was trained on."""
-        return self.inner.points
+    def __post_init__(self) -> None:
+        self.base = self.inner.points
 
     @property
     def points_to_change(self) -> TrainingPoints:
@@ -109,10 +124,10 @@ class ChangedStructure(Structure):
         return self.inner.parameter_blocks
 
     def changed(
-        self, model: LinearizedModel, points: TrainingPoints, added: FunctionSpaceStructure | None = None
+        self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
     ) -> ChangedStructure:
         """The structure of other points, outputs at the trained weights, from the same sums."""
-        together = self.added if added is None else (*self.added, added)
+        together = self.added if added is None else (*self.added, of_kind(FunctionSpaceStructure, added))
         return changed_structure(model, self.inner, points, self.max_leverage, together)
 
     def stepped(self, model: LinearizedModel) -> tuple[Tensor, ChangedStructure]:
@@ -146,7 +161,7 @@ class ChangedStructure(Structure):
     def _factored(self, model: LinearizedModel) -> PosteriorPrecision:
         base = self.inner.posterior_precision(model)
         where, root, signs = self._difference(model)
-        if len(where) == 0:
+        if self.rows is None or len(where) == 0:
             return base
         return ChangedPrecision(base, self.rows.subset(where).weighted(root), signs, model.prior,
                                 model.settings.memory_budget, self.max_leverage)
@@ -240,10 +255,10 @@ class ChangedStructure(Structure):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ChangedStructure:
         """The structure with sums, rows and points on another device, with another dtype."""
-        points = self.points.finalized if isinstance(self.points, MovedPoints) else self.points
         unmoved_points = self.unmoved_points.to(device, dtype)
         return replace(
-            self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points, points=points.to(device, dtype),
+            self, inner=self.inner.to(device, dtype), unmoved_points=unmoved_points,
+            points=self.points.to(device, dtype),
             added=tuple(one.to(device, dtype) for one in self.added), index=self.index.to(device),
             old_targets=self.old_targets.to(unmoved_points.targets),
             rows=None if self.rows is None else self.rows.to(dtype, device), _found=None,

@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
-from ntk_laplace.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.data import Batches, InputData, Source, as_tensors, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.network import Network
-from ntk_laplace.points import TrainingPoints
 from ntk_laplace.progress import track
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 
 __all__ = ["relinearized"]
 
 
-def relinearized(fitted: FittedModel, x: Inputs | None, steps: int) -> FittedModel:
+def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> FittedModel:
     """The model and its points after `steps` Gauss-Newton steps of the network.
 
     Parameters
@@ -87,6 +86,8 @@ class _Descent:
     def __init__(self, model: LinearizedModel, structure: Structure, source: Source, direction: Tensor | None) -> None:
         self.model, self.structure, self._source, self._direction = model, structure, source, direction
         self._copied = False
+        remains = model.training_gradient
+        self._remaining = torch.zeros_like(model.theta) if remains is None else remains
 
     @classmethod
     def of(cls, model: LinearizedModel, structure: Structure, source: Source) -> _Descent:
@@ -94,7 +95,8 @@ class _Descent:
         if model.displacement is None:
             return cls(model, structure, source, None)
         still = replace(model, displacement=None)
-        base, points = structure.base, structure.points
+        points = structure.points
+        base = points if structure.base is None else structure.base
         left = base.residual(model.likelihood)
         left = torch.cat([left, left.new_zeros(len(points.f) - len(left), left.shape[1])])
         remaining = still.joint_gradient(structure.vjp(still, left))  # g0
@@ -107,7 +109,7 @@ class _Descent:
         model, points = self.model, self.structure.points
         theta = model.theta
         pulled = self.structure.vjp(model, points.residual(model.likelihood))
-        gradient = model.joint_gradient(pulled) - model.training_gradient
+        gradient = model.joint_gradient(pulled) - self._remaining
         direction = self._direction
         if direction is None:
             direction = -self.structure.solve_at(model, points, gradient)
@@ -136,7 +138,7 @@ class _Descent:
         """The objective, in nats; infinite instead of NaN."""
         model = self.model
         fit = replace(self.structure.points, f=f, expanded=None).log_likelihood(model.likelihood)
-        value = float(model.prior.energy(theta) - fit - model.training_gradient @ theta)
+        value = float(model.prior.energy(theta) - fit - self._remaining @ theta)
         return value if value == value else float("inf")
 
     def _move_to(self, theta: Tensor) -> None:
@@ -149,25 +151,27 @@ class _Descent:
             factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
             self.model = replace(model, network=network, jacobian_pass=factors)
         made = self.structure.refit_on(self.model, self._source)
-        self.structure = replace(made, points=replace(points, f=made.points.f, expanded=None))
+        self.structure = made.with_points(replace(points, f=made.points.f, expanded=None))
 
 
-def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> Source:
+def _source(model: LinearizedModel, structure: Structure, x: InputData | None) -> Source:
     """Inputs of the points in batches, checked against the known outputs."""
     count = structure.points.num_examples
     if x is not None:
-        x = as_tensors(x)
-        if num_examples(x) != count:
+        inputs = as_tensors(x)
+        if num_examples(inputs) != count:
             raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
-                            f"{num_examples(x):,}", "Pass them in the order of the fit.")
+                            f"{num_examples(inputs):,}", "Pass them in the order of the fit.")
         network = model.network
-        source = Batches((x, structure.points.targets), model.settings.batch_size, network.device, network.input_dtype)
+        data = inputs, structure.points.targets
+        source: Source = Batches(data, model.settings.batch_size, network.device, network.input_dtype)
     elif structure.source is None:
         raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
                         'Pass relinearize(x), in the order of the fit; structure="full" reads its data again.')
     else:
         source = structure.source
-    known: TrainingPoints = structure.points if model.displacement is None else structure.base
+    base = structure.base
+    known = structure.points if model.displacement is None or base is None else base
     f = _outputs(model, source, model.network.theta)[: len(known.f)]
     gap, size = float((f - known.f).abs().max()), 1.0 + float(known.f.abs().max())
     if not gap <= 1e3 * torch.finfo(model.network.precision).eps * size:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ntk_laplace import tuning
 
-__all__ = ["Block", "GramCost", "cat_positions", "over_cotangents", "steps", "weigh"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Block", "Factored", "GramCost", "cat_positions", "over_cotangents", "steps", "weigh"]
 
 
+@dataclass(frozen=True)
 class Block(ABC):
     """Rows J_nk of some parameters.
 
@@ -55,19 +60,19 @@ class Block(ABC):
         """The rows written out, (K, N, p) by parameter."""
 
     @abstractmethod
-    def weighted(self, root: Tensor) -> Block:
+    def weighted(self, root: Tensor) -> Self:
         """Rows of SᵀJ for a root S (N, C, R)."""
 
     @abstractmethod
-    def subset(self, index: slice | Tensor) -> Block:
+    def subset(self, index: slice | Tensor) -> Self:
         """Rows of some examples."""
 
     @abstractmethod
-    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Block:
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Self:
         """The block in another floating type, or on another device."""
 
     @abstractmethod
-    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+    def jvp(self, vector: Mapping[str, Tensor]) -> Tensor:
         """J v for a vector v by parameter, (K, N)."""
 
     @abstractmethod
@@ -75,11 +80,11 @@ class Block(ABC):
         """Jᵀ c for c (K, N), flat by parameter."""
 
     @abstractmethod
-    def joined(self, other: Block) -> Block:
+    def joined(self, other: Self) -> Self:
         """Rows of two uses of the same parameters; both blocks have the same `kind`."""
 
     @abstractmethod
-    def concatenated(self, parts: Sequence[Block]) -> Block:
+    def concatenated(self, parts: Sequence[Self]) -> Self:
         """Rows of the examples of several batches, all of this block's `kind`."""
 
     # --- rows as (G, o, i) entries
@@ -163,6 +168,38 @@ class GramCost:
     contracted: int
     rows_size: int
     factors_size: int
+
+
+class Factored(Block):
+    """Rows as sums of outer products of output gradients b and inputs, over positions."""
+
+    weight: str
+    b: Tensor
+
+    @property
+    @abstractmethod
+    def gram_cost(self) -> GramCost:
+        """Cost of a Gram matrix by written-out rows and by factors."""
+
+    @abstractmethod
+    def matches(self, other: Block) -> bool:
+        """Whether the other block has factors of the same entries, in the same order."""
+
+    @abstractmethod
+    def input_products(self, other: Self, weight: float, bias: float) -> Tensor:
+        """Inner products of the inputs at pairs of positions, times the prior variances, (n1, n2, G, T1, T2)."""
+
+    @abstractmethod
+    def own_input_products(self, weight: float, bias: float) -> Tensor:
+        """`input_products` of each example with itself, (n, G, T, T)."""
+
+    @abstractmethod
+    def grouped_b(self) -> Tensor:
+        """Output gradients, (K, N, G, T, o)."""
+
+    @abstractmethod
+    def with_cotangents_last(self) -> Self:
+        """The block in the memory layout that the contraction of positions reads."""
 
 
 def steps(n: int, per_example: int) -> Iterator[slice]:

@@ -28,9 +28,9 @@ def clusters(blocks: Sequence[Block]) -> list[Cluster]:
 def _overlap(first: Block, second: Block) -> bool:
     if not set(first.names) & set(second.names):
         return False
-    apart = isinstance(first, Outer) and isinstance(second, Outer) and first.weight == second.weight
-    if apart and first.bias is None and second.bias is None and first.index is not None and second.index is not None:
-        return bool(torch.isin(first.index, second.index).any())  # slices of one parameter may be disjoint
+    if isinstance(first, Outer) and isinstance(second, Outer) and first.names == second.names == (first.weight,):
+        if first.index is not None and second.index is not None:  # slices of one parameter may be disjoint
+            return bool(torch.isin(first.index, second.index).any())
     return True
 
 

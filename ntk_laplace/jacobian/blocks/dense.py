@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +39,8 @@ class Dense(Block):
     @classmethod
     def of_layer(cls, name: str, rows: Tensor) -> Dense:
         """Rows (N, K, G, o, i) of one layer's entries."""
-        return cls(((name, 0, math.prod(rows.shape[2:])),), rows.flatten(2), tuple(rows.shape[2:]))
+        g, o, i = rows.shape[2:]
+        return cls(((name, 0, g * o * i),), rows.flatten(2), (g, o, i))
 
     @classmethod
     def cat(cls, blocks: Sequence[Dense]) -> Dense:
@@ -96,7 +96,7 @@ class Dense(Block):
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Dense:
         return replace(self, rows=self.rows.to(device or self.rows.device, dtype))
 
-    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+    def jvp(self, vector: Mapping[str, Tensor]) -> Tensor:
         return (self.rows @ torch.cat([vector[name].flatten() for name in self.names])).T
 
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:

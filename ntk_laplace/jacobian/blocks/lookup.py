@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.blocks.base import Block, GramCost, cat_positions, over_cotangents, weigh
+from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, weigh
 from ntk_laplace.jacobian.blocks.dense import Dense
 
 __all__ = ["Lookup"]
 
 
 @dataclass(frozen=True)
-class Lookup(Block):
+class Lookup(Factored):
     """Rows of an embedding: J_nk[v] = Σ_t 1[token_nt = v] b_nkt. Its entries are (1, V, d).
 
     Attributes
@@ -76,7 +76,7 @@ class Lookup(Block):
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Lookup:
         return replace(self, b=self.b.to(device, dtype), tokens=self.tokens.to(device))
 
-    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+    def jvp(self, vector: Mapping[str, Tensor]) -> Tensor:
         table = vector[self.weight].reshape(self.vocabulary, -1)
         return torch.einsum("kntd,ntd->kn", self.b, table[self.tokens])
 
@@ -97,30 +97,24 @@ class Lookup(Block):
 
     @property
     def gram_cost(self) -> GramCost:
-        """Cost of a Gram matrix by written-out rows and by factors."""
         k, _, t, d = self.b.shape
         rows = k * self.vocabulary * d
         return GramCost(k * rows, 2 * (t * t * (1 + k * d) + k * k * t * d), rows, k * t * d)
 
     def matches(self, other: Block) -> bool:
-        """Whether the other block has factors of the same entries, in the same order."""
         return isinstance(other, Lookup) and other.weight == self.weight
 
-    def input_products(self, other: Lookup, variance: float, _: float) -> Tensor:
-        """Inner products of the inputs at pairs of positions, times the prior variance, (n1, n2, 1, T1, T2)."""
+    def input_products(self, other: Lookup, weight: float, bias: float) -> Tensor:
         equal = self.tokens[:, None, :, None] == other.tokens[None, :, None]
-        return equal.to(self.b.dtype).mul_(variance).unsqueeze(2)
+        return equal.to(self.b.dtype).mul_(weight).unsqueeze(2)
 
-    def own_input_products(self, variance: float, _: float) -> Tensor:
-        """`input_products` of each example with itself, (n, 1, T, T)."""
-        return (self.tokens[:, :, None] == self.tokens[:, None, :]).to(self.b.dtype)[:, None] * variance
+    def own_input_products(self, weight: float, bias: float) -> Tensor:
+        return (self.tokens[:, :, None] == self.tokens[:, None, :]).to(self.b.dtype)[:, None] * weight
 
     def grouped_b(self) -> Tensor:
-        """Output gradients with an axis of groups, (K, N, 1, T, d)."""
         return self.b.unsqueeze(2)
 
     def with_cotangents_last(self) -> Lookup:
-        """The block in the memory layout that the contraction of positions reads."""
         return replace(self, b=self.b.movedim(0, -1).contiguous().movedim(-1, 0))
 
     # --- rows as (1, V, d) entries

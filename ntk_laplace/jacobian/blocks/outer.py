@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.blocks.base import Block, GramCost, cat_positions, over_cotangents, steps, weigh
+from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, steps, weigh
 from ntk_laplace.jacobian.blocks.dense import Dense
 
 __all__ = ["Outer"]
 
 
 @dataclass(frozen=True)
-class Outer(Block):
+class Outer(Factored):
     """Rows of a weight, and of the bias that shares its output gradient, as sums of outer products.
 
     Attributes
@@ -115,7 +115,7 @@ class Outer(Block):
         index = None if self.index is None else self.index.to(device)
         return replace(self, b=self.b.to(device, dtype), a=self.a.to(device, dtype), index=index)
 
-    def jvp(self, vector: dict[str, Tensor]) -> Tensor:
+    def jvp(self, vector: Mapping[str, Tensor]) -> Tensor:
         forward = torch.einsum("ngti,goi->ngto", self.a, self.shaped(vector[self.weight]))
         if self.bias is not None:
             forward = forward + vector[self.bias].reshape(1, self.b.shape[2], 1, self.b.shape[4])
@@ -147,13 +147,11 @@ class Outer(Block):
 
     @property
     def gram_cost(self) -> GramCost:
-        """Cost of a Gram matrix by written-out rows and by factors."""
         (k, _, g, t, o), i = self.b.shape, self.a.shape[3]
         rows = k * g * o * i
         return GramCost(k * rows, 2 * g * (t * t * (i + k * o) + k * k * t * o), rows, g * t * (k * o + i))
 
     def matches(self, other: Block) -> bool:
-        """Whether the other block has factors of the same entries, in the same order."""
         if not isinstance(other, Outer) or other.names != self.names:
             return False
         if self.index is None or other.index is None:
@@ -161,7 +159,6 @@ class Outer(Block):
         return self.index is other.index or torch.equal(self.index, other.index)
 
     def input_products(self, other: Outer, weight: float, bias: float) -> Tensor:
-        """Inner products of the inputs at pairs of positions, times the prior variances, (n1, n2, G, T1, T2)."""
         (n1, g, t1, i), (n2, _, t2, _) = self.a.shape, other.a.shape
         one = self.a.transpose(0, 1).reshape(g, n1 * t1, i)
         two = other.a.transpose(0, 1).reshape(g, n2 * t2, i)
@@ -171,15 +168,12 @@ class Outer(Block):
         return inputs.view(g, n1, t1, n2, t2).permute(1, 3, 0, 2, 4)
 
     def own_input_products(self, weight: float, bias: float) -> Tensor:
-        """`input_products` of each example with itself, (n, G, T, T)."""
         return torch.einsum("ngti,ngsi->ngts", self.a, self.a) * weight + bias
 
     def grouped_b(self) -> Tensor:
-        """Output gradients, (K, N, G, T, o)."""
         return self.full_b()
 
     def with_cotangents_last(self) -> Outer:
-        """The block in the memory layout that the contraction of positions reads."""
         return replace(self, b=self.b.movedim(0, -1).contiguous().movedim(-1, 0), a=self.a.contiguous())
 
     # --- rows as (G, o, i) entries
