@@ -22,7 +22,7 @@ PACKAGE = ROOT / "ntk_laplace"
 # Each line is a package or module, or several that are independent; each imports from earlier lines only.
 ORDER = [
     ["errors", "tuning"],
-    ["linalg", "scalars", "resources", "progress", "meter", "files"],
+    ["linalg", "scalars", "resources", "progress", "meter", "serialization"],
     ["data"],
     ["network"],
     ["likelihoods", "priors"],
@@ -32,7 +32,7 @@ ORDER = [
     ["curvature"],
     ["points"],
     ["structures"],
-    ["evidence", "checkpoint", "what_if"],
+    ["evidence", "what_if"],
     ["explain", "hyperparameters", "selection"],
     ["posterior"],
     ["fit", "ntk"],
@@ -127,7 +127,7 @@ def test_only_plotting_draws() -> None:
 def test_no_table_of_likelihoods() -> None:
     """Callers ask a likelihood what it is able to do; saving and the command line look classes up in the registry."""
     names = {"Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Poisson"}
-    for name in ("checkpoint", "comparison.models", "gp.likelihood", "explorer.gather",
+    for name in ("structures.checkpoint", "comparison.models", "gp.likelihood", "explorer.gather",
                  "cli.options", "cli.model", "cli.likelihood"):  # fmt: skip
         tree = ast.parse(MODULES[f"ntk_laplace.{name}"].read_text())
         used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)}

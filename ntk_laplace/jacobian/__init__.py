@@ -4,7 +4,6 @@ from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
-from ntk_laplace.jacobian.serialization import jacobian_from_record, jacobian_record
 
 __all__ = [
     "NO_FUSED_LAYERS",
@@ -19,6 +18,4 @@ __all__ = [
     "Outer",
     "Products",
     "RootFunction",
-    "jacobian_from_record",
-    "jacobian_record",
 ]  # fmt: skip

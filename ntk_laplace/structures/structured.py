@@ -16,11 +16,10 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.structures.accumulation import Accumulation
-from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
 from ntk_laplace.structures.data_passes import ModelSignature, common_factor, jvp, read_rows, selected, vjp
 from ntk_laplace.structures.model import LinearizedModel
-from ntk_laplace.structures.records import from_record, record, resumed
+from ntk_laplace.structures.resuming import require_same_model, resumed, save_regularly
 from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis
 
 __all__ = ["StructuredSpec", "StructuredStructure"]
@@ -42,12 +41,12 @@ class StructuredSpec(BlockSpec):
             accumulated = Accumulation(self, signature=ModelSignature(model))
             _reuse_eigenbasis(accumulated, self.basis, model)
         else:
-            _require_same_model(accumulated, model)
+            require_same_model(accumulated, model)
         return _fitted(model, source, self, accumulated)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> StructuredStructure:
         """From the sums of a checkpoint."""
-        gathered = from_record(saved.state)
+        gathered = Accumulation.from_record(saved.state)
         extras = [None if extra is None else LowRank(**extra) for extra in saved.state["extras"]]
         at = _AtLikelihood(gathered, extras, copy.deepcopy(model.likelihood))
         return StructuredStructure(gathered.spec, saved.source, saved.points, at)
@@ -60,7 +59,7 @@ def _fitted(
     spec.check(model.prior)
     if source.length is not None:
         model.likelihood.bind(source.length, model.network.num_outputs)
-    accumulated.checkpoint = Autosave(model.settings.checkpoint)
+    save_regularly(accumulated, model.settings.checkpoint)
     accumulated.advance(model, source)
     points = accumulated.points
     accumulated.forget()
@@ -243,7 +242,7 @@ class StructuredStructure(Structure):
             at.accumulated, summaries=[s.scaled(at.scale) for s in at.accumulated.summaries],
             eigenbases=eigenbases if all(eigenbasis.made for eigenbasis in eigenbases) else [],
         )  # fmt: skip
-        return record(now, include_data=False) | {
+        return now.record(include_data=False) | {
             "extras": [None if extra is None else vars(extra).copy() for extra in at.extras]
         }
 
@@ -286,14 +285,6 @@ def _reuse_eigenbasis(accumulated: Accumulation, given: HasEigenbasis | None, mo
         raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(found.structure),
                                "Take the basis from a posterior of the same structure.")
     accumulated.parameter_blocks, accumulated.eigenbases = list(found.parameter_blocks), list(found.eigenbases)
-
-
-def _require_same_model(accumulated: Accumulation, model: LinearizedModel) -> None:
-    """Refuse to resume a fit under a different model."""
-    for what, now in ModelSignature(model).items():
-        if accumulated.signature.get(what) != now:
-            raise UnsupportedError(f"to resume with the {what} of the interrupted fit", "another",
-                                   "Pass the same arguments, or start anew without resume=.")
 
 
 def _require_mergeable(first: StructuredStructure, second: StructuredStructure) -> None:
