@@ -51,7 +51,8 @@ def test_moments_of_both_spaces_are_the_dense_ones(case):
         assert relative_error(variance, blocks) < limit
 
 
-@pytest.mark.parametrize("case", TURNS, ids=ids)
+# in the last one, rounding of a large objective hides the last steps' gain from a line search
+@pytest.mark.parametrize("case", [*TURNS, ("conv_padding", "poisson", "parameter")], ids=ids)
 def test_mean_of_the_refitted_linear_model(case):
     """f + J(θ̄ - θ*) away from the MAP, under every kind of prior mean, θ̄ by dense Newton steps to the optimum."""
     problem_, reference = problem(case[0]), truth(*case)

@@ -81,13 +81,14 @@ def test_the_mean_is_the_optimum_of_the_linear_model(likelihood: str, structure:
 
 def test_the_optimum_is_found_once_and_follows_the_hyperparameters(monkeypatch) -> None:
     posterior, (_, x, _), calls = fitted("categorical"), case("categorical"), []
-    whole = type(posterior.fitted).solve_at
+    structure = type(posterior.fitted.structure)
+    whole = structure.solve_at
 
     def counted(*arguments):
         calls.append(1)
         return whole(*arguments)
 
-    monkeypatch.setattr(type(posterior.fitted), "solve_at", counted)
+    monkeypatch.setattr(structure, "solve_at", counted)
     first = posterior.latent_moments(x, mean="posterior")[0]
     count = len(calls)
     assert torch.equal(posterior.latent_moments(x, mean="posterior")[0], first) and len(calls) == count > 2

@@ -4,11 +4,13 @@ from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, FusedSums, Products
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
+from ntk_laplace.jacobian.rules import Extractor, Use, register_rule
 
 __all__ = [
     "NO_FUSED_LAYERS",
     "Block",
     "Dense",
+    "Extractor",
     "FusedLayer",
     "FusedLayers",
     "FusedSums",
@@ -18,4 +20,6 @@ __all__ = [
     "Outer",
     "Products",
     "RootFunction",
+    "Use",
+    "register_rule",
 ]  # fmt: skip

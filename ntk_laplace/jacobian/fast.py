@@ -1,7 +1,7 @@
 """Optimizations of the Jacobian pass, apart from the code that they speed up.
 
-Each has a plain version that gives the same numbers; tests/test_fast.py compares the two. The gains are those that
-``python examples/benchmarks/optimizations.py --repeats 4`` prints on one thread of a CPU that other processes shared:
+Each has a plain version that gives the same numbers; tests/test_optimizations.py compares the two. The gains are what
+``python examples/benchmarks/optimizations.py --repeats 4`` printed on one thread of a CPU that other processes shared:
 
 * Fused accumulation: sums of a layer's output gradients, for structures that need no rows of the Jacobian. A layer with
   one position and one use becomes a `FusedSums`, whose sums are accumulated during the backward passes; the gradients

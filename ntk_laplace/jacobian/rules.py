@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ntk_laplace import tuning
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.layout import Layout
 from ntk_laplace.jacobian.path import ParameterPath
 
-__all__ = ["RULES", "Extractor", "Use"]
+__all__ = ["RULES", "Extractor", "Rule", "Use", "register_rule"]
 
 
 @dataclass(frozen=True)
@@ -311,7 +312,10 @@ def _prelu(use: Use) -> Extractor | None:
     return _summed(use, _saved(use.node, "self").clamp_max(0.0)) if use.operand == 1 else None
 
 
-RULES: dict[str, Callable[[Use], Extractor | None]] = {
+Rule = Callable[[Use], Extractor | None]
+"""Maps the use of an operand to an extractor; None if the rule does not apply."""
+
+RULES: dict[str, Rule] = {
     "AddmmBackward": _addmm,
     "MmBackward": _mm,
     "BmmBackward": _mm,
@@ -332,3 +336,29 @@ RULES: dict[str, Callable[[Use], Extractor | None]] = {
     "RepeatBackward": _repeat,
     "PreluKernelBackward": _prelu,
 }
+
+
+def register_rule(kind: str) -> Callable[[Rule], Rule]:
+    """Decorator: make a rule known for an autograd node, for example of a `torch.autograd.Function` of one's own.
+
+    Parameters
+    ----------
+    kind : str
+        Name of the node without its number: ``type(output.grad_fn).__name__`` of an ``AddmmBackward0`` is
+        "AddmmBackward", of a function ``Scale`` it is "ScaleBackward".
+
+    Raises
+    ------
+    UnsupportedError
+        If the library has a rule for this node.
+    """
+
+    def register(rule: Rule) -> Rule:
+        known = RULES.get(kind)
+        if known is not None and known.__module__ == __name__:
+            raise UnsupportedError("an autograd node that the library has no rule for", repr(kind),
+                                   "Name the node of your own function; networks with other nodes need no rule.")
+        RULES[kind] = rule
+        return rule
+
+    return register

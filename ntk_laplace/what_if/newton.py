@@ -122,15 +122,17 @@ def descend(problem: Objective, start: Iterate, steps: int | None) -> tuple[Iter
     for _ in range(tuning.NEWTON_STEPS if steps is None else steps):
         before = at
         direction, decrement = problem.direction(at)
-        if steps is not None:
+        scale = 1.0 + abs(problem.value(at))
+        # the gain of a step below the rounding of the objective: no line search can see it
+        reached = decrement <= eps[0] * scale and decrement <= 4 * last
+        if steps is not None or reached:
             at = at.along(direction, 1.0)
+            if reached and steps is None:
+                return before, at
             continue
         at, size = problem.search(at, direction, decrement)
-        # quadratic convergence: after this step the distance is of the order of the decrement; rounding in a
-        # float32 network's rows stops it earlier. If the decrement grows, no optimum is near
-        scale = 1.0 + abs(problem.value(at))
-        small = decrement <= eps[0] * scale or last / 4 <= decrement <= eps[1] * scale
-        if size == 1.0 and small and decrement <= 4 * last:
+        # rounding in a float32 network's rows stops the decrement earlier; if it grows, no optimum is near
+        if size == 1.0 and last / 4 <= decrement <= eps[1] * scale:
             return before, at
         last = decrement
     if steps is None:
