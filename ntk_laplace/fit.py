@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ntk_laplace.checkpoint import restored_model
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches
 from ntk_laplace.errors import UnsupportedError
@@ -32,6 +31,7 @@ from ntk_laplace.structures import (
     require_name,
     structure_of,
 )
+from ntk_laplace.structures.checkpoint import restored_model
 from ntk_laplace.structures.data_passes import ModelSignature, digest
 
 __all__ = ["fit_with", "laplace", "load", "spec_of"]

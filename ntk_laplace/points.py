@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +152,11 @@ class TrainingPoints:
         targets = torch.cat([likelihood.in_form_of(*pair) for pair in pairs])
         return TrainingPoints(f, targets, weights, expanded)
 
+    def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
+        """Plain containers of tensors: number and log likelihood, and with `include_data` the points themselves."""
+        data = {"f": self.f, "targets": self.targets, "weights": self.weights} if include_data else {}
+        return _summary(self, likelihood) | data
+
     @classmethod
     def checked(
         cls, likelihood: Likelihood, f: Tensor, targets: Tensor, weights: Tensor | None = None
@@ -258,6 +264,15 @@ class UnsavedPoints(TrainingPoints):
         """The same on another device, with another dtype."""
         moved = tuple(value.to(device) for value in self._hyperparameters)
         return UnsavedPoints(*self._sizes, self._value.to(device), moved, self._total)
+
+    def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
+        """Number and log likelihood, as in the checkpoint; there are no data to include."""
+        return _summary(self, likelihood)
+
+
+def _summary(points: TrainingPoints | UnsavedPoints, likelihood: Likelihood) -> dict[str, Any]:
+    value = points.log_likelihood(likelihood).detach()
+    return {"num_examples": points.num_examples, "log_likelihood": value, "total": points.total(likelihood)}
 
 
 def _not_saved(what: str) -> UnsupportedError:

@@ -7,11 +7,16 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 
+import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.errors import DataError
+from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.metrics import Reliability
+from ntk_laplace.selection import LearningCurve
+from ntk_laplace.training import EvidenceHistory
 
 
 def panels(figure: Figure) -> list:
@@ -28,6 +33,14 @@ def drawn(axes, label: str) -> tuple[np.ndarray, np.ndarray]:
 def line_figure() -> Figure:
     x = np.linspace(-1, 1, 20)
     return plotting.predictive_1d(x, x**2, 0.1 + 0 * x, 0.2 + 0 * x, ([0.0], [0.1]), x**2, "a title")
+
+
+def explained() -> ntkl.Explanation:
+    """Two training points behind the prediction of a linear network."""
+    network = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    x = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+    torch.nn.init.ones_(network.weight)
+    return ntkl.laplace(network, (x, x + 0.5), ntkl.Gaussian(1.0), structure="gp").explain(x[:1])
 
 
 BINS = Reliability(np.array([0.6, 0.95]), np.array([0.5, 0.97]), np.array([4, 30]))
@@ -52,7 +65,18 @@ FIGURES = {
     ),
     "selection_curves": lambda: plotting.selection_curves({"one": ([0.1, 1.0], {"evidence": [-2.0, -1.0]})}),
     "image_explanations": lambda: plotting.image_explanations([ROW, ROW], "log odds"),
-}  # fmt: skip
+    "explanation": lambda: plotting.explanation(explained()),
+    "hyperparameter_history": lambda: plotting.hyperparameter_history(
+        HyperparameterHistory("gradient", ["noise"], [-9.0, -5.0], [[2.0], [1.0]], message="done")
+    ),
+    "training_history": lambda: plotting.training_history(
+        EvidenceHistory(["noise"], [1, 3], [-9.0, -5.0], [-9.5, -5.5], [[2.0], [1.0]], [8.0, 7.0, 6.0])
+    ),
+    "learning_curve": lambda: plotting.learning_curve(LearningCurve(torch.linspace(-2, -1, 24).reshape(2, 12))),
+    "removal_curves": lambda: plotting.removal_curves([0, 5, 10], {"ours": [0.1, 0.3, 0.6], "chance": [0.1, 0.1, 0.2]}),
+}
+UNTITLED = {"image_explanations", "explanation", "hyperparameter_history", "training_history", "learning_curve",
+            "removal_curves"}  # fmt: skip
 
 
 def test_every_public_picture_is_drawn_here() -> None:
@@ -67,7 +91,7 @@ def test_same_numbers_give_the_same_bytes(name: str) -> None:
     assert first == second and first.startswith(b"\x89PNG") and len(first) > 2000
 
 
-@pytest.mark.parametrize("name", sorted(set(FIGURES) - {"image_explanations"}))
+@pytest.mark.parametrize("name", sorted(set(FIGURES) - UNTITLED))
 def test_axes_are_labelled_and_titled(name: str) -> None:
     axes = panels(FIGURES[name]())
     assert all(a.get_xlabel() for a in axes if a.get_subplotspec().is_last_row())

@@ -559,6 +559,25 @@ def test_resuming_something_else_is_refused(change):
         fresh_fit("deep_mlp", *asked, "kfac", data=data, settings=interrupted_kfac())
 
 
+def test_files_of_early_versions_resume_and_later_ones_are_refused(tmp_path):
+    """Early files have no entry for their format."""
+    case, path = problem("deep_mlp"), tmp_path / "fit.pt"
+    y = targets(LIKELIHOODS["categorical"], case)
+    with pytest.raises(ntkl.FitInterrupted):
+        fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac",
+                  data=DataLoader(Interrupted(case.x, y, 5), batch_size=2),
+                  settings=ntkl.Settings(batch_size=2, checkpoint=path))  # fmt: skip
+    record = torch.load(path, weights_only=True)
+    assert record["format"] == "ntk_laplace fit" and record["version"] == 1
+    asked = {"data": loader(case.x, y, batch_size=2), "settings": ntkl.Settings(batch_size=2, resume=path)}
+    torch.save({"accumulation": record["accumulation"]}, path)
+    found = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", **asked)
+    assert_same(found, fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac"), case.x_new, 1e-10)
+    torch.save(record | {"version": 2}, path)
+    with pytest.raises(ntkl.DataError, match="version 1 or older; got version 2"):
+        fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", **asked)
+
+
 def test_resuming_with_other_weights_is_refused(tmp_path):
     """From memory and from a file, where the fingerprint of the weights that were is all there is."""
     case, network = problem("deep_mlp"), copy.deepcopy(problem("deep_mlp").network)

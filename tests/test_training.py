@@ -20,6 +20,7 @@ import ntk_laplace as ntkl
 from ntk_laplace.data import Batches
 from ntk_laplace.hyperparameters import Variables
 from ntk_laplace.network import Caller
+from ntk_laplace.serialization import load_random, random_state
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.objective import Objective
@@ -651,13 +652,15 @@ def test_what_is_no_checkpoint(tmp_path) -> None:
     with pytest.raises(ntkl.DataError, match="no such file"):
         train(mlp(1, 5, 1), settings=ntkl.Settings(resume=tmp_path / "none.pt"))
     torch.save({"weights": torch.ones(1)}, tmp_path / "other.pt")
-    with pytest.raises(ntkl.DataError, match="the state of an interrupted training"):
+    with pytest.raises(ntkl.DataError, match=r"checkpoint of a training at .*other\.pt; got another file"):
         train(mlp(1, 5, 1), settings=ntkl.Settings(resume=tmp_path / "other.pt"))
+    with pytest.raises(ntkl.DataError, match="the state of an interrupted training"):
+        train(mlp(1, 5, 1), settings=ntkl.Settings(resume={"weights": torch.ones(1)}))
     with pytest.raises(ntkl.DataError, match="version 1 or older; got version 2"):
-        state.read({"format": state.FORMAT, "version": 2}, torch.device("cpu"))
-    random_sources = state.random_state(torch.device("cpu"), [torch.Generator()])
+        state.read(state.FORMAT.header | {"version": 2}, torch.device("cpu"))
+    random_sources = random_state(torch.device("cpu"), [torch.Generator()])
     with pytest.raises(ntkl.UnsupportedError, match="data with 1 random generators, as before; got 0"):
-        state.load_random(random_sources, torch.device("cpu"), [])
+        load_random(random_sources, torch.device("cpu"), [])
 
 
 def test_training_continues_after_its_end(tmp_path) -> None:

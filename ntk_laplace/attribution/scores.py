@@ -210,17 +210,9 @@ class RemovalCurve:
 
     def plot(self, label: str = "outcome") -> Figure:
         """Plot one line per ranking."""
-        from matplotlib.figure import Figure
+        from ntk_laplace.plotting import removal_curves
 
-        figure = Figure(figsize=(5.6, 3.8), layout="constrained")
-        axes = figure.add_subplot()
-        markers = "osv^Dx+*"
-        for number, (name, values) in enumerate(self.outcomes.items()):
-            axes.plot(self.removed, values, marker=markers[number % len(markers)], ms=4, label=name)
-        axes.set(xlabel="training points removed", ylabel=label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9)
-        return figure
+        return removal_curves(self.removed, self.outcomes, label)
 
 
 def removal_curve(

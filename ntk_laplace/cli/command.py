@@ -23,7 +23,7 @@ from ntk_laplace.structures import structure_names
 
 __all__ = ["main"]
 
-OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, INTERRUPTED = 0, 1, 130  # 2, wrong usage, is that of argparse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["ModelComparison", "ModelScores"]
 
 CRITERIA = ("evidence", "conditional", "loo", "bic", "aic")
-TEST = ("test_log_likelihood", "test_accuracy", "test_brier", "test_ece", "test_rmse")
 LESS_IS_BETTER = ("test_brier", "test_ece", "test_rmse")
 _HEADINGS = {
     "parameters": ("P", "{:,}"), "effective_parameters": ("effective", "{:.1f}"), "evidence": ("evidence", "{:.2f}"),

@@ -5,6 +5,8 @@ Eigenvalues alone are cheaper than both, and sufficient for the evidence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -126,3 +128,16 @@ class Eigenbasis:
         """The same eigenbasis on another device, or in another floating type."""
         outer, inner = (None if side is None else side.to(device, dtype) for side in (self._outer, self._inner))
         return Eigenbasis(outer, inner, self._scales)
+
+    def record(self) -> dict[str, Tensor | None]:
+        """Plain containers of tensors. The keys are of version 1."""
+        basis = self.basis
+        return {"basis_left": basis.left, "basis_right": basis.right, "left": self.left, "right": self.right}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Tensor | None]) -> Eigenbasis:
+        """Restore an eigenbasis from its record."""
+        if record["right"] is None:
+            return cls()
+        outer, inner = (FactorEigen(None, record[side], record[f"basis_{side}"]) for side in ("left", "right"))
+        return cls(outer, inner)

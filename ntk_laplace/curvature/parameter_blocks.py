@@ -7,9 +7,9 @@ exact block if they are small, else an exact diagonal. H has no entries between 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -83,6 +83,15 @@ class ParameterBlock:
         form = {"kronecker": f"{o} x {i}", "block": f"{i} x {i}", "diagonal": f"{self.size:,}"}[self.kind]
         times = f"{g} times " if g > 1 else ""
         return f"{' + '.join(self.names)}: {self.kind} {times}{form}"
+
+    def record(self) -> dict[str, Any]:
+        """Plain containers of tensors."""
+        return asdict(self) | {"entries": list(self.entries)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> ParameterBlock:
+        """Restore a block from its record."""
+        return cls(**(dict(record) | {"entries": tuple(record["entries"])}))
 
     # --- between θ and (G, o, i)
 

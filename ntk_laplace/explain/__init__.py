@@ -4,12 +4,13 @@ from ntk_laplace.explain.explanation import Explanation, ExplanationRequest, byt
 from ntk_laplace.explain.joint_removal import GroupRemoval, JointRemoval
 from ntk_laplace.explain.leave_one_out import LeaveOneOut, leave_one_out, leave_one_out_score
 from ntk_laplace.explain.quantity import SPREADS
-from ntk_laplace.explain.ranked import Ranked, joined
+from ntk_laplace.explain.ranked import Entry, Ranked, joined
 from ntk_laplace.explain.ranking import Ranking, effects, rank
 from ntk_laplace.explain.reliability import Reliability
 
 __all__ = [
     "SPREADS",
+    "Entry",
     "Explanation",
     "ExplanationRequest",
     "GroupRemoval",

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ntk_laplace.data import RowBuffer
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
-from ntk_laplace.explain.picture import draw
 from ntk_laplace.explain.quantity import SPREADS, Quantity
 from ntk_laplace.what_if import HIGH_LEVERAGE
 
@@ -193,7 +192,9 @@ class Ranked:
         DataError
             If inputs, training inputs, shape and names do not match.
         """
-        return draw(self, inputs, training, shape, names)
+        from ntk_laplace.plotting import explanation
+
+        return explanation(self, inputs, training, shape, names)
 
     def to_html(
         self, k: int | None = None, inputs: Tensor | None = None, training: Tensor | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["HyperparameterHistory", "draw_history"]
+__all__ = ["HyperparameterHistory"]
 
-_MOST_LINES = 12  # maximum hyperparameters plotted
 _ROUNDING = 2.0**-50  # relative rounding of an evidence in float64
-_MOST_INSIDE, _LONG = 4, 20  # entries, and letters per entry, of a legend inside the axes
 
 
 @dataclass
@@ -80,45 +77,10 @@ class HyperparameterHistory:
 
     def plot(self) -> Figure:
         """Plot the evidence over the steps, and the hyperparameters on a log scale below."""
-        figure = draw_history("step", range(len(self)), self.evidence, self.names, self.values)
-        figure.axes[0].set_title(f"{self.method}: {self.message}", fontsize=10)
-        return figure
+        from ntk_laplace.plotting import hyperparameter_history
+
+        return hyperparameter_history(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
         return dict(vars(self))
-
-
-def draw_history(
-    axis: str, steps: Sequence[int], evidence: Sequence[float], names: Sequence[str], values: Sequence[Sequence[float]]
-) -> Figure:
-    """Plot the evidence over steps or epochs, and hyperparameters on a log scale below.
-
-    Parameters
-    ----------
-    axis : str
-        Label of the horizontal axis, the unit of `steps`.
-    steps, evidence : sequences of equal length
-    names : sequence of str
-    values : sequence of sequences
-        Hyperparameters at each step in the order of `names`.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    marker = "." if len(steps) < 40 else None
-    top.plot(steps, evidence, color="#1f4e79", marker=marker)
-    top.set_ylabel("evidence, nats")
-    for number, name in enumerate(names[:_MOST_LINES]):
-        bottom.semilogy(steps, [row[number] for row in values], label=name, marker=marker)
-    shown = f"\n(first {_MOST_LINES} of {len(names)})" if len(names) > _MOST_LINES else ""
-    bottom.set(xlabel=axis, ylabel="hyperparameter" + shown)
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    longest = max(map(len, names), default=0)
-    if len(names) > _MOST_INSIDE or longest > _LONG:  # the legend would cover the lines
-        figure.legend(fontsize=8, ncols=max(1, min(4, 100 // (longest + 8))), loc="outside lower center")
-    else:
-        bottom.legend(fontsize=8, ncols=2)
-    return figure

@@ -5,7 +5,6 @@ from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedLayer, FusedLayers, 
 from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.passes import JacobianPass, RootFunction
 from ntk_laplace.jacobian.rules import Extractor, Use, register_rule
-from ntk_laplace.jacobian.serialization import jacobian_from_record, jacobian_record
 
 __all__ = [
     "NO_FUSED_LAYERS",
@@ -22,7 +21,5 @@ __all__ = [
     "Products",
     "RootFunction",
     "Use",
-    "jacobian_from_record",
-    "jacobian_record",
     "register_rule",
 ]  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.jacobian.blocks import Block, Dense, summed, written_out
+from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer, summed, written_out
 
 __all__ = ["Jacobian"]
 
@@ -101,3 +102,28 @@ class Jacobian:
         total, (k, n) = written_out(self.blocks), (self.num_cotangents, self.num_examples)
         rows = {name: total[name] if name in total else self.f.new_zeros(k, n, p) for name, p in sizes.items()}
         return replace(self, blocks=(Dense.cat([Dense.of(name, own) for name, own in rows.items()]),))
+
+    def record(self) -> dict[str, Any]:
+        """Plain containers of tensors: each block as its fields and the name of its type. The keys are of version 1."""
+        blocks = [_block_record(block) for block in self.blocks]
+        return {"blocks": blocks, "num_seeds": self.num_cotangents, "num_examples": self.num_examples, "f": self.f}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Jacobian:
+        """Restore a Jacobian from its record."""
+        blocks = tuple(_block(**own) for own in record["blocks"])
+        return cls(blocks, record["num_seeds"], record["num_examples"], record["f"])
+
+
+def _block_record(block: Block) -> dict[str, Any]:
+    if isinstance(block, Dense):
+        return {"kind": "Wide", "spans": [list(span) for span in block.spans], "rows": block.rows}
+    return {"kind": type(block).__name__} | {field.name: getattr(block, field.name) for field in fields(block)}
+
+
+def _block(kind: str, **values: Any) -> Block:
+    if kind == "Wide":
+        return Dense(tuple((name, start, stop) for name, start, stop in values["spans"]), values["rows"])
+    if kind == "Dense":  # one parameter, with the cotangents first
+        return Dense.of(values["weight"], values["rows"])
+    return {"Outer": Outer, "Lookup": Lookup}[kind](**values)

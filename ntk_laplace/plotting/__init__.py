@@ -1,10 +1,13 @@
-"""Plots of predictions as matplotlib figures, without pyplot, global state or import side effects.
+"""All plots, as matplotlib figures, without pyplot, global state or import side effects.
 
-Functions take arrays and return a `Figure`, which `png` converts to bytes. Every difference in color is also a
-difference in shape or position.
+Functions take arrays, or a result of the library, and return a `Figure`, which `png` converts to bytes. Every
+difference in color is also a difference in shape or position. The `plot` methods of results call these functions.
 """
 
 from ntk_laplace.plotting.calibration import confidence_histograms, coverage_diagram, reliability_diagram
+from ntk_laplace.plotting.curves import learning_curve, removal_curves
+from ntk_laplace.plotting.explanations import explanation
+from ntk_laplace.plotting.histories import hyperparameter_history, training_history
 from ntk_laplace.plotting.images import ImageExplanation, image_explanations
 from ntk_laplace.plotting.predictions import Panel, predictive_1d, predictive_2d
 from ntk_laplace.plotting.selection import evidence_comparison, model_ranking, selection_curves
@@ -22,11 +25,16 @@ __all__ = [
     "confidence_histograms",
     "coverage_diagram",
     "evidence_comparison",
+    "explanation",
+    "hyperparameter_history",
     "image_explanations",
+    "learning_curve",
     "model_ranking",
     "png",
     "predictive_1d",
     "predictive_2d",
     "reliability_diagram",
+    "removal_curves",
     "selection_curves",
+    "training_history",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Size, Tensor, nn
@@ -189,6 +190,26 @@ class GaussianPrior(nn.Module):
         kind = self.groups if isinstance(self.groups, str) else list(self.groups)
         count = "not bound" if self.log_precision is None else f"{self.log_precision.numel()} precision(s)"
         return f"groups={kind!r}, {count}"
+
+    # --- storage -----------------------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any]:
+        """A bound prior as plain containers of tensors."""
+        groups = self.groups if isinstance(self.groups, str) else {g: list(names) for g, names in self.groups.items()}
+        mean = self.flat_mean()
+        same = bool((mean == mean[0]).all())
+        return {
+            "groups": groups, "mean": float(mean[0]) if same else mean.clone(),
+            "log_precision": self._log_precision().detach().clone(),
+        }  # fmt: skip
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], shapes: Mapping[str, Size]) -> GaussianPrior:
+        """Restore a prior from its record, bound to parameters of these names and shapes."""
+        prior = cls(mean=record["mean"], groups=record["groups"]).bind(shapes)
+        with torch.no_grad():
+            prior._log_precision().copy_(record["log_precision"])
+        return prior
 
     # --- internal ----------------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LearningCurve", "require_beginning"]
 
-_WINDOW = 20  # maximum window of the running mean, in points; a tenth of the curve if that is less
-
 
 @dataclass(frozen=True)
 class LearningCurve:
@@ -65,24 +63,9 @@ class LearningCurve:
 
     def plot(self) -> Figure:
         """Plot the terms, and their cumulative sum, the evidence, below ([L22] Fig. 4)."""
-        from matplotlib.figure import Figure
+        from ntk_laplace.plotting import learning_curve
 
-        frame = self.to_dataframe()
-        figure = Figure(figsize=(6.4, 5.2), layout="constrained")
-        top, bottom = figure.subplots(2, 1, sharex=True)
-        window = max(1, min(_WINDOW, len(frame) // 10))
-        smooth = frame["log_density"].rolling(window, center=True, min_periods=1).mean()
-        label = f"mean of {len(self.terms)} orders" if len(self.terms) > 1 else "one order"
-        top.plot(frame["n"], frame["log_density"], ".", ms=3, color="#9aa3ad", label=label)
-        top.plot(frame["n"], smooth, color="#1f4e79", label=f"running mean of {window}")
-        top.set_ylabel("point n given those before, nats")
-        # the first terms may be far below all others
-        low, high = smooth[len(frame) // 10 :].min(), frame["log_density"].max()
-        top.set_ylim(low - 0.3 * (high - low) - 0.1, high + 0.1 * (high - low) + 0.1)
-        top.legend(fontsize=8, loc="lower right")
-        bottom.plot(frame["n"], frame["evidence_so_far"], color="#1f4e79")
-        bottom.set(xlabel="points seen, n", ylabel="evidence of the first n, nats")
-        return figure
+        return learning_curve(self)
 
 
 def require_beginning(m: int, num_examples: int, least: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ntk_laplace.curvature import (
     Summary,
     find_parameter_blocks,
 )
-from ntk_laplace.data import Inputs, RowBuffer, Source, num_examples
+from ntk_laplace.data import Inputs, RowBuffer, Source, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.points import TrainingPoints
@@ -29,6 +30,7 @@ from ntk_laplace.structures.agreement import agreed_blocks, plain_blocks, total,
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import collected, collected_points, read_batches
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.structure import of_kind, structure_of
 
 __all__ = ["FIRST", "SECOND", "Accumulation"]
 
@@ -146,6 +148,34 @@ class Accumulation:
         return replace(self, summaries=summaries, parameter_blocks=list(self.parameter_blocks),
                        eigenbases=list(self.eigenbases), f=self.f.copy(),
                        targets=self.targets.copy(), weights=self.weights.copy())
+
+    def record(self, include_data: bool) -> dict[str, Any]:
+        """Plain containers of tensors; outputs, targets and weights only with `include_data`. Keys of version 1."""
+        data = {"f": self.f, "targets": self.targets, "weights": self.weights}
+        return {
+            "form": {"name": self.spec.name, "options": self.spec.options()},
+            "model": dict(self.signature),
+            "stage": self.stage,
+            "batches_done": self.batches_done,
+            "examples_done": self.examples_done,
+            "parts": [block.record() for block in self.parameter_blocks],
+            "sums": [dict(summary.sums) for summary in self.summaries],
+            "frames": [eigenbasis.record() for eigenbasis in self.eigenbases],
+        } | {name: [rows.rows] if include_data and len(rows) else [] for name, rows in data.items()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Accumulation:
+        """Restore an accumulation from its record."""
+        blocks, sums = [ParameterBlock.from_record(own) for own in record["parts"]], record["sums"]
+        spec = structure_of(record["form"]["name"], record["form"]["options"])
+        return cls(
+            of_kind(BlockSpec, spec),  # type: ignore[type-abstract]  # the class is only compared
+            dict(record["model"]),
+            record["stage"], record["batches_done"], record["examples_done"], blocks,
+            [Summary(block, dict(own)) for block, own in zip(blocks, sums, strict=True)] if sums else [],
+            [Eigenbasis.from_record(own) for own in record["frames"]],
+            fill_buffer(record["f"]), fill_buffer(record["targets"]), fill_buffer(record.get("weights", [])),
+        )  # fmt: skip
 
     def _first(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
         """First pass, one batch: find the parameter blocks (first batch only), add to the sums, store outputs."""

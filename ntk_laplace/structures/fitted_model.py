@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -169,7 +169,3 @@ class FittedModel:
     def to(self, device: torch.device, dtype: torch.dtype) -> FittedModel:
         """On another device, with another dtype for the algebra; hyperparameters move in place."""
         return FittedModel(self.model.to(device, dtype), self.structure.to(device, dtype))
-
-    def displaced(self, displacement: Tensor | None) -> FittedModel:
-        """At other weights of the linearized model, with the same structure."""
-        return replace(self, model=replace(self.model, displacement=displacement))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.data import RowBuffer, Source
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.jacobian import Jacobian, jacobian_from_record, jacobian_record
+from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.points import TrainingPoints
 from ntk_laplace.resources import format_bytes, require_memory
 from ntk_laplace.structures.data_passes import collected_points, read_batches
@@ -76,7 +76,7 @@ class FunctionSpace(StructureSpec):
 
     def restored(self, model: LinearizedModel, saved: Saved) -> FunctionSpaceStructure:
         """From the rows of a checkpoint."""
-        return FunctionSpaceStructure(self, jacobian_from_record(saved.state), saved.points)
+        return FunctionSpaceStructure(self, Jacobian.from_record(saved.state), saved.points)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class FunctionSpaceStructure(Structure):
                 'include_data=True to save structure="gp"', "include_data=False",
                 "Function space is made of its training points: their rows contain the inputs of the first layer.",
             )  # fmt: skip
-        return jacobian_record(self.rows)
+        return self.rows.record()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FunctionSpaceStructure:
         """The rows on another device, with another dtype; none is recomputed."""

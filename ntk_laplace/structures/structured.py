@@ -16,7 +16,6 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.structures.accumulation import Accumulation
-from ntk_laplace.structures.autosave import Autosave
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
 from ntk_laplace.structures.data_passes import (
     ModelSignature,
@@ -28,7 +27,7 @@ from ntk_laplace.structures.data_passes import (
     vjp,
 )
 from ntk_laplace.structures.model import LinearizedModel
-from ntk_laplace.structures.records import from_record, record, resumed
+from ntk_laplace.structures.resuming import require_same_model, resumed, save_regularly
 from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis, of_kind, require_one_process
 
 __all__ = ["StructuredSpec", "StructuredStructure"]
@@ -50,12 +49,12 @@ class StructuredSpec(BlockSpec):
             accumulated = Accumulation(self, signature=ModelSignature(model))
             _reuse_eigenbasis(accumulated, self.basis, model)
         else:
-            _require_same_model(accumulated, model)
+            require_same_model(accumulated, model)
         return _fitted(model, source, self, accumulated)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> StructuredStructure:
         """From the sums of a checkpoint."""
-        gathered = from_record(saved.state)
+        gathered = Accumulation.from_record(saved.state)
         extras = [None if extra is None else LowRank(**extra) for extra in saved.state["extras"]]
         at = _AtLikelihood(gathered, extras, copy.deepcopy(model.likelihood))
         return StructuredStructure(of_kind(StructuredSpec, gathered.spec), saved.source, saved.points, at)
@@ -70,7 +69,7 @@ def _fitted(
     count = source.length if reducer.world_size == 1 else source.numbers(reducer)[1]
     if count is not None:
         model.likelihood.bind(count, model.network.num_outputs)
-    accumulated.checkpoint = Autosave(model.settings.checkpoint)
+    save_regularly(accumulated, model.settings.checkpoint)
     accumulated.advance(model, source)
     points = accumulated.points(model, source)
     accumulated.forget()
@@ -256,7 +255,7 @@ class StructuredStructure(Structure):
             at.accumulated, summaries=[s.scaled(at.scale) for s in at.accumulated.summaries],
             eigenbases=eigenbases if all(eigenbasis.made for eigenbasis in eigenbases) else [],
         )  # fmt: skip
-        return record(now, include_data=False) | {
+        return now.record(include_data=False) | {
             "extras": [None if extra is None else vars(extra).copy() for extra in at.extras]
         }
 
@@ -306,14 +305,6 @@ def _reuse_eigenbasis(accumulated: Accumulation, given: HasEigenbasis | None, mo
                                "Fit both with the same dtype: a cast basis is not orthogonal to rounding.")
     accumulated.parameter_blocks = list(found.parameter_blocks)
     accumulated.eigenbases = [eigenbasis.to(device, dtype) for eigenbasis in found.eigenbases]
-
-
-def _require_same_model(accumulated: Accumulation, model: LinearizedModel) -> None:
-    """Refuse to resume a fit under a different model."""
-    for what, now in ModelSignature(model).items():
-        if accumulated.signature.get(what) != now:
-            raise UnsupportedError(f"to resume with the {what} of the interrupted fit", "another",
-                                   "Pass the same arguments, or start anew without resume=.")
 
 
 def _require_mergeable(first: StructuredStructure, second: StructuredStructure) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ntk_laplace.hyperparameters import draw_history
-
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
@@ -67,22 +65,10 @@ class EvidenceHistory:
 
     def plot(self) -> Figure:
         """Evidence and loss over the epochs, and the hyperparameters on a log scale below."""
-        figure = draw_history("epoch", self.epochs, self.evidence, self.names, self.values)
-        top = figure.axes[0]
-        top.plot(range(1, len(self.loss) + 1), [-loss for loss in self.loss], color="#b0b0b0", lw=1, zorder=0)
-        top.plot(self.epochs[self.best], self.evidence[self.best], "o", color="#1f4e79", mfc="none", ms=9)
-        top.legend(["evidence", "log joint", "best evidence"], fontsize=8)
-        top.set_ylim(*_window(self.evidence, [-loss for loss in self.loss]))
-        top.set_ylabel("nats")
-        return figure
+        from ntk_laplace.plotting import training_history
+
+        return training_history(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
         return asdict(self)
-
-
-def _window(evidence: list[float], joint: list[float]) -> tuple[float, float]:
-    """Axis limits from a little below the evidence's lower quartile to a little above all values."""
-    low, high = sorted(evidence)[len(evidence) // 4], max(*evidence, *joint)
-    margin = 0.15 * (high - low) or 1.0
-    return low - margin, high + margin

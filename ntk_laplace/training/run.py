@@ -26,6 +26,7 @@ from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import present_values, unmoved
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.serialization import load_optimizer, load_random, load_tensors, module_tensors, random_state
 from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
@@ -75,11 +76,11 @@ class Model:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of weights, buffers and hyperparameters."""
-        return state.tensors(self.network, self.prior, self.likelihood)
+        return module_tensors(self.network, self.prior, self.likelihood)
 
     def load(self, saved: dict[str, Tensor]) -> None:
         """Restore them."""
-        state.load_tensors(saved, self.network, self.prior, self.likelihood)
+        load_tensors(saved, self.network, self.prior, self.likelihood)
 
     def signature(self) -> dict[str, str]:
         """Settings that a resumed training must share with the interrupted one."""
@@ -212,12 +213,12 @@ class Run:
     def snapshot(self) -> dict[str, Any]:
         """All state that another process needs to continue from the end of this epoch."""
         return copy.deepcopy({
-            "format": state.FORMAT, "version": state.VERSION, "signature": self.signature(),
+            **state.FORMAT.header, "signature": self.signature(),
             "schedule": _schedule_record(self.schedule), "tensors": self.model.tensors(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "ascent": self.ascent.state(), "best": self.best, "history": self.history.to_dict(),
-            "stopped": self.stopped, "random": state.random_state(self.device, self.minibatches.generators),
+            "stopped": self.stopped, "random": random_state(self.device, self.minibatches.generators),
         })  # fmt: skip
 
     def signature(self) -> dict[str, str]:
@@ -240,14 +241,14 @@ class Run:
         state.require_same(saved["signature"], self.signature())
         state.require_same(saved["schedule"], _schedule_record(self.schedule))
         saved = copy.deepcopy(saved)
-        state.load_optimizer(saved["optimizer"], self.optimizer)  # first, as it may raise
+        load_optimizer(saved["optimizer"], self.optimizer)  # first, as it may raise
         self.model.load(saved["tensors"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
         self.ascent.restore(saved["ascent"])
         self.best, self.history = saved["best"], EvidenceHistory(**saved["history"])
         self.stopped = saved["stopped"]
-        state.load_random(saved["random"], self.device, self.minibatches.generators)
+        load_random(saved["random"], self.device, self.minibatches.generators)
 
 
 def required(function: Callable[..., Any]) -> list[str]:

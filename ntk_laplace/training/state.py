@@ -1,99 +1,28 @@
-"""The state of a training: all that another process needs to continue to the same result."""
+"""What an interrupted training must share with the one that resumes it."""
 
 from __future__ import annotations
 
-import copy
 import os
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.files import opened
+from ntk_laplace.serialization import FileFormat
 
-__all__ = [
-    "FORMAT",
-    "load_optimizer",
-    "load_random",
-    "load_tensors",
-    "optimizer_words",
-    "random_state",
-    "read",
-    "require_same",
-    "tensors",
-]
+__all__ = ["FORMAT", "optimizer_words", "read", "require_same"]
 
-FORMAT, VERSION = "ntk_laplace training", 1
-
-
-def tensors(*modules: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and buffers, including non-persistent buffers, by name."""
-    found: dict[str, Tensor] = {}
-    for number, module in enumerate(modules):
-        named = (*module.named_parameters(), *module.named_buffers())
-        found |= {f"{number}.{name}": value.detach().clone() for name, value in named}
-    return found
-
-
-@torch.no_grad()
-def load_tensors(saved: Mapping[str, Tensor], *modules: nn.Module) -> None:
-    """Restore them in place."""
-    for number, module in enumerate(modules):
-        for name, value in (*module.named_parameters(), *module.named_buffers()):
-            value.copy_(saved[f"{number}.{name}"])
-
-
-def load_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Restore the optimizer's state in its dtypes; torch would cast all of it to the parameters' dtype."""
-    optimizer.load_state_dict(dict(saved))
-    for number, own in optimizer.state_dict()["state"].items():
-        for name, value in saved["state"][number].items():
-            if isinstance(value, Tensor) and own[name].dtype != value.dtype:
-                own[name] = value.to(own[name].device)
+FORMAT = FileFormat(
+    "ntk_laplace training", 1, "a checkpoint of a training",
+    "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path).",
+)  # fmt: skip
 
 
 def optimizer_words(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's class and initial options; the current learning rate is not included."""
     plain = {name: value for name, value in optimizer.defaults.items() if isinstance(value, (int, float, str, tuple))}
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value!r}' for name, value in plain.items())})"
-
-
-def random_state(device: torch.device, generators: Sequence[torch.Generator]) -> dict[str, Any]:
-    """States of all random sources that an epoch may draw from."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 -- what augmentations draw from
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-        "python": copy.deepcopy(random.getstate()),
-        "generators": [generator.get_state() for generator in generators],
-    }
-
-
-def load_random(saved: Mapping[str, Any], device: torch.device, generators: Sequence[torch.Generator]) -> None:
-    """Restore them.
-
-    Raises
-    ------
-    UnsupportedError
-        If the data's random generators differ from those of the interrupted training.
-    """
-    if len(saved["generators"]) != len(generators):
-        raise UnsupportedError(f"data with {len(saved['generators'])} random generators, as before",
-                               f"{len(generators)}", "Resume with a loader made in the same way.")
-    torch.set_rng_state(saved["cpu"].cpu())
-    if saved["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(saved["cuda"].cpu(), device)
-    kind, keys, *rest = saved["numpy"]
-    np.random.set_state((kind, keys.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    version, internal, gauss = saved["python"]
-    random.setstate((version, tuple(internal), gauss))
-    for generator, state in zip(generators, saved["generators"], strict=True):
-        generator.set_state(state.cpu())
 
 
 def read(resume: Any, device: torch.device) -> dict[str, Any]:
@@ -104,16 +33,12 @@ def read(resume: Any, device: torch.device) -> dict[str, Any]:
     DataError
         If it is not a training state.
     """
-    remedy = "Pass Settings(resume=error.state) of a TrainingInterrupted, or the path of Settings(checkpoint=path)."
     if isinstance(resume, (str, os.PathLike)):
-        resume = opened(resume, "a checkpoint of a training", remedy, device)
-    if not isinstance(resume, dict) or resume.get("format") != FORMAT:
+        return FORMAT.read(resume, device)
+    if not FORMAT.matches(resume):
         raise DataError("the state of an interrupted training, or the file it was saved to",
-                        f"a {type(resume).__name__}", remedy)
-    if resume["version"] > VERSION:
-        raise DataError(f"a checkpoint of version {VERSION} or older", f"version {resume['version']}",
-                        "Update ntk_laplace.")
-    return resume
+                        f"a {type(resume).__name__}", FORMAT.remedy)
+    return FORMAT.supported(resume)
 
 
 def require_same(saved: Mapping[str, str], now: Mapping[str, str]) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches, Inputs, take
 from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInterrupted, UnsupportedError, is_whole
-from ntk_laplace.files import require_place, write
 from ntk_laplace.fit import spec_of
 from ntk_laplace.hyperparameters import Variables
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.network import Caller, Network
 from ntk_laplace.priors import GaussianPrior
 from ntk_laplace.progress import track
+from ntk_laplace.serialization import Autosave, require_writable
 from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
@@ -31,7 +31,7 @@ from ntk_laplace.training.schedule import EvidenceSchedule
 
 __all__ = ["train_with_evidence"]
 
-_EVERY, _SNAPSHOT = 60.0, 1.0  # seconds between checkpoints, and maximum work in seconds that an interruption loses
+_SNAPSHOT = 1.0  # maximum work in seconds that an interruption loses
 
 
 def train_with_evidence(
@@ -125,7 +125,7 @@ def train_with_evidence(
     if scheduler_interval not in ("epoch", "batch"):
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
     if settings.checkpoint is not None:
-        require_place(settings.checkpoint)
+        require_writable(settings.checkpoint)
     likelihood = copy.deepcopy(Likelihood.of(likelihood))
     spec_of(structure)
     frozen = Network(network, None, output, targets)
@@ -169,8 +169,7 @@ def _require_kinds(schedule: Any, callbacks: Any) -> None:
 
 def _go(run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings) -> EvidenceTraining:
     """Run all epochs with a progress bar; the network ends at the best evidence so far, also after an error."""
-    latest, saved = run.snapshot(), time.monotonic()
-    taken = saved
+    latest, taken, save = run.snapshot(), time.monotonic(), Autosave(settings.checkpoint)
     remaining = range(run.epoch, epochs)
     try:
         for _ in track(remaining, run.words, len(remaining), settings.progress):
@@ -184,18 +183,14 @@ def _go(run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings
             now = time.monotonic()
             if now - taken > _SNAPSHOT:
                 latest, taken = run.snapshot(), now
-            if settings.checkpoint is not None and now - saved > _EVERY:
-                write(run.snapshot(), settings.checkpoint)
-                saved = now
+            save(run.snapshot)
         if not run.history.epochs or (run.stopped and run.history.epochs[-1] != run.epoch):
             run.evaluate()  # a callback stopped it between two evaluations
         run.stopped = run.stopped or "all were asked for"
-        if settings.checkpoint is not None:
-            write(run.snapshot() | {"stopped": ""}, settings.checkpoint)
+        save(lambda: run.snapshot() | {"stopped": ""}, now=True)
         return run.result()
     except KeyboardInterrupt as cause:
-        if settings.checkpoint is not None:
-            write(latest, settings.checkpoint)
+        save(lambda: latest, now=True)
         _leave(run)
         raise TrainingInterrupted(latest, len(latest["history"]["loss"]), epochs) from cause
     except Exception:

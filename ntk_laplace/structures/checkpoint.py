@@ -13,26 +13,21 @@ from torch import Tensor, nn
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.data import Batches, kept_or_missing
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
-from ntk_laplace.files import opened
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.likelihoods import Likelihood, likelihood_from_record, likelihood_record
 from ntk_laplace.network import Network, require_module
 from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
 from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.structures import (
-    FittedModel,
-    LinearizedModel,
-    Saved,
-    Settings,
-    StructureSpec,
-    structure_named,
-    structure_of,
-)
+from ntk_laplace.serialization import FileFormat
 from ntk_laplace.structures.data_passes import digest, read_points
+from ntk_laplace.structures.fitted_model import FittedModel
+from ntk_laplace.structures.model import LinearizedModel, Settings
+from ntk_laplace.structures.structure import Saved, StructureSpec, structure_named, structure_of
 
 __all__ = ["posterior_record", "restored_model"]
 
-_FORMAT, _VERSION = "ntk_laplace posterior", 1
+_FORMAT = FileFormat("ntk_laplace posterior", 1, "a checkpoint of a posterior",
+                     "Pass the path of a file written by posterior.save(path).")
 _NAMES = ("weight", "bias", "spans")  # fields of Jacobian blocks and parameter blocks
 
 # --- writing
@@ -48,8 +43,7 @@ def posterior_record(fitted: FittedModel, reason: str, include_data: bool) -> di
     model, structure = fitted.model, fitted.structure
     network, kind = model.network, model.curvature_type
     return {
-        "format": _FORMAT,
-        "version": _VERSION,
+        **_FORMAT.header,
         "structure": structure.name,
         "options": structure.spec.options(),
         "reason": reason,
@@ -63,10 +57,10 @@ def posterior_record(fitted: FittedModel, reason: str, include_data: bool) -> di
         "scalar": network.scalar,
         "form": _plain_containers(network.input_format),
         "likelihood": likelihood_record(model.likelihood),
-        "prior": _prior_record(model.prior),
+        "prior": model.prior.record(),
         "fitted_at": model.fitted_at,
         "state": structure.state(model, include_data),
-        "points": _points_record(fitted, include_data),
+        "points": structure.points.record(model.likelihood, include_data),
     }
 
 
@@ -85,26 +79,6 @@ def _plain_containers(spec: Any) -> Any:
     return dict(zip(keys, found, strict=True)) if isinstance(spec, Mapping) else found
 
 
-def _prior_record(prior: GaussianPrior) -> dict[str, Any]:
-    groups = prior.groups if isinstance(prior.groups, str) else {g: list(names) for g, names in prior.groups.items()}
-    mean: Tensor = prior.flat_mean()
-    same = bool((mean == mean[0]).all())
-    return {
-        "groups": groups, "mean": float(mean[0]) if same else mean.clone(),
-        "log_precision": prior.log_precision.detach().clone(),
-    }  # fmt: skip
-
-
-def _points_record(fitted: FittedModel, include_data: bool) -> dict[str, Any]:
-    points = fitted.points
-    value = points.log_likelihood(fitted.likelihood).detach()
-    total = points.total(fitted.likelihood)
-    found: dict[str, Any] = {"num_examples": points.num_examples, "log_likelihood": value, "total": total}
-    if include_data and not isinstance(points, UnsavedPoints):
-        found |= {"f": points.f, "targets": points.targets, "weights": points.weights}
-    return found
-
-
 # --- restoring
 
 
@@ -113,11 +87,11 @@ def restored_model(
 ) -> tuple[FittedModel, str]:
     """The fitted model of a checkpoint, and why its structure was chosen; arguments as in `ntk_laplace.load`."""
     place = next((p.device for p in require_module(network).parameters()), torch.device("cpu"))
-    saved = _in_names_of(network, _read(path, place))
+    saved = _in_names_of(network, _FORMAT.read(path, place))
     spec = _spec(saved)
     frozen = _matching(network, saved)
     own = likelihood_from_record(saved["likelihood"], likelihood)
-    prior = _prior(saved["prior"], frozen)
+    prior = GaussianPrior.from_record(saved["prior"], frozen.shapes)
     for module in (prior, own):
         module.to(frozen.device)
     jacobian_pass = JacobianPass(frozen, saved["dtype"], keep_factors=spec.factored_rows)
@@ -144,17 +118,6 @@ def _spec(saved: Mapping[str, Any]) -> StructureSpec:
         raise UnsupportedError(f"the structure {saved['structure']!r} of the fit", "no structure of this name",
                                "Import the module that registers it with register_structure, then load.") from error
     return structure_of(saved["structure"], options)
-
-
-def _read(path: str | os.PathLike[str], device: torch.device) -> dict[str, Any]:
-    what, remedy = "a checkpoint of a posterior", "Pass the path of a file written by posterior.save(path)."
-    saved = opened(path, what, remedy, device)
-    if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
-        raise DataError(f"{what} at {path}", "another file", remedy)
-    if saved["version"] > _VERSION:
-        raise DataError(f"a checkpoint of version {_VERSION} or older", f"version {saved['version']}",
-                        "Update ntk_laplace.")
-    return saved
 
 
 def _in_names_of(network: nn.Module, saved: dict[str, Any]) -> dict[str, Any]:
@@ -202,13 +165,6 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
     frozen.num_outputs, frozen.scalar = saved["num_outputs"], saved["scalar"]
     frozen.input_format = saved.get("form")  # older checkpoints do not store it
     return frozen
-
-
-def _prior(saved: Mapping[str, Any], frozen: Network) -> GaussianPrior:
-    prior = GaussianPrior(mean=saved["mean"], groups=saved["groups"]).bind(frozen.shapes)
-    with torch.no_grad():
-        prior.log_precision.copy_(saved["log_precision"])
-    return prior
 
 
 def _points(

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
+from ntk_laplace.explain import Entry, Ranked
+from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+__all__ = ["explanation"]
 
-    from ntk_laplace.explain.ranked import Entry, Ranked
-
-__all__ = ["draw"]
-
-_FOR, _AGAINST, _GREY = "#0072B2", "#D55E00", "#9AA3AD"  # Okabe-Ito blue and vermilion
+_FOR, _AGAINST = BLUE, VERMILION
 _FEATURES = 8  # maximum columns of a feature table in a figure
 
 
-def draw(
-    ranked: Ranked, inputs: Tensor | None, training: Tensor | None, shape: Sequence[int] | None,
+def explanation(
+    ranked: Ranked, inputs: Tensor | None = None, training: Tensor | None = None, shape: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> Figure:  # fmt: skip
-    """One row per input: its training points as bars, as images, in a table, or along a line."""
+    """Draw, for each input, the training points for and against it: as bars, as images, in a table, or along a line.
+
+    Parameters
+    ----------
+    ranked : Explanation or Ranking
+    inputs, training, shape, names
+        As in `Explanation.plot`.
+
+    Raises
+    ------
+    DataError
+        If inputs, training inputs, shape and names do not match.
+    """
     inputs = _fitting(inputs, len(ranked.f), "inputs that were explained", shape)
     training = _fitting(training, len(ranked.leverage), "training inputs of the fit", shape)
     shown, shown_training = _images(inputs, shape), _images(training, shape)
@@ -84,8 +94,6 @@ def _features(x: Tensor | None) -> Tensor | None:
 
 
 def _image_rows(ranked: Ranked, images: tuple[Tensor, Tensor]) -> Figure:
-    from matplotlib.figure import Figure
-
     shown, sides, rows = min(ranked.k, 6), ranked.quantity.sides, len(ranked.f)
     columns = len(sides) * shown + 1
     figure = Figure(figsize=(1.15 * columns + 0.6, 1.75 * rows), layout="constrained")
@@ -117,8 +125,6 @@ def _show(axes: Axes, image: Tensor, title: str, color: str) -> None:
 
 
 def _bar_rows(ranked: Ranked, features: tuple[Tensor, Tensor] | None, names: Sequence[str] | None) -> Figure:
-    from matplotlib.figure import Figure
-
     rows, most = len(ranked.f), len(ranked.quantity.sides) * ranked.k
     width = 7.0 if features is None else 7.0 + 0.75 * min(_FEATURES, features[1].shape[1])
     figure = Figure(figsize=(width, (0.32 * most + 1.15) * rows), layout="constrained")
@@ -180,8 +186,6 @@ def _table(
 
 
 def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str] | None) -> Figure:
-    from matplotlib.figure import Figure
-
     inputs, training = (values[:, 0] for values in features)
     rows = len(ranked.f)
     figure = Figure(figsize=(8.6, 2.7 * rows), layout="constrained")
@@ -189,7 +193,7 @@ def _lines(ranked: Ranked, features: tuple[Tensor, Tensor], names: Sequence[str]
         output = int(ranked.output[i])
         targets = ranked.targets.detach().cpu().double()
         targets = targets if targets.ndim == 1 else targets[:, min(output, targets.shape[1] - 1)]
-        axes.plot(training, targets, "o", ms=3.5, color=_GREY, label="training points")
+        axes.plot(training, targets, "o", ms=3.5, color=LIGHT_GREY, label="training points")
         chosen = _both_sides(ranked, i)
         largest = max((abs(entry.support) for entry in chosen), default=1.0) or 1.0
         for side, color, marker in (("for", _FOR, "o"), ("against", _AGAINST, "s")):

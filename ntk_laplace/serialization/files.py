@@ -1,0 +1,106 @@
+"""Files of records: written atomically, read without executing code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ntk_laplace.errors import DataError
+
+__all__ = ["FileFormat", "require_writable", "write"]
+
+
+def write(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Save atomically: a reader never sees a partial file."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".block")
+    torch.save(dict(record), partial)
+    partial.replace(path)
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """A kind of file, which its record names.
+
+    Attributes
+    ----------
+    name : str
+        The record's entry "format".
+    version : int
+        The latest version, which is the record's entry "version".
+    what : str
+        Name of such a file in messages.
+    remedy : str
+        How to get one.
+    key : str, optional
+        An entry that every record of this kind has. Early files have it and no header.
+    """
+
+    name: str
+    version: int
+    what: str
+    remedy: str
+    key: str | None = None
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """The entries of a record that name its format."""
+        return {"format": self.name, "version": self.version}
+
+    def matches(self, record: Any) -> bool:
+        """Whether an object is a record of this kind, of any version."""
+        return isinstance(record, dict) and (record.get("format") == self.name or self.key in record)
+
+    def read(self, path: str | os.PathLike[str], device: torch.device) -> dict[str, Any]:
+        """The record in a file that `write` made; no code in it is executed.
+
+        Raises
+        ------
+        DataError
+            If it is not such a file, or one of a later version.
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise DataError(f"a path of {self.what}", repr(path), self.remedy)
+        place = f"{self.what} at {path}"
+        try:
+            record = torch.load(path, map_location=device, weights_only=True)
+        except FileNotFoundError as error:
+            raise DataError(place, "no such file", self.remedy) from error
+        except Exception as error:  # unpickling foreign bytes may raise anything
+            raise DataError(place, f"what cannot be read as one ({type(error).__name__})", self.remedy) from error
+        if not self.matches(record):
+            raise DataError(place, "another file", self.remedy)
+        return self.supported(record)
+
+    def supported(self, record: dict[str, Any]) -> dict[str, Any]:
+        """The record, if its version is not later than this one.
+
+        Raises
+        ------
+        DataError
+            Otherwise.
+        """
+        if record.get("version", 1) > self.version:
+            raise DataError(f"a checkpoint of version {self.version} or older", f"version {record['version']}",
+                            "Update ntk_laplace.")
+        return record
+
+
+def require_writable(path: Any) -> None:
+    """Refuse a path that is not writable, before the computation to be saved.
+
+    Raises
+    ------
+    DataError
+    """
+    remedy = "Make its folder first, and pass the path of a file in it."
+    if not isinstance(path, (str, os.PathLike)):
+        raise DataError("a path as checkpoint", repr(path), remedy)
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise DataError("a checkpoint in an existing, writable folder", f"{path}", remedy)
