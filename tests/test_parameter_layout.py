@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ntk_laplace as ntkl
-from ntk_laplace.network import Network
-from ntk_laplace.parameter_layout import ParameterLayout
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 
 class Scaled(nn.Module):

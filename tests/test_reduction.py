@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.reduction import Reducer, SingleProcess
+from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from processes import on_processes
 from ranks import on_ranks, shares, take_all
 

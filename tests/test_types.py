@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
-from ntk_laplace.data import Inputs
+from ntk_laplace.model.data import Inputs
 
 network: nn.Module = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).eval()
 x, y = torch.randn(20, 2), torch.randint(3, (20,))

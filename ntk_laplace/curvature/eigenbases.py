@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.block_summary import Basis, Summary
-from ntk_laplace.reduction import Reducer
+from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = ["Eigenbasis", "FactorEigen"]
 

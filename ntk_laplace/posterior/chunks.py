@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ntk_laplace import tuning
-from ntk_laplace.data import InputBatches, InputData, Inputs, num_examples, take
 from ntk_laplace.errors import require_whole
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import InputBatches, InputData, Inputs, num_examples, take
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import LinearizedModel, merged_batches
 
 __all__ = ["Chunks"]

@@ -11,11 +11,11 @@ from torch import Tensor
 from ntk_laplace.curvature import CurvatureType, FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import Network
-from ntk_laplace.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import Network
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel, Settings
+from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import NewtonStep, Structure
 
 __all__ = ["FittedModel"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ntk_laplace.reduction import Reducer
+from ntk_laplace.runtime.reduction import Reducer
 
 
 class ProcessReducer(Reducer):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.reduction import Reducer
+from ntk_laplace.runtime.reduction import Reducer
 
 
 class _Group:

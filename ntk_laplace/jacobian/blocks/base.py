@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
+from ntk_laplace.runtime import tuning
 
 if TYPE_CHECKING:
     from typing_extensions import Self
