@@ -1,15 +1,6 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
 from ntk_laplace import attribution, gp
-from ntk_laplace.comparison import (
-    ComparisonInterrupted,
-    EvidenceComparison,
-    ModelComparison,
-    ModelScores,
-    StructureEvidence,
-    compare_evidence,
-    compare_models,
-)
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.errors import (
     DataError,
@@ -27,13 +18,9 @@ from ntk_laplace.errors import (
     TrainingInterrupted,
     UnsupportedError,
 )
-from ntk_laplace.evidence import Evidence
-from ntk_laplace.explain import Explanation, LeaveOneOut, Ranking, Reliability
-from ntk_laplace.explorer import ExplorerPage, Naming, explore
-from ntk_laplace.fit import laplace, load
-from ntk_laplace.hyperparameters import HyperparameterHistory
+from ntk_laplace.gp.ntk import empirical_ntk
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import (
+from ntk_laplace.model.likelihoods import (
     Bernoulli,
     Categorical,
     CustomLikelihood,
@@ -44,10 +31,12 @@ from ntk_laplace.likelihoods import (
     Tempered,
     register_likelihood,
 )
-from ntk_laplace.ntk import empirical_ntk
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.selection import LearningCurve
+from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
+from ntk_laplace.posterior.fit import laplace, load
+from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
+from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.structures import (
     EKFAC,
     INF,
@@ -61,6 +50,17 @@ from ntk_laplace.structures import (
     SummedSpec,
     register_structure,
 )
+from ntk_laplace.structures.evidence import Evidence
+from ntk_laplace.tools.comparison import (
+    ComparisonInterrupted,
+    EvidenceComparison,
+    ModelComparison,
+    ModelScores,
+    StructureEvidence,
+    compare_evidence,
+    compare_models,
+)
+from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.training import (
     EvidenceHistory,
     EvidenceSchedule,

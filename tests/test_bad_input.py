@@ -694,7 +694,7 @@ def test_likelihoods_that_are_none(likelihood):
 
 def test_a_problem_too_large_is_refused_before_it_is_allocated(monkeypatch):
     """Predicted bytes, and which structure would fit: here 60,000 outputs against 43 parameters."""
-    from ntk_laplace import resources
+    from ntk_laplace.runtime import resources
 
     monkeypatch.setattr(resources, "available_memory", lambda device: 2**20)
     big = inputs(2000), torch.zeros(2000, 3).double()
@@ -704,7 +704,7 @@ def test_a_problem_too_large_is_refused_before_it_is_allocated(monkeypatch):
 
 
 def test_too_many_parameters_are_refused_before_they_are_allocated(monkeypatch):
-    from ntk_laplace import resources
+    from ntk_laplace.runtime import resources
 
     net = nn.Sequential(nn.Linear(4, 200), nn.Tanh(), nn.Linear(200, 3)).double()
     monkeypatch.setattr(resources, "available_memory", lambda device: 2**20)
@@ -714,7 +714,7 @@ def test_too_many_parameters_are_refused_before_they_are_allocated(monkeypatch):
 
 
 def test_a_joint_covariance_too_large_is_refused(monkeypatch):
-    from ntk_laplace import resources
+    from ntk_laplace.runtime import resources
 
     posterior = fit()
     monkeypatch.setattr(resources, "available_memory", lambda device: 2**20)

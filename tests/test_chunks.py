@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
-from ntk_laplace.likelihoods import Response
+from ntk_laplace.model.likelihoods import Response
 from pairwise import one_each
 
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
@@ -243,20 +243,20 @@ def test_memory_bounds_a_chunk(monkeypatch):
     """Jacobian, and what is made of them; outputs at weight samples; layers' outputs; the inputs themselves."""
     own, sizes = recorded("kfac")
     rows = own.network.num_parameters * 3 * 8
-    monkeypatch.setattr("ntk_laplace.tuning.CHUNK_BYTES", 20 * rows)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.CHUNK_BYTES", 20 * rows)
     own.predict(images(200), "probit")
     # of each example: 36 inputs and 24 gradients of the convolution, 8 inputs of the linear layer
     assert max(sizes) == even(180, 20 * rows // (8 * (36 + 24 + 8)))  # after the first 20
     sizes.clear()
-    monkeypatch.setattr("ntk_laplace.tuning.SAMPLED_OUTPUTS", 3 * 5 * 7)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.SAMPLED_OUTPUTS", 3 * 5 * 7)
     own.predict(images(200), "nn", 5)
     assert max(sizes) == 7
     sizes.clear()
-    monkeypatch.setattr("ntk_laplace.tuning.WORKING_SET_BYTES", 9 * 8 * (2 * 4 + 3) // 8 * 8)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.WORKING_SET_BYTES", 9 * 8 * (2 * 4 + 3) // 8 * 8)
     own.outputs(images(200))
     assert 9 <= max(sizes) <= 8 * 9
     sizes.clear()
-    monkeypatch.setattr("ntk_laplace.data.input_batches.BATCH_BYTES", 5 * 16 * 8)
+    monkeypatch.setattr("ntk_laplace.model.data.input_batches.BATCH_BYTES", 5 * 16 * 8)
     own.outputs(images(200))
     assert max(sizes) == 5
 
@@ -266,7 +266,7 @@ def test_an_explanation_counts_what_is_made_of_its_rows(monkeypatch):
     own.explain(images(200))
     assert max(sizes) == 200
     sizes.clear()
-    monkeypatch.setattr("ntk_laplace.tuning.CHUNK_BYTES", 2**18)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.CHUNK_BYTES", 2**18)
     own.explain(images(200))
     each = N * 3 * (7 + 3 * 2) * 8  # contributions, effects and what they are made of: C = 3, R = 2
     assert max(sizes) == even(200, 2**18 // each) < 200
@@ -284,7 +284,7 @@ def test_weight_samples_are_drawn_again_for_every_chunk(generator, structure, mo
         probabilities = own.predict(x, "nn", 7, generator=source, batch_size=size).probs
         return probabilities, source.get_state() if source else torch.get_rng_state()
 
-    monkeypatch.setattr("ntk_laplace.tuning.WEIGHT_SAMPLE_BYTES", 3 * 8 * own.num_parameters)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.WEIGHT_SAMPLE_BYTES", 3 * 8 * own.num_parameters)
     whole, chunks = ask(FRESH), ask(4)
     close(chunks[0], whole[0])
     assert torch.equal(chunks[1], whole[1])

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import ntk_laplace as ntkl
-from ntk_laplace import cli, demo
-from ntk_laplace.cli import inputs
-from ntk_laplace.comparison import compare
+from ntk_laplace.tools import cli, demo
+from ntk_laplace.tools.cli import inputs
+from ntk_laplace.tools.comparison import compare
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -93,7 +93,7 @@ def test_unwritable_directory_is_refused_before_the_work(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    monkeypatch.setattr("ntk_laplace.demo.run.study", lambda *_: pytest.fail("work began"))
+    monkeypatch.setattr("ntk_laplace.tools.demo.run.study", lambda *_: pytest.fail("work began"))
     assert cli.main(["demo", "--out", str(tmp_path)]) == 1
     assert f"cannot write to {tmp_path}: Permission denied" in capsys.readouterr().err
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import ntk_laplace as ntkl
-from ntk_laplace import meter
-from ntk_laplace.comparison import compare
 from ntk_laplace.plotting import png
+from ntk_laplace.runtime import meter
 from ntk_laplace.structures import structure_names
+from ntk_laplace.tools.comparison import compare
 
 QUIET = ntkl.Settings(progress=False)
 

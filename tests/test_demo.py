@@ -15,13 +15,13 @@ from rich.console import Console
 from torch import nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.demo import data, run_demo
-from ntk_laplace.demo.networks import cnn, mlp, seeded
-from ntk_laplace.demo.pictures import support_of_prediction
-from ntk_laplace.demo.problems import miniature, problems
-from ntk_laplace.demo.screen import evidence_table
-from ntk_laplace.demo.study import choose
-from ntk_laplace.demo.training import train_map
+from ntk_laplace.tools.demo import data, run_demo
+from ntk_laplace.tools.demo.networks import cnn, mlp, seeded
+from ntk_laplace.tools.demo.pictures import support_of_prediction
+from ntk_laplace.tools.demo.problems import miniature, problems
+from ntk_laplace.tools.demo.screen import evidence_table
+from ntk_laplace.tools.demo.study import choose
+from ntk_laplace.tools.demo.training import train_map
 
 SCORES = {"log_likelihood", "map_log_likelihood"}
 CLASS_SCORES = {"accuracy", "ece", "map_accuracy", "map_ece"}

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import ntk_laplace as ntkl
 from compared_fits import STRUCTURES, assert_same, dealt, fit
 from noise import draw
-from ntk_laplace.comparison import compare_models
-from ntk_laplace.data import Batches, Joined, Selected
-from ntk_laplace.network import Caller
+from ntk_laplace.model.data import Batches, Joined, Selected
+from ntk_laplace.model.network import Caller
+from ntk_laplace.tools.comparison import compare_models
 from ntk_laplace.training.minibatches import Minibatches
 from ntk_laplace.training.objective import Objective
 from reference import Dense, outputs, relative_error, take

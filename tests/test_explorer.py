@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from browser import CHROMIUM, Browser
-from ntk_laplace.explorer import Naming, explore
-from ntk_laplace.explorer.sprites import images_of, sheet
+from ntk_laplace.tools.explorer import Naming, explore
+from ntk_laplace.tools.explorer.sprites import images_of, sheet
 
 KINDS = ("classes", "binary", "values")
 

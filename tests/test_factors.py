@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ntk_laplace import tuning
 from ntk_laplace.errors import DataError, NetworkError, NonFiniteError, NTKLaplaceWarning
 from ntk_laplace.jacobian import FusedLayers, FusedSums, Outer, rules
 from ntk_laplace.jacobian.fast import FusedAccumulation
 from ntk_laplace.jacobian.passes import JacobianPass
-from ntk_laplace.network import Network
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime import tuning
 from reference import call, jacobian, jacobian_by_func, num_examples, relative_error, take
 from registry import NETWORKS, fresh, problem
 

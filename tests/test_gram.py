@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace import contractions, tuning
-from ntk_laplace import gram as engine
 from ntk_laplace.errors import MemoryBudgetError
-from ntk_laplace.jacobian import Jacobian, JacobianPass
+from ntk_laplace.jacobian import Jacobian, JacobianPass, contractions
+from ntk_laplace.jacobian import gram as engine
 from ntk_laplace.jacobian.blocks import Dense, Lookup, Outer
-from ntk_laplace.network import Network
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime import tuning
 from reference import jacobian, jacobian_by_func, relative_error
 from registry import NETWORKS, PRIORS, Problem, problem
 

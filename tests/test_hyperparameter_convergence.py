@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.hyperparameters import HyperparameterHistory, maximize
+from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
 
 BELOW, ROUNDING = "gradient below tolerance", "the evidence no longer changes beyond rounding"
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace import tuning
-from ntk_laplace.hyperparameters import Ascent, variables
-from ntk_laplace.hyperparameters.maximize import _Search
+from ntk_laplace.posterior.hyperparameters import Ascent, variables
+from ntk_laplace.posterior.hyperparameters.maximize import _Search
+from ntk_laplace.runtime import tuning
 
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=10), "diag": "diag"}
 pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part", "ignore:the evidence's maximum was not reached")

@@ -17,13 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import ntk_laplace as ntkl
 from compared_fits import STRUCTURES, assert_same, dealt, fit
 from noise import COVARIANCE, PER_ENTRY, PER_OUTPUT, C, N, draw
-from ntk_laplace.comparison import compare_models
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.explorer.gather import Naming, gather
-from ntk_laplace.likelihoods import Likelihood, Tempered
 from ntk_laplace.metrics import held_out_scores, mean_log_likelihood
-from ntk_laplace.network import Caller
-from ntk_laplace.predictive import predictive
+from ntk_laplace.model.likelihoods import Likelihood, Tempered
+from ntk_laplace.model.network import Caller
+from ntk_laplace.model.predictive import predictive
+from ntk_laplace.tools.comparison import compare_models
+from ntk_laplace.tools.explorer.gather import Naming, gather
 from ntk_laplace.training.objective import Objective
 from reference import Dense, difference, outputs, relative_error, take
 from registry import LIKELIHOODS, PRIORS, problem, targets

@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, hessian, jacrev, vmap
 
 from noise import COVARIANCE, PER_ENTRY, PER_OUTPUT, PER_POINT, C, N, draw
 from ntk_laplace.errors import HyperparameterError, NetworkError, NonFiniteError, TargetError, UnsupportedError
-from ntk_laplace.likelihoods import (
+from ntk_laplace.model.likelihoods import (
     Bernoulli,
     Categorical,
     CustomLikelihood,
@@ -26,8 +26,8 @@ from ntk_laplace.likelihoods import (
     Poisson,
     Tempered,
 )
-from ntk_laplace.likelihoods import from_log_prob as likelihood_from_log_prob
-from ntk_laplace.likelihoods.per_output import PerOutput
+from ntk_laplace.model.likelihoods import from_log_prob as likelihood_from_log_prob
+from ntk_laplace.model.likelihoods.per_output import PerOutput
 
 T = 1.7
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ntk_laplace import linalg
 from ntk_laplace.errors import MemoryBudgetError, NumericalError
-from ntk_laplace.meter import PeakMemory
-from ntk_laplace.progress import track
-from ntk_laplace.resources import available_memory, format_bytes, require_memory
+from ntk_laplace.runtime import linalg
+from ntk_laplace.runtime.meter import PeakMemory
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.runtime.resources import available_memory, format_bytes, require_memory
 from reference import relative_error
 
 BLOCKS = [1, 2, 5, 11, 12, 64]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ntk_laplace import meter
-from ntk_laplace.meter import PeakMemory, Stopwatch
+from ntk_laplace.runtime import meter
+from ntk_laplace.runtime.meter import PeakMemory, Stopwatch
 
 CPU, MIB = torch.device("cpu"), 2**20
 on_linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")

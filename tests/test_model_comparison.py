@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
-from ntk_laplace.comparison import ModelComparison, ModelScores
-from ntk_laplace.comparison.priors import check_prior
+from ntk_laplace.tools.comparison import ModelComparison, ModelScores
+from ntk_laplace.tools.comparison.priors import check_prior
 from refusals import inputs, labels, network, refused
 
 WIDTHS = (1, 2, 4, 8)

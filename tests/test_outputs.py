@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError, UnsupportedError
-from ntk_laplace.network import Caller, Network
+from ntk_laplace.model.network import Caller, Network
 from ntk_laplace.structures.data_passes import ModelSignature
 from reference import Dense, differentiate, jacobian
 

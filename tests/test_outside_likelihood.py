@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 import ntk_laplace as ntkl
-from ntk_laplace import cli
-from ntk_laplace.likelihoods import registered_likelihoods
+from ntk_laplace.model.likelihoods import registered_likelihoods
+from ntk_laplace.tools import cli
 from reference import Dense, jacobian, relative_error
 
 HERE = Path(__file__).resolve().parent
@@ -112,7 +112,7 @@ def test_saved_and_loaded_by_name(tempered: bool, tmp_path: Path, monkeypatch: p
     assert loaded.likelihood.state_dict() == posterior.likelihood.state_dict()
     torch.testing.assert_close(loaded.log_marginal_likelihood(), posterior.log_marginal_likelihood())
     torch.testing.assert_close(loaded.predict(data()[0]).mean, posterior.predict(data()[0]).mean)
-    monkeypatch.delitem(ntkl.likelihoods.registry._REGISTERED, "Gamma")
+    monkeypatch.delitem(ntkl.model.likelihoods.registry._REGISTERED, "Gamma")
     with pytest.raises(ntkl.UnsupportedError, match=r"the Gamma of the fit; got none.*register_likelihood"):
         ntkl.load(tmp_path / "p.pt", network())
     given = ntkl.Tempered(Gamma(), 2.0) if tempered else Gamma()

@@ -13,7 +13,7 @@ from outside_structure import Eigen, build
 from torch import Tensor
 
 import ntk_laplace as ntkl
-from ntk_laplace import cli
+from ntk_laplace.tools import cli
 from reference import relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
 

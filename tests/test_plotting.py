@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.errors import DataError
-from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.metrics import Reliability
-from ntk_laplace.selection import LearningCurve
+from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
+from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.training import EvidenceHistory
 
 
@@ -101,7 +101,7 @@ def test_axes_are_labelled_and_titled(name: str) -> None:
 
 @pytest.mark.slow
 def test_pictures_need_no_pyplot() -> None:
-    code = "import sys, ntk_laplace.plotting, ntk_laplace.report; print('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, ntk_laplace.plotting, ntk_laplace.tools.report; print('matplotlib.pyplot' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from exact_cases import fit, truth
-from ntk_laplace.meter import PeakMemory
+from ntk_laplace.runtime.meter import PeakMemory
 from pairwise import pairwise
 from reference import Dense, outputs, relative_error
 from registry import LIKELIHOODS, PRIORS, problem, targets
@@ -256,7 +256,7 @@ def test_chunks_of_any_size_change_nothing(prior, structure, batch_size, monkeyp
     """Identity 6: every buffer as small as it goes, one row, one panel, one example at a time."""
     want = answers(fit(CASE, "categorical", prior, structure))
     for name in BUFFERS:
-        monkeypatch.setattr(f"ntk_laplace.tuning.{name}", 1)
+        monkeypatch.setattr(f"ntk_laplace.runtime.tuning.{name}", 1)
     small = ntkl.laplace(
         problem(CASE).network, data("categorical"), LIKELIHOODS["categorical"].build(),
         prior=PRIORS[prior].build(problem(CASE)), structure=structure,
@@ -312,7 +312,7 @@ def test_outputs_of_weight_samples_are_made_in_pieces(monkeypatch):
     theta = problem(CASE).theta
     monkeypatch.setattr(posterior.posterior_precision, "sample",
                         lambda count, _: torch.stack([next(given) - theta for _ in range(count)]))
-    monkeypatch.setattr("ntk_laplace.tuning.WEIGHT_SAMPLE_BYTES", 3 * 8 * posterior.num_parameters)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.WEIGHT_SAMPLE_BYTES", 3 * 8 * posterior.num_parameters)
     found = posterior.predict(x, "nn", samples=7).f
     network = copy.deepcopy(problem(CASE).network)
     for own, theta in zip(found, draws, strict=True):

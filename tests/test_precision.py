@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from ntk_laplace.errors import MixedExamplesError
 from ntk_laplace.jacobian import JacobianPass, Lookup, Outer, rules
-from ntk_laplace.network import Network
-from ntk_laplace.network.precision import Products
+from ntk_laplace.model.network import Network
+from ntk_laplace.model.network.precision import Products
 from pairwise import pairwise
 from reference import jacobian, relative_error
 

@@ -20,9 +20,9 @@ from ntk_laplace.errors import (
     TargetError,
     UnsupportedError,
 )
-from ntk_laplace.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson
-from ntk_laplace.likelihoods.covariances import covariance_root
-from ntk_laplace.predictive import METHODS, normal_points, predictive, predictive_from_samples
+from ntk_laplace.model.likelihoods import Bernoulli, Categorical, CustomLikelihood, Gaussian, Likelihood, Poisson
+from ntk_laplace.model.likelihoods.covariances import covariance_root
+from ntk_laplace.model.predictive import METHODS, normal_points, predictive, predictive_from_samples
 
 N = 5
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -333,7 +333,7 @@ def test_samples_of_a_mixture_have_its_moments() -> None:
 @select("bernoulli-one", "categorical", "poisson")
 def test_many_inputs_are_averaged_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = case.predict(samples=50)
-    monkeypatch.setattr("ntk_laplace.tuning.AVERAGED_OUTPUTS", 120 * case.outputs)  # two inputs at a time
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.AVERAGED_OUTPUTS", 120 * case.outputs)  # two inputs at a time
     chunked = case.predict(samples=50)
     for name in ("mean", "epistemic", "aleatoric"):
         torch.testing.assert_close(getattr(chunked, name), getattr(whole, name), **CLOSE)
@@ -370,7 +370,7 @@ def test_points_at_the_ends_of_the_interval_are_finite(monkeypatch: pytest.Monke
         def draw(self, *_: object, **__: object) -> Tensor:
             return torch.tensor([[0.0], [1.0 - 2.0**-30]], dtype=torch.float64)
 
-    monkeypatch.setattr("ntk_laplace.predictive.SobolEngine", Ends)
+    monkeypatch.setattr("ntk_laplace.model.predictive.SobolEngine", Ends)
     low, high = normal_points(2, 1).flatten().tolist()
     assert -7 < low < -6 and high == pytest.approx(-low, rel=1e-6)
 
@@ -598,6 +598,6 @@ def test_a_mixture_averages_its_samples_in_pieces(samples: int, monkeypatch: pyt
     """Three samples of f at a time: the mean of all densities is that of the pieces together."""
     f, y = draw(3, samples, N, 2), draw(4, N, 2)
     density = torch.distributions.Normal(f, 0.3**0.5).log_prob(y).sum(-1).exp().mean(0)
-    monkeypatch.setattr("ntk_laplace.tuning.MIXTURE_OUTPUTS", 3 * N * 2)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.MIXTURE_OUTPUTS", 3 * N * 2)
     found = predictive_from_samples(Gaussian(0.3), f).log_prob(y)
     torch.testing.assert_close(found, density.log(), **CLOSE)

@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.priors import GaussianPrior
 
 SHAPES = {
     "scale": Size(()),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from exact_cases import fit as exact_fit
-from ntk_laplace import tuning
-from ntk_laplace.explain import ranking
+from ntk_laplace.posterior.explain import ranking
+from ntk_laplace.runtime import tuning
 from reference import outputs, relative_error
 from reference_effects import dense_effects
 from refusals import refused

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.explorer import explore
+from ntk_laplace.tools.explorer import explore
 from reference import jacobian, outputs, relative_error
 
 DISTRUST = "leave-one-out is not to be trusted here"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.plotting import png
-from ntk_laplace.report import Page
+from ntk_laplace.tools.report import Page
 
 VOID = {"meta", "img", "br", "link"}
 

@@ -12,7 +12,7 @@ import torch
 
 import ntk_laplace as ntkl
 from exact_cases import fit
-from ntk_laplace.scalars import Scalar, scalar
+from ntk_laplace.runtime.scalars import Scalar, scalar
 from registry import problem
 
 

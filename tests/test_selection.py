@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import ntk_laplace as ntkl
 from exact_cases import TURNS, fit, ids, trained, truth
-from ntk_laplace.predictive import predictive
-from ntk_laplace.selection import orders
+from ntk_laplace.model.predictive import predictive
+from ntk_laplace.posterior.scores import orders
 from reference import Dense, call, relative_error, take
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, NOISE, PRIORS, problem, targets

@@ -11,7 +11,7 @@ from torch import nn
 import ntk_laplace as ntkl
 from networks.case import Lambda
 from ntk_laplace.curvature.inf import chosen_rank
-from ntk_laplace.meter import PeakMemory
+from ntk_laplace.runtime.meter import PeakMemory
 from pairwise import pairwise
 from reference import jacobian, relative_error
 from reference_structures import Block, Kronecker, Structured, parts_of
@@ -177,7 +177,7 @@ def test_a_tensor_beyond_the_largest_block_keeps_its_diagonal_and_is_named():
 
 def test_a_bias_apart_that_is_too_large_for_a_block_keeps_its_diagonal(monkeypatch):
     """Also where its layer's output gradients come added up, as those of many examples do."""
-    monkeypatch.setattr("ntk_laplace.tuning.LARGEST_EXACT_BLOCK", 3)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.LARGEST_EXACT_BLOCK", 3)
     torch.manual_seed(2)
     network, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(30, 3).double()
     prior = ntkl.GaussianPrior(groups="tensor")

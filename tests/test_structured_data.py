@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 import ntk_laplace as ntkl
-from ntk_laplace.data import Batches, RowBuffer, fill_buffer
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.network import Network
+from ntk_laplace.model.data import Batches, RowBuffer, fill_buffer
+from ntk_laplace.model.network import Network
 from ntk_laplace.structures import data_passes
 from ntk_laplace.structures.batch_merging import merged_batches
 from reference import jacobian, num_examples, relative_error, take
@@ -782,7 +782,7 @@ def test_outputs_without_a_graph_are_made_in_pieces(monkeypatch):
     case = problem("deep_mlp")
     network = Network(case.network)
     whole = network.without_grad(case.x)
-    monkeypatch.setattr("ntk_laplace.tuning.FORWARD_EXAMPLES", 3)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.FORWARD_EXAMPLES", 3)
     pieces = [network.without_grad(case.x[start : start + 3]) for start in (0, 3, 6)]
     assert torch.equal(network.without_grad(case.x), torch.cat(pieces))
     assert relative_error(network.without_grad(case.x), whole) < 1e-12

@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call
 
 import ntk_laplace as ntkl
-from ntk_laplace.predictive import predictive
+from ntk_laplace.model.predictive import predictive
 from pairwise import pairwise
 from reference import outputs, relative_error
 from registry import LIKELIHOODS, problem, targets
@@ -129,6 +129,6 @@ def test_pieces_change_nothing(network, structure, monkeypatch):
 
     whole = answers()
     for name in PIECES:
-        monkeypatch.setattr(f"ntk_laplace.tuning.{name}", 1)
+        monkeypatch.setattr(f"ntk_laplace.runtime.tuning.{name}", 1)
     for own, expected in zip(answers(), whole, strict=True):
         assert relative_error(own, expected) < 1e-9

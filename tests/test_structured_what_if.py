@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ntk_laplace as ntkl
 from exact_cases import fit as exact_fit
-from ntk_laplace.explain import SPREADS
+from ntk_laplace.posterior.explain import SPREADS
 from reference import differentiate, outputs, relative_error, take
 from reference_effects import dense_effects
 from refusals import inputs, labels, network, refused

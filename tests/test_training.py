@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 import ntk_laplace as ntkl
-from ntk_laplace.data import Batches
-from ntk_laplace.hyperparameters import Variables
-from ntk_laplace.network import Caller
-from ntk_laplace.serialization import load_random, random_state
+from ntk_laplace.model.data import Batches
+from ntk_laplace.model.network import Caller
+from ntk_laplace.posterior.hyperparameters import Variables
+from ntk_laplace.runtime.serialization import load_random, random_state
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.objective import Objective

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import JacobianPass, search
 from ntk_laplace.jacobian.layout import shape_layout
-from ntk_laplace.network import Network
+from ntk_laplace.model.network import Network
 from reference import Dense, differentiate, jacobian, outputs, relative_error
 from registry import LIKELIHOODS
 

@@ -22,9 +22,9 @@ from _networks import gram_case, mlp
 import ntk_laplace as ntkl
 from ntk_laplace.jacobian import Block, Dense, JacobianPass, Products, gradients, passes
 from ntk_laplace.jacobian.fast import FusedAccumulation
-from ntk_laplace.linalg import add_outer_lower_
-from ntk_laplace.meter import PeakMemory
-from ntk_laplace.network import Network
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime.linalg import add_outer_lower_
+from ntk_laplace.runtime.meter import PeakMemory
 
 
 def concatenated(blocks: list[Block], dtype: torch.dtype) -> list[Block]:

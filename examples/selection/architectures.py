@@ -39,8 +39,8 @@ from _shared import machine, mlp, parser, table, write
 
 import ntk_laplace as ntkl
 from ntk_laplace.metrics import held_out_scores, mean_log_likelihood
+from ntk_laplace.model.predictive import predictive
 from ntk_laplace.plotting import model_ranking, png
-from ntk_laplace.predictive import predictive
 
 RETRAINED = ("retrained", "retrained, scaled", "retrained, joint")
 CRITERIA = ("evidence", "conditional", "loo", "bic", "aic", *RETRAINED)

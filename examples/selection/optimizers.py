@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.hyperparameters import METHODS
 from ntk_laplace.plotting import BLUE, ORANGE, VERMILION, png
+from ntk_laplace.posterior.hyperparameters import METHODS
 
 from _shared import machine, mlp, parser, table, write  # isort: skip (i21_regression knows where it is)
 

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ntk_laplace.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.errors import DataError, is_whole
-from ntk_laplace.explain import SPREADS
+from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.explain import SPREADS
 
 __all__ = ["Attributor", "predicted"]
 

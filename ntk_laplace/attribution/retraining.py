@@ -16,7 +16,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
-from ntk_laplace.progress import track
+from ntk_laplace.runtime.progress import track
 
 __all__ = ["random_halves", "retrain", "without_each_in_turn"]
 

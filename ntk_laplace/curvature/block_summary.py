@@ -11,7 +11,7 @@ from torch import Tensor
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.errors import NonFiniteError, UnsupportedError
 from ntk_laplace.jacobian import FusedSums, Jacobian, Lookup, Outer, Products
-from ntk_laplace.linalg import add_outer_lower_
+from ntk_laplace.runtime.linalg import add_outer_lower_
 
 __all__ = ["SHARING", "Basis", "Summary"]
 

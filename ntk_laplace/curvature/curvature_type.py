@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, require_whole
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import preserved_rng
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import preserved_rng
 
 __all__ = ["CURVATURES", "CurvatureType"]
 

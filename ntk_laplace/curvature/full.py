@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.linalg import (
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.linalg import (
     add_outer_lower_,
     cholesky_,
     cholesky_log_det,
@@ -15,7 +16,6 @@ from ntk_laplace.linalg import (
     solve_lower,
     solve_spd,
 )
-from ntk_laplace.priors import GaussianPrior
 
 __all__ = ["FullPrecision", "accumulate_ggn"]
 

@@ -10,11 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision, named_parts
-from ntk_laplace.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.linalg import (
+from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import (
     cholesky_,
     cholesky_log_det,
     inverse_diagonal,
@@ -23,8 +24,7 @@ from ntk_laplace.linalg import (
     solve_lower,
     solve_spd,
 )
-from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.resources import require_memory
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["FunctionSpacePrecision", "prior_variances"]
 

@@ -17,8 +17,8 @@ from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.linalg import cholesky_log_det, cholesky_of, solve_lower
-from ntk_laplace.resources import require_memory
+from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lower
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["InfBlock", "LowRank", "chosen_rank"]
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.jacobian import Block, Dense, FusedLayer, FusedSums, Jacobian, Lookup, Outer
 from ntk_laplace.jacobian.blocks import clusters, summed
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
 
 __all__ = ["ParameterBlock", "find_parameter_blocks"]
 

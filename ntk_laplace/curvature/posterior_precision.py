@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.linalg import log_det_curve
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import log_det_curve
 
 __all__ = ["CrossCovariance", "PosteriorPrecision", "group_numbers", "named_parts"]
 

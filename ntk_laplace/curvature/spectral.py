@@ -15,7 +15,7 @@ from ntk_laplace.curvature.posterior_precision import CrossCovariance
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Block, Jacobian, Lookup, Outer
-from ntk_laplace.linalg import cross_approximation
+from ntk_laplace.runtime.linalg import cross_approximation
 
 __all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, named_parts
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.priors import GaussianPrior
 
 __all__ = ["BlockDiagonalPrecision", "BlockPrecision"]
 

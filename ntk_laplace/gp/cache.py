@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
-from ntk_laplace.data import refuse_input_gradients
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.jacobian import Jacobian, JacobianPass
-from ntk_laplace.network import Network
+from ntk_laplace.model.data import refuse_input_gradients
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime import tuning
 
 __all__ = ["CachedRows"]
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Size, Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.gram import Variances, diagonal_blocks, gram, gram_tiles
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram, gram_tiles
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
 
 __all__ = ["FullGram", "GramDiagonal", "weighted_by_prior"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError, is_whole
-from ntk_laplace.network import Network
+from ntk_laplace.model.network import Network
 
 __all__ = ["InputFormat"]
 

@@ -13,8 +13,8 @@ from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.gp.cache import CachedRows
 from ntk_laplace.gp.gram_functions import FullGram, GramDiagonal, weighted_by_prior
 from ntk_laplace.gp.input_format import InputFormat
-from ntk_laplace.network import Network, ParameterChoice, outside_autocast
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
+from ntk_laplace.model.priors import GaussianPrior
 
 __all__ = ["NTKKernel"]
 

@@ -14,8 +14,8 @@ from torch.distributions import Distribution
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.predictive import predictive
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.predictive import predictive
 
 __all__ = ["ResponseLikelihood"]
 

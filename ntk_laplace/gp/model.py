@@ -14,15 +14,15 @@ from gpytorch.models import ExactGP
 from linear_operator.operators import ZeroLinearOperator
 from torch import Size, Tensor, nn
 
-from ntk_laplace.data import Inputs, refuse_input_gradients
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.fit import laplace, spec_of
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.gp.likelihood import ResponseLikelihood
 from ntk_laplace.gp.whitened import WhitenedGram, WhitenedNormal
-from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.model.data import Inputs, refuse_input_gradients
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.posterior.fit import laplace, spec_of
 
 __all__ = ["LaplaceGP"]
 

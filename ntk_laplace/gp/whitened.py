@@ -17,9 +17,9 @@ from torch import Size, Tensor
 from ntk_laplace.curvature import FunctionSpacePrecision
 from ntk_laplace.curvature.posterior_precision import named_parts
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.gram import diagonal_blocks, gram, multiply
-from ntk_laplace.linalg import solve_lower, solve_spd
+from ntk_laplace.jacobian.gram import diagonal_blocks, gram, multiply
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.runtime.linalg import solve_lower, solve_spd
 
 __all__ = ["WhitenedGram", "WhitenedNormal"]
 

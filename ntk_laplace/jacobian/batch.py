@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace import tuning
-from ntk_laplace.data import Inputs, check_finite, take
 from ntk_laplace.errors import MixedExamplesError
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.fast import FusedSums
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
-from ntk_laplace.network import Network
+from ntk_laplace.model.data import Inputs, check_finite, take
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime import tuning
 
 __all__ = ["Batch", "all_finite", "mixed"]
 

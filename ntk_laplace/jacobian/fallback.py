@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vjp, vmap
 
-from ntk_laplace.data import Inputs, map_tensors, num_examples, take
 from ntk_laplace.jacobian.blocks import Dense
 from ntk_laplace.jacobian.graph import rows_dtype
-from ntk_laplace.network import Network
+from ntk_laplace.model.data import Inputs, map_tensors, num_examples, take
+from ntk_laplace.model.network import Network
 
 __all__ = ["Fallback"]
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
-from ntk_laplace.linalg import add_outer_lower_
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import add_outer_lower_
 
 __all__ = [
     "NO_FUSED_LAYERS", "FusedAccumulation", "FusedLayer", "FusedLayers", "FusedSums", "Products",

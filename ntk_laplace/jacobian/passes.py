@@ -13,8 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace import tuning
-from ntk_laplace.data import Inputs, differentiable, num_examples, take
 from ntk_laplace.errors import DataError, NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
 from ntk_laplace.jacobian.blocks import Block
@@ -26,7 +24,9 @@ from ntk_laplace.jacobian.jacobian import Jacobian
 from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.search import Search, make_plan
 from ntk_laplace.jacobian.storage import apart_from, compacted
-from ntk_laplace.network import Network, outside_autocast, preserved_rng
+from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
+from ntk_laplace.model.network import Network, outside_autocast, preserved_rng
+from ntk_laplace.runtime import tuning
 
 __all__ = ["JacobianPass", "RootFunction"]
 

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian.blocks import Block
 from ntk_laplace.jacobian.layout import Layout
 from ntk_laplace.jacobian.path import ParameterPath
+from ntk_laplace.runtime import tuning
 
 __all__ = ["RULES", "Extractor", "Rule", "Use", "register_rule"]
 

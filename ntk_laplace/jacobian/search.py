@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from ntk_laplace import tuning
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
 from ntk_laplace.jacobian.gradient_check import GradientCheck, agree
 from ntk_laplace.jacobian.graph import Graph, is_view, node_kind, uncast
 from ntk_laplace.jacobian.layout import Layout, find_layout, shape_layout
 from ntk_laplace.jacobian.plan import Plan, UsePlan, extractor_of, joined
 from ntk_laplace.jacobian.rules import Extractor
+from ntk_laplace.runtime import tuning
 
 __all__ = ["Search", "make_plan"]
 

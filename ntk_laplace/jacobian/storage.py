@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
-from ntk_laplace.data import Inputs, leaves
 from ntk_laplace.jacobian.blocks import Block, Dense, Lookup, Outer
 from ntk_laplace.jacobian.jacobian import Jacobian
+from ntk_laplace.model.data import Inputs, leaves
+from ntk_laplace.runtime import tuning
 
 __all__ = ["apart_from", "compacted"]
 

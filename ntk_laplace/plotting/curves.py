@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from ntk_laplace.plotting.style import DARK_BLUE, LIGHT_GREY
-from ntk_laplace.selection import LearningCurve
+from ntk_laplace.posterior.scores import LearningCurve
 
 __all__ = ["learning_curve", "removal_curves"]
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.explain import Entry, Ranked
 from ntk_laplace.plotting.style import BLUE, LIGHT_GREY, VERMILION
+from ntk_laplace.posterior.explain import Entry, Ranked
 
 __all__ = ["explanation"]
 

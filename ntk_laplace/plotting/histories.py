@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ntk_laplace.hyperparameters import HyperparameterHistory
 from ntk_laplace.plotting.style import DARK_BLUE
+from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.training import EvidenceHistory
 
 __all__ = ["hyperparameter_history", "training_history"]

@@ -3,7 +3,7 @@
 import inspect
 from typing import TypeVar
 
-from ntk_laplace.network import outside_autocast
+from ntk_laplace.model.network import outside_autocast
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
 from ntk_laplace.posterior.what_if import WhatIfVerbs

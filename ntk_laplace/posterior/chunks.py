@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ntk_laplace import tuning
-from ntk_laplace.data import InputBatches, Inputs, num_examples, take
 from ntk_laplace.errors import require_whole
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import InputBatches, Inputs, num_examples, take
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import LinearizedModel, merged_batches
 
 __all__ = ["Chunks"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace import tuning
+from ntk_laplace.runtime import tuning
 
 __all__ = ["Sampler", "WeightDraws"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace import evidence
 from ntk_laplace.errors import HyperparameterError
-from ntk_laplace.evidence import Evidence
-from ntk_laplace.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
+from ntk_laplace.structures import evidence
+from ntk_laplace.structures.evidence import Evidence
 
 __all__ = ["EvidenceVerbs"]
 

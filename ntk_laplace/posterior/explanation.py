@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace import tuning
-from ntk_laplace.data import Inputs, fill_buffer
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.explain import (
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import Inputs, fill_buffer
+from ntk_laplace.posterior.chunks import Chunks
+from ntk_laplace.posterior.explain import (
     Explanation,
     ExplanationRequest,
     LeaveOneOut,
@@ -23,9 +24,8 @@ from ntk_laplace.explain import (
     leave_one_out,
     rank,
 )
-from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.fitted import Fitted
+from ntk_laplace.runtime import tuning
 
 __all__ = ["ExplanationVerbs"]
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
-from ntk_laplace.data import Batches
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Gaussian, Likelihood, Tempered
-from ntk_laplace.network import Network
-from ntk_laplace.points import present_values, unmoved
+from ntk_laplace.model.data import Batches
+from ntk_laplace.model.likelihoods import Gaussian, Likelihood, Tempered
+from ntk_laplace.model.network import Network
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior.chunks import Chunks
-from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.serialization import require_writable, write
+from ntk_laplace.runtime.serialization import require_writable, write
 from ntk_laplace.structures import BlockBasis, FittedModel
 from ntk_laplace.structures.checkpoint import posterior_record
-from ntk_laplace.what_if import Indices, positions, refitted
+from ntk_laplace.structures.points import present_values, unmoved
+from ntk_laplace.structures.what_if import Indices, positions, refitted
 
 __all__ = ["Fitted"]
 

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
-from ntk_laplace.data import Inputs, RowBuffer, fill_buffer
 from ntk_laplace.errors import UnsupportedError, require_whole
-from ntk_laplace.gram import gram
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Likelihood, Response
-from ntk_laplace.linalg import symmetric_root
+from ntk_laplace.jacobian.gram import gram
+from ntk_laplace.model.data import Inputs, RowBuffer, fill_buffer
+from ntk_laplace.model.likelihoods import Likelihood, Response
+from ntk_laplace.model.predictive import Predictive, joined, predictive_from_samples
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.draws import WeightDraws
 from ntk_laplace.posterior.fitted import Fitted
-from ntk_laplace.predictive import Predictive, joined, predictive_from_samples
-from ntk_laplace.resources import require_memory
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import symmetric_root
+from ntk_laplace.runtime.resources import require_memory
 
 with warnings.catch_warnings():  # linear_operator scripts a function on import; newer torch warns
     warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.explain import leave_one_out_score
 from ntk_laplace.posterior.evidence import EvidenceVerbs
+from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.explanation import ExplanationVerbs
-from ntk_laplace.selection import LearningCurve, PrequentialEvidence, average_score, orders, require_beginning
+from ntk_laplace.posterior.scores import LearningCurve, PrequentialEvidence, average_score, orders, require_beginning
 
 __all__ = ["SelectionVerbs"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.data import Batches, Inputs
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.points import TrainingPoints
+from ntk_laplace.model.data import Batches, Inputs
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures import FunctionSpace
-from ntk_laplace.what_if import (
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.what_if import (
     Indices,
     positions,
     relabeled,

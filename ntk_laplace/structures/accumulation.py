@@ -22,14 +22,14 @@ from ntk_laplace.curvature import (
     diagonal_block,
     find_parameter_blocks,
 )
-from ntk_laplace.data import Inputs, RowBuffer, Source, fill_buffer, num_examples
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError, UnsupportedError
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
-from ntk_laplace.points import TrainingPoints
-from ntk_laplace.resources import require_memory
+from ntk_laplace.model.data import Inputs, RowBuffer, Source, fill_buffer, num_examples
+from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import read_batches
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import structure_named
 
 __all__ = ["FIRST", "SECOND", "Accumulation"]

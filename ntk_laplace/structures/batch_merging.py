@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ntk_laplace.data import BATCH_BYTES, InputBatches, Source, alike, concatenate, num_bytes, num_examples
-from ntk_laplace.network import Network
+from ntk_laplace.model.data import BATCH_BYTES, InputBatches, Source, alike, concatenate, num_bytes, num_examples
+from ntk_laplace.model.network import Network
 
 __all__ = ["merged_batches"]
 

@@ -12,8 +12,8 @@ from ntk_laplace.curvature import BlockPrecision, Eigenbasis, ParameterBlock, Su
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import FactorEigen
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
-from ntk_laplace.data import Inputs, Source
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers
+from ntk_laplace.model.data import Inputs, Source
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import StructureSpec
 

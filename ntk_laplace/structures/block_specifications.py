@@ -16,7 +16,7 @@ from ntk_laplace.curvature.block_summary import SHARING
 from ntk_laplace.curvature.inf import InfBlock, check_rank
 from ntk_laplace.curvature.spectral import KroneckerBlock, SpectralBlock
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.block_spec import HasEigenbasis
 from ntk_laplace.structures.structure import register_structure
 from ntk_laplace.structures.structured import StructuredSpec

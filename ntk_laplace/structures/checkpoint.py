@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.data import Batches, kept_or_missing
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.likelihoods import Likelihood, likelihood_from_record, likelihood_record
-from ntk_laplace.network import Network, require_module
-from ntk_laplace.points import TrainingPoints, UnsavedPoints, present_values
-from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.serialization import FileFormat
+from ntk_laplace.model.data import Batches, kept_or_missing
+from ntk_laplace.model.likelihoods import Likelihood, likelihood_from_record, likelihood_record
+from ntk_laplace.model.network import Network, require_module
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.serialization import FileFormat
 from ntk_laplace.structures.data_passes import digest, read_outputs
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
+from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values
 from ntk_laplace.structures.structure import Saved, StructureSpec, structure_named
 
 __all__ = ["posterior_record", "restored_model"]

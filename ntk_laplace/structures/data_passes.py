@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
-from ntk_laplace.data import Inputs, RowBuffer, Selected, Source, fill_buffer, num_examples
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.progress import track
+from ntk_laplace.model.data import Inputs, RowBuffer, Selected, Source, fill_buffer, num_examples
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 
 __all__ = [
     "ModelSignature",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import Network
-from ntk_laplace.points import present_values, unmoved
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import Network
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel, Settings
+from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.structures.structure import NewtonStep, Points, Structure
 
 __all__ = ["FittedModel"]

@@ -9,7 +9,7 @@ import torch
 
 from ntk_laplace.curvature import FullPrecision, accumulate_ggn
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.resources import require_memory
+from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import register_structure
 from ntk_laplace.structures.summed import SummedSpec, Sums

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpacePrecision
-from ntk_laplace.data import RowBuffer, Source
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.points import TrainingPoints
-from ntk_laplace.resources import format_bytes, require_memory
+from ntk_laplace.model.data import RowBuffer, Source
+from ntk_laplace.runtime.resources import format_bytes, require_memory
 from ntk_laplace.structures.data_passes import read_batches
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import (
     Points,
     Saved,

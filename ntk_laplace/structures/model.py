@@ -13,9 +13,9 @@ from torch import Tensor
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import Network
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import Network
+from ntk_laplace.model.priors import GaussianPrior
 
 __all__ = ["LinearizedModel", "Settings"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.serialization import Autosave, FileFormat
+from ntk_laplace.runtime.serialization import Autosave, FileFormat
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import ModelSignature

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
-from ntk_laplace.data import Inputs, Missing, Source, fill_buffer
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.points import TrainingPoints, UnsavedPoints
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.data import Inputs, Missing, Source, fill_buffer
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints
 
 __all__ = [
     "REGISTERED",

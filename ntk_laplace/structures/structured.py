@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock
-from ntk_laplace.data import Joined, Missing, Source, fill_buffer
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.model.data import Joined, Missing, Source, fill_buffer
+from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
 from ntk_laplace.structures.data_passes import ModelSignature, common_factor, jvp, read_rows, selected, vjp

@@ -15,14 +15,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.data import Joined, Missing, Source
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import TrainingPoints, present_values, unmoved
+from ntk_laplace.model.data import Joined, Missing, Source
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.data_passes import common_factor, jvp, read_outputs, read_rows, selected, vjp
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import Points, Saved, Structure, StructureSpec, require_unchanged
 
 __all__ = ["SummedSpec", "SummedStructure", "Sums"]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ntk_laplace.data import (
+from ntk_laplace.errors import DataError, is_whole
+from ntk_laplace.model.data import (
     Batches,
     InputDtype,
     Inputs,
@@ -21,7 +22,6 @@ from ntk_laplace.data import (
     take,
     to_device,
 )
-from ntk_laplace.errors import DataError, is_whole
 
 __all__ = ["Minibatches", "count_examples", "sum_of_weights"]
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.data import Inputs, num_examples
 from ntk_laplace.errors import DataError
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import Caller
-from ntk_laplace.priors import GaussianPrior
+from ntk_laplace.model.data import Inputs, num_examples
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import Caller
+from ntk_laplace.model.priors import GaussianPrior
 
 __all__ = ["Objective", "in_mode"]
 

@@ -20,14 +20,14 @@ from ntk_laplace.errors import (
     NonFiniteError,
     NTKLaplaceWarning,
 )
-from ntk_laplace.fit import fit_with
-from ntk_laplace.hyperparameters import Ascent, Variables
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.points import present_values, unmoved
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.serialization import load_optimizer, load_random, load_tensors, module_tensors, random_state
+from ntk_laplace.posterior.fit import fit_with
+from ntk_laplace.posterior.hyperparameters import Ascent, Variables
+from ntk_laplace.runtime.serialization import load_optimizer, load_random, load_tensors, module_tensors, random_state
 from ntk_laplace.structures import Settings, StructureSpec
+from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.minibatches import Minibatches

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from ntk_laplace.errors import HyperparameterError, is_whole
-from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import Likelihood
 
 __all__ = ["EvidenceSchedule"]
 

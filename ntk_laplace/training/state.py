@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.serialization import FileFormat
+from ntk_laplace.runtime.serialization import FileFormat
 
 __all__ = ["FORMAT", "optimizer_words", "read", "require_same"]
 

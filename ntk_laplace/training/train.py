@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.data import Batches, Inputs, take
 from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInterrupted, UnsupportedError, is_whole
-from ntk_laplace.fit import spec_of
-from ntk_laplace.hyperparameters import Variables
-from ntk_laplace.likelihoods import Likelihood
-from ntk_laplace.network import Caller, Network
-from ntk_laplace.priors import GaussianPrior
-from ntk_laplace.progress import track
-from ntk_laplace.serialization import Autosave, require_writable
+from ntk_laplace.model.data import Batches, Inputs, take
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import Caller, Network
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior.fit import spec_of
+from ntk_laplace.posterior.hyperparameters import Variables
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.runtime.serialization import Autosave, require_writable
 from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights

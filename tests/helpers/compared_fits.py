@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import ntk_laplace as ntkl
-from ntk_laplace.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import Likelihood
 from pairwise import one_each
 from reference import relative_error
 from registry import PRIORS, problem

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import ntk_laplace as ntkl
-from ntk_laplace.data import to_device
+from ntk_laplace.model.data import to_device
 from registry import LIKELIHOODS, fresh, targets
 
 NAME = "elsewhere"

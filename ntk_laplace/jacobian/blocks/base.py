@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ntk_laplace import tuning
+from ntk_laplace.runtime import tuning
 
 __all__ = ["Block", "GramCost", "cat_positions", "over_cotangents", "steps", "weigh"]
 

@@ -1,5 +1,0 @@
-"""The command ``ntk-laplace``."""
-
-from ntk_laplace.cli.command import main
-
-__all__ = ["main"]

@@ -1,6 +1,0 @@
-"""The explorer: explanations of many predictions on one interactive page."""
-
-from ntk_laplace.explorer.gather import Naming, gather
-from ntk_laplace.explorer.page import ExplorerPage, explore
-
-__all__ = ["ExplorerPage", "Naming", "explore", "gather"]

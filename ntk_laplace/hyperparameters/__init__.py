@@ -1,8 +1,0 @@
-"""Hyperparameters: prior precisions, noise and temperature that maximize the evidence at fixed weights."""
-
-from ntk_laplace.hyperparameters.ascent import Ascent
-from ntk_laplace.hyperparameters.history import HyperparameterHistory
-from ntk_laplace.hyperparameters.maximize import METHODS, maximize
-from ntk_laplace.hyperparameters.variables import Evidence, Variables
-
-__all__ = ["METHODS", "Ascent", "Evidence", "HyperparameterHistory", "Variables", "maximize"]

@@ -1,0 +1,406 @@
+"""Contractions: exact methods that add the products of two clusters of blocks to a tile of K, each with its cost.
+
+A cluster is a set of blocks that share a parameter, whose rows are summed before products are formed. `contractions`
+pairs the clusters of two Jacobians and chooses the cheapest method for each pair.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.jacobian.blocks import Block, Cluster, Dense, Outer, clusters, written_out
+from ntk_laplace.runtime import tuning
+
+__all__ = ["Contraction", "Tile", "Variances", "contractions"]
+
+Variances = Mapping[str, Tensor]
+"""Prior variance (one over precision) of each parameter, 0-d or one per entry. Absent parameters contribute nothing."""
+
+
+class Tile:
+    """Entries of K between n1 and n2 examples, to which contractions add in place.
+
+    Parameters
+    ----------
+    values : Tensor, (n1*K1, n2*K2)
+        A part of a larger matrix, with interleaved rows and columns.
+    cotangents : tuple of int
+        K1 and K2.
+    fresh : bool
+        The values are uninitialized: the first product overwrites them.
+    """
+
+    def __init__(self, values: Tensor, cotangents: tuple[int, int], fresh: bool) -> None:
+        self.values, self.fresh, self._cotangents = values, fresh, cotangents
+
+    def add_product(self, left: Tensor, right: Tensor, variance: Tensor) -> None:
+        """Add left diag(variance) rightᵀ for rows (n*K, p) and a variance of one entry or p."""
+        scalar = variance.numel() == 1
+        left = left if scalar else left * variance.to(left).flatten()
+        self.values.addmm_(left, right.T, beta=0.0 if self.fresh else 1.0, alpha=float(variance) if scalar else 1.0)
+        self.fresh = False
+
+    def started(self) -> Tensor:
+        """The values as (n1, K1, n2, K2), zero where nothing was added yet."""
+        if self.fresh:
+            self.values.zero_()
+            self.fresh = False
+        k1, k2 = self._cotangents
+        return self.values.unflatten(0, (-1, k1)).unflatten(2, (-1, k2))
+
+
+@dataclass(frozen=True)
+class Contraction(ABC):
+    """The products J_nk P0⁻¹ J_mlᵀ of two clusters, by one method.
+
+    A subclass is one method: it gives its `cost`, and adds to a tile in `add`.
+
+    Attributes
+    ----------
+    left, right : tuple of Block
+        Clusters that name the same parameters.
+    variances : mapping of str to Tensor
+    """
+
+    left: Cluster
+    right: Cluster
+    variances: Variances
+
+    stage: ClassVar[int]  # contractions of one stage share a pass over K; later stages add to an initialized tile
+
+    @classmethod
+    @abstractmethod
+    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
+        """Whether the method is exact for these clusters and variances."""
+
+    @property
+    @abstractmethod
+    def cost(self) -> int:
+        """Multiply-adds per pair of examples; more where the method also moves much memory."""
+
+    @abstractmethod
+    def add(self, tile: Tile) -> None:
+        """Add the products of all examples of both sides."""
+
+    def diagonal(self) -> Tensor:
+        """The products of each example with itself, (n, K, K); both sides are the same cluster."""
+        k, n = self.left[0].shape
+        total, first = None, None
+        for name, rows in written_out(self.left).items():
+            first = rows if first is None else first
+            variance = self.variance(name)
+            if variance is not None:
+                own = torch.einsum("knp,lnp->nkl", rows * variance.to(rows).flatten(), rows)
+                total = own if total is None else total + own
+        return first.new_zeros(n, k, k) if total is None else total
+
+    def passes(self) -> Iterator[Contraction]:
+        """Parts that fill K one after the other, to bound the memory of rows that are written out."""
+        yield self
+
+    def largest_tile(self) -> float:
+        """Maximum number of examples on a side of a square tile, by the buffers of the method."""
+        return float("inf")
+
+    def tile_shape(self, n: int, step: int) -> tuple[int, int]:
+        """Examples (rows, columns) of the tiles that fill K of n rows of examples; `step` bounds the buffers."""
+        return step, step
+
+    def cut_rows(self, examples: slice) -> Contraction:
+        """The same products for some examples of the left side."""
+        return replace(self, left=_cut(self.left, examples))
+
+    def cut_columns(self, examples: slice) -> Contraction:
+        """The same products for some examples of the right side."""
+        return replace(self, right=_cut(self.right, examples))
+
+    def variance(self, name: str | None) -> Tensor | None:
+        """Prior variance of a parameter; None if it contributes nothing."""
+        return None if name is None else self.variances.get(name)
+
+    def number(self, name: str | None) -> float:
+        """Prior variance of a parameter that has only one, zero if it contributes nothing."""
+        variance = self.variance(name)
+        return 0.0 if variance is None else float(variance)
+
+    @property
+    def cotangents(self) -> int:
+        """The larger of K1 and K2."""
+        return max(self.left[0].shape[0], self.right[0].shape[0])
+
+    @property
+    def cost_of_rows(self) -> int:
+        """Cost of products of written-out rows."""
+        sizes = {name: size for block in self.left for name, size in block.sizes().items()}
+        return self.cotangents**2 * sum(sizes.values())
+
+
+class Rows(Contraction):
+    """Both sides are matrices of written-out rows: one matrix product per run of columns of one prior variance."""
+
+    stage = 0
+
+    @classmethod
+    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
+        (one, *more), (two, *others) = left, right
+        alone = not more and not others and isinstance(one, Dense) and isinstance(two, Dense)
+        return alone and one.spans == two.spans
+
+    @property
+    def cost(self) -> int:
+        return self.cost_of_rows
+
+    def add(self, tile: Tile) -> None:
+        ours, theirs = self.left[0].rows.flatten(0, 1), self.right[0].rows.flatten(0, 1)
+        for start, stop, variance in self._runs():
+            tile.add_product(ours[:, start:stop], theirs[:, start:stop], variance)
+
+    def diagonal(self) -> Tensor:
+        block = self.left[0]
+        k, n = block.shape
+        total = block.rows.new_zeros(n, k, k)
+        for start, stop, variance in self._runs():
+            rows = block.rows[:, :, start:stop]
+            total.baddbmm_(rows * variance.to(rows).flatten(), rows.mT)
+        return total
+
+    def tile_shape(self, n: int, step: int) -> tuple[int, int]:
+        # few wide tiles: the work above the diagonal is wasted, but narrow products of long rows are slow
+        k = self.cotangents
+        step = max(1, min(tuning.TILE_ROWS // k, max(tuning.FEWEST_TILE_ROWS // k, -(-n // 4))))
+        return step, 4 * step
+
+    def _runs(self) -> list[tuple[int, int, Tensor]]:
+        """First and last column (exclusive) and variance of neighboring parameters with the same prior variance."""
+        runs: list[tuple[int, int, Tensor]] = []
+        for name, start, stop in self.left[0].spans:
+            variance = self.variance(name)
+            if variance is None:
+                continue
+            last = runs[-1] if runs else None
+            if last and last[1] == start and last[2].numel() == variance.numel() == 1 and last[2] == variance:
+                runs[-1] = (last[0], stop, variance)
+            else:
+                runs.append((start, stop, variance))
+        return runs
+
+
+class Written(Contraction):
+    """Clusters of any kind, whose rows are written out and summed for each tile."""
+
+    stage = 2
+
+    @classmethod
+    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
+        return True
+
+    @property
+    def cost(self) -> int:
+        return self.cost_of_rows
+
+    def add(self, tile: Tile) -> None:
+        ours, theirs = written_out(self.left), written_out(self.right)
+        for name in sorted(ours.keys() & theirs.keys()):
+            variance = self.variance(name)
+            if variance is not None:
+                tile.add_product(_interleaved(ours[name]), _interleaved(theirs[name]), variance)
+
+    def largest_tile(self) -> float:
+        if all(isinstance(block, Dense) for block in (*self.left, *self.right)):
+            return super().largest_tile()
+        each = sum(sum(block.sizes().values()) for block in self.left) * self.left[0].values.element_size()
+        return tuning.TILE_BYTES // (self.cotangents * each)
+
+
+class Panels(Contraction):
+    """Rows of one layer are written out a few columns at a time, in the block's order."""
+
+    stage = 1
+
+    @classmethod
+    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
+        return _same_factors(left, right) and isinstance(left[0], Outer)
+
+    @property
+    def cost(self) -> int:
+        return self.left[0].gram_cost.written
+
+    def add(self, tile: Tile) -> None:
+        for panel in self.passes():
+            panel.add(tile)
+
+    def diagonal(self) -> Tensor:
+        return sum(panel.diagonal() for panel in self.passes())
+
+    def passes(self) -> Iterator[Contraction]:
+        block = self.left[0]
+        weight, bias = self.variance(block.weight), self.variance(block.bias)
+        if weight is not None:
+            g, o, i = block.b.shape[2], block.b.shape[4], block.a.shape[3]
+            step = max(1, tuning.PANEL_COLUMNS // (g * o))
+            for start in range(0, i, step):
+                some = slice(start, min(start + step, i))
+                own = weight if weight.numel() == 1 else block.shaped(weight)[..., some]
+                yield self._panel(block.weight, lambda block, s=some: block.columns(s), own)
+        if bias is not None:
+            yield self._panel(block.bias, lambda block: block.sums(), bias)
+
+    def _panel(self, name: str, rows: Callable[[Outer], Tensor], variance: Tensor) -> Rows:
+        (left,), (right,) = self.left, self.right
+
+        def matrix(block: Outer) -> Cluster:
+            found = Dense.of(name, rows(block))
+            return (replace(found, rows=found.rows.contiguous()),)
+
+        own = matrix(left)
+        return Rows(own, own if right is left else matrix(right), {name: variance})
+
+
+class Hadamard(Contraction):
+    """One position: (a aᵀ/δ_w + 1/δ_b) ∘ b bᵀ; a Kronecker product if b is constant, as in the last layer."""
+
+    stage = 2
+
+    @classmethod
+    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
+        layers = _same_factors(left, right) and isinstance(left[0], Outer) and left[0].single and right[0].single
+        return layers and _one_variance_each(left[0], variances)
+
+    @property
+    def cost(self) -> int:
+        (k, _), o, i = self.left[0].shape, self.left[0].b.shape[4], self.left[0].a.shape[3]
+        return i + k * k * o
+
+    def add(self, tile: Tile) -> None:
+        (left,), (right,) = self.left, self.right
+        inputs = (left.a[:, 0, 0] @ right.a[:, 0, 0].T).mul_(self.number(left.weight))
+        bias = self.number(left.bias)
+        if bias:
+            inputs.add_(bias)
+        if left.constant and right.constant:
+            _add_kronecker(tile.started(), inputs, left.b[:, 0, 0, 0] @ right.b[:, 0, 0, 0].T)
+            return
+        (n1, n2), k1, k2 = inputs.shape, left.b.shape[0], right.b.shape[0]
+        b_left, b_right = (_interleaved(block.full_b()[:, :, 0, 0]) for block in (left, right))
+        products = (b_left @ b_right.T).view(n1, k1, n2 * k2)
+        # repeat each input product over K2 columns once, so that the large multiplication reads contiguous memory
+        spread = inputs.unsqueeze(2).expand(n1, n2, k2).reshape(n1, 1, n2 * k2)
+        target = tile.values.unflatten(0, (n1, k1))
+        if tile.fresh:
+            torch.mul(products, spread, out=target)
+            tile.fresh = False
+        else:
+            target.addcmul_(products, spread)
+
+    def diagonal(self) -> Tensor:
+        return Positions(self.left, self.right, self.variances).diagonal()
+
+
+class Positions(Contraction):
+    """Pairs of positions or tokens, without written-out rows: Σ_ts (a_t·a_s) (b_t·b_s), the inner sum first."""
+
+    stage = 3
+
+    @classmethod
+    def applies(cls, left: Cluster, right: Cluster, variances: Variances) -> bool:
+        return _same_factors(left, right) and _one_variance_each(left[0], variances)
+
+    @property
+    def cost(self) -> int:
+        return self.left[0].gram_cost.contracted
+
+    def add(self, tile: Tile) -> None:
+        """Take one left example at a time, and as many right examples as keep the inner sums in cache."""
+        (left,), (right,), target = self.left, self.right, tile.started()
+        inputs = left.input_products(right, *self._numbers())
+        b_left, b_right = (block.grouped_b().permute(1, 2, 3, 4, 0) for block in (left, right))  # (n, G, T, o, K)
+        n1, n2, g, t1, t2 = inputs.shape
+        o, k1, k2 = b_left.shape[3], b_left.shape[4], b_right.shape[4]
+        b_left, b_right = b_left.reshape(n1, g * t1 * o, k1), b_right.reshape(n2, g, t2, o * k2)
+        cache = tuning.INNER_SUMS_BYTES if target.device.type == "cpu" else tuning.INNER_SUMS_DEVICE_BYTES
+        step = max(1, cache // (g * t1 * o * k2 * target.element_size()))
+        for n in range(n1):
+            for start in range(0, n2, step):
+                some = slice(start, min(start + step, n2))
+                # (m, G, T1, T2) @ (m, G, T2, o l), then (k, G T1 o) @ (m, G T1 o, l)
+                inner = (inputs[n, some] @ b_right[some]).view(-1, g * t1 * o, k2)
+                target[n, :, some].add_(torch.bmm(b_left[n].T.expand(len(inner), -1, -1), inner).transpose(0, 1))
+
+    def diagonal(self) -> Tensor:
+        block = self.left[0]
+        b = block.grouped_b()
+        return torch.einsum("kngto,ngts,lngso->nkl", b, block.own_input_products(*self._numbers()), b)
+
+    def largest_tile(self) -> float:
+        both = [block.grouped_b() for block in (*self.left, *self.right)]
+        t, g = max(b.shape[3] for b in both), max(b.shape[2] for b in both)
+        return int((tuning.TILE_BYTES / (both[0].element_size() * g * t * t)) ** 0.5)
+
+    def tile_shape(self, n: int, step: int) -> tuple[int, int]:
+        few = min(step, -(-n // 16))
+        return few, step * step // few
+
+    def _numbers(self) -> tuple[float, float]:
+        """Prior variances of the weight and of the bias."""
+        weight, *bias = self.left[0].names
+        return self.number(weight), self.number(bias[0] if bias else None)
+
+
+METHODS: tuple[type[Contraction], ...] = (Rows, Hadamard, Positions, Panels, Written)
+"""All methods; of two that cost the same, the first is taken."""
+
+
+def contractions(left: Cluster, right: Cluster, variances: Variances) -> list[Contraction]:
+    """The cheapest contraction of each pair of clusters, in the order in which they initialize a tile.
+
+    Clusters are paired by their parameters; those without a prior variance are left out.
+    """
+    ours, theirs = clusters(left), clusters(right)
+    if [_names(cluster) for cluster in ours] != [_names(cluster) for cluster in theirs]:
+        # sequence lengths or branches of the network differ: only parameters that both sides use contribute
+        one, two = written_out(left), written_out(right)
+        names = sorted(one.keys() & two.keys())
+        ours, theirs = [(Dense.of(n, one[n]),) for n in names], [(Dense.of(n, two[n]),) for n in names]
+    found = [
+        min((method(one, two, variances) for method in METHODS if method.applies(one, two, variances)),
+            key=lambda each: each.cost)
+        for one, two in zip(ours, theirs, strict=True)
+        if any(name in variances for name in _names(one))
+    ]  # fmt: skip
+    return sorted(found, key=lambda each: each.stage)
+
+
+def _names(cluster: Cluster) -> tuple[str, ...]:
+    return tuple(sorted(name for block in cluster for name in set(block.names)))
+
+
+def _cut(cluster: Cluster, examples: slice) -> Cluster:
+    return tuple(block.subset(examples) for block in cluster)
+
+
+def _same_factors(left: Cluster, right: Cluster) -> bool:
+    """Whether each side is one block with factors, of the same entries in the same order."""
+    return len(left) == len(right) == 1 and not isinstance(left[0], Dense) and left[0].matches(right[0])
+
+
+def _one_variance_each(block: Block, variances: Variances) -> bool:
+    return all(variances[name].numel() == 1 for name in block.names if name in variances)
+
+
+def _interleaved(b: Tensor) -> Tensor:
+    """(K, n, o) -> (n*K, o)."""
+    return b.transpose(0, 1).flatten(0, 1)
+
+
+def _add_kronecker(out: Tensor, inputs: Tensor, pairs: Tensor) -> None:
+    """out (n1, K1, n2, K2) += inputs ⊗ pairs."""
+    if pairs.shape[0] == pairs.shape[1] and not bool((pairs - torch.diag(pairs.diagonal())).any()):
+        out.diagonal(dim1=1, dim2=3).addcmul_(inputs.unsqueeze(2), pairs.diagonal())
+    else:
+        out.addcmul_(inputs[:, None, :, None], pairs[None, :, None, :])

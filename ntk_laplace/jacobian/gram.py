@@ -1,0 +1,159 @@
+"""Gram matrices K = J P0⁻¹ Jᵀ from blocks of rows, in tiles; rows of length P are avoided where possible.
+
+Rows are numbered n*K + k ("interleaved"). The tile of two sets of examples is then one contiguous block of the result,
+to which each layer adds its product in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, groupby
+
+from torch import Tensor
+
+from ntk_laplace.jacobian.contractions import Contraction, Tile, Variances, contractions
+from ntk_laplace.jacobian.jacobian import Jacobian
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import mirror_lower_
+from ntk_laplace.runtime.resources import require_memory
+
+__all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
+
+
+def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: int | None = None) -> Tensor:
+    """K between two sets of rows, interleaved.
+
+    Parameters
+    ----------
+    left, right : Jacobian
+        Rows of N1 and N2 examples. With `right` None, K is `left` with itself: half is computed and mirrored.
+    variances : mapping of str to Tensor
+        Prior variance by parameter name.
+    budget : int, optional
+        Maximum bytes of the result; by default the free memory of the device.
+
+    Returns
+    -------
+    Tensor, (N1*K1, N2*K2)
+        Entry (n*K1 + k, m*K2 + l) is J_nk P0⁻¹ J_mlᵀ.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If the result would not fit, before it is allocated.
+    """
+    other = left if right is None else right
+    height, width = left.num_examples * left.num_cotangents, other.num_examples * other.num_cotangents
+    require_memory(height * width * left.f.element_size(), left.f.device, f"a Gram matrix of {height} x {width}",
+                   "Ask for tiles (gram_tiles), or for fewer examples at a time.", budget)
+    if right is not None:
+        return cross_gram(left, right, variances)
+    return mirror_lower_(gram_lower(left, variances))
+
+
+def gram_lower(rows: Jacobian, variances: Variances) -> Tensor:
+    """K of rows with themselves, (N*K, N*K); only the lower triangle is guaranteed to be filled."""
+    return _fill_whole(rows, None, variances)
+
+
+def cross_gram(left: Jacobian, right: Jacobian, variances: Variances) -> Tensor:
+    """K between two sets of rows, (N1*K1, N2*K2)."""
+    return _fill_whole(left, right, variances)
+
+
+def _fill_whole(left: Jacobian, right: Jacobian | None, variances: Variances) -> Tensor:
+    other = left if right is None else right
+    k1, k2 = left.num_cotangents, other.num_cotangents
+    out = left.f.new_empty(left.num_examples * k1, other.num_examples * k2)
+    fresh = True
+    for together in _passes(contractions(left.blocks, other.blocks, variances)):
+        step = _tile_examples(left, other, together)
+        steps = together[0].tile_shape(left.num_examples, step)
+        for rows, columns, parts in _tiles(left, other, together, steps, lower=right is None):
+            tile = out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2]
+            _fill(tile, (k1, k2), parts, fresh)
+        fresh = False
+    return out.zero_() if fresh else out
+
+
+def _passes(found: list[Contraction]) -> Iterator[list[Contraction]]:
+    """Contractions that fill a whole matrix together, tile by tile; rows written out in panels are passes of one."""
+    for _, stage in groupby(found, key=lambda each: each.stage):
+        whole = []
+        for each in stage:
+            parts = each.passes()
+            first = next(parts)
+            if first is each:
+                whole.append(each)
+            else:
+                yield from ([part] for part in chain([first], parts))
+        if whole:
+            yield whole
+
+
+def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Tiles of K as (rows, columns, values (n1, K1, n2, K2)); `right` None yields only the lower tiles of K.
+
+    The values share one buffer: copy them to keep them.
+    """
+    other = left if right is None else right
+    k1, k2 = left.num_cotangents, other.num_cotangents
+    found = contractions(left.blocks, other.blocks, variances)
+    step = _tile_examples(left, other, found)
+    out = left.f.new_empty(step * k1 * step * k2)
+    for rows, columns, parts in _tiles(left, other, found, (step, step), lower=right is None):
+        n1, n2 = rows.stop - rows.start, columns.stop - columns.start
+        tile = out[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
+        _fill(tile, (k1, k2), parts)
+        yield rows, columns, tile.view(n1, k1, n2, k2)
+
+
+def multiply(left: Jacobian, right: Jacobian, variances: Variances, matrix: Tensor) -> Tensor:
+    """K(left, right) times a matrix (N2*K2, m), without forming K: (N1*K1, m)."""
+    k1, k2 = left.num_cotangents, right.num_cotangents
+    out = matrix.new_zeros(left.num_examples * k1, matrix.shape[-1])
+    for rows, columns, tile in gram_tiles(left, right, variances):
+        flat = tile.reshape(tile.shape[0] * k1, -1)
+        out[rows.start * k1 : rows.stop * k1].addmm_(flat, matrix[columns.start * k2 : columns.stop * k2])
+    return out
+
+
+def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
+    """Diagonal blocks of K, one per example, (N, K, K)."""
+    k, n = rows.num_cotangents, rows.num_examples
+    out = rows.f.new_zeros(n, k, k)
+    step = max(1, tuning.TILE_ROWS // k)
+    for start in range(0, n, step):
+        part = rows.subset(slice(start, start + step))
+        for own in contractions(part.blocks, part.blocks, variances):
+            out[start : start + step] += own.diagonal()
+    return out
+
+
+def _tile_examples(left: Jacobian, right: Jacobian, found: list[Contraction]) -> int:
+    """Examples on each side of a square tile, chosen to bound its buffers."""
+    k = max(left.num_cotangents, right.num_cotangents)
+    # at least four blocks of rows, so that symmetry saves work for few examples as well
+    step = max(1, min(tuning.TILE_ROWS // k, -(-left.num_examples // 4)))
+    return int(max(1, min([step, *(each.largest_tile() for each in found)])))
+
+
+def _tiles(
+    left: Jacobian, right: Jacobian, found: list[Contraction], steps: tuple[int, int], lower: bool
+) -> Iterator[tuple[slice, slice, list[Contraction]]]:
+    """Slices of examples whose tiles cover K, or its lower triangle, with the contractions of each tile."""
+    n1, n2 = left.num_examples, right.num_examples
+    for start in range(0, n1, steps[0]):
+        rows = slice(start, min(start + steps[0], n1))
+        own, last = [each.cut_rows(rows) for each in found], rows.stop if lower else n2
+        for first in range(0, last, steps[1]):
+            columns = slice(first, min(first + steps[1], last))
+            yield rows, columns, [each.cut_columns(columns) for each in own]
+
+
+def _fill(values: Tensor, cotangents: tuple[int, int], found: list[Contraction], fresh: bool = True) -> None:
+    """Add contractions to a tile (n1*K1, n2*K2), which may be a part of a larger matrix; `fresh` overwrites."""
+    tile = Tile(values, cotangents, fresh)
+    for each in found:
+        each.add(tile)
+    tile.started()

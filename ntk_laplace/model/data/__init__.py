@@ -1,0 +1,69 @@
+"""Data reading and validation: inputs, and batches of inputs and targets."""
+
+from ntk_laplace.model.data.batches import (
+    BATCH_BYTES,
+    Batches,
+    Joined,
+    Missing,
+    Selected,
+    Source,
+    as_pair,
+    generators_of,
+    kept_or_missing,
+)
+from ntk_laplace.model.data.input_batches import InputBatches
+from ntk_laplace.model.data.input_format import describe_inputs, format_of, input_remedy, same_input_format
+from ntk_laplace.model.data.inputs import (
+    InputDtype,
+    Inputs,
+    alike,
+    as_tensor,
+    as_tensors,
+    check_finite,
+    concatenate,
+    differentiable,
+    leaves,
+    map_tensors,
+    num_bytes,
+    num_examples,
+    refuse_input_gradients,
+    take,
+    to_device,
+)
+from ntk_laplace.model.data.row_buffer import RowBuffer, fill_buffer
+from ntk_laplace.model.data.weights import example_weights
+
+__all__ = [
+    "BATCH_BYTES",
+    "Batches",
+    "InputBatches",
+    "InputDtype",
+    "Inputs",
+    "Joined",
+    "Missing",
+    "RowBuffer",
+    "Selected",
+    "Source",
+    "alike",
+    "as_pair",
+    "as_tensor",
+    "as_tensors",
+    "check_finite",
+    "concatenate",
+    "describe_inputs",
+    "differentiable",
+    "example_weights",
+    "fill_buffer",
+    "format_of",
+    "generators_of",
+    "input_remedy",
+    "kept_or_missing",
+    "leaves",
+    "map_tensors",
+    "num_bytes",
+    "num_examples",
+    "refuse_input_gradients",
+    "same_input_format",
+    "take",
+    "to_device",
+]

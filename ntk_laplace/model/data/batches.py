@@ -1,0 +1,472 @@
+"""Sources of batches: a loader, a dataset or a pair (X, y) becomes batches of (x, y) on one device.
+
+Example weights, given as (X, y, w) or as batches (x, y, w), are collected during the first pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.data.inputs import (
+    InputDtype,
+    Inputs,
+    as_tensors,
+    check_finite,
+    leaves,
+    num_bytes,
+    num_examples,
+    take,
+    to_device,
+)
+from ntk_laplace.model.data.row_buffer import RowBuffer
+from ntk_laplace.model.data.weights import example_weights
+
+__all__ = [
+    "BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "as_pair", "batches_of", "generators_of",
+    "kept_or_missing", "samplers_of",
+]  # fmt: skip
+
+_BATCH = 512  # default batch size
+_LARGEST_BATCH = 5_000  # largest batch size for small examples, if their use allows it
+_UNKNOWN_BATCH = 2048  # largest batch size until `limit_batch_size` is called
+BATCH_BYTES = 32 * 2**20  # target size of a batch's inputs, in bytes
+_USUAL = ("labels", "label", "targets", "target", "y")  # keys of targets, for messages
+
+
+def as_pair(batch: Any, targets: str | None = None) -> tuple[Inputs, Tensor]:
+    """Inputs and targets of a batch, which is a pair or a mapping with the targets under the key `targets`.
+
+    Raises
+    ------
+    DataError
+        If the batch is neither, or the mapping lacks that key.
+    """
+    if isinstance(batch, Mapping):
+        return _apart(batch, targets)
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        x, y = batch
+        return x, torch.as_tensor(y)
+    got = f"a {type(batch).__name__}" + (f" of length {len(batch)}" if hasattr(batch, "__len__") else "")
+    raise DataError("batches that are pairs (inputs, targets), or (inputs, targets, weights)", got,
+                    "Group several inputs as one: ((x1, x2), y) or ({'x1': x1, 'x2': x2}, y).")
+
+
+def _apart(batch: Mapping[str, Any], targets: str | None) -> tuple[Inputs, Tensor]:
+    """Split a mapping into inputs and targets."""
+    got = f"a {type(batch).__name__} with the keys {', '.join(map(repr, batch))}"
+    if targets is None:
+        likely = next((key for key in _USUAL if key in batch), _USUAL[0])
+        raise DataError("batches that are pairs (inputs, targets)", got,
+                        f"Name the key of the targets, targets={likely!r} for instance.")
+    if targets not in batch:
+        raise DataError(f"targets under the key {targets!r} of each batch", got,
+                        "Name the key of the targets with targets=, and let every batch have it.")
+    y = as_tensors(batch[targets])
+    if not isinstance(y, Tensor):
+        raise DataError(f"targets under the key {targets!r} as one tensor or array of numbers",
+                        f"a {type(y).__name__}", "Number classes from 0 if these are their names.")
+    return {key: as_tensors(value) for key, value in batch.items() if key != targets}, y
+
+
+class Batches:
+    """Batches of inputs and targets on one device; every iteration is one pass over the data.
+
+    Parameters
+    ----------
+    data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
+        A loader keeps its batches, sampler and `collate_fn`. A dataset or tensors are split into batches of
+        `batch_size` in their order. A mapping, of all data or of one batch, has its targets under the key `targets`.
+        Batches and items may also be (x, y, w), w one weight per example.
+    batch_size : int, optional
+        Examples per batch; by default 512, and more for tensors with small examples.
+    device : torch.device
+        Where batches go.
+    dtype : InputDtype or torch.dtype, optional
+        Taken by floating inputs: the network's own.
+    targets : str, optional
+        The key of the targets in batches that are mappings; pairs need none.
+
+    Raises
+    ------
+    DataError
+        If the data are empty or cannot be read as pairs; from a pass, if the number of examples or the order of the
+        targets differs from that of the first pass.
+    """
+
+    def __init__(
+        self, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
+        targets: str | None = None,
+    ) -> None:  # fmt: skip
+        self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
+        self._total: int | None = None
+        self._order = 0, 0  # checksums of the targets and of the weights, in reading order
+        self._weights: RowBuffer | None = None
+        self.read = 0
+        self._chosen = batch_size is not None
+        self._fitting = _LARGEST_BATCH  # batch size at which the inputs fill BATCH_BYTES
+        self.device, self.batch_size, self.dtype = device, batch_size or _BATCH, dtype
+        self._source: Any
+        self._targets = targets
+        data, self._given = example_weights(data)
+        if isinstance(data, Mapping):
+            data = as_pair(data, targets)
+        if isinstance(data, (tuple, list)) and len(data) == 2:
+            x, y = as_tensors(data[0]), as_tensors(data[1])
+            if not isinstance(y, Tensor):
+                raise DataError("targets as one tensor or array of numbers in (X, y)", f"a {type(y).__name__}",
+                                "Number classes from 0 if these are their names; pass a DataLoader if these are "
+                                "batches, one (X, y) after the other.")
+            n, m = num_examples(x), len(y) if y.ndim else -1
+            if n != m:
+                raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
+                                "Give one target (row) per input.")
+            self._source, self._length = (x, y), n
+            self._fitting = min(_LARGEST_BATCH, BATCH_BYTES // max(1, num_bytes(x) // max(1, n)))
+        elif isinstance(data, DataLoader):
+            self._source, self._length = _with_own_workers(data), _length_of(data)
+        elif isinstance(data, Dataset):
+            self._source, self._length = DataLoader(data, batch_size=self.batch_size), _length_of(data)
+        else:
+            raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
+                            "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
+        if self._length == 0:
+            raise _empty()
+        self.limit_batch_size(_UNKNOWN_BATCH)
+
+    @classmethod
+    def of(
+        cls, data: Any, batch_size: int | None, device: torch.device, dtype: InputDtype | torch.dtype | None = None,
+        targets: str | None = None,
+    ) -> Batches:  # fmt: skip
+        """Return `Batches` unchanged, so that several readers detect a changing source; wrap other data."""
+        return data if isinstance(data, cls) else cls(data, batch_size, device, dtype, targets)
+
+    def limit_batch_size(self, most: int) -> None:
+        """Split tensors in memory into even batches of at most `most` examples (or 512 if that is more).
+
+        Interrupts are handled between batches, so the batch size bounds the delay. A size chosen by the caller does
+        not change. A loader keeps its batches; readers may merge small ones up to `batch_size`.
+        """
+        if self._chosen:
+            return
+        self.batch_size = max(_BATCH, min(self._fitting, most))
+        if not isinstance(self._source, DataLoader):
+            self.batch_size = -(-self._length // max(1, -(-self._length // self.batch_size)))
+            self.close()
+
+    @property
+    def length(self) -> int | None:
+        """Number of examples if it is known without a pass (a loader that drops its last batch yields fewer)."""
+        return self._length
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weights of the first `read` examples, the most that any pass has read; None if the data have no weights."""
+        return None if self._weights is None else self._weights.so_far
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether the order changes from one pass to the next."""
+        return isinstance(self._source, DataLoader) and isinstance(self._source.sampler, RandomSampler)
+
+    def first(self) -> tuple[Inputs, Tensor]:
+        """The first batch. The next pass yields it again, so a stream that can be read only once loses no batch."""
+        begun = iter(self)
+        pair = next(begun)
+        self._begun = chain([pair], begun)
+        return pair
+
+    def on(self, device: torch.device) -> Batches:
+        """The same data with batches on another device."""
+        if device == self.device:
+            return self
+        moved = copy.copy(self)
+        moved.device, moved._begun = device, None
+        return moved
+
+    def close(self) -> None:
+        """Discard a pass that `first` has begun."""
+        self._begun = None
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        begun, self._begun = self._begun, None
+        return self._pass() if begun is None else begun
+
+    def _pass(self) -> Iterator[tuple[Inputs, Tensor]]:
+        seen, order = 0, (0, 0)
+        for x, y, weights in self._triples():
+            n = num_examples(x)
+            if y.ndim == 0 or len(y) != n:
+                raise DataError("as many targets as inputs", f"{n} inputs and targets of shape {tuple(y.shape)}",
+                                "Give one target (row) per input.")
+            if n == 0:
+                continue
+            for tensor in leaves(x):
+                check_finite(tensor, "inputs", "Remove or impute that example.", seen)
+            self._note(weights, seen, n)
+            seen += n
+            order = _checksum(y, order[0]), _checksum(weights, order[1])
+            yield to_device(x, self.device, self.dtype), y.to(self.device)
+        if self._total not in (None, seen):
+            raise _changed(self._total, seen)
+        if seen == 0:
+            raise _empty()
+        if self._total is not None and order != self._order:
+            raise DataError("the same examples in the same order in every pass over the data", "another order",
+                            "Pass a loader that does not shuffle, or whose sampler draws from a torch.Generator of its "
+                            "own.")
+        self._total, self._order = seen, order
+
+    def _note(self, weights: Tensor | None, seen: int, n: int) -> None:
+        """Store a batch's weights, once per example."""
+        if seen and (weights is None) != (self._weights is None):
+            raise DataError("example weights in all batches, or in none",
+                            f"a batch {'without' if weights is None else 'with'} them after {seen:,} examples",
+                            "Give every example a weight, 1 where it counts once.")
+        if seen + n <= self.read:
+            return
+        if weights is not None:
+            self._weights = RowBuffer(self._length or 0) if self._weights is None else self._weights
+            self._weights.append(weights[self.read - seen :].to(self.device))
+        self.read = seen + n
+
+    def _triples(self) -> Iterator[tuple[Inputs, Tensor, Tensor | None]]:
+        if isinstance(self._source, DataLoader):
+            seen = 0
+            for batch in _with_own_randomness(self._source):
+                pair, weights = example_weights(batch, seen)
+                x, y = as_pair(pair, self._targets)
+                seen += len(y) if y.ndim else 1
+                yield x, y, weights
+            return
+        x, y = self._source
+        for start in range(0, self._length, self.batch_size):
+            part = slice(start, start + self.batch_size)
+            yield take(x, part), y[part], None if self._given is None else self._given[part]
+
+
+class Joined:
+    """Several sources in sequence, with the interface of `Batches`.
+
+    Parameters
+    ----------
+    sources : sequence of Batches or Joined
+    """
+
+    def __init__(self, sources: Sequence[Batches | Joined]) -> None:
+        self.sources = tuple(sources)
+
+    def on(self, device: torch.device) -> Joined:
+        """The same data with batches on another device."""
+        return Joined([source.on(device) for source in self.sources])
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the batches."""
+        return self.sources[0].device
+
+    @property
+    def read(self) -> int:
+        """Number of examples read so far, in any pass."""
+        return sum(source.read for source in self.sources)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weights of the examples read, 1 for sources without weights; None if no source has weights."""
+        found = [(source.weights, source.read) for source in self.sources]
+        if all(weights is None for weights, _ in found):
+            return None
+        ones = [torch.ones(read, dtype=torch.float64, device=self.device) for _, read in found]
+        return torch.cat([one if weights is None else weights for (weights, _), one in zip(found, ones, strict=True)])
+
+    @property
+    def length(self) -> int | None:
+        """Number of examples, if all sources know theirs."""
+        lengths = [source.length for source in self.sources]
+        return None if None in lengths else sum(lengths)
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of the first source."""
+        return self.sources[0].batch_size
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        for source in self.sources:
+            yield from source
+
+
+class Selected:
+    """A subset of a source in the source's order, with the interface of `Batches`.
+
+    Parameters
+    ----------
+    source : Source
+        It is read again in every pass and must give the same examples in the same order each time.
+    keep : Tensor of bool, (N,)
+        Which of the source's examples are kept.
+
+    Raises
+    ------
+    DataError
+        From a pass over it, if the source no longer has N examples.
+    """
+
+    def __init__(self, source: Source, keep: Tensor) -> None:
+        self.source, self.keep = source, keep.cpu()
+
+    def on(self, device: torch.device) -> Selected:
+        """The same data with batches on another device."""
+        return Selected(self.source.on(device), self.keep)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the batches."""
+        return self.source.device
+
+    @property
+    def read(self) -> int:
+        """Number of kept examples read so far, in any pass."""
+        return int(self.keep[: self.source.read].sum())
+
+    @property
+    def weights(self) -> Tensor | None:
+        """Weights of the kept examples read; None if the data have no weights."""
+        weights = self.source.weights
+        return None if weights is None else weights[self.keep[: len(weights)].to(weights.device)]
+
+    @property
+    def length(self) -> int:
+        """Number of kept examples."""
+        return int(self.keep.sum())
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of the source."""
+        return self.source.batch_size
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        seen = 0
+        for x, y in self.source:
+            here = self.keep[seen : seen + len(y)].nonzero().squeeze(1).to(y.device)
+            seen += len(y)
+            if len(here):
+                yield take(x, here), y[here]
+        if seen != len(self.keep):
+            raise _changed(len(self.keep), seen)
+
+
+Source = Batches | Joined | Selected
+
+
+class Missing:
+    """Placeholder for data that a checkpoint does not contain; any pass over it raises an error."""
+
+    length = weights = None
+    read = 0
+
+    def on(self, device: torch.device) -> Missing:
+        """Itself."""
+        return self
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        raise DataError("the training data, for another pass over them", "a checkpoint that holds none",
+                        "Load it with ntk_laplace.load(path, network, data=...).")
+
+
+def kept_or_missing(batches: Batches | None) -> Batches | Missing:
+    """The data, or a `Missing` placeholder if there are none."""
+    return Missing() if batches is None else batches
+
+
+def batches_of(loader: DataLoader) -> Iterator[Any]:
+    """A loader's batches, the same in every pass; the caller's random state does not change."""
+    return _with_own_randomness(_with_own_workers(loader))
+
+
+def _with_own_workers(loader: DataLoader) -> DataLoader:
+    """The loader without persistent workers.
+
+    Persistent workers break reproducible passes, disturb the caller's iterator and cannot be copied.
+    """
+    if loader.persistent_workers:
+        loader = copy.copy(loader)
+        vars(loader).update(persistent_workers=False, _iterator=None)  # a loader does not allow assigning these
+    return loader
+
+
+def _with_own_randomness(loader: DataLoader) -> Iterator[Any]:
+    """Batches drawn from a private random stream, the same in every pass.
+
+    A shuffling loader then has the same order in every pass, and the caller's random state does not change.
+    """
+    ours = torch.Generator().manual_seed(0).get_state()
+    own = [(generator, generator.get_state()) for generator in generators_of(loader)]
+    iterator: Iterator[Any] | None = None
+    try:
+        while True:
+            theirs = torch.get_rng_state()
+            torch.set_rng_state(ours)
+            try:
+                iterator = iter(loader) if iterator is None else iterator
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                ours = torch.get_rng_state()
+                torch.set_rng_state(theirs)
+            yield batch
+    finally:
+        for generator, state in own:
+            generator.set_state(state)
+
+
+def generators_of(loader: DataLoader) -> list[torch.Generator]:
+    """Random generators owned by a loader or by one of its samplers."""
+    owned = (value for owner in (loader, *samplers_of(loader)) for value in _attributes(owner))
+    return list({id(value): value for value in owned if isinstance(value, torch.Generator)}.values())
+
+
+def samplers_of(loader: DataLoader) -> list[Any]:
+    """A loader's samplers, including samplers nested in other samplers."""
+    found = [sampler for sampler in (loader.sampler, loader.batch_sampler) if sampler is not None]
+    for owner in found:  # the list grows during the loop
+        inner = (value for value in _attributes(owner) if isinstance(value, Sampler))
+        found += [sampler for sampler in inner if all(sampler is not one for one in found)]
+    return found
+
+
+def _attributes(owner: Any) -> list[Any]:
+    return list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+
+
+def _length_of(data: Any) -> int | None:
+    data = data.dataset if isinstance(data, DataLoader) else data
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _checksum(values: Tensor | None, before: int) -> int:
+    """Running checksum of the values, independent of how they are split into batches."""
+    if values is None:
+        return before
+    return crc32(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), before)
+
+
+def _empty() -> DataError:
+    return DataError("at least one example", "empty data", "Pass data with one or more (input, target) pairs.")
+
+
+def _changed(before: int, now: int) -> DataError:
+    return DataError(f"the same {before:,} examples in every pass over the data", f"{now:,} examples",
+                     "Pass data that can be read again, such as (X, y) or a loader over a map-style dataset.")

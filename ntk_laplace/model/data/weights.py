@@ -1,0 +1,54 @@
+"""Example weights: the number of times each example counts, the third member of (x, y, w)."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.data.inputs import as_tensors
+
+__all__ = ["example_weights"]
+
+
+def example_weights(data: Any, seen: int = 0) -> tuple[Any, Tensor | None]:
+    """Split (x, y, w) into (x, y) and one weight per example, float64; other data are returned with None.
+
+    Parameters
+    ----------
+    data : object
+        (x, y, w) is a tuple or list of three, w real numbers of shape (N,), as many as targets.
+    seen : int
+        Index of the first example, for messages.
+
+    Raises
+    ------
+    DataError
+        If a weight is negative or not finite.
+    """
+    if not isinstance(data, (tuple, list)) or len(data) != 3:
+        return data, None
+    x, y, weights = data[0], as_tensors(data[1]), _in_double_precision(data[2])
+    if not isinstance(y, Tensor) or not isinstance(weights, Tensor) or y.ndim == 0 or weights.shape != y.shape[:1]:
+        return data, None
+    if weights.dtype == torch.bool or weights.is_complex():
+        return data, None
+    weights = weights.detach().double()
+    bad = ~(torch.isfinite(weights) & (weights >= 0))
+    if bool(bad.any()):
+        first = int(bad.int().argmax())
+        raise DataError("example weights w that are finite and at least 0 in (x, y, w)",
+                        f"{float(weights[first]):g} at example {seen + first}",
+                        "Pass one weight per example; group several inputs as one, ((x1, x2), y).")
+    return (x, y), weights
+
+
+def _in_double_precision(weights: Any) -> Any:
+    """Python numbers as float64 (torch would use its default dtype); other values as `as_tensors` reads them."""
+    numbers = isinstance(weights, (tuple, list)) and all(
+        isinstance(weight, Real) and not isinstance(weight, bool) for weight in weights
+    )
+    return torch.tensor(weights, dtype=torch.float64) if numbers else as_tensors(weights)

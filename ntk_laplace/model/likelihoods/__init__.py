@@ -1,0 +1,40 @@
+"""Observation models: log p(y given f), its derivatives in f, curvature roots, and response distributions.
+
+A likelihood does not depend on the network, kernel or prior. All obey the same identities, with f of shape (N, C):
+``residual = ∂ log p/∂f`` and ``root rootᵀ = curvature``, which is ``-∂² log p/∂f²`` or its expectation.
+"""
+
+from __future__ import annotations
+
+from ntk_laplace.model.likelihoods.base import Likelihood
+from ntk_laplace.model.likelihoods.bernoulli import Bernoulli
+from ntk_laplace.model.likelihoods.categorical import Categorical
+from ntk_laplace.model.likelihoods.custom import CustomLikelihood, from_log_prob
+from ntk_laplace.model.likelihoods.gaussian import Gaussian
+from ntk_laplace.model.likelihoods.heteroscedastic import HeteroscedasticGaussian
+from ntk_laplace.model.likelihoods.poisson import Poisson
+from ntk_laplace.model.likelihoods.registry import (
+    likelihood_from_record,
+    likelihood_record,
+    register_likelihood,
+    registered_likelihoods,
+)
+from ntk_laplace.model.likelihoods.responses import Response
+from ntk_laplace.model.likelihoods.tempered import Tempered
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "CustomLikelihood",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "Poisson",
+    "Response",
+    "Tempered",
+    "from_log_prob",
+    "likelihood_from_record",
+    "likelihood_record",
+    "register_likelihood",
+    "registered_likelihoods",
+]

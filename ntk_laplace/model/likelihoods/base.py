@@ -1,0 +1,260 @@
+"""The base class of likelihoods: one interface, with defaults by automatic differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Size, Tensor, nn
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.likelihoods import differentiation
+from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
+from ntk_laplace.model.likelihoods.mixture import MixtureResponse
+from ntk_laplace.model.likelihoods.responses import Response
+from ntk_laplace.model.likelihoods.targets import first_bad, read
+
+__all__ = ["Likelihood"]
+
+
+class Likelihood(nn.Module):
+    """An observation model p(y given f), where f (N, C) is the network's output, such as the natural parameter.
+
+    A subclass must override `log_prob`; residual, curvature and root then come from automatic differentiation.
+    Override `mean` and `response_covariance` for predictive moments, `targets` to validate targets, and
+    `distribution` for samples of y. If the log density is not concave in f, override `curvature` with the Fisher
+    information. If there are not as many responses as outputs, override `num_responses`. If the constructor takes
+    arguments, override `record`.
+
+    Results have the dtype and device of f and are differentiable in the hyperparameters, which are parameters of
+    this module on a log scale. Examples never mix.
+    """
+
+    classifies: bool = False
+    """Whether `mean` contains class probabilities."""
+
+    is_density: bool | None = None
+    """Whether `log_prob` is the log of a density (True) or of a probability mass (False); None if not declared.
+
+    Evidences of densities and of masses have different units, so they cannot be compared.
+    """
+
+    weight: float = 1.0
+    """How many times each example counts; see `Tempered`."""
+
+    # --- validation -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def of(likelihood: Likelihood) -> Likelihood:
+        """Return a likelihood unchanged.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is something else, such as a name or a loss.
+        """
+        if not isinstance(likelihood, Likelihood):
+            raise UnsupportedError("a likelihood object", f"{likelihood!r}",
+                                   "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+        return likelihood
+
+    def bind(self, num_examples: int, num_outputs: int) -> None:
+        """Check that hyperparameters fit the training data's size.
+
+        Raises
+        ------
+        HyperparameterError, NetworkError
+            If they do not.
+        """
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Check targets and convert them to canonical form, one row per example.
+
+        By default they do not change, except that (N,) becomes (N, 1) for one response, to match ``y - f``.
+
+        Raises
+        ------
+        TargetError
+            If shape, type or values do not fit; for values the message names the first bad example.
+        NonFiniteError
+            If an entry is NaN or infinite.
+        """
+        y = read(y, num_examples)
+        return y.unsqueeze(1) if y.dim() == 1 and self.num_responses(num_outputs) == 1 else y
+
+    def num_responses(self, num_outputs: int) -> int:
+        """D, the number of responses of C outputs: the columns of `mean`; C by default.
+
+        Raises
+        ------
+        NetworkError
+            If no such likelihood has C outputs.
+        """
+        return num_outputs
+
+    def event_shape(self, num_outputs: int) -> Size | None:
+        """Shape of one example's target in canonical form; None if it is not fixed."""
+        return None
+
+    def at(self, index: Tensor | slice) -> Likelihood:
+        """Return the likelihood of a subset of the bound examples; itself unless noise is per point."""
+        return self
+
+    def for_new_points(self) -> Likelihood:
+        """Return the likelihood at new points; itself unless noise is per point.
+
+        Raises
+        ------
+        UnsupportedError
+            If the noise belongs to the training points.
+        """
+        return self
+
+    def log_curvature_scale(self) -> Tensor | None:
+        """Return log c if the hyperparameters affect `curvature` only by a scalar factor c; else None."""
+        return None
+
+    # --- missing targets ---------------------------------------------------------------------------------
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        """Mask of observed canonical targets: (N,), or (N, D) for one target per response; None if all are observed.
+
+        A missing target contributes nothing to log p, its gradient and its curvature.
+        """
+        return None
+
+    def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
+        """Canonical targets `y`, marked as missing where `observed` is false."""
+        raise self._unsupported("missing targets", "Override observed(y) and hidden(y, observed).")
+
+    def in_form_of(self, y: Tensor, other: Tensor) -> Tensor:
+        """Canonical targets `y` in the format of `other`, so that both can be concatenated."""
+        return y
+
+    # --- the density and its derivatives in f -----------------------------------------------------------
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log density (or probability) of each example, including constants, (N,), nats."""
+        raise NotImplementedError(f"{type(self).__name__} must override log_prob(f, y)")
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """Gradient of `log_prob` in f, (N, C)."""
+        self._require_apart(f, y)
+        return differentiation.gradient(lambda f: self.log_prob(f, y), f)
+
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Λ (N, C, C), positive semidefinite: minus the second derivative of `log_prob` in f, or the Fisher matrix.
+
+        The Fisher matrix is the expectation of the outer product of `residual` over y given f. It equals the
+        second derivative for a canonical link, which does not need `y`. Where the log density is not concave it takes
+        its place ([T20] 2.6). A missing target contributes nothing.
+        """
+        return differentiation.negative_hessian(lambda f: self.log_prob(f, y), f)
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """S (N, C, R) with ``S Sᵀ`` equal to `curvature`, exact for singular matrices too."""
+        return differentiation.root_of_hessian(self.curvature(f, y))
+
+    def left_inverse(self, f: Tensor) -> Tensor | None:
+        """L (N, R, C) with ``L S = I``, if the range of `curvature` is the same at all hyperparameters; else None.
+
+        It makes evidence gradients cheaper. Where a column of S is zero, the row of L is zero.
+        """
+        return None
+
+    def rank(self, num_outputs: int) -> int:
+        """R, the number of columns of `root`."""
+        return num_outputs
+
+    # --- the response -----------------------------------------------------------------------------------
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Mean response, the inverse link of f, (N, D)."""
+        raise self._unsupported("a mean response", "Override mean(f), or pass mean= to CustomLikelihood.")
+
+    def mean_jacobian(self, f: Tensor) -> Tensor:
+        """Derivative of `mean` in f, (N, D, C)."""
+        return differentiation.jacobian(self.mean, f)
+
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """Covariance of the response given f, (N, D, D)."""
+        remedy = "Override response_covariance(f), or pass covariance= to CustomLikelihood."
+        raise self._unsupported("a response covariance", remedy)
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """Variance of each response given f, (N, D): the diagonal of `response_covariance`."""
+        return self.response_covariance(f).diagonal(dim1=-2, dim2=-1)
+
+    def additive_noise(self, f: Tensor) -> Tensor | None:
+        """Covariance of the noise (N, C, C), if ``y = f + noise`` with normal noise independent of f; else None."""
+        return None
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> Response:
+        """Return the response given f, with batch shape (N,); `scalar` is for a network with outputs of shape (N,)."""
+        return MixtureResponse(self, f.unsqueeze(0), scalar)
+
+    # --- the response when f is uncertain -----------------------------------------------------------------
+
+    def average(self, f: Tensor, scalar: bool = False) -> Response:
+        """Average the response over equally likely samples of f (S, n, C) ([T20] 3.14, 3.15)."""
+        return MixtureResponse(self, f, scalar)
+
+    def integrate(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response | None:
+        """Response for f ~ N(mean, covariance) in closed form; None if there is no closed form."""
+        return None
+
+    def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Moments of the response for f ~ N(mean, covariance), linearized through the link ([T20] 3.16)."""
+        slope = self.mean_jacobian(mean)
+        latent = slope @ covariance @ slope.mT
+        noise = self.response_covariance(mean)
+        return LinearizedResponse(self, self.mean(mean), latent, noise, scalar, num_outputs=mean.shape[-1])
+
+    def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
+        """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
+        raise self._unsupported("a probit approximation", 'Predict with method="glm".')
+
+    # --- saving -------------------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any]:
+        """Arguments of the constructor that build an equal likelihood: numbers, strings, tensors, dicts and lists.
+
+        A checkpoint contains them beside the hyperparameters (``state_dict()``). See `register_likelihood`.
+        """
+        return {}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Likelihood:
+        """Build the likelihood from what `record` returned; hyperparameters are loaded afterwards.
+
+        Raises
+        ------
+        UnsupportedError
+            If the constructor does not take these arguments.
+        """
+        try:
+            return cls(**record)
+        except TypeError as error:
+            raise UnsupportedError(f"a record with the arguments of {cls.__name__}", f"{error}",
+                                   "Override record() and from_record(), or pass likelihood= to load().") from error
+
+    def _require_apart(self, f: Tensor, y: Tensor) -> None:
+        """Check that half of the examples have the same log densities without the other half."""
+        half = len(f) // 2
+        with torch.no_grad():
+            whole = self.log_prob(f, y)[:half]
+            try:
+                part = self.at(slice(0, half)).log_prob(f[:half], y[:half])
+            except (RuntimeError, IndexError) as error:
+                raise self._mixing(f"an error for {half} of {len(f)} examples: {error}") from error
+        bad = ~torch.isclose(part, whole, rtol=torch.finfo(f.dtype).eps ** 0.5, equal_nan=True)
+        if bad.any():
+            raise self._mixing(f"one that changes at example {first_bad(bad)} when others are left out")
+
+    def _mixing(self, got: str) -> UnsupportedError:
+        remedy = "Check for broadcasts of (N,) against (N, 1), and for sums over examples."
+        return UnsupportedError("a log density that treats examples apart", got, remedy)
+
+    def _unsupported(self, what: str, remedy: str) -> UnsupportedError:
+        return UnsupportedError(f"a likelihood with {what}", type(self).__name__, remedy)

@@ -1,0 +1,120 @@
+"""The response averaged over samples of f: an exact mixture with equal weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Size, Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.likelihoods.protocol import ObservationModel
+from ntk_laplace.model.likelihoods.responses import Response
+from ntk_laplace.runtime import tuning
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MixtureResponse"]
+
+
+class MixtureResponse(Response):
+    """Equal mixture over S samples of f: ``p(y) = 1/S Σ_s p(y given f_s)``, jointly over the outputs ([T20] 3.15).
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+    f : Tensor, (S, n, C)
+    scalar : bool
+        The network's outputs have shape (N,): events are scalars.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, likelihood: ObservationModel, f: Tensor, scalar: bool = False) -> None:
+        num_outputs = f.shape[-1]
+        event = Size() if scalar else likelihood.event_shape(num_outputs)
+        self.f, self.scalar = f, scalar
+        self.likelihood, self.num_outputs, self._event = likelihood, num_outputs, event
+        super().__init__(Size((f.shape[1],)), Size() if event is None else event, validate_args=False)
+
+    @cached_property
+    def _means(self) -> Tensor:
+        f = self.f
+        flat = self._at(torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])).mean(f.flatten(0, 1))
+        return self._drop(flat.unflatten(0, f.shape[:2]))
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean response."""
+        return self._means.mean(0)
+
+    @cached_property
+    def epistemic(self) -> Tensor:
+        """Variance over the samples of the mean response."""
+        return self._means.var(0, correction=0)
+
+    @cached_property
+    def aleatoric(self) -> Tensor:
+        """Mean over the samples of the response's variance."""
+        f = self.f
+        index = torch.arange(f.shape[1], device=f.device).repeat(f.shape[0])
+        flat = self._at(index).response_variance(f.flatten(0, 1))
+        return self._drop(flat.unflatten(0, f.shape[:2]).mean(0))
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of 1, for each output, or of each class."""
+        if not self.likelihood.classifies:
+            raise AttributeError(f"{type(self.likelihood).__name__} responses have no class probabilities")
+        return self.mean
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log of the average density in nats, one number per input; see `Response.log_prob`."""
+        samples, n, _ = self.f.shape
+        if self._event is None:  # a user-defined likelihood reads its own targets
+            sample_shape, y = Size(), torch.as_tensor(value, device=self.f.device)
+        else:
+            sample_shape, y = self._split(value)
+        repeats = math.prod(sample_shape)
+        y = self.likelihood.targets(y, repeats * n, self.num_outputs)
+        chunk = max(1, tuning.MIXTURE_OUTPUTS // (repeats * n * self.num_outputs))
+        scores = [self._joint(f, y, repeats).logsumexp(0) for f in self.f.split(chunk)]
+        total = torch.stack(scores).logsumexp(0) - math.log(samples)
+        return total.reshape(sample_shape + self.batch_shape)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        return cls(parts[0].likelihood, torch.cat([part.f for part in parts], 1), parts[0].scalar)
+
+    def _joint(self, f: Tensor, y: Tensor, repeats: int) -> Tensor:
+        """Log densities of (repeats n) targets under each sample, (S', repeats n)."""
+        samples, n, outputs = f.shape
+        index = torch.arange(n, device=f.device).repeat(samples * repeats)
+        f = f.unsqueeze(1).expand(samples, repeats, n, outputs).reshape(-1, outputs)
+        y = y.expand(samples, *y.shape).flatten(0, 1)
+        return self._at(index).log_prob(f, y).reshape(samples, repeats * n)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draw responses: one sample of f each, then y given f."""
+        samples, n, _ = self.f.shape
+        shape = Size(sample_shape)
+        repeats = math.prod(shape)
+        index = torch.arange(n, device=self.f.device).repeat(repeats)
+        pick = torch.randint(samples, (repeats * n,), device=self.f.device)
+        response = self._at(index).distribution(self.f[pick, index], self.scalar)
+        if isinstance(response, MixtureResponse):  # a log density alone defines no sampler
+            raise UnsupportedError(
+                "a likelihood that can draw responses", type(self.likelihood).__name__, "Override distribution(f)."
+            )
+        y = response.sample()
+        return y.reshape(shape + self.batch_shape + y.shape[1:])
+
+    def _at(self, index: Tensor) -> ObservationModel:
+        return self.likelihood.at(index)
+
+    def _drop(self, moments: Tensor) -> Tensor:
+        return moments.squeeze(-1) if self.scalar else moments

@@ -1,0 +1,78 @@
+"""Likelihoods with one target per response, some of which may be missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+
+from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.model.likelihoods.base import Likelihood
+from ntk_laplace.model.likelihoods.targets import read_columns
+
+__all__ = ["PerOutput"]
+
+
+class PerOutput(Likelihood):
+    """A likelihood with one target per response, (N, D), that may mark missing targets.
+
+    Parameters
+    ----------
+    missing : str, optional
+        "nan": a NaN target is missing and contributes nothing to log p, its gradient and its curvature. By default a
+        NaN is an error.
+
+    Raises
+    ------
+    HyperparameterError
+        If `missing` has another value.
+    """
+
+    missing: str | None = None
+
+    def __init__(self, missing: str | None = None) -> None:
+        super().__init__()
+        if missing not in (None, "nan"):
+            raise HyperparameterError('missing="nan", or None where no target is missing', repr(missing),
+                                      "Leave it out, or write NaN where a target is missing.")
+        self.missing = missing
+
+    def observed(self, y: Tensor) -> Tensor | None:
+        """Mask of observed targets, (N, D); None if all are observed."""
+        if self.missing is None:
+            return None
+        there = ~y.isnan()
+        return None if bool(there.all()) else there
+
+    def event_shape(self, num_outputs: int) -> Size:
+        """(D,)."""
+        return Size((self.num_responses(num_outputs),))
+
+    def hidden(self, y: Tensor, observed: Tensor) -> Tensor:
+        """Targets with NaN where `observed` is false."""
+        return y.masked_fill(~observed, torch.nan)
+
+    def record(self) -> dict[str, Any]:
+        """The mark of missing targets."""
+        return {"missing": self.missing}
+
+    def _columns(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Read targets (N, D); NaN is allowed if it marks a missing target."""
+        remedy = ("Remove or impute examples with missing targets, or say that NaN marks a missing one, "
+                  f'{type(self).__name__}(missing="nan").')  # fmt: skip
+        return read_columns(y, num_examples, self.num_responses(num_outputs), self.missing is not None, remedy)
+
+    def _filled(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Targets in the dtype of f, zero where missing, and the mask of observed ones (None if all are observed)."""
+        y = y.to(f)
+        if self.missing is None:
+            return y, None
+        there = ~y.isnan()
+        return torch.where(there, y, torch.zeros_like(y)), there
+
+    def _known(self, values: Tensor, y: Tensor | None) -> Tensor:
+        """Values (N, D), such as diagonal entries, set to zero where the target is missing."""
+        if self.missing is None or y is None:
+            return values
+        return values.masked_fill(y.isnan(), 0.0)

@@ -1,0 +1,98 @@
+"""Poisson: counts; f is the log rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributions as td
+
+from ntk_laplace.errors import NonFiniteError
+from ntk_laplace.model.likelihoods.per_output import PerOutput
+from ntk_laplace.model.likelihoods.registry import register_likelihood
+from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
+from ntk_laplace.model.likelihoods.targets import first_bad, require
+
+__all__ = ["Poisson"]
+
+
+@register_likelihood
+class Poisson(PerOutput):
+    """Poisson likelihood of counts, ``rate = exp(f)``, independent over outputs ([T20] Table 2.1).
+
+    Targets are nonnegative whole numbers of shape (N, C), or (N,) for one output.
+
+    Parameters
+    ----------
+    missing : str, optional
+        "nan": a NaN count is missing and contributes nothing to log p, its gradient and its curvature. By default a
+        NaN is an error.
+
+    Raises
+    ------
+    HyperparameterError
+        If `missing` has another value.
+    """
+
+    is_density = False
+
+    def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
+        """Check counts, (N, C), or (N,) for one output."""
+        y = self._columns(y, num_examples, num_outputs)
+        remedy = "Poisson() is for counts; continuous targets want another likelihood, such as Gaussian()."
+        good = ((y >= 0) & (y == y.floor())) | y.isnan()
+        require(good, y, "targets that are whole numbers from 0", remedy)
+        return y
+
+    def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+        """Log probability of each example, summed over its outputs, (N,), nats."""
+        y, there = self._filled(f, y)
+        log_prob = y * f - f.exp() - torch.lgamma(y + 1)
+        return (log_prob if there is None else log_prob.masked_fill(~there, 0.0)).sum(-1)
+
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """``y - exp(f)`` ([T20] 2.5), (N, C)."""
+        return self._known(y.to(f) - self._rate(f), y)
+
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """``exp(f)`` on the diagonal ([T20] Table 2.1), 0 where a count is missing, (N, C, C)."""
+        return torch.diag_embed(self._known(self._rate(f), y))
+
+    def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """``exp(f/2)`` on the diagonal, 0 where a count is missing, (N, C, C)."""
+        self._rate(f)
+        return torch.diag_embed(self._known((0.5 * f).exp(), y))
+
+    def mean(self, f: Tensor) -> Tensor:
+        """Rate, ``exp(f)``, (N, C)."""
+        return f.exp()
+
+    def mean_jacobian(self, f: Tensor) -> Tensor:
+        """``exp(f)`` on the diagonal, (N, C, C)."""
+        return torch.diag_embed(f.exp())
+
+    def response_covariance(self, f: Tensor) -> Tensor:
+        """``exp(f)`` on the diagonal, (N, C, C)."""
+        return torch.diag_embed(f.exp())
+
+    def response_variance(self, f: Tensor) -> Tensor:
+        """``exp(f)``, (N, C)."""
+        return f.exp()
+
+    def distribution(self, f: Tensor, scalar: bool = False) -> Response:
+        """Independent Poisson responses given f."""
+        rate = self._rate(f)
+        base = td.Poisson(rate.squeeze(-1) if scalar else rate, validate_args=False)
+        return FactorizedResponse(self, base, torch.zeros_like(rate), rate, scalar)
+
+    def _rate(self, f: Tensor) -> Tensor:
+        rate = f.exp()
+        if not rate.isfinite().all():
+            index = first_bad(~rate.isfinite())
+            raise NonFiniteError(
+                f"rates exp(f) within {f.dtype}",
+                f"f = {float(f.detach()[index].max()):.3g} at example {index}",
+                "Scale the network's output, or use float64.",
+            )
+        return rate

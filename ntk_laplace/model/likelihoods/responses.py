@@ -1,0 +1,263 @@
+"""Distributions of a response: torch distributions that separate epistemic and aleatoric variance.
+
+For a batch of n inputs each has batch shape (n,), so ``log_prob(y)`` is one number per input for any number of
+outputs. By the law of total variance ``variance = epistemic + aleatoric``. Epistemic is the variance of the mean
+response over the posterior of f; aleatoric is the mean over that posterior of the response's variance given f.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Size, Tensor
+from torch import distributions as td
+
+from ntk_laplace.errors import TargetError, UnsupportedError
+from ntk_laplace.model.likelihoods.covariances import cholesky, marginal_log_density, require_positive
+from ntk_laplace.model.likelihoods.labels import label_log_prob
+from ntk_laplace.model.likelihoods.protocol import ObservationModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = [
+    "BernoulliResponse",
+    "CategoricalResponse",
+    "FactorizedResponse",
+    "MultivariateNormalResponse",
+    "NormalResponse",
+    "Response",
+    "no_join",
+]
+
+
+class Response(td.Distribution):
+    """Distribution of y given x, one per input; it accepts the same targets as the likelihood.
+
+    Attributes
+    ----------
+    epistemic, aleatoric : Tensor, the shape of `mean`
+        The two parts of `variance`: from the uncertainty of f, and from the noise of y given f.
+    likelihood : Likelihood
+        The likelihood of these responses.
+    """
+
+    likelihood: ObservationModel
+    num_outputs: int
+    epistemic: Tensor
+    aleatoric: Tensor
+
+    def _own(self, likelihood: ObservationModel, num_outputs: int, epistemic: Tensor, aleatoric: Tensor) -> None:
+        # a plain attribute: a distribution must not register the likelihood, which is a module. num_outputs is C
+        self.likelihood, self.num_outputs = likelihood, num_outputs
+        self.epistemic, self.aleatoric = epistemic, aleatoric
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of each response: epistemic + aleatoric."""
+        return self.epistemic + self.aleatoric
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density or probability of targets, in nats, one number per input.
+
+        Parameters
+        ----------
+        value : Tensor, sample_shape + (n,) + event_shape
+            Targets as the likelihood accepts them; with one output, (n,) and (n, 1) are both accepted. Missing targets
+            contribute nothing: the density is that of the observed ones.
+
+        Raises
+        ------
+        TargetError
+            If shape, type or values do not fit.
+        """
+        return super().log_prob(self._read(value))
+
+    def present(self, value: Any) -> Tensor | None:
+        """Mask of inputs with at least one observed target in `value`, (n,); None if no target is missing."""
+        y = torch.as_tensor(value, device=self.epistemic.device)
+        observed = self.likelihood.observed(self.likelihood.targets(y, self.batch_shape[0], self.num_outputs))
+        return None if observed is None else observed.reshape(self.batch_shape[0], -1).any(1)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate responses for consecutive batches of inputs."""
+        return parts[0] if len(parts) == 1 else cls._join(parts)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        raise no_join(cls)
+
+    def _read(self, y: Any) -> Tensor:
+        """Check targets and convert them to canonical form, with shape sample_shape + (n,) + event_shape."""
+        sample_shape, y = self._split(y)
+        n = self.batch_shape[0]
+        canonical = self.likelihood.targets(y, math.prod(sample_shape) * n, self.num_outputs)
+        if canonical.is_floating_point():
+            canonical = canonical.to(self.epistemic.dtype)
+        return canonical.reshape(sample_shape + self.batch_shape + self.event_shape)
+
+    def _split(self, y: Any) -> tuple[Size, Tensor]:
+        """Sample shape of `y`, and `y` with the sample dimensions flattened into the first one."""
+        y = torch.as_tensor(y, device=self.epistemic.device)
+        n, event = self.batch_shape[0], self.event_shape
+        if event == (1,) and y.shape == (n,):
+            y = y.unsqueeze(-1)
+        elif event == () and self.num_outputs == 1 and y.shape == (n, 1):
+            y = y.squeeze(-1)
+        inner = self.batch_shape + event
+        if y.shape[max(y.dim() - len(inner), 0) :] != inner:
+            raise TargetError(
+                f"targets of shape {tuple(inner)}, with sample dimensions in front if any",
+                f"shape {tuple(y.shape)}",
+                "Pass one target for each predicted input.",
+            )
+        sample_shape = y.shape[: y.dim() - len(inner)]
+        return sample_shape, y.reshape((math.prod(sample_shape) * n, *event))
+
+
+def no_join(kind: type) -> UnsupportedError:
+    """The error for responses that cannot be concatenated."""
+    return UnsupportedError("responses whose parts can be put together", kind.__name__,
+                            "Define its class method join(parts), or predict as many inputs in one go, "
+                            "predict(x, batch_size=len(x)).")
+
+
+def _concatenated(parts: Sequence[Response], *names: str) -> list[Tensor]:
+    return [torch.cat([getattr(part, name) for part in parts]) for name in names]
+
+
+class NormalResponse(Response, td.Normal):
+    """Normal response of a network whose outputs have shape (N,)."""
+
+    def __init__(self, likelihood: ObservationModel, mean: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
+        variance = epistemic + aleatoric
+        require_positive(variance)
+        super().__init__(mean, variance.sqrt(), validate_args=False)
+        self._own(likelihood, 1, epistemic, aleatoric)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density; see `Response.log_prob`."""
+        y = self._read(value)
+        return td.Normal.log_prob(self, y).masked_fill(y.isnan(), 0.0)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        return cls(parts[0].likelihood, *_concatenated(parts, "loc", "epistemic", "aleatoric"))
+
+
+class MultivariateNormalResponse(Response, td.MultivariateNormal):
+    """Normal response of C outputs, with covariance = latent covariance + noise."""
+
+    def __init__(self, likelihood: ObservationModel, mean: Tensor, latent: Tensor, noise: Tensor) -> None:
+        super().__init__(mean, scale_tril=cholesky(latent + noise), validate_args=False)
+        self.latent_covariance, self._noise = latent, noise
+        parts = (latent.diagonal(dim1=-2, dim2=-1), noise.diagonal(dim1=-2, dim2=-1))
+        self._own(likelihood, mean.shape[-1], *parts)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of the observed targets; see `Response.log_prob`."""
+        y = self._read(value)
+        there = ~y.isnan()
+        if bool(there.all()):
+            return td.MultivariateNormal.log_prob(self, y)
+        return marginal_log_density(y - self.loc, self.covariance_matrix, there)
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        return cls(parts[0].likelihood, *_concatenated(parts, "loc", "latent_covariance", "_noise"))
+
+
+class FactorizedResponse(Response, td.Independent):
+    """Independent responses: a torch distribution of batch shape (n, D).
+
+    `num_outputs` is C, if it is not D. For a network with outputs of shape (N,) (`scalar`) the parameters have shape
+    (n, 1) and the public batch (n,).
+    """
+
+    def __init__(
+        self, likelihood: ObservationModel, base: td.Distribution, epistemic: Tensor, aleatoric: Tensor, scalar: bool,
+        num_outputs: int | None = None,
+    ) -> None:  # fmt: skip
+        num_outputs = epistemic.shape[-1] if num_outputs is None else num_outputs
+        if scalar:
+            epistemic, aleatoric = epistemic.squeeze(-1), aleatoric.squeeze(-1)
+        super().__init__(base, 0 if scalar else 1, validate_args=False)
+        self._own(likelihood, num_outputs, epistemic, aleatoric)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log probability of the observed targets, y log p + (1 - y) log(1 - p) for soft labels, one per input."""
+        y = self._read(value)
+        missing = y.isnan()
+        scores = self.base_dist.log_prob(y.masked_fill(missing, 0.0)).masked_fill(missing, 0.0)
+        return scores.sum(-1) if self.reinterpreted_batch_ndims else scores
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        bases, scalar = [part.base_dist for part in parts], parts[0].event_shape == ()
+        names = [name for name in type(bases[0]).arg_constraints if name != "probs"]  # logits are equivalent
+        values = {name: torch.cat([getattr(base, name) for base in bases]) for name in names}
+        rows = _concatenated(parts, "epistemic", "aleatoric")
+        rows = [row.unsqueeze(-1) for row in rows] if scalar else rows
+        base, first = type(bases[0])(**values, validate_args=False), parts[0]
+        return cls(first.likelihood, base, *rows, scalar, first.num_outputs)
+
+
+class BernoulliResponse(FactorizedResponse):
+    """Independent binary responses, one per output, from the log odds (n, C)."""
+
+    def __init__(
+        self, likelihood: ObservationModel, logits: Tensor, epistemic: Tensor, aleatoric: Tensor, scalar: bool = False
+    ) -> None:
+        base = td.Bernoulli(logits=logits.squeeze(-1) if scalar else logits, validate_args=False)
+        super().__init__(likelihood, base, epistemic, aleatoric, scalar)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probability of 1, for each output, (n, C) or (n,)."""
+        return self.base_dist.probs
+
+    @property
+    def logits(self) -> Tensor:
+        """Log odds of 1, for each output, (n, C) or (n,)."""
+        return self.base_dist.logits
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        scalar = parts[0].event_shape == ()
+        rows = _concatenated(parts, "logits", "epistemic", "aleatoric")
+        return cls(parts[0].likelihood, *(row.unsqueeze(-1) if scalar else row for row in rows), scalar)
+
+
+class CategoricalResponse(Response, td.Categorical):
+    """Response that is one of C classes; `probs` (n, C), and `log_prob` takes labels (n,).
+
+    Mean and variance are those of the class indicators (n, C): the probabilities and p (1 - p).
+    """
+
+    def __init__(self, likelihood: ObservationModel, logits: Tensor, epistemic: Tensor, aleatoric: Tensor) -> None:
+        super().__init__(logits=logits, validate_args=False)
+        self._own(likelihood, logits.shape[-1], epistemic, aleatoric)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log probability of labels: Σ_c y_c log p_c if soft (…, n, C), 0 if missing, one per input."""
+        y, soft = torch.as_tensor(value, device=self.logits.device), self.logits.shape
+        if y.is_floating_point() and y.shape[-2:] == soft:
+            sample_shape, y = y.shape[:-2], y.reshape(-1, soft[-1])
+        else:
+            sample_shape, y = self._split(y)
+        y = self.likelihood.targets(y, len(y), self.num_outputs)
+        log_p = self.logits.expand(sample_shape + soft).reshape(-1, soft[-1])
+        return label_log_prob(log_p, y).reshape(sample_shape + self.batch_shape)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the class indicators, (n, C): the probabilities."""
+        return self.probs
+
+    @classmethod
+    def _join(cls, parts: Sequence[Self]) -> Self:
+        return cls(parts[0].likelihood, *_concatenated(parts, "logits", "epistemic", "aleatoric"))

@@ -1,0 +1,167 @@
+"""Predictive distributions of responses from moments or samples of f: glm, blr, probit, map, nn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Generator, Tensor
+from torch.quasirandom import SobolEngine
+
+from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.model.likelihoods.base import Likelihood
+from ntk_laplace.model.likelihoods.covariances import covariance_root
+from ntk_laplace.model.likelihoods.responses import Response, no_join
+from ntk_laplace.runtime import tuning
+
+__all__ = ["METHODS", "Predictive", "joined", "normal_points", "predictive", "predictive_from_samples"]
+
+
+def predictive(
+    likelihood: Likelihood,
+    mean: Tensor,
+    covariance: Tensor,
+    method: str = "glm",
+    samples: int = 1000,
+    generator: Generator | None = None,
+    scalar: bool = False,
+) -> Response:
+    """Distribution of the response at n inputs, for f ~ N(mean, covariance) at each.
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+    mean : Tensor, (n, C)
+    covariance : Tensor, (n, C, C)
+        Covariance of the outputs at each input; may be singular.
+    method : {"glm", "blr", "probit", "map"}
+        * ``glm``: the response averaged over f ([T20] 3.15), in closed form if there is one (Gaussian), else
+          over `samples` quasi-Monte-Carlo points of f.
+        * ``blr``: moments of the response linearized through the link ([T20] 3.16): mean g⁻¹(mean), covariance
+          G V Gᵀ + Cov(y given f), with G the slope of the inverse link g⁻¹.
+        * ``probit``: MacKay's closed-form class probabilities.
+        * ``map``: the response at the mean of f, as if f were certain.
+    samples : int
+        Number of points of f for ``glm``.
+    generator : Generator, optional
+        Seeds these points; by default they are always the same. All inputs share them, so splitting a batch does not
+        change the result.
+    scalar : bool
+        The network's outputs have shape (N,): means and events are scalars.
+
+    Returns
+    -------
+    Response, batch shape (n,)
+        With `mean`, `variance` and its parts `epistemic` and `aleatoric`, and `probs` for classes.
+
+    Raises
+    ------
+    UnsupportedError
+        If the method is unknown, or not available for this likelihood.
+    HyperparameterError
+        If `samples` is not a positive integer.
+    NumericalError
+        If a covariance has a negative eigenvalue larger than rounding errors.
+    """
+    return Predictive(likelihood, method, samples, generator, scalar)(mean, covariance)
+
+
+class Predictive:
+    """`predictive` for several batches of inputs: the points of f are generated once and shared.
+
+    Parameters
+    ----------
+    likelihood, method, samples, generator, scalar
+        As in `predictive`, with the same errors.
+    """
+
+    def __init__(
+        self, likelihood: Likelihood, method: str = "glm", samples: int = 1000, generator: Generator | None = None,
+        scalar: bool = False,
+    ) -> None:  # fmt: skip
+        if method != "glm" and method not in METHODS:
+            raise UnsupportedError(
+                f"a method among {sorted([*METHODS, 'glm'])} for moments of f",
+                f"{method!r}",
+                'Pass one of them; "nn" needs samples of the weights.',
+            )
+        if method == "glm":
+            require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
+        self.likelihood, self.method, self.samples, self.scalar = likelihood, method, samples, scalar
+        self._generator = generator
+        self._points: Tensor | None = None
+
+    def __call__(self, mean: Tensor, covariance: Tensor) -> Response:
+        """Distribution of the response for f ~ N(mean (n, C), covariance (n, C, C))."""
+        if self.method == "glm":
+            return _glm(self.likelihood, mean, covariance, lambda: self._points_like(mean), self.scalar)
+        return METHODS[self.method](self.likelihood, mean, covariance, self.scalar)
+
+    def _points_like(self, mean: Tensor) -> Tensor:
+        if self._points is None:
+            self._points = normal_points(self.samples, mean.shape[-1], self._generator).to(mean)
+        return self._points
+
+
+def joined(parts: Sequence[Response]) -> Response:
+    """Concatenate responses for consecutive inputs.
+
+    Raises
+    ------
+    UnsupportedError
+        If there are several and their class does not support concatenation.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    if not isinstance(parts[0], Response):
+        raise no_join(type(parts[0]))
+    return type(parts[0]).join(parts)
+
+
+def predictive_from_samples(likelihood: Likelihood, f: Tensor, scalar: bool = False) -> Response:
+    """Response averaged over equally likely samples of f (S, n, C) ([T20] 3.14): the ``nn`` method."""
+    if f.dim() != 3 or f.shape[0] == 0:
+        raise UnsupportedError(
+            "samples of f of shape (S, n, C), S at least 1", f"shape {tuple(f.shape)}", "Stack samples first."
+        )
+    return likelihood.average(f, scalar)
+
+
+def normal_points(samples: int, dimension: int, generator: Generator | None = None) -> Tensor:
+    """Quasi-Monte-Carlo points of a standard normal (scrambled Sobol), (samples, dimension), float64.
+
+    Averages over them are unbiased over seeds, and more accurate than averages over independent draws. Without a
+    generator the seed is 0; the global random state is neither read nor changed.
+    """
+    seed = 0
+    if generator is not None:
+        seed = int(torch.randint(2**31 - 1, (1,), generator=generator, device=generator.device))
+    uniform = SobolEngine(dimension, scramble=True, seed=seed).draw(samples, dtype=torch.float64)
+    return torch.special.ndtri(uniform + 2.0**-31)  # the center of the engine's cells of width 2⁻³⁰, never 0
+
+
+def _glm(
+    likelihood: Likelihood, mean: Tensor, covariance: Tensor, points: Callable[[], Tensor], scalar: bool
+) -> Response:
+    closed_form = likelihood.integrate(mean, covariance, scalar)
+    if closed_form is not None:
+        return closed_form
+    z, root = points(), covariance_root(covariance)
+    rows = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
+    parts = [
+        # f = mean + V^½ z, the same z at every input
+        likelihood.average(m + torch.einsum("ncd,sd->snc", w, z), scalar)
+        for m, w in zip(mean.split(rows), root.split(rows), strict=True)
+    ]
+    return joined(parts)
+
+
+def _map(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool) -> Response:
+    return likelihood.distribution(mean, scalar)
+
+
+METHODS: dict[str, Callable[[Likelihood, Tensor, Tensor, bool], Response]] = {
+    "blr": lambda likelihood, *arguments: likelihood.linearize(*arguments),
+    "probit": lambda likelihood, *arguments: likelihood.probit(*arguments),
+    "map": _map,
+}

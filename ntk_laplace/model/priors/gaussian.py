@@ -1,0 +1,229 @@
+"""The Gaussian prior: its precisions are hyperparameters, its mean is fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Size, Tensor, nn
+
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.model.priors.grouping import Grouping
+from ntk_laplace.model.priors.names import GROUPS, Value, checked_mean, checked_precision, describe, flat_mean, names_of
+
+__all__ = ["GaussianPrior"]
+
+
+class GaussianPrior(nn.Module):
+    """Gaussian prior ``θ ~ N(μ0, P0⁻¹)`` with diagonal P0: one precision per group of parameters.
+
+    Weight decay δ on the summed loss finds the maximum a posteriori under precision δ.
+
+    Parameters
+    ----------
+    precision : float, Tensor or mapping
+        In inverse squared units of the weights: one for all groups, one per group (in the order of `group_names`), or
+        a mapping from names of groups, or of parameters that are the only member of a group. With
+        ``groups="parameter"`` a mapping from parameter names to a number or a tensor of the parameter's shape.
+    mean : float, Tensor or mapping
+        One for all, flat (P,) in the order of the network's parameters, or a mapping from parameter names to a number
+        or a tensor of its shape. A mapping must contain every parameter, and may contain more.
+    groups : {"all", "layer", "tensor", "parameter"} or mapping
+        Which parameters share a precision: all; those of one module (the group's name is the module's path, ""
+        for the network itself); those of one tensor; none; or ``{group: [names of parameters or modules]}``, which
+        must contain every parameter once.
+
+    Attributes
+    ----------
+    log_precision : nn.Parameter, (G,), float64
+        The hyperparameters; available at once for ``groups="all"``, else after `bind`.
+
+    Raises
+    ------
+    HyperparameterError
+        If a precision is not positive and finite, or a mean is not finite; in `bind`, if names or sizes do not match
+        the network.
+    """
+
+    log_precision: nn.Parameter | None
+
+    def __init__(
+        self,
+        precision: Value | Mapping[str, Value] = 1.0,
+        mean: Value | Mapping[str, Value] = 0.0,
+        groups: str | Mapping[str, Sequence[str]] = "all",
+    ) -> None:
+        super().__init__()
+        if not (isinstance(groups, Mapping) or groups in GROUPS):
+            raise HyperparameterError(
+                f"groups among {GROUPS} or a mapping from group to names", f"{groups!r}", "Pass one of them."
+            )
+        self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
+        self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
+        self._grouping = Grouping(names=["all"] if groups == "all" else [])
+        self.register_parameter("log_precision", None)
+        if groups == "all":
+            self._make(self._grouping, precision)
+
+    # --- construction -----------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, prior: GaussianPrior | None, groups: str = "all") -> GaussianPrior:
+        """The given prior; for None a prior of precision 1 in these groups.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is neither.
+        """
+        if prior is not None and not isinstance(prior, GaussianPrior):
+            raise UnsupportedError("a prior object", repr(prior), "Use ntk_laplace.GaussianPrior(precision).")
+        return cls(groups=groups) if prior is None else prior
+
+    def bind(self, shapes: Mapping[str, Size]) -> GaussianPrior:
+        """Determine groups and mean for parameters of these names and shapes; a repeated call changes nothing.
+
+        Parameters
+        ----------
+        shapes : mapping
+            From parameter name to shape, in the order that flattens θ.
+
+        Returns
+        -------
+        GaussianPrior
+            Itself.
+        """
+        shapes = {name: Size(shape) for name, shape in shapes.items()}
+        if self._grouping.shapes:
+            return self._rebind(shapes)
+        if not shapes:
+            raise HyperparameterError(
+                "a network with at least one trainable parameter", "none", "Set requires_grad on some of them."
+            )
+        grouping, mean = Grouping.of(self.groups, shapes), flat_mean(self._given_mean, shapes)
+        if self.log_precision is None:
+            self._make(grouping, self._given_precision)
+        self._grouping = grouping
+        self.register_buffer("_mean", mean.to(self.log_precision.device), persistent=False)
+        return self
+
+    def _rebind(self, shapes: dict[str, Size]) -> GaussianPrior:
+        if list(shapes.items()) != list(self._grouping.shapes.items()):
+            raise HyperparameterError(
+                f"the network this prior was bound to, {describe(self._grouping.shapes)}",
+                describe(shapes),
+                "Make a new GaussianPrior for each network.",
+            )
+        return self
+
+    @property
+    def group_names(self) -> list[str]:
+        """Names of the groups, in the order of `log_precision`."""
+        return self._grouping.group_names
+
+    @property
+    def num_parameters(self) -> int:
+        """P, the number of parameters."""
+        return self._bound().num_parameters
+
+    # --- precisions --------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> Tensor:
+        """Precisions δ, (G,), differentiable in `log_precision`. Assignable, with the values of `precision=`."""
+        return self._log_precision().exp()
+
+    @precision.setter
+    def precision(self, value: Value | Mapping[str, Value]) -> None:
+        value = checked_precision(value)
+        if self.log_precision is None:
+            self._given_precision = value
+            return
+        with torch.no_grad():
+            self.log_precision.copy_(self._grouping.values(value).log())
+
+    def group_of(self, name: str) -> int | slice:
+        """Index of a parameter's precision in `log_precision`; a slice for ``groups="parameter"``."""
+        return self._bound().place(name)
+
+    def group_counts(self) -> Tensor:
+        """Count the parameters in each group, (G,), int64."""
+        return self._bound().counts(self._log_precision().device)
+
+    def tensor_precision(self, name: str) -> Tensor:
+        """Precision of a parameter, 0-d; flat (numel,) for ``groups="parameter"``. Differentiable."""
+        return self._log_precision()[self.group_of(name)].exp()
+
+    def flat_precision(self) -> Tensor:
+        """Diagonal of P0, (P,), in the order of the network's parameters. Differentiable."""
+        return self._bound().spread(self.precision)
+
+    def log_det(self) -> Tensor:
+        """Log determinant of P0. Differentiable."""
+        return (self.group_counts() * self._log_precision()).sum()
+
+    # --- mean and energy -----------------------------------------------------------------------------------
+
+    def flat_mean(self) -> Tensor:
+        """μ0, (P,), float64."""
+        return self._mean.expand(self.num_parameters)
+
+    def group_distances(self, theta: Tensor) -> Tensor:
+        """``‖θ_g - μ0_g‖²`` for each group, (G,), float64, of flat θ (P,). Differentiable."""
+        if theta.shape != (self.num_parameters,):
+            raise HyperparameterError(
+                f"flat weights of shape ({self.num_parameters},)",
+                f"shape {tuple(theta.shape)}",
+                "Concatenate all parameters in the network's order.",
+            )
+        return self._grouping.sums((theta.double() - self.flat_mean().to(theta.device)).square())
+
+    def energy(self, theta: Tensor) -> Tensor:
+        """``½ (θ-μ0)ᵀ P0 (θ-μ0)`` of flat θ (P,), nats, float64. Differentiable in θ and the precisions."""
+        return 0.5 * (self.precision.to(theta.device) * self.group_distances(theta)).sum()
+
+    def extra_repr(self) -> str:
+        """Groups and precisions, for `repr`."""
+        kind = self.groups if isinstance(self.groups, str) else list(self.groups)
+        count = "not bound" if self.log_precision is None else f"{self.log_precision.numel()} precision(s)"
+        return f"groups={kind!r}, {count}"
+
+    # --- storage -----------------------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any]:
+        """A bound prior as plain containers of tensors."""
+        groups = self.groups if isinstance(self.groups, str) else {g: list(names) for g, names in self.groups.items()}
+        mean = self.flat_mean()
+        same = bool((mean == mean[0]).all())
+        return {
+            "groups": groups, "mean": float(mean[0]) if same else mean.clone(),
+            "log_precision": self._log_precision().detach().clone(),
+        }  # fmt: skip
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], shapes: Mapping[str, Size]) -> GaussianPrior:
+        """Restore a prior from its record, bound to parameters of these names and shapes."""
+        prior = cls(mean=record["mean"], groups=record["groups"]).bind(shapes)
+        with torch.no_grad():
+            prior._log_precision().copy_(record["log_precision"])
+        return prior
+
+    # --- internal ----------------------------------------------------------------------------------------------
+
+    def _make(self, grouping: Grouping, precision: Value | Mapping[str, Value]) -> None:
+        self.log_precision = nn.Parameter(grouping.values(precision).log())
+
+    def _bound(self) -> Grouping:
+        if not self._grouping.shapes:
+            raise HyperparameterError(
+                "a prior that knows the network's parameters",
+                "one that was not bound",
+                "Call prior.bind(shapes) with names and shapes, as laplace() does.",
+            )
+        return self._grouping
+
+    def _log_precision(self) -> nn.Parameter:
+        if self.log_precision is None:
+            self._bound()
+        return self.log_precision

@@ -1,0 +1,29 @@
+"""Explain: which training points determine a prediction, and the prediction without them."""
+
+from ntk_laplace.posterior.explain.explanation import Explanation, ExplanationRequest, bytes_of_each, explain
+from ntk_laplace.posterior.explain.joint_removal import GroupRemoval, JointRemoval
+from ntk_laplace.posterior.explain.leave_one_out import LeaveOneOut, leave_one_out, leave_one_out_score
+from ntk_laplace.posterior.explain.quantity import SPREADS
+from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
+from ntk_laplace.posterior.explain.ranking import Ranking, effects, rank
+from ntk_laplace.posterior.explain.reliability import Reliability
+
+__all__ = [
+    "SPREADS",
+    "Entry",
+    "Explanation",
+    "ExplanationRequest",
+    "GroupRemoval",
+    "JointRemoval",
+    "LeaveOneOut",
+    "Ranked",
+    "Ranking",
+    "Reliability",
+    "bytes_of_each",
+    "effects",
+    "explain",
+    "joined",
+    "leave_one_out",
+    "leave_one_out_score",
+    "rank",
+]

@@ -1,0 +1,205 @@
+"""Closed forms of explanations: decomposition, removal, leverage, leave-one-out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FunctionSpacePrecision
+from ntk_laplace.curvature.posterior_precision import named_parts
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import cross_gram, diagonal_blocks
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.what_if import HIGH_LEVERAGE
+
+__all__ = [
+    "Decomposition",
+    "RemovalTerms",
+    "SingleRemovals",
+    "contributions",
+    "leverages",
+    "removal_terms",
+    "similarities",
+    "widening",
+    "without_each",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """f(x) = offset + Σ_i contribution_i + gap, per output.
+
+    Attributes
+    ----------
+    offset : Tensor, (n, C)
+        f - J(θ*-μ0): the linearized network's output at the prior mean.
+    contributions : Tensor, (n, N, C)
+        k(x, x_i) r_i.
+    gap : Tensor, (n, C)
+        The remainder; zero if the weights are a stationary point ([T20] 5.2).
+    """
+
+    offset: Tensor
+    contributions: Tensor
+    gap: Tensor
+
+
+def _cross(space: FunctionSpacePrecision, left: Jacobian, right: Jacobian) -> Tensor:
+    """Prior kernel between two sets of rows, (n1, K1, n2, K2)."""
+    flat = cross_gram(left, right, space.variances)
+    return flat.view(left.num_examples, left.num_cotangents, right.num_examples, right.num_cotangents)
+
+
+def contributions(space: FunctionSpacePrecision, test: Jacobian, residual: Tensor, centered: Tensor) -> Decomposition:
+    """Decompose each output into contributions of the training points.
+
+    Parameters
+    ----------
+    residual : Tensor, (N, C)
+        r at the training points.
+    centered : Tensor, (P,)
+        θ* - μ0.
+    """
+    own = space.rows.weighted(residual.unsqueeze(-1))  # rows r_iᵀJ_i
+    shares = _cross(space, test, own).squeeze(-1).transpose(1, 2)  # k(x, x_i) r_i, (n, N, C)
+    named = named_parts(centered, space.shapes)
+    pushed = test.jvp({name: part.view(space.shapes[name]) for name, part in named.items()})
+    return Decomposition(test.f - pushed, shares, pushed - shares.sum(1))
+
+
+def leverages(blocks: Tensor) -> Tensor:
+    """Eigenvalues of SᵀVS, in [0, 1), (N, R), largest last, from the diagonal blocks of B⁻¹."""
+    return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
+
+
+class SingleRemovals:
+    """Predictions without each single training point: one Newton step, in function space.
+
+    Terms that depend only on the training points are computed once.
+
+    Parameters
+    ----------
+    space : FunctionSpacePrecision
+    residual : Tensor, (N, C)
+        r at the training points.
+    """
+
+    def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
+        self._space = space
+        r, n = space.weighted.num_cotangents, space.weighted.num_examples
+        own = space.rows.weighted(residual.unsqueeze(-1))
+        columns = _cross(space, space.weighted, own).view(n * r, n)  # SᵀK r
+        self._solved = space.inverse @ columns  # D, (N R, N)
+        diagonal = self._solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
+        # [B⁻¹]_ii⁻¹ D_ii
+        self._amplified = torch.linalg.solve(space.inverse_blocks, diagonal.unsqueeze(-1)).squeeze(-1)
+
+    def effects(self, test: Jacobian, shares: Tensor) -> tuple[Tensor, Tensor]:
+        """Change of f(x) if one training point is removed, -V_xi (I - Λ_iV_ii)⁻¹ r_i, and of its variances, (n, N, C).
+
+        With D = B⁻¹SᵀKr (one column per point), V_xi r_i = k(x, x_i) r_i - K_xS D_i, and
+        (I - Λ_iV_ii)⁻¹ r_i = r_i + S_i [B⁻¹]_ii⁻¹ D_ii: Λ is never inverted.
+
+        Parameters
+        ----------
+        shares : Tensor, (n, N, C)
+            k(x, x_i) r_i.
+        """
+        space = self._space
+        r, n = space.weighted.num_cotangents, space.weighted.num_examples
+        to_train = space.cross(test).T  # K_xS, (n*K, N*R)
+        seen = shares - (to_train @ self._solved).view(test.num_examples, -1, n).transpose(1, 2)  # V_xi r_i
+        through = (to_train @ space.inverse).view(test.num_examples, -1, n, r)  # V_xi S_i = (K_xS B⁻¹)_i
+        moved = -(seen + torch.einsum("xcnr,nr->xnc", through, self._amplified))
+        return moved, _widened(space.inverse_blocks, through)
+
+
+def widening(space: FunctionSpacePrecision, test: Jacobian) -> Tensor:
+    """Change of each variance of the rows `test` if one training point is removed, (n, N, K).
+
+    The diagonal of V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix = V_xiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ix.
+    """
+    r, n = space.weighted.num_cotangents, space.weighted.num_examples
+    through = (space.cross(test).T @ space.inverse).view(test.num_examples, -1, n, r)
+    return _widened(space.inverse_blocks, through)
+
+
+def _widened(blocks: Tensor, through: Tensor) -> Tensor:
+    """`widening` from [B⁻¹]_ii (N, R, R) and V_xiS_i (n, K, N, R)."""
+    count, n = through.shape[0], len(blocks)
+    half = torch.linalg.solve_triangular(torch.linalg.cholesky(blocks), through.permute(2, 3, 0, 1).flatten(2),
+                                         upper=False)  # L_i⁻¹ S_iᵀV_ix with [B⁻¹]_ii = L_i L_iᵀ
+    return half.square().sum(1).view(n, count, -1).transpose(0, 1)
+
+
+def similarities(
+    space: FunctionSpacePrecision, test: Jacobian, output: Tensor, squares: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Kernel of one output of each input with all outputs of the training points; with the same output; correlation.
+
+    The first is (n, N, C). The others are (n, N): the similarity of [T20] 5.2, and its correlation, in [-1, 1].
+    `squares` (N, C) are k(x_i, x_i).
+    """
+    n, c = test.f.shape
+    chosen = torch.nn.functional.one_hot(output, c).to(test.f).unsqueeze(-1)  # (n, C, 1)
+    kernel = _cross(space, test.weighted(chosen), space.rows).squeeze(1)
+    index = output.view(n, 1, 1).expand(-1, kernel.shape[1], 1)
+    same = kernel.gather(2, index).squeeze(2)
+    own = diagonal_blocks(test, space.variances).diagonal(dim1=1, dim2=2).gather(1, output.unsqueeze(1))
+    scale = (own * squares[:, output].T).sqrt()
+    return kernel, same, torch.where(scale > 0, same / scale, torch.zeros_like(same))
+
+
+def without_each(
+    space: FunctionSpacePrecision, points: TrainingPoints, likelihood: Likelihood
+) -> tuple[Tensor, Tensor]:
+    """Leave-one-out mean f_i - V_-i r_i and covariance V_-i = V_ii (I - Λ_iV_ii)⁻¹, (N, C) and (N, C, C).
+
+    Computed as V_-i = V_ii + V_iiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ii, without the difference I - Λ_iV_ii, which cancels
+    catastrophically near leverage 1; the block of B⁻¹ does not.
+    """
+    with torch.no_grad():
+        residual = points.residual(likelihood)
+    moments = space.training_covariance_blocks()
+    half = moments @ space.root  # V_iiS_i
+    covariance = moments + half @ torch.linalg.solve(space.inverse_blocks, half.mT)
+    return points.f - (covariance @ residual.unsqueeze(-1)).squeeze(-1), covariance
+
+
+@dataclass(frozen=True)
+class RemovalTerms:
+    """Terms for the removal of m training points from a curvature, each alone.
+
+    Attributes
+    ----------
+    half : Tensor, (m, C, R)
+        V_iiS_i.
+    inner, complement : Tensor, (m, R, R)
+        S_iᵀV_iiS_i, and I minus it; I instead where the removal is not trusted.
+    leverage : Tensor, (m,)
+        Largest eigenvalue of `inner`.
+    trusted : Tensor of bool, (m,)
+    """
+
+    half: Tensor
+    inner: Tensor
+    complement: Tensor
+    leverage: Tensor
+    trusted: Tensor
+
+
+def removal_terms(moments: Tensor, root: Tensor, exact: bool) -> RemovalTerms:
+    """I - S_iᵀV_iiS_i for covariances V_ii (m, C, C) and roots S_i (m, C, R).
+
+    In an exact curvature leverages are below 1, up to rounding. An approximate curvature may contain less information
+    about a point than its Λ_i: above `HIGH_LEVERAGE` nothing is subtracted, and effects are of first order.
+    """
+    half = moments @ root
+    inner = root.mT @ half
+    leverage = torch.linalg.eigvalsh(inner)[:, -1]
+    trusted = leverage < 1.0 if exact else leverage <= HIGH_LEVERAGE
+    eye = torch.eye(inner.shape[1], dtype=inner.dtype, device=inner.device)
+    return RemovalTerms(half, inner, torch.where(trusted.view(-1, 1, 1), eye - inner, eye), leverage, trusted)

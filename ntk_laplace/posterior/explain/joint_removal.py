@@ -1,0 +1,122 @@
+"""Joint removal of groups of training points, a different group for each prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ntk_laplace.curvature import FunctionSpacePrecision, prior_variances
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import cross_gram
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.what_if import HIGH_LEVERAGE, ChangedPrecision, rows_of
+
+__all__ = ["GroupRemoval", "JointRemoval"]
+
+
+class JointRemoval:
+    """Change of predictions if a group of training points is removed: one Newton step, in function space.
+
+    Parameters
+    ----------
+    space : FunctionSpacePrecision
+    residual : Tensor, (N, C)
+        r at the training points.
+    """
+
+    def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
+        self._space = space
+        n, r = space.weighted.num_examples, space.weighted.num_cotangents
+        own = space.rows.weighted(residual.unsqueeze(-1))
+        self._columns = cross_gram(space.weighted, own, space.variances).view(n * r, n)  # SᵀKr, one column per point
+
+    def effects(self, test: Jacobian, contributions: Tensor, groups: Sequence[Tensor]) -> Tensor:
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, (n, C).
+
+        As for a single point, Λ is never inverted: V_xG r_G is the group's contribution minus K_xS D with
+        D = B⁻¹SᵀK_G r_G, and (I - Λ_GV_GG)⁻¹ r_G = r_G + S_G [B⁻¹]_GG⁻¹ D_G.
+
+        Parameters
+        ----------
+        test : Jacobian
+            Rows at the n inputs.
+        contributions : Tensor, (n, N, C)
+            k(x, x_i) r_i.
+        groups : sequence of Tensor
+            Indices of the removed training points, per input.
+        """
+        space = self._space
+        n, r = space.weighted.num_examples, space.weighted.num_cotangents
+        to_train = space.cross(test).T.reshape(test.num_examples, -1, n * r)  # K_xS
+        changes = []
+        for i, group in enumerate(groups):
+            places = (group[:, None] * r + torch.arange(r, device=group.device)).flatten()
+            solved = space.inverse @ self._columns[:, group].sum(1)  # D
+            seen = contributions[i, group].sum(0) - to_train[i] @ solved  # V_xG r_G
+            columns = space.inverse[:, places]
+            amplified = torch.linalg.solve(columns[places], solved[places])
+            changes.append(-(seen + to_train[i] @ (columns @ amplified)))
+        return torch.stack(changes)
+
+
+class GroupRemoval:
+    """Joint removal in weight space: rows of the groups are computed and subtracted from the structure's precision.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+    members : Tensor
+        Training points that may be removed, ascending; few, because their rows are stored.
+    """
+
+    def __init__(self, fitted: FittedModel, members: Tensor) -> None:
+        self._fitted, self._members = fitted, members
+        self._rows = rows_of(fitted, members)
+        self._residual = fitted.residual()[members]
+        with torch.no_grad():
+            self._root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[members]
+
+    def effects(self, test: Jacobian, groups: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, with the structure's V.
+
+        Parameters
+        ----------
+        test : Jacobian
+            Rows at the n inputs.
+        groups : sequence of Tensor
+            Indices of the removed training points, per input.
+
+        Returns
+        -------
+        change : Tensor, (n, C)
+        leverage : Tensor, (n,)
+            Largest eigenvalue of S_GᵀV_GGS_G: the joint leverage of the group.
+        trusted : Tensor of bool, (n,)
+            False if the leverage is too large for an approximate curvature: nothing is then subtracted, and the
+            change is the first-order one, -V_xG r_G.
+        """
+        found = [self._one(test.subset(slice(i, i + 1)), group) for i, group in enumerate(groups)]
+        changes, leverages, trusted = zip(*found, strict=True)
+        return torch.cat(changes), torch.tensor(leverages), torch.tensor(trusted)
+
+    def _one(self, test: Jacobian, group: Tensor) -> tuple[Tensor, float, bool]:
+        if len(group) == 0:
+            return torch.zeros_like(test.f), 0.0, True
+        fitted, here = self._fitted, torch.searchsorted(self._members, group)
+        rows, root = self._rows.subset(here), self._root[here]
+        without = ChangedPrecision(
+            fitted.precision, rows.weighted(root), -torch.ones_like(root[:, 0]), fitted.prior,
+            fitted.settings.memory_budget, None if fitted.exact else HIGH_LEVERAGE,
+        )  # fmt: skip
+        step = without.solve(rows.vjp(self._residual[here].to(rows.f), fitted.network.shapes))
+        return -test.jvp(fitted.network.unflatten(step)), without.leverage, not without.partial
+
+    def contributions(self, test: Jacobian, output: Tensor) -> Tensor:
+        """k(x, x_j) r_j of one output of each input, for all members, (n, m)."""
+        fitted = self._fitted
+        chosen = one_hot(output, test.f.shape[1]).to(test.f).unsqueeze(-1)
+        own = self._rows.weighted(self._residual.to(self._rows.f).unsqueeze(-1))
+        return cross_gram(test.weighted(chosen), own, prior_variances(fitted.prior, fitted.network.shapes))

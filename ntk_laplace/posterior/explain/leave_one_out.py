@@ -1,0 +1,238 @@
+"""Leave-one-out: every training point predicted from all others, from one factorization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.predictive import predictive
+from ntk_laplace.posterior.explain.algebra import leverages, removal_terms, without_each
+from ntk_laplace.posterior.explain.ranked import counted
+from ntk_laplace.posterior.explain.reliability import Reliability, reliability
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.what_if import HIGH_LEVERAGE
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["LeaveOneOut", "leave_one_out", "leave_one_out_score"]
+
+_EXACT = (
+    "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
+    "point"
+)
+_OTHER = (
+    "each point is taken out of this posterior's own approximation of the curvature: the numbers rank, and are no "
+    "refit; where the leverage exceeds 0.9 nothing is taken out, and mean and information are of first order"
+)
+_DRAWS = "log_density integrates over draws of f with a fixed seed where the likelihood has no closed form"
+
+
+@dataclass(frozen=True, repr=False)
+class LeaveOneOut:
+    """Predictions at each training point from all others, and the point's influence on the fit.
+
+    Attributes
+    ----------
+    mean : Tensor, (N, C)
+        Mean of f_i without point i.
+    covariance : Tensor, (N, C, C)
+        Covariance of f_i without point i.
+    log_density : Tensor, (N,)
+        log p(y_i | the others), f_i integrated out, in nats; 0 for a missing target. Not multiplied by example
+        weights: a point is removed with all of its weight.
+    plug_in_log_density : Tensor, (N,)
+        log p(y_i | mean).
+    leverage : Tensor, (N,)
+        Largest eigenvalue of SᵀVS, in [0, 1): how much the fit at i depends on point i.
+    self_influence : Tensor, (N,)
+        Decrease of log p(y_i | f_i), in nats, if the point were removed.
+    effective_parameters : Tensor, (N,)
+        tr Λ_iV_ii; their sum is the effective number of parameters.
+    information : Tensor, (N,)
+        -½ log det(I - Λ_iV_ii): information about the weights, in nats, that the point adds to that of the others.
+    importance : Tensor, (N,)
+        Norm of the residual r_i ([T20] 5.2), times the example's weight.
+    targets : Tensor
+        Training targets.
+    guarantees : tuple of str
+        What is exact, and what is not.
+    reliability : Reliability
+        Measured diagnostics for these numbers.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    log_density: Tensor
+    plug_in_log_density: Tensor
+    leverage: Tensor
+    self_influence: Tensor
+    effective_parameters: Tensor
+    information: Tensor
+    importance: Tensor
+    targets: Tensor
+    guarantees: tuple[str, ...]
+    reliability: Reliability
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "mean": ("training point", "output"), "covariance": ("training point", "output", "output"),
+        **dict.fromkeys(("log_density", "plug_in_log_density", "leverage", "self_influence", "effective_parameters",
+                         "information", "importance", "suspicion", "flagged"), ("training point",)),
+    }  # fmt: skip
+
+    @property
+    def trusted(self) -> bool:
+        """Whether all diagnostics pass."""
+        return self.reliability.trusted
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the numbers are not trusted, in plain words."""
+        return self.reliability.reasons
+
+    @property
+    def flagged(self) -> Tensor:
+        """Training points whose leverage is too close to 1 for one Newton step without them to be trusted, (N,)."""
+        return self.leverage > HIGH_LEVERAGE
+
+    @property
+    def suspicion(self) -> Tensor:
+        """-log p(y_i | the others), (N,): large if the label is unlikely given the others."""
+        return -self.log_density
+
+    def ranked(self, by: str = "suspicion", k: int | None = None) -> Tensor:
+        """Training points sorted by a column, largest first, (k,): "suspicion" lists likely label errors.
+
+        Raises
+        ------
+        UnsupportedError
+            If there is no such column.
+        """
+        columns = self._columns()
+        if not isinstance(by, str) or by not in columns:
+            raise UnsupportedError(f"one of {', '.join(columns)}", repr(by), 'Leave it out for "suspicion".')
+        values = columns[by]
+        return values.argsort(descending=True, stable=True)[: counted(k, len(values))]
+
+    def to_dataframe(self, by: str | None = None, k: int | None = None) -> pandas.DataFrame:
+        """One row per training point, in the order of the data, or sorted by a column, largest first.
+
+        Its ``attrs`` contain `trusted` and `reasons`.
+        """
+        import pandas
+
+        count = len(self.mean)
+        chosen = torch.arange(count)[: counted(k, count)] if by is None else self.ranked(by, k).cpu()
+        numbers = {name: values.cpu()[chosen].tolist() for name, values in self._columns().items()}
+        classes = {} if self.targets.ndim > 1 else {"most_likely": self.mean.argmax(1).cpu()[chosen].tolist()}
+        frame = pandas.DataFrame({
+            "training_index": chosen.tolist(),
+            "target": [t.item() if t.numel() == 1 else t.tolist() for t in self.targets.cpu()[chosen]],
+            **classes, **numbers, "flagged": self.flagged.cpu()[chosen].tolist(),
+        })  # fmt: skip
+        frame.attrs |= {"trusted": self.trusted, "reasons": list(self.reasons)}
+        return frame
+
+    def _columns(self) -> dict[str, Tensor]:
+        names = ("suspicion", "log_density", "plug_in_log_density", "self_influence", "leverage",
+                 "effective_parameters", "information", "importance")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        n, c = self.mean.shape
+        return (
+            f"LeaveOneOut({n} training points, {c} output(s); log density {float(self.log_density.sum()):.4g} nats; "
+            f"{float(self.effective_parameters.sum()):.3g} effective parameters; largest leverage "
+            f"{float(self.leverage.max()):.3g}{'' if self.trusted else f'; {self.reliability}'})"
+        )
+
+
+@dataclass(frozen=True)
+class _Without:
+    """Moments without each point, and the terms of its removal, all (N, ...)."""
+
+    mean: Tensor
+    covariance: Tensor
+    leverage: Tensor
+    used: Tensor
+    information: Tensor
+
+
+def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
+    """Compute means, covariances, log densities and leverages, from stored rows or in a pass over the data."""
+    points, likelihood, network = fitted.points, fitted.likelihood, fitted.network
+    found = (_kept if fitted.structure.spec.keeps_jacobian else _streamed)(fitted)
+    targets = points.targets.squeeze(-1) if network.scalar and points.targets.ndim == 2 else points.targets
+    generator = torch.Generator(device=found.mean.device).manual_seed(0)
+    integrated = []
+    step = max(1, tuning.DRAWN_NUMBERS // (samples * points.num_outputs))
+    with torch.no_grad():
+        for start in range(0, points.num_examples, step):
+            part = slice(start, start + step)
+            one = likelihood if step >= points.num_examples else likelihood.at(part)
+            density = predictive(one, found.mean[part], found.covariance[part], "glm", samples, generator,
+                                 network.scalar)  # fmt: skip
+            integrated.append(density.log_prob(targets[part]))
+        plug_in = likelihood.log_prob(found.mean, points.targets)
+        own = likelihood.log_prob(points.f, points.targets)
+        importance = points.residual(likelihood).norm(dim=1)
+    measured = reliability(fitted, found.leverage)
+    guarantees = (_EXACT if fitted.exact else _OTHER, _DRAWS)
+    if measured.moved:
+        guarantees += (f"hyperparameters have changed since the fit: the weights are {measured.decrement:.2g} nats a "
+                       "point from the optimum, by the Newton decrement, and what is left undone is held",)  # fmt: skip
+    return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
+                       found.used, found.information, importance, points.targets, guarantees, measured)
+
+
+def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
+    """Σ w_n log p(y_n given all other points), nats, and the leave-one-out predictions it comes from.
+
+    Raises
+    ------
+    UnsupportedError
+        If the structure or the curvature is not exact: a removal from an approximation ranks points and is no score.
+    """
+    if not fitted.exact:
+        raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
+                               f"structure={fitted.structure.name!r}, curvature={fitted.curvature_type.kind!r}",
+                               "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
+    found = leave_one_out(fitted)
+    return (fitted.points.counts * found.log_density).sum(), found
+
+
+def _kept(fitted: FittedModel) -> _Without:
+    """Function space: moments from the stored rows."""
+    space = fitted.precision
+    mean, covariance = without_each(space, fitted.points, fitted.likelihood)
+    blocks = space.inverse_blocks
+    # SᵀV_iiS = I - [B⁻¹]_ii
+    used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
+    information = -0.5 * torch.linalg.slogdet(blocks).logabsdet
+    return _Without(mean, covariance, leverages(blocks)[:, -1], used, information)
+
+
+def _streamed(fitted: FittedModel) -> _Without:
+    """Weight space, batch by batch: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
+    points, parts, start = fitted.points, [], 0
+    residual = fitted.residual()
+    with torch.no_grad():
+        root = points.root(fitted.curvature_type, fitted.likelihood)
+        for rows in fitted.rows_at(torch.arange(points.num_examples)):
+            here = slice(start, start + rows.num_examples)
+            moments = fitted.precision.covariance_blocks(rows)
+            out = removal_terms(moments, root[here], fitted.exact)
+            widened = out.half @ torch.linalg.solve(out.complement, out.half.mT)
+            covariance = moments + widened * out.trusted.view(-1, 1, 1)
+            mean = points.f[here] - (covariance @ residual[here].unsqueeze(-1)).squeeze(-1)
+            used = out.inner.diagonal(dim1=1, dim2=2).sum(1)
+            log_det = torch.linalg.slogdet(out.complement).logabsdet
+            information = torch.where(out.trusted, -0.5 * log_det, 0.5 * used)
+            parts.append(_Without(mean, covariance, out.leverage, used, information))
+            start = here.stop
+    return _Without(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(_Without)))

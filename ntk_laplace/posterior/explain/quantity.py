@@ -1,0 +1,156 @@
+"""Quantities: what is explained of a prediction, its unit, and its description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ntk_laplace.errors import DataError, UnsupportedError, is_whole
+from ntk_laplace.model.likelihoods import Likelihood
+
+__all__ = ["SPREADS", "Quantity", "quantity_of"]
+
+SPREADS = ("variance", "probability_variance")
+"""Quantities that every training point makes smaller."""
+
+_WORDS = {
+    "output": "output {0}",
+    "logit": "logit {0}",
+    "probability": "the mean response {0}",
+    "log_likelihood": "the log likelihood",
+    "variance": "the variance of output {0}",
+    "probability_variance": "the variance of the mean response {0}",
+}
+_UNITS = {"log_likelihood": " nats"}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """The explained quantity of each prediction.
+
+    Attributes
+    ----------
+    by : str
+        "output" (for classes also "logit"): f itself. "probability": the mean response at f, for classes the
+        probability. "log_likelihood": log p(y | f), nats. "variance": the posterior variance of f.
+        "probability_variance": that of the mean response, gᵀVg with g its gradient in f; where Λ is that gradient,
+        an entry of ΛVΛ, the part of the predictive covariance ΛVΛ + Λ that data reduce ([T20] 3.16).
+    output : Tensor, (n,)
+        The explained output, or for "probability" and "probability_variance" the explained response, which is the same
+        where a likelihood has as many responses as outputs. For "log_likelihood" it is only displayed.
+    targets : Tensor or None
+        y at the explained inputs, in canonical form, for "log_likelihood".
+    likelihood : Likelihood
+    """
+
+    by: str
+    output: Tensor
+    targets: Tensor | None
+    likelihood: Likelihood
+
+    @property
+    def good(self) -> float:
+        """1 if a point that supports a prediction raises the quantity, -1 if it lowers it."""
+        return -1.0 if self.by in SPREADS else 1.0
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The possible sides of a training point; for variances only one, because every point reduces them."""
+        return ("for",) if self.by in SPREADS else ("for", "against")
+
+    def subset(self, index: slice) -> Quantity:
+        """The quantity of some of the inputs."""
+        targets = None if self.targets is None else self.targets[index]
+        return replace(self, output=self.output[index], targets=targets)
+
+    @staticmethod
+    def joined(parts: Sequence[Quantity]) -> Quantity:
+        """Concatenate the quantities of consecutive inputs."""
+        first = parts[0]
+        targets = None if first.targets is None else torch.cat([part.targets for part in parts])
+        return replace(first, output=torch.cat([part.output for part in parts]), targets=targets)
+
+    def words(self, i: int) -> str:
+        """Description of the quantity of input i."""
+        words = _WORDS[self.by]
+        if self.by.startswith("probability") and self.likelihood.classifies:
+            one = "the probability of class {0}" if self.likelihood.event_shape(2) == () else "probability {0}"
+            words = f"the variance of {one}" if self.by in SPREADS else one
+        return words.format(int(self.output[i]))
+
+    def meaning(self, i: int, effect: float) -> str:
+        """The meaning of the effect's sign in words."""
+        return f"removing it {'lowers' if effect < 0 else 'raises'} {self.words(i)} by {abs(effect):.3g}" + self.unit
+
+    @property
+    def unit(self) -> str:
+        """The unit shown after a number."""
+        return _UNITS.get(self.by, "")
+
+    def _value(self, f: Tensor) -> Tensor:
+        """Mean response or log likelihood at outputs f (m, C), m a multiple of n, grouped by input, (m,)."""
+        each = len(f) // len(self.output)
+        if self.by == "log_likelihood":
+            return self.likelihood.log_prob(f, self.targets.repeat_interleave(each, 0))
+        return self.likelihood.mean(f).gather(1, self.output.repeat_interleave(each).unsqueeze(1)).squeeze(1)
+
+    def direction(self, f: Tensor) -> Tensor:
+        """Derivative of the quantity in f (n, C); for the variance, the unit vector of the output."""
+        if self.by == "log_likelihood":
+            return self.likelihood.residual(f, self.targets)
+        if self.by.startswith("probability"):
+            slope = self.likelihood.mean_jacobian(f)
+            return slope[torch.arange(len(f), device=f.device), self.output]
+        return one_hot(self.output, f.shape[1]).to(f)
+
+    def effect(self, f: Tensor, moved: Tensor, widened: Tensor) -> Tensor:
+        """Change of the quantity for changes of f and its variance (n, N, C): (n, N), the exact difference.
+
+        For "probability_variance" `widened` is the change of gᵀVg, (n, N, 1).
+        """
+        n, count, c = moved.shape
+        if self.by == "probability_variance":
+            return widened.squeeze(2)
+        if self.by in ("output", "logit", "variance"):
+            change = widened if self.by == "variance" else moved
+            return change.gather(2, self.output.view(-1, 1, 1).expand(-1, count, 1)).squeeze(2)
+        then = self._value((f.unsqueeze(1) + moved).reshape(-1, c))
+        return then.view(n, count) - self._value(f).unsqueeze(1)
+
+
+def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Quantity:
+    """Validate a request at predictions f (n, C).
+
+    Raises
+    ------
+    DataError
+        If the output does not exist, or required targets are missing.
+    UnsupportedError
+        If there is no such quantity.
+    """
+    n, c = f.shape
+    if not isinstance(by, str) or by not in _WORDS:
+        raise UnsupportedError(f"an effect on one of {', '.join(_WORDS)}", repr(by), 'Leave it out for "output".')
+    responses = by.startswith("probability") and likelihood.num_responses(c) != c
+    values = likelihood.mean(f) if responses else f
+    most = values.shape[1] - 1
+    if output is not None and not (is_whole(output, 0) and output <= most):
+        what, whose = ("a response", "likelihood's responses") if responses else ("an output", "network's outputs")
+        raise DataError(f"{what} from 0 to {most}", f"{output}", f"Choose one of the {whose}.")
+    chosen = values.argmax(1) if output is None else torch.full((n,), output, device=f.device)
+    if by != "log_likelihood":
+        return Quantity(by, chosen, None, likelihood)
+    likelihood = likelihood.for_new_points()
+    if y is None:
+        if likelihood.event_shape(c) != ():
+            raise DataError("targets y at the inputs, for their log likelihood", "none", "Pass y=, one per input.")
+        return Quantity(by, chosen, chosen, likelihood)
+    targets = likelihood.targets(y, n, c).to(f.device)
+    if output is None and targets.ndim == 1 and likelihood.event_shape(c) == ():
+        observed = likelihood.observed(targets)
+        chosen = targets if observed is None else torch.where(observed, targets, chosen)
+    return Quantity(by, chosen, targets, likelihood)

@@ -1,0 +1,265 @@
+"""Base of all explanations: training points for and against as a table, a figure and HTML."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, UnsupportedError, is_whole
+from ntk_laplace.model.data import RowBuffer
+from ntk_laplace.posterior.explain.quantity import SPREADS, Quantity
+from ntk_laplace.structures.what_if import HIGH_LEVERAGE
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+__all__ = ["Entry", "Ranked", "counted", "joined", "strongest"]
+
+R = TypeVar("R", bound="Ranked")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The effect of one training point on one prediction.
+
+    Attributes
+    ----------
+    training_index : int
+    target : number or list
+    removal_effect : float
+        Change of the quantity if the point were left out.
+    support : float
+        The effect with a sign such that positive speaks for the prediction.
+    leverage : float
+    flagged : bool
+    more : dict
+        Further columns of the pair, by name.
+    """
+
+    training_index: int
+    target: Any
+    removal_effect: float
+    support: float
+    leverage: float
+    flagged: bool
+    more: dict[str, float]
+
+
+class Ranked:
+    """Table, figure and HTML of ranked training points.
+
+    Attributes
+    ----------
+    f : Tensor, (n, C)
+    quantity : Quantity
+        What was requested.
+    offset, gap : Tensor, (n, C)
+    leverage : Tensor, (N,)
+    targets : Tensor
+    k : int
+    guarantees : tuple of str
+        What is exact, and what is not.
+    """
+
+    f: Tensor
+    quantity: Quantity
+    offset: Tensor
+    gap: Tensor
+    leverage: Tensor
+    targets: Tensor
+    k: int
+    guarantees: tuple[str, ...]
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]]
+
+    def by_input(self) -> dict[tuple[str, str], Tensor]:
+        """Tensors whose first axis is the inputs, by field and side ("" without sides)."""
+        found = {}
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if self.AXES.get(field.name, ("",))[0] == "input":
+                sides = values if isinstance(values, dict) else {"": values}
+                found |= {(field.name, side): value for side, value in sides.items()}
+        return found
+
+    @property
+    def output(self) -> Tensor:
+        """Which output is explained, (n,)."""
+        return self.quantity.output
+
+    @property
+    def by(self) -> str:
+        """The quantity whose change ranks the training points."""
+        return self.quantity.by
+
+    @property
+    def flagged(self) -> Tensor:
+        """Training points whose leverage is too close to 1 for one Newton step to be trusted, (N,)."""
+        return self.leverage > HIGH_LEVERAGE
+
+    def entries(self, i: int, side: str, k: int | None = None) -> list[Entry]:
+        """The training points on one side of input i, strongest first.
+
+        Raises
+        ------
+        DataError, UnsupportedError
+            If the input or the side does not exist.
+        """
+        if not is_whole(i, 0) or i >= len(self.f):
+            raise DataError(f"an input from 0 to {len(self.f) - 1}", f"{i!r}", "Choose one of those explained.")
+        self._require_side(side)
+        return self._entries(i, side, k)
+
+    def _entries(self, i: int, side: str, k: int | None) -> list[Entry]:
+        raise NotImplementedError
+
+    def _require_side(self, side: str) -> None:
+        if side not in self.quantity.sides:
+            raise UnsupportedError(f"the side {' or '.join(map(repr, self.quantity.sides))}", repr(side),
+                                   "No training point makes a prediction less sure: see supporting()."
+                                   if self.by in SPREADS else "Choose one of the two.")  # fmt: skip
+
+    def contributed(self) -> Tensor:
+        """Sum of all contributions, (n, C)."""
+        raise NotImplementedError
+
+    def to_dataframe(self, k: int | None = None) -> pandas.DataFrame:
+        """One row per input and shown training point, strongest effect first on each side."""
+        import pandas
+
+        return pandas.DataFrame.from_records(list(self._records(k)))
+
+    def _records(self, k: int | None) -> Iterator[dict[str, Any]]:
+        for i in range(len(self.f)):
+            for side in self.quantity.sides:
+                for rank, entry in enumerate(self.entries(i, side, k)):
+                    own = asdict(entry)
+                    support, more = own.pop("support"), own.pop("more")
+                    yield {
+                        "input": i,
+                        "output": int(self.output[i]),
+                        "speaks": side if (support > 0) == (side == "for") and support != 0 else "neither",
+                        "rank": rank,
+                        "training_index": own.pop("training_index"),
+                        "target": own.pop("target"),
+                        "removal_effect": entry.removal_effect,
+                        "meaning": self.quantity.meaning(i, own.pop("removal_effect")),
+                        **{name: more[name] for name in more},
+                        **own,
+                    }
+
+    def _entry(self, j: int, effect: float, more: dict[str, float] | None = None) -> Entry:
+        target = self.targets[j]
+        value = target.item() if target.numel() == 1 else target.tolist()
+        return Entry(j, value, effect, -self.quantity.good * effect, float(self.leverage[j]), bool(self.flagged[j]),
+                     more or {})
+
+    def decomposition(self) -> pandas.DataFrame:
+        """One row per input and output: prediction = offset + contributions + gap."""
+        import pandas
+
+        parts = {"prediction": self.f, "offset": self.offset, "contributions": self.contributed(), "gap": self.gap}
+        n, c = self.f.shape
+        where = {"input": [i for i in range(n) for _ in range(c)], "output": list(range(c)) * n}
+        return pandas.DataFrame(where | {name: value.flatten().tolist() for name, value in parts.items()})
+
+    def plot(
+        self, inputs: Tensor | None = None, training: Tensor | None = None, shape: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Figure:  # fmt: skip
+        """Draw, for each input, the training points that speak for and against it.
+
+        Parameters
+        ----------
+        inputs, training : Tensor, optional
+            The explained inputs and all training inputs. Image inputs, or inputs with a `shape`, are drawn as images;
+            a single feature is plotted against the targets; a few features are a table beside the bars.
+        shape : (height, width), optional
+            Size of the images.
+        names : sequence of str, optional
+            Names of the features.
+
+        Raises
+        ------
+        DataError
+            If inputs, training inputs, shape and names do not match.
+        """
+        from ntk_laplace.plotting import explanation
+
+        return explanation(self, inputs, training, shape, names)
+
+    def to_html(
+        self, k: int | None = None, inputs: Tensor | None = None, training: Tensor | None = None,
+        shape: Sequence[int] | None = None, names: Sequence[str] | None = None,
+    ) -> str:  # fmt: skip
+        """Self-contained HTML fragment: the figure of `plot`, the table, and the decomposition of each prediction."""
+        buffer = io.BytesIO()
+        self.plot(inputs, training, shape, names).savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+        picture = base64.b64encode(buffer.getvalue()).decode()
+        tables = [
+            table.to_html(index=False, float_format=lambda v: f"{v:.4g}", border=0)
+            for table in (self.to_dataframe(k), self.decomposition())
+        ]
+        promises = "".join(f"<li>{html.escape(words)}</li>" for words in self.guarantees)
+        return (
+            f'<section class="ntk-laplace-explanation"><p>{html.escape(repr(self))}</p><ul>{promises}</ul>'
+            f'<img alt="Training points for and against each prediction" src="data:image/png;base64,{picture}">'
+            f"{tables[0]}<h3>How each prediction is made up</h3>{tables[1]}</section>"
+        )
+
+
+def joined(parts: Iterable[R], room: int = 0) -> R:
+    """Concatenate explanations of consecutive inputs.
+
+    Parameters
+    ----------
+    parts : iterable of Explanation or Ranking
+        Consumed one at a time; tensors with an axis of inputs are copied.
+    room : int
+        Expected number of inputs, if known.
+    """
+    first, questions = None, []
+    rows: dict[tuple[str, str], RowBuffer] = {}
+    for part in parts:
+        if len(part.f) == room:
+            return part
+        first = part if first is None else first
+        questions.append(part.quantity)
+        for key, values in part.by_input().items():
+            rows.setdefault(key, RowBuffer(room)).append(values)
+        del part, values  # before the next is computed
+    found: dict[str, Any] = {}
+    for (name, side), gathered in rows.items():
+        if side:
+            found.setdefault(name, {})[side] = gathered.rows
+        else:
+            found[name] = gathered.rows
+    return replace(first, quantity=Quantity.joined(questions), **found)
+
+
+def counted(k: Any, default: int) -> int:
+    """The validated number of training points to show.
+
+    Raises
+    ------
+    DataError
+        If k is not an integer of at least 1.
+    """
+    if k is None:
+        return default
+    if not is_whole(k, 1):
+        raise DataError("k of at least 1, a whole number", f"{k!r}", "Ask for one or more training points.")
+    return int(k)
+
+
+def strongest(values: Tensor, k: int) -> Tensor:
+    """Indices of the largest entries of each row (n, N), largest first; ties in the order of the data, (n, k)."""
+    return values.argsort(dim=1, descending=True, stable=True)[:, :k]
+

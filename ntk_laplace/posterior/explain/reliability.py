@@ -1,0 +1,129 @@
+"""Diagnostics of leave-one-out's assumptions: weights at an optimum, and a prior that determines them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.structures import FittedModel, LinearizedModel
+from ntk_laplace.structures.points import present_values
+from ntk_laplace.structures.what_if import HIGH_LEVERAGE
+
+__all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
+
+# measured against retraining: examples/selection/leave_one_out.py
+MOST_DECREMENT = 0.02  # nats per point
+LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ
+MOST_FLAGGED = 0.5  # of the points
+MOST_SPREAD = 1e3  # of precisions that the network was not optimized with
+
+_TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
+_FIT = 'fit with structure="gp" or "full" and curvature="ggn"'
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Whether leave-one-out numbers approximate retraining without each point.
+
+    Attributes
+    ----------
+    decrement : float
+        ½ gᵀH⁻¹g/N, nats per point: the gain of one more Newton step, with g the gradient of the negative log joint.
+        Zero at the optimum. Leave-one-out keeps g fixed, so part of the effect of a point's label remains.
+    prior_ratio : float
+        ρ = Σ_g δ_g‖θ_g-μ0‖²/Σ_g γ_g, 1 at MacKay's fixed point. Far below 1 the prior hardly determines the weights,
+        and one Newton step without a point overshoots.
+    group_ratios : Tensor, (G,)
+        The same ratio for each prior group.
+    high_leverage : float
+        Fraction of the points with a leverage above 0.9.
+    largest_leverage : float
+        Below 1 for an exact curvature.
+    precision_spread : float
+        Ratio of the largest to the smallest group precision.
+    moved : bool
+        Whether hyperparameters have changed since the posterior was fitted.
+    exact : bool
+        Whether the curvature is exact for the linearized model.
+    """
+
+    decrement: float
+    prior_ratio: float
+    group_ratios: Tensor
+    high_leverage: float
+    largest_leverage: float
+    precision_spread: float
+    moved: bool
+    exact: bool
+
+    @property
+    def trusted(self) -> bool:
+        """Whether all diagnostics pass."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the numbers are not trusted, each reason a clause in plain words."""
+        found = []
+        if not self.exact:
+            above = f", with leverages up to {self.largest_leverage:.3g}" if self.largest_leverage > 1.0 else ""
+            found.append(f"points are taken out of an approximate curvature{above}, which ranks them and is no score")
+        if not self.decrement <= MOST_DECREMENT:
+            since = ", as hyperparameters have changed since the fit" if self.moved else ""
+            found.append(
+                f"the weights are not at the optimum of this model{since}: the Newton decrement is "
+                f"{self.decrement:.2g} nats a point (at most {MOST_DECREMENT:g}), and each point keeps part of what "
+                "its own label did"
+            )
+        if self.prior_ratio < LEAST_RATIO:
+            found.append(
+                f"the prior is vague, with δ‖θ-μ0‖²/γ of {self.prior_ratio:.2g} (at least {LEAST_RATIO:g}): one Newton "
+                "step without a point goes too far"
+            )
+        if self.high_leverage > MOST_FLAGGED:
+            found.append(
+                f"{self.high_leverage:.0%} of the points have a leverage above {HIGH_LEVERAGE:g}: one Newton step "
+                "without such a point goes too far"
+            )
+        if self.moved and self.precision_spread > MOST_SPREAD:
+            found.append(
+                f"the precisions differ by a factor of {self.precision_spread:.2g} and training did not use them: "
+                "layers that hardly count in them have seen all labels"
+            )
+        return tuple(found)
+
+    def __str__(self) -> str:
+        """One sentence of reasons; empty if all diagnostics pass."""
+        remedies = [*([] if self.exact else [_FIT]), *([_TRAIN] if len(self.reasons) > (not self.exact) else [])]
+        todo = "; ".join([*remedies, "or score the model on other data"])
+        return "" if self.trusted else f"leave-one-out is not to be trusted here: {'; '.join(self.reasons)}; {todo}"
+
+
+def reliability(fitted: FittedModel, leverage: Tensor) -> Reliability:
+    """Compute the diagnostics; `leverage` are the points' leverages (N,)."""
+    prior, precision = fitted.prior, fitted.precision
+    with torch.inference_mode(False), torch.no_grad():
+        gradient = fitted.joint_gradient()
+        decrement = 0.5 * float(gradient @ precision.solve(gradient))
+        by_group = prior.precision.flatten().double()
+        energy = by_group * prior.group_distances(fitted.theta).double()
+        used = precision.effective_parameters().double().to(energy)
+    tiny = torch.finfo(torch.float64).tiny
+    return Reliability(
+        decrement=decrement / float(fitted.points.counts.sum()),
+        prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
+        group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
+        largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
+        moved=_moved(fitted.model), exact=fitted.exact,
+    )  # fmt: skip
+
+
+def _moved(model: LinearizedModel) -> bool:
+    """Whether a precision, noise or temperature has changed since the fit; the model of a subset has fewer noises."""
+    if model.fitted_at is None:
+        return False
+    now = present_values(model.prior, model.likelihood)
+    pairs = zip(model.fitted_at, now, strict=False)
+    return any(one.shape == other.shape and not torch.equal(one.to(other), other) for one, other in pairs)

@@ -1,0 +1,205 @@
+"""Fit: from a trained network and its data, or from a checkpoint, to a posterior."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.jacobian import JacobianPass
+from ntk_laplace.model.data import Batches
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.structures import (
+    FittedModel,
+    FullWeightSpace,
+    FunctionSpace,
+    LinearizedModel,
+    Settings,
+    StructureSpec,
+    structure_named,
+)
+from ntk_laplace.structures.checkpoint import restored_model
+from ntk_laplace.structures.points import present_values
+
+__all__ = ["fit_with", "laplace", "load", "spec_of"]
+
+_LOG = logging.getLogger("ntk_laplace")
+
+
+def laplace(
+    network: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    prior: GaussianPrior | None = None,
+    structure: str | StructureSpec = "gp",
+    curvature: str | CurvatureType = "ggn",
+    *,
+    parameters: ParameterChoice = None,
+    dtype: torch.dtype | None = None,
+    settings: Settings | None = None,
+    output: str | int | None = None,
+    targets: str | None = None,
+) -> Posterior:
+    """Laplace-GGN posterior of a trained network: a Gaussian process with the network's tangent kernel.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Trained, in the mode of use (normally ``network.eval()``). Maps (N, ...) to (N, C) or (N,). It is copied and
+        not changed.
+    data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
+        The training data. Batches are pairs (inputs, targets), triples with example weights, or mappings with the
+        targets under the key `targets`. With weights w (N,), example n counts w_n times in the log likelihood, its
+        gradient and its curvature, as if it occurred that often; 0 leaves it out.
+    likelihood : Likelihood
+        `Gaussian`, `HeteroscedasticGaussian`, `Bernoulli`, `Categorical`, `Poisson`, or a user-defined one. It is
+        copied, and so is the prior: those of the posterior are ``posterior.likelihood`` and ``posterior.prior``.
+    prior : GaussianPrior, optional
+        By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
+    structure : str or StructureSpec
+        Exact: "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two,
+        explained in ``posterior.reason``. For large data: "kfac", "ekfac", "inf", "diag". Or a specification with its
+        options: `FunctionSpace`, `FullWeightSpace`, `KFAC`, `EKFAC`, `INF`, `Diagonal`, or one of your own.
+    curvature : str or CurvatureType
+        "ggn" (exact), "ef" (empirical Fisher) or "mc" (Monte-Carlo Fisher; ``CurvatureType("mc", samples, seed)``).
+    parameters : optional
+        Which parameters are linearized: names or prefixes, a predicate, or "last_layer". Frozen ones are excluded.
+    dtype : torch.dtype, optional
+        Of the algebra; float64 by default. The network runs in its own dtype.
+    settings : Settings, optional
+        Batch size, memory budget, progress bar.
+    output : str or int, optional
+        Which output tensor to use, if the network returns several: ``output="logits"`` for a `ModelOutput` of
+        transformers, a dict, a dataclass or a named tuple, ``output=0`` for a tuple. Later calls use it too.
+    targets : str, optional
+        The key of the targets, if a batch or the whole data set is a mapping: ``targets="labels"``. The network is
+        called without this key, here and in every method of the posterior.
+
+    Returns
+    -------
+    Posterior
+
+    Raises
+    ------
+    NTKLaplaceError
+        A subclass of it; the message states what was expected, what was received and a remedy.
+    """
+    with torch.inference_mode(False):  # hyperparameters must be trainable later
+        own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
+    return fit_with(network, data, *own, structure, curvature, parameters=parameters, dtype=dtype, settings=settings,
+                    output=output, targets=targets)
+
+
+def fit_with(
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, structure: str | StructureSpec,
+    curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
+    settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
+) -> Posterior:  # fmt: skip
+    """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
+    spec = spec_of(structure)
+    frozen = Network(network, parameters, output, targets)
+    with torch.inference_mode(False):
+        prior.bind(frozen.shapes)
+    curvature_type = CurvatureType.of(curvature)
+    dtype = torch.float64 if dtype is None else dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
+                               "Leave it out for float64; the network itself may run in any other.")
+    settings = Settings.of(settings)
+    for module in (prior, likelihood):
+        module.to(frozen.device)  # hyperparameters are on the network's device
+    batches = Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets)
+    jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec is not None and spec.factored_rows)
+    model = LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings)
+    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
+        fitted, reason = _fit(model, spec, batches)
+        return Posterior(fitted, reason)
+
+
+def load(
+    path: str | os.PathLike[str],
+    network: nn.Module,
+    data: Any = None,
+    likelihood: Likelihood | None = None,
+    settings: Settings | None = None,
+) -> Posterior:
+    """Posterior from a checkpoint of `Posterior.save`.
+
+    Parameters
+    ----------
+    path : path
+    network : nn.Module
+        With the weights of the fit, which the checkpoint does not contain. The posterior uses its device.
+    data : DataLoader, Dataset, or (X, y), optional
+        The training data, for results that need another pass: the correction, ``mean="posterior"``, other
+        hyperparameters of the likelihood. Predictions, samples and the evidence do not need it.
+    likelihood : Likelihood, optional
+        Required for a class that is not registered (`register_likelihood`); its hyperparameters are set to the
+        checkpoint's.
+    settings : Settings, optional
+
+    Returns
+    -------
+    Posterior
+
+    Raises
+    ------
+    DataError
+        If the file is not such a checkpoint, or `data` has another number of examples.
+    NetworkError
+        If the network's parameters differ from those of the fit in name, shape or value.
+    """
+    with torch.inference_mode(False):
+        return Posterior(*restored_model(path, network, data, likelihood, Settings.of(settings)))
+
+
+def spec_of(structure: str | StructureSpec) -> StructureSpec | None:
+    """The specification of a name; None for "auto".
+
+    Raises
+    ------
+    UnsupportedError
+        If it is neither a specification nor the name of one.
+    """
+    if isinstance(structure, StructureSpec):
+        return structure
+    return None if structure == "auto" else structure_named(structure)()
+
+
+def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -> tuple[FittedModel, str]:
+    """Fit the structure and factorize, so that errors appear at the fit; without a spec the cheaper exact one."""
+    first, _ = batches.first()
+    model.jacobian_pass.prepare(first)
+    spec, reason = _cheaper(model, batches) if spec is None else (spec, "")
+    if model.settings.resume is not None and not spec.resumable:
+        raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
+                               repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
+    spec.prepare(model, first, batches)
+    found = spec.fit(model, batches)
+    found.points.require_information(model.likelihood)
+    at = present_values(model.prior, model.likelihood)  # once the likelihood is bound
+    fitted = FittedModel(replace(model, fitted_at=at), found)
+    fitted.precision  # noqa: B018
+    return fitted, reason
+
+
+def _cheaper(model: LinearizedModel, batches: Batches) -> tuple[StructureSpec, str]:
+    """The exact structure with the smaller matrix, and why."""
+    n = batches.length or sum(len(y) for _, y in batches)
+    size = n * model.curvature_type.columns(model.likelihood, model.network.num_outputs)
+    p = model.network.num_parameters
+    spec = FunctionSpace() if size <= p else FullWeightSpace()
+    reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {spec.name!r} factors the smaller matrix"
+    _LOG.info(reason)
+    return spec, reason

@@ -1,0 +1,103 @@
+"""A few gradient steps on the evidence of successive posteriors, for online training ([I21] Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NumericalError
+from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, spectral_evidence
+
+__all__ = ["Ascent"]
+
+
+class Ascent:
+    """Adam on the logarithms of the hyperparameters; its moments are kept across posteriors.
+
+    Parameters
+    ----------
+    which : sequence of str, optional
+        Hyperparameters to optimize, as in `fit_hyperparameters`.
+    learning_rate : float
+        γ, in log units; constant, with Adam's default decay rates, as in [I21] section 4.
+    bounds : tuple of float
+        Lower and upper bound of every hyperparameter.
+    """
+
+    def __init__(self, which: Sequence[str] | None, learning_rate: float, bounds: tuple[float, float]) -> None:
+        self.which, self.learning_rate, self.bounds = which, learning_rate, bounds
+        self._logs: Tensor | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def climb(self, posterior: Evidence, theta: Tensor, steps: int) -> tuple[float, float]:
+        """Take K steps on a posterior's evidence and set its hyperparameters to the result ([I21] Eq. 7).
+
+        Parameters
+        ----------
+        posterior : Evidence
+        theta : Tensor, (P,)
+            The weights.
+        steps : int
+            K; with 0 the evidence is evaluated and nothing changes.
+
+        Returns
+        -------
+        tuple of float
+            Evidence before and after, nats.
+        """
+        variables = Variables(posterior, self.which)
+        with variables.alone():
+            evidence = spectral_evidence(posterior, theta, list(variables.parameters)) if steps > 1 else None
+            evidence = posterior.log_marginal_likelihood if evidence is None else evidence
+            logs, optimizer = self._bound(variables)
+            low, high = variables.box(self.bounds)
+            before = None
+            for _ in range(steps):
+                value, gradient = variables.value_and_gradient(evidence)
+                before = value if before is None else before
+                if not bool(gradient.isfinite().all()):
+                    raise _not_finite(value)
+                logs.grad = -gradient
+                optimizer.step()
+                with torch.no_grad():
+                    logs.copy_(torch.minimum(torch.maximum(logs, low), high))
+                variables.set(logs.detach())
+            with torch.no_grad():
+                after = float(evidence())
+        if not math.isfinite(after):
+            raise _not_finite(after)
+        return (after if before is None else before), after
+
+    def _bound(self, variables: Variables) -> tuple[Tensor, torch.optim.Optimizer]:
+        """The flat logarithms at their current values, and their optimizer, created once."""
+        now = variables.get()
+        if self._logs is None:
+            self._logs = now.clone().requires_grad_()
+            self._optimizer = torch.optim.Adam([self._logs], lr=self.learning_rate)
+        with torch.no_grad():
+            self._logs.copy_(now)
+        return self._logs, self._optimizer
+
+    def state(self) -> dict[str, Any] | None:
+        """Adam's moments, as plain containers of tensors; None before the first step."""
+        return None if self._optimizer is None else {
+            "size": len(self._logs), "optimizer": self._optimizer.state_dict()
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from a `state`."""
+        if state is None:
+            self._logs = self._optimizer = None
+            return
+        self._logs = torch.zeros(state["size"], dtype=torch.float64, requires_grad=True)
+        self._optimizer = torch.optim.Adam([self._logs], lr=self.learning_rate)
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def _not_finite(value: float) -> NumericalError:
+    return NumericalError("a finite evidence and gradient", f"evidence {value}",
+                          "Use dtype=torch.float64, narrower bounds, or a smaller learning rate.")

@@ -1,0 +1,311 @@
+"""Maximize the evidence over hyperparameters: L-BFGS, Adam, or MacKay's fixed point."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, NumericalError, UnsupportedError, require_whole
+from ntk_laplace.model.likelihoods import Gaussian, Likelihood
+from ntk_laplace.posterior.hyperparameters.history import HyperparameterHistory
+from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, spectral_evidence
+from ntk_laplace.runtime.progress import track
+
+__all__ = ["METHODS", "maximize"]
+
+METHODS = ("lbfgs", "adam", "mackay")
+_CERTAIN = -1e-2  # nats; a larger evidence of labels means certainty
+
+
+def maximize(
+    posterior: Evidence, theta: Tensor, method: str = "lbfgs", parameters: Sequence[str] | None = None,
+    steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: object,
+) -> HyperparameterHistory:  # fmt: skip
+    """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
+
+    Parameters
+    ----------
+    posterior : Evidence
+    theta : Tensor, (P,)
+        The weights.
+    method : str
+        "lbfgs" (bounded quasi-Newton on the logarithms), "adam", or "mackay" (δ_g = γ_g/‖θ_g - μ0‖², and for a
+        Gaussian with one noise variance σ² = Σ‖y - f‖²/(NC - γ)).
+    parameters : sequence of str, optional
+        Which of "precision", "noise", "temperature" to optimize; by default all but the temperature.
+    steps : int
+        Maximum number of steps.
+    tolerance : float
+        Converged if no gradient in a logarithm exceeds this fraction of 1 + abs(evidence); with "lbfgs" also if none
+        exceeds the square root of the machine epsilon, where the evidence changes only by rounding.
+    bounds : tuple of float
+        Lower and upper bound of every hyperparameter.
+    options
+        `correction` (bool), `learning_rate` (of "adam", in log units, default 0.1), `progress`.
+
+    Returns
+    -------
+    HyperparameterHistory
+    """
+    correction, progress = bool(options.pop("correction", False)), options.pop("progress", None)
+    rate = options.pop("learning_rate", 0.1)
+    _check(method, steps, tolerance, bounds, rate)
+    if options:
+        raise HyperparameterError("options among correction, learning_rate, progress", ", ".join(options), "Drop them.")
+    variables = Variables(posterior, parameters)
+    if method == "mackay":
+        _require_fixed_point(set(variables.parameters), posterior.likelihood, correction)
+    evidence = None if correction else spectral_evidence(posterior, theta, list(variables.parameters))
+    if evidence is None:
+        evidence = partial(posterior.log_marginal_likelihood, correction=correction)
+    search = _Search(variables, evidence, bounds, steps, tolerance)
+    history = search.history = HyperparameterHistory(method, variables.names)
+    try:
+        with variables.alone():
+            _run(search, method, posterior, theta, rate, progress)
+    finally:
+        variables.set(search.best())  # the best values so far, also after an interruption
+    search.report_bounds()
+    search.report_certainty()
+    if not history.converged:
+        warnings.warn(f"the evidence's maximum was not reached: {history.message}", NTKLaplaceWarning, stacklevel=3)
+    return history
+
+
+def _run(
+    search: _Search, method: str, posterior: Evidence, theta: Tensor, rate: float, progress: bool | None
+) -> None:
+    if method == "mackay":
+        _mackay(search, posterior, theta, progress)
+    elif method == "adam":
+        _adam(search, rate, progress)
+    else:
+        _lbfgs(search)
+
+
+class _Search:
+    """The evidence over a box of logarithms, with the history of evaluations."""
+
+    history: HyperparameterHistory
+
+    def __init__(
+        self, variables: Variables, evidence: Callable[[], Tensor], bounds: tuple[float, float], steps: int,
+        tolerance: float,
+    ) -> None:  # fmt: skip
+        self.variables, self.evidence, self.steps, self.tolerance = variables, evidence, steps, tolerance
+        self.low, self.high = variables.box(bounds)
+        self.start = variables.get()
+        self._logs: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    def inside(self, logs: Tensor) -> Tensor:
+        """The nearest point in the box."""
+        return torch.minimum(torch.maximum(logs, self.low), self.high)
+
+    def at(self, logs: Tensor) -> tuple[float, Tensor]:
+        """Evidence and gradient at these logarithms."""
+        self.variables.set(logs)
+        return self.variables.value_and_gradient(self.evidence)
+
+    def note(self, value: float, logs: Tensor, gradient: Tensor) -> None:
+        """Record one step."""
+        self.history.evidence.append(value)
+        self.history.values.append(self.variables.shown(logs))
+        self._logs.append(logs.clone())
+        self._gradients.append(gradient)
+
+    def best(self) -> Tensor:
+        """Logarithms at the largest evidence so far."""
+        return self._logs[self.history.best] if self._logs else self.start
+
+    def slope(self, value: float, logs: Tensor, gradient: Tensor) -> float:
+        """The largest derivative that does not point out of the box, as a fraction of 1 + abs(evidence)."""
+        held = ((logs <= self.low) & (gradient < 0)) | ((logs >= self.high) & (gradient > 0))
+        steepest = torch.where(held, torch.zeros_like(gradient), gradient).abs().max()
+        return float(steepest) / (1.0 + abs(value))
+
+    def flat(self, value: float, logs: Tensor, gradient: Tensor) -> bool:
+        """Whether the gradient is within the tolerance."""
+        return self.slope(value, logs, gradient) <= self.tolerance
+
+    def judge(self, exhausted: bool) -> None:
+        """Decide convergence from the gradient at the best step, not from the optimizer's exit status.
+
+        With curvature h a gradient g can increase the evidence by at most g²/2h. In units of 1 + abs(evidence), if g
+        is below the square root of the machine epsilon, the increase is below rounding.
+        """
+        best, dtype = self.history.best, self.variables.posterior.dtype
+        slope = self.slope(self.history.evidence[best], self._logs[best], self._gradients[best])
+        if slope <= self.tolerance:
+            self.stop(True, "gradient below tolerance")
+        elif slope <= torch.finfo(dtype).eps ** 0.5:
+            self.stop(True, "the evidence no longer changes beyond rounding")
+        elif exhausted:
+            self.stop(False, f"{self.steps} steps were not enough for gradients within tolerance")
+        else:
+            self.stop(False, f"the search ended at a gradient of {slope:.2g} (1 + |evidence|), above the tolerance; "
+                             'fit with dtype=torch.float64, or maximize with method="adam"')
+
+    def report_certainty(self) -> None:
+        """Warn if all labels are fitted: the evidence then increases to 0 as the temperature falls, with no maximum."""
+        if "temperature" in self.variables.parameters and self.history.evidence[self.history.best] > _CERTAIN:
+            present = float(self.variables.parameters["temperature"].detach().exp())
+            warnings.warn(
+                "the evidence has no maximum over temperatures: all training labels are fitted, so the evidence "
+                f"increases to 0 as the temperature goes to 0 (now {present:.2g}), where labels carry no information "
+                'about the weights; leave "temperature" out of parameters=, as the default does', NTKLaplaceWarning,
+                stacklevel=4,
+            )  # fmt: skip
+
+    def still(self, steps: int = 20) -> bool:
+        """Whether the evidence has changed by less than the tolerance over some steps."""
+        recent = self.history.evidence[-steps:]
+        return len(recent) == steps and max(recent) - min(recent) <= self.tolerance * (1.0 + abs(recent[-1]))
+
+    def wall(self, logs: Tensor) -> tuple[float, np.ndarray]:
+        """Value and gradient for the line search if the evidence is undefined: a finite slope to the last step."""
+        away = logs - self._logs[-1]
+        height = 1.0 + abs(self.history.evidence[-1])
+        slope = 2.0 * height * away / away.square().sum()
+        return height - self.history.evidence[-1], slope.numpy()
+
+    def stop(self, converged: bool, message: str) -> None:
+        """Record whether and why it stopped."""
+        self.history.converged, self.history.message = converged, message
+
+    def report_bounds(self) -> None:
+        """Record hyperparameters that ended on a bound while the evidence still increases beyond it, and warn."""
+        best, names = self.best(), self.variables.names
+        gradient = self._gradients[self.history.best]
+        shown = self.history.values[self.history.best]
+        for number, name in enumerate(names):
+            low, high = best[number] <= self.low[number], best[number] >= self.high[number]
+            if (low and gradient[number] < 0) or (high and gradient[number] > 0):
+                self.history.at_bounds[name] = shown[number]
+        if self.history.at_bounds:
+            first = list(self.history.at_bounds.items())[:4]
+            found = ", ".join(f"{name} = {value:.3g}" for name, value in first)
+            warnings.warn(
+                f"the evidence still grows beyond the bounds of {len(self.history.at_bounds)} hyperparameters: {found}",
+                NTKLaplaceWarning, stacklevel=4,
+            )  # fmt: skip
+
+
+def _lbfgs(search: _Search) -> None:
+    """SciPy's bounded L-BFGS on the logarithms."""
+    from scipy.optimize import minimize  # installed with scikit-learn
+
+    def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
+        point = search.inside(torch.as_tensor(logs))
+        try:
+            value, gradient = search.at(point)
+        except NumericalError:
+            return search.wall(point)
+        last.update(value=value, logs=point, gradient=gradient)
+        return -value, -gradient.numpy()
+
+    def after(_: np.ndarray) -> None:
+        search.note(**last)
+        if search.flat(**last):
+            raise StopIteration  # SciPy's tolerance is absolute, ours is relative to the evidence
+
+    start = search.inside(search.start)
+    value, gradient = search.at(start)
+    last: dict[str, Any] = {"value": value, "logs": start, "gradient": gradient}
+    search.note(**last)
+    exhausted = False
+    if not search.flat(**last):
+        limits = list(zip(search.low.tolist(), search.high.tolist(), strict=True))
+        found = minimize(
+            negative, start.numpy(), jac=True, method="L-BFGS-B", bounds=limits, callback=after,
+            options={"maxiter": search.steps, "gtol": 0.0, "ftol": 1e-15, "maxls": 40},
+        )  # fmt: skip
+        exhausted = found.status == 1
+    search.judge(exhausted)
+
+
+def _adam(search: _Search, rate: float, progress: bool | None) -> None:
+    """Adam on the logarithms, projected onto the box, with a cosine schedule to 1 % of the learning rate."""
+    logs = search.inside(search.start).clone().requires_grad_()
+    # gradients shrink by orders of magnitude from a bad initial precision: use a short second-moment memory
+    optimizer = torch.optim.Adam([logs], lr=rate, betas=(0.9, 0.9))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, search.steps, eta_min=rate / 100)
+    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
+        value, gradient = search.at(logs.detach())
+        search.note(value, logs.detach(), gradient)
+        if search.flat(value, logs.detach(), gradient):
+            return search.stop(True, "gradient below tolerance")
+        if search.still():
+            return search.stop(True, "the evidence no longer changes")
+        logs.grad = -gradient
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            logs.copy_(search.inside(logs))
+    return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
+
+
+def _mackay(search: _Search, posterior: Evidence, theta: Tensor, progress: bool | None) -> None:
+    """Alternate δ_g = γ_g/‖θ_g - μ0‖² and σ² = Σ‖y - f‖²/(NC - γ) with γ."""
+    distances = posterior.prior.group_distances(theta).clamp_min(torch.finfo(torch.float64).tiny).cpu()
+    search.variables.set(search.inside(search.start))
+    for _ in track(range(search.steps + 1), "ntk_laplace: evidence", search.steps + 1, progress):
+        logs = search.variables.get()
+        value, gradient = search.at(logs)
+        search.note(value, logs, gradient)
+        if search.flat(value, logs, gradient):
+            return search.stop(True, "gradient below tolerance")
+        search.variables.set(search.inside(_fixed_point(search, posterior, distances)))
+    return search.stop(False, f"{search.steps} steps were not enough for gradients within tolerance")
+
+
+def _fixed_point(search: _Search, posterior: Evidence, distances: Tensor) -> Tensor:
+    found = []
+    used = posterior.effective_parameters().detach().double().cpu()
+    for name in search.variables.parameters:
+        if name == "precision":
+            found.append((used.clamp_min(torch.finfo(torch.float64).tiny) / distances).log())
+        else:
+            residual = posterior.likelihood.residual(posterior.f, posterior.targets).detach()
+            counts = posterior.weights.double()
+            squares = float((residual.double() * posterior.likelihood.noise.detach()).square().sum(1) @ counts)
+            observed = posterior.likelihood.observed(posterior.targets)
+            each = residual.shape[1] if observed is None else observed.sum(1)
+            left = max(float((counts * each).sum()) - float(used.sum()), torch.finfo(torch.float64).tiny)
+            found.append(torch.tensor([squares / left], dtype=torch.float64).log())
+    return torch.cat(found)
+
+
+def _require_fixed_point(moving: set[str], likelihood: Likelihood, correction: bool) -> None:
+    noise = isinstance(likelihood, Gaussian) and likelihood.kind == "scalar"
+    others = moving - ({"precision", "noise"} if noise else {"precision"})
+    if others or correction:
+        what = ", ".join(sorted(others)) or "an evidence with correction"
+        raise UnsupportedError(f'method "lbfgs" or "adam" for {what}', '"mackay"', "The fixed point is known for "
+                               "precisions and for a Gaussian's one noise variance, without correction.")
+
+
+def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
+    if method not in METHODS:
+        raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method),
+                               "Use 'lbfgs' unless you know better.")
+    require_whole("steps", steps, 1, "Leave it out for 200.")
+    if not _positive(tolerance):
+        raise HyperparameterError("a positive tolerance", repr(tolerance), "Leave it out for 1e-6.")
+    if not _positive(rate):
+        raise HyperparameterError("a positive learning_rate", repr(rate), "Leave it out for 0.1.")
+    pair = isinstance(bounds, Sequence) and len(bounds) == 2 and all(map(_positive, bounds))
+    if not pair or not bounds[0] < bounds[1]:
+        raise HyperparameterError("positive bounds (low, high)", f"{bounds}", "Leave them out for (1e-10, 1e10).")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,0 +1,197 @@
+"""The optimized hyperparameters as one flat vector of logarithms, and the evidence as a function of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
+
+__all__ = ["Evidence", "Variables", "spectral_evidence"]
+
+
+class Evidence(Protocol):
+    """The interface of a posterior that the optimizers use."""
+
+    prior: GaussianPrior
+    likelihood: Likelihood
+
+    def log_likelihood(self) -> Tensor:
+        """Σ log p(y_n given f_n), differentiable in the likelihood's hyperparameters."""
+
+    def log_scale(self) -> Tensor | None:
+        """Log of the scalar by which the likelihood's hyperparameters multiply the curvature; None if not a scalar."""
+
+    def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
+        """Eigenvalues of P0^-½ JᵀΛJ P0^-½ with their prior groups; None if not available."""
+
+    def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
+        """Evidence in nats, differentiable in the hyperparameters."""
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g, (G,)."""
+
+
+class Variables:
+    """The log precisions and the likelihood's log hyperparameters to optimize.
+
+    Parameters
+    ----------
+    posterior : Evidence
+    which : sequence of str
+        "precision", "noise", "temperature", or names of the likelihood's parameters; "likelihood" is all of those.
+        None: all but a temperature, which must be named.
+    """
+
+    def __init__(self, posterior: Evidence, which: Sequence[str] | None) -> None:
+        there: dict[str, nn.Parameter] = {"precision": posterior.prior.log_precision}
+        own = dict(posterior.likelihood.named_parameters())
+        for name, parameter in own.items():
+            there[name.removeprefix("log_")] = parameter
+        known = f"hyperparameters among {', '.join(there)}"
+        if not (which is None or isinstance(which, (str, Sequence))):
+            raise HyperparameterError(known, repr(which), "Pass their names, or leave them out for the default.")
+        default = [name for name in there if name != "temperature"]
+        chosen = default if which is None else [which] if isinstance(which, str) else list(which)
+        if "likelihood" in chosen:
+            chosen = [c for c in chosen if c != "likelihood"] + [n for n in there if n != "precision"]
+        unknown = [name for name in chosen if name not in there]
+        if unknown or not chosen:
+            raise HyperparameterError(known, f"{unknown or 'none'}",
+                                      f"This likelihood is {type(posterior.likelihood).__name__}.")
+        self.posterior = posterior
+        self.parameters = {name: there[name] for name in dict.fromkeys(chosen)}
+
+    @property
+    def names(self) -> list[str]:
+        """One name per entry."""
+        found: list[str] = []
+        for name, parameter in self.parameters.items():
+            if name == "precision":
+                found += [f"precision[{group}]" for group in self.posterior.prior.group_names]
+            elif parameter.numel() == 1:
+                found.append(name)
+            else:
+                found += [f"{name}[{i}]" for i in range(parameter.numel())]
+        return found
+
+    def get(self) -> Tensor:
+        """Current logarithms, flat, float64."""
+        return torch.cat([p.detach().double().flatten().cpu() for p in self.parameters.values()])
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Disable all other gradients: one in the likelihood may need a pass over the data."""
+        posterior = self.posterior
+        moving = {id(parameter) for parameter in self.parameters.values()}
+        others = [p for m in (posterior.prior, posterior.likelihood) for p in m.parameters() if id(p) not in moving]
+        before = [p.requires_grad for p in others]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter, asked in zip(others, before, strict=True):
+                parameter.requires_grad_(asked)
+
+    @torch.no_grad()
+    def set(self, values: Tensor) -> None:
+        """Set the hyperparameters to these logarithms."""
+        start = 0
+        for parameter in self.parameters.values():
+            own = values[start : start + parameter.numel()]
+            parameter.copy_(own.reshape(parameter.shape))
+            start += parameter.numel()
+
+    def box(self, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
+        """Lower and upper bounds of the logarithms; parameters without a logarithm are unbounded."""
+        low, high = (torch.tensor(bound, dtype=torch.float64).log() for bound in bounds)
+        free = torch.cat([torch.full((p.numel(),), name == "coupling") for name, p in self.parameters.items()])
+        infinite = torch.full((len(free),), float("inf"), dtype=torch.float64)
+        return torch.where(free, -infinite, low), torch.where(free, infinite, high)
+
+    def shown(self, values: Tensor) -> list[float]:
+        """Variances, precisions, temperatures for the logarithms; parameters without a logarithm as they are."""
+        found, start = [], 0
+        for name, parameter in self.parameters.items():
+            own = values[start : start + parameter.numel()]
+            found += (own if name == "coupling" else own.exp()).tolist()
+            start += parameter.numel()
+        return found
+
+    def value_and_gradient(self, evidence: Callable[[], Tensor]) -> tuple[float, Tensor]:
+        """Evidence at the current values, and its gradient in the logarithms."""
+        with torch.enable_grad():
+            value = evidence()
+            gradients = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
+        flat = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters.values(), gradients, strict=True)
+        ]
+        return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in flat])
+
+
+def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Callable[[], Tensor] | None:
+    """The evidence from one eigendecomposition, if each eigenvalue of B - I belongs to one precision.
+
+    This holds for one precision for all parameters, and for Kronecker factors and diagonals in weight space. The
+    likelihood may be optimized too if it only multiplies Λ by a scalar (a Gaussian's single noise variance); a fixed
+    likelihood is evaluated once. A step costs O(P), or O(N R). None in other cases.
+    """
+    prior = posterior.prior
+    moving = set(which) - {"precision"}
+    scale = posterior.log_scale()
+    if moving and scale is None:
+        return None
+    spectra = posterior.group_spectra()
+    if spectra is None:
+        return None
+    # rounding can make eigenvalues of a semidefinite matrix slightly negative
+    spectra = [(values.detach().clamp_min(0.0), group) for values, group in spectra]
+    with torch.no_grad():
+        log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
+        log_scale = None if scale is None else scale.detach().clone()
+        log_likelihood = posterior.log_likelihood()
+
+    def evidence() -> Tensor:
+        shift = (prior.log_precision - log_precision).double()
+        if moving:
+            shift = shift - (posterior.log_scale() - log_scale).double()
+        joint = posterior.log_likelihood() if moving else log_likelihood
+        joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
+        log_det = sum(_LogDet.apply(shift[group], values) for values, group in spectra)
+        return joint - 0.5 * log_det.to(joint)  # [I21] Eq. 8, 9
+
+    return evidence
+
+
+class _LogDet(torch.autograd.Function):
+    """Σ log(1 + λ_i e^(-s)) for one s, or one for each λ_i, with its derivative from the same pass.
+
+    Processed in pieces that fit in the CPU cache: otherwise a million eigenvalues take half of the time in memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, shift: Tensor, values: Tensor) -> Tensor:
+        total, slope = shift.new_zeros(()), []
+        factor = torch.exp(-shift).to(values)
+        factors = factor.expand_as(values).split(tuning.EIGENVALUES) if factor.ndim else repeat(factor)
+        for part, own in zip(values.split(tuning.EIGENVALUES), factors, strict=False):
+            ratio = part * own
+            total += torch.log1p(ratio).sum().to(shift)  # each piece in its own dtype, their sum in double
+            used = ratio.div_(ratio + 1)
+            slope.append(used if factor.ndim else used.sum().to(shift))
+        ctx.slope = torch.cat(slope).to(shift) if factor.ndim else sum(slope, shift.new_zeros(()))
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor):
+        return -upstream * ctx.slope, None

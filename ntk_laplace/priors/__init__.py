@@ -1,7 +1,0 @@
-"""Gaussian priors over the weights: a precision per group of parameters, and a mean."""
-
-from __future__ import annotations
-
-from ntk_laplace.priors.gaussian import GaussianPrior
-
-__all__ = ["GaussianPrior"]

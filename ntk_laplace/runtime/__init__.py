@@ -1,0 +1,1 @@
+"""What every computation uses: linear algebra, memory, progress, measurement, files, tuning constants."""

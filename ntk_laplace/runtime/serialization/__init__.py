@@ -1,0 +1,27 @@
+"""Files of records, written atomically and read without executing code.
+
+An object that can be saved returns its record, plain containers of tensors, from a method ``record``; its class builds
+it again in ``from_record``. This package reads and writes records, and knows no other class of the library.
+"""
+
+from ntk_laplace.runtime.serialization.autosave import Autosave
+from ntk_laplace.runtime.serialization.files import FileFormat, require_writable, write
+from ntk_laplace.runtime.serialization.process_state import (
+    load_optimizer,
+    load_random,
+    load_tensors,
+    module_tensors,
+    random_state,
+)
+
+__all__ = [
+    "Autosave",
+    "FileFormat",
+    "load_optimizer",
+    "load_random",
+    "load_tensors",
+    "module_tensors",
+    "random_state",
+    "require_writable",
+    "write",
+]

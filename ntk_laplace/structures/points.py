@@ -1,0 +1,256 @@
+"""Training points: outputs, targets and weights; or the summary in a checkpoint without data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.model.likelihoods import Likelihood
+
+__all__ = ["TrainingPoints", "UnsavedPoints", "present_values", "unmoved"]
+
+
+def present_values(*modules: nn.Module) -> tuple[Tensor, ...]:
+    """Copies of all hyperparameters of likelihoods and priors, to detect a later change."""
+    return tuple(t.detach().clone() for module in modules for t in (*module.parameters(), *module.buffers()))
+
+
+def unmoved(before: Sequence[Tensor], *modules: nn.Module) -> bool:
+    """Whether the hyperparameters equal those of `before`."""
+    now = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    return len(now) == len(before) and all(torch.equal(a, b.to(a)) for a, b in zip(now, before, strict=True))
+
+
+@dataclass(frozen=True)
+class TrainingPoints:
+    """The stored training data: outputs, targets and weights, never the inputs.
+
+    Attributes
+    ----------
+    f : Tensor, (N, C)
+        Outputs at the trained weights.
+    targets : Tensor
+        In the likelihood's canonical form.
+    weights : Tensor, (N,), optional
+        How often each point counts in the log likelihood, its gradient and its curvature; once by default. A what-if
+        may have changed them since the fit.
+    expanded : Tensor, (N, C), optional
+        Outputs at which the curvature is taken, if not `f`: those at the start of the last Newton step.
+    """
+
+    f: Tensor
+    targets: Tensor
+    weights: Tensor | None = None
+    expanded: Tensor | None = None
+
+    @property
+    def num_examples(self) -> int:
+        """N."""
+        return self.f.shape[0]
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.f.shape[1]
+
+    def log_likelihood(self, likelihood: Likelihood) -> Tensor:
+        """Σ log p(y_n | f_n), nats."""
+        return self.log_prob(likelihood).sum()
+
+    def log_prob(self, likelihood: Likelihood) -> Tensor:
+        """log p(y_n | f_n), (N,), times the weights."""
+        return self._times(likelihood.log_prob(self.f, self.targets))
+
+    def residual(self, likelihood: Likelihood) -> Tensor:
+        """r_n, (N, C), times the weights."""
+        return self._times(likelihood.residual(self.f, self.targets))
+
+    def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
+        """S_n, (N, C, R), times the square roots of the weights."""
+        return self._times(curvature_type.root(likelihood, self._at, self.targets), 0.5)
+
+    def left_inverse(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor | None:
+        """L_n (N, R, C) with L_n S_n = I, if the range of Λ_n is constant in the hyperparameters; zero at zero weight.
+
+        Where an example has no target, S_n is zero and L_n is arbitrary.
+        """
+        observed = likelihood.observed(self.targets)
+        if observed is not None and observed.ndim > 1 and bool((observed.any(1) != observed.all(1)).any()):
+            return None  # examples with partly missing targets have different roots
+        found = curvature_type.left_inverse(likelihood, self._at)
+        if found is None or self.weights is None:
+            return found
+        scale = torch.where(self.weights > 0, self.weights, torch.inf).to(found).rsqrt()
+        return found * scale.view(-1, 1, 1)
+
+    def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
+        """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
+        return self._times(curvature_type.curvature(likelihood, self._at, self.targets))
+
+    @property
+    def counts(self) -> Tensor:
+        """The weights, (N,); ones if there are none."""
+        return self.f.new_ones(len(self.f)) if self.weights is None else self.weights
+
+    def present(self, likelihood: Likelihood) -> Tensor | None:
+        """Which points have any target, (N,); None if no target of any output is missing."""
+        observed = likelihood.observed(self.targets)
+        return None if observed is None else observed.reshape(len(self.f), -1).any(1)
+
+    def total(self, likelihood: Likelihood) -> float:
+        """Number of examples in the log likelihood: Σ w_n over those with a target."""
+        present = self.present(likelihood)
+        return float((self.counts if present is None else self.counts * present).sum())
+
+    def require_information(self, likelihood: Likelihood) -> None:
+        """Refuse points that carry no information.
+
+        Raises
+        ------
+        DataError
+            If all targets are missing, or all weights are zero.
+        """
+        if self.total(likelihood) == 0:
+            got = "weights that are all zero" if self.present(likelihood) is None else "none"
+            raise DataError("at least one example with a target and a positive weight", got,
+                            "Look at how missing targets are marked, and at the example weights.")
+
+    @property
+    def _at(self) -> Tensor:
+        return self.f if self.expanded is None else self.expanded
+
+    def _times(self, values: Tensor, power: float = 1.0) -> Tensor:
+        if self.weights is None:
+            return values
+        return values * self.weights.to(values).pow(power).view(-1, *[1] * (values.ndim - 1))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> TrainingPoints:
+        """The same points on another device and with another dtype; labels stay integers."""
+        targets = self.targets.to(device, dtype if self.targets.is_floating_point() else self.targets.dtype)
+        weights, expanded = (None if v is None else v.to(device, dtype) for v in (self.weights, self.expanded))
+        return TrainingPoints(self.f.to(device, dtype), targets, weights, expanded)
+
+    def subset(self, index: Tensor) -> TrainingPoints:
+        """Some of the points."""
+        weights, expanded = (None if v is None else v[index] for v in (self.weights, self.expanded))
+        return TrainingPoints(self.f[index], self.targets[index], weights, expanded)
+
+    def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
+        """Points of both data sets."""
+        f = torch.cat([self.f, other.f])
+        likelihood.bind(*f.shape)
+        both = (self, other)
+        weights = None if all(p.weights is None for p in both) else torch.cat([p.counts for p in both])
+        expanded = None if all(p.expanded is None for p in both) else torch.cat([p._at for p in both])
+        pairs = ((self.targets, other.targets), (other.targets, self.targets))
+        targets = torch.cat([likelihood.in_form_of(*pair) for pair in pairs])
+        return TrainingPoints(f, targets, weights, expanded)
+
+    def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
+        """Plain containers of tensors: number and log likelihood, and with `include_data` the points themselves."""
+        data = {"f": self.f, "targets": self.targets, "weights": self.weights} if include_data else {}
+        return _summary(self, likelihood) | data
+
+    @classmethod
+    def checked(
+        cls, likelihood: Likelihood, f: Tensor, targets: Tensor, weights: Tensor | None = None
+    ) -> TrainingPoints:
+        """Points from given targets and example weights, validated against the outputs and the likelihood.
+
+        Raises
+        ------
+        TargetError, NonFiniteError, HyperparameterError
+            If they do not match.
+        """
+        likelihood.bind(*f.shape)
+        return cls(f, likelihood.targets(targets, *f.shape).to(f.device), None if weights is None else weights.to(f))
+
+
+@dataclass(frozen=True)
+class UnsavedPoints:
+    """Summary of the training points in a checkpoint without data: their number and log likelihood.
+
+    Attributes
+    ----------
+    num_examples, num_outputs : int
+    value : Tensor, ()
+        Σ log p(y_n | f_n) at the checkpoint's hyperparameters.
+    hyperparameters : tuple of Tensor
+        The checkpoint's hyperparameters of the likelihood.
+    size : float, optional
+        Σ w_n over the examples with a target; by default N.
+    """
+
+    num_examples: int
+    num_outputs: int
+    value: Tensor
+    hyperparameters: tuple[Tensor, ...]
+    size: float | None = None
+
+    @property
+    def f(self) -> Tensor:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("the outputs at the training points")
+
+    @property
+    def targets(self) -> Tensor:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("the training targets")
+
+    def log_likelihood(self, likelihood: Likelihood) -> Tensor:
+        """Σ log p(y_n | f_n), if the likelihood's hyperparameters are the checkpoint's."""
+        if not unmoved(self.hyperparameters, likelihood):
+            raise _not_saved("the evidence at other hyperparameters of the likelihood")
+        return self.value
+
+    @property
+    def counts(self) -> Tensor:
+        """Ones, (N,); refused if the fit had example weights."""
+        if self.size not in (None, self.num_examples):
+            raise _not_saved("the weights of the training points")
+        return self.value.new_ones(self.num_examples)
+
+    def total(self, likelihood: Likelihood) -> float:
+        """Number of examples in the log likelihood: Σ w_n over those with a target."""
+        return float(self.num_examples) if self.size is None else self.size
+
+    def residual(self, likelihood: Likelihood) -> Tensor:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("the residuals at the training points")
+
+    def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
+        """Empty: the evidence is constant in the likelihood's hyperparameters."""
+        return self.value.new_zeros(0)
+
+    def subset(self, index: Tensor) -> TrainingPoints:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("some of the training points")
+
+    def joined(self, likelihood: Likelihood, other: TrainingPoints) -> TrainingPoints:
+        """Refused: not in the checkpoint."""
+        raise _not_saved("the training points together with others")
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> UnsavedPoints:
+        """The same on another device, with another dtype."""
+        moved = tuple(value.to(device) for value in self.hyperparameters)
+        return replace(self, value=self.value.to(device), hyperparameters=moved)
+
+    def record(self, likelihood: Likelihood, include_data: bool) -> dict[str, Any]:
+        """Number and log likelihood, as in the checkpoint; there are no data to include."""
+        return _summary(self, likelihood)
+
+
+def _summary(points: TrainingPoints | UnsavedPoints, likelihood: Likelihood) -> dict[str, Any]:
+    value = points.log_likelihood(likelihood).detach()
+    return {"num_examples": points.num_examples, "log_likelihood": value, "total": points.total(likelihood)}
+
+
+def _not_saved(what: str) -> UnsupportedError:
+    return UnsupportedError(f"training data, for {what}", "a checkpoint that holds none",
+                            "Load it with ntk_laplace.load(path, network, data=...), or save with include_data=True.")

@@ -1,0 +1,24 @@
+"""What-ifs: the posterior that other training data would have given, without retraining."""
+
+from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, ChangedPrecision
+from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, rows_of
+from ntk_laplace.structures.what_if.changes import Indices, positions, relabeled, require_steps, reweighted
+from ntk_laplace.structures.what_if.newton import refitted
+from ntk_laplace.structures.what_if.relinearize import relinearized
+from ntk_laplace.structures.what_if.steps import stepped, stepped_once
+
+__all__ = [
+    "HIGH_LEVERAGE",
+    "ChangedPrecision",
+    "ChangedStructure",
+    "Indices",
+    "positions",
+    "refitted",
+    "relabeled",
+    "relinearized",
+    "require_steps",
+    "reweighted",
+    "rows_of",
+    "stepped",
+    "stepped_once",
+]

@@ -1,0 +1,121 @@
+"""Changes of the training data: which points, and their new weights and targets, validated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, HyperparameterError, TargetError, is_whole
+from ntk_laplace.model.data import as_tensor
+from ntk_laplace.structures import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints
+
+__all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted"]
+
+Indices = int | Sequence[int] | Tensor
+"""Training points: their numbers from 0, or a mask of all of them."""
+
+
+def positions(indices: Indices, count: int) -> Tensor:
+    """Validated indices of training points, (m,).
+
+    Raises
+    ------
+    DataError
+        If they are out of range, repeated, or not integers.
+    """
+    remedy = f"Pass numbers from 0 to {count - 1}, each once, or a mask of {count} booleans."
+    try:
+        chosen = as_tensor(indices).detach().cpu().reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError("numbers of training points", f"{indices!r}"[:80], remedy) from error
+    if chosen.numel() == 0:
+        return chosen.long()
+    if chosen.dtype == torch.bool:
+        if len(chosen) != count:
+            raise DataError(f"a mask of {count} training points", f"{len(chosen)} booleans", remedy)
+        return chosen.nonzero().squeeze(1)
+    if chosen.is_floating_point() or chosen.is_complex():
+        raise DataError("whole numbers of training points", f"dtype {chosen.dtype}", remedy)
+    chosen = chosen.long()
+    outside = chosen[(chosen < 0) | (chosen >= count)]
+    if len(outside):
+        raise DataError(f"training points from 0 to {count - 1}", f"{int(outside[0])}", remedy)
+    unique, times = chosen.unique(return_counts=True)
+    if len(unique) != len(chosen):
+        raise DataError("each training point once", f"{int(unique[times > 1][0])} more than once", remedy)
+    return chosen
+
+
+def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float) -> TrainingPoints:
+    """Points with other weights.
+
+    Raises
+    ------
+    HyperparameterError
+        If a weight is negative or not finite, or their number is not that of the indices.
+    DataError
+        If no point remains.
+    """
+    wrong = HyperparameterError(f"one finite weight of at least 0, or {len(indices)}", f"{weights!r}"[:80],
+                                "Pass 0 to remove a point, 1 to keep it, 2 to count it twice.")  # fmt: skip
+    try:
+        new = as_tensor(weights, points.f.dtype).detach().to(points.f.device).reshape(-1)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong from error
+    if new.numel() not in (1, len(indices)) or not bool((torch.isfinite(new) & (new >= 0)).all()):
+        raise wrong
+    counts = points.counts.clone()
+    counts[indices.to(counts.device)] = new
+    if not bool((counts > 0).any()):
+        raise DataError("at least one training point that is left", "none", "Remove fewer points.")
+    return replace(points, weights=counts)
+
+
+def relabeled(model: LinearizedModel, points: TrainingPoints, indices: Tensor, y: object) -> TrainingPoints:
+    """Points with other targets.
+
+    Raises
+    ------
+    TargetError, NonFiniteError
+        If the targets do not fit the likelihood.
+    """
+    try:
+        new = as_tensor(y)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TargetError("targets as a number or an array of numbers", f"{y!r}"[:80],
+                          "Pass one target per point, or one for all.") from error
+    if len(indices) == 0:
+        if new.ndim and len(new):
+            raise TargetError("no target for no points", f"{len(new)}", "Say which points they belong to.")
+        return points
+    if new.ndim == 0:
+        new = new.expand(len(indices))
+    elif len(indices) == 1 and (new.shape == points.targets.shape[1:] or _is_soft(new, points)):
+        new = new.unsqueeze(0)
+    new = model.likelihood.targets(new, len(indices), points.num_outputs)
+    new = new.to(points.targets.device)
+    targets = model.likelihood.in_form_of(points.targets, new).clone()
+    targets[indices.to(targets.device)] = model.likelihood.in_form_of(new, targets).to(targets)
+    return replace(points, targets=targets)
+
+
+def _is_soft(new: Tensor, points: TrainingPoints) -> bool:
+    """Whether `new` is one soft label, (C,), while the targets are class indices."""
+    return new.is_floating_point() and points.targets.ndim == 1 and new.shape == points.f.shape[1:]
+
+
+def require_steps(steps: int | None) -> None:
+    """Validate a number of Newton steps.
+
+    Raises
+    ------
+    HyperparameterError
+        If it is neither an integer of at least 1 nor None.
+    """
+    if steps is not None and not is_whole(steps, 1):
+        raise HyperparameterError("steps of at least 1, or None for the optimum", f"{steps!r}",
+                                  "Use steps=1 for one Newton step.")

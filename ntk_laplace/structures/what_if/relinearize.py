@@ -1,0 +1,182 @@
+"""Relinearization: move the network to the optimum of a what-if by Gauss-Newton steps, and linearize it there.
+
+A what-if displaces the weights of the linearized network by θ - θ*. Here a copy of the network takes this step, halved
+until its own objective decreases. Its Jacobians are recomputed, and the next Newton step follows; many steps amount to
+training. The objective is that of the changed data with the linear term -g0ᵀθ, where g0 is the gradient that remained
+after training. Without a change of the data the weights do not move:
+
+    F(θ) = -Σ w_n log p(y_n | f(x_n; θ)) + ½ (θ-μ0)ᵀP0(θ-μ0) - g0ᵀθ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
+from ntk_laplace.model.data import Batches, Inputs, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
+from ntk_laplace.structures.points import TrainingPoints
+
+__all__ = ["relinearized"]
+
+
+def relinearized(fitted: FittedModel, x: Inputs | None, steps: int) -> FittedModel:
+    """The model and its points after `steps` Gauss-Newton steps of the network.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        Exact, displaced by a what-if, or relinearized before.
+    x : tensor, tuple or dict of tensors, optional
+        Inputs of all training points in the order of the fit, added ones last; required in function space.
+    steps : int
+
+    Returns
+    -------
+    FittedModel
+        Of a copy of the network. The remaining gradient of training is stored, for further steps.
+
+    Raises
+    ------
+    DataError
+        If inputs are needed and missing, or are not those of the fit.
+    NumericalError
+        If no step decreases the objective.
+    UnsupportedError
+        If nothing was changed.
+    """
+    require_whole("steps", steps, 1, "Pass how often the network is linearized anew, such as 3.")
+    model = fitted.model
+    if model.displacement is None and model.training_gradient is None:
+        raise UnsupportedError("a posterior that a what-if changed, to relinearize", "one of the data it was fitted to",
+                               "Ask remove, relabel, reweight or add first.")  # fmt: skip
+    shown, model = model.settings.progress, model.copied()
+    quiet = replace(model.settings, progress=False, checkpoint=None, resume=None)
+    model = replace(model, settings=quiet)
+    with torch.no_grad():
+        source = _source(model, fitted.structure, x)
+        descent = _Descent.of(model, fitted.structure, source)
+        for _ in track(range(steps), "ntk_laplace: relinearizing", steps, shown):
+            if not descent.step():
+                break
+    return FittedModel(replace(descent.model, settings=replace(quiet, progress=shown)), descent.structure)
+
+
+class _Descent:
+    """Gauss-Newton iteration on the network; `step` makes one step.
+
+    Parameters
+    ----------
+    model : LinearizedModel
+        Without displacement: linearized at the current weights.
+    structure : structure
+        Of the changed points, at the current weights.
+    source : Source
+        Inputs of the points.
+    direction : Tensor, (P,), optional
+        The first step, if it is not the Newton step at the current weights.
+    """
+
+    def __init__(self, model: LinearizedModel, structure: Structure, source: Source, direction: Tensor | None) -> None:
+        self.model, self.structure, self._source, self._direction = model, structure, source, direction
+        self._copied = False
+
+    @classmethod
+    def of(cls, model: LinearizedModel, structure: Structure, source: Source) -> _Descent:
+        """Start from the state after a what-if or an earlier relinearization."""
+        if model.displacement is None:
+            return cls(model, structure, source, None)
+        still = replace(model, displacement=None)
+        base, points = structure.base, structure.points
+        left = base.residual(model.likelihood)
+        left = torch.cat([left, left.new_zeros(len(points.f) - len(left), left.shape[1])])
+        remaining = still.joint_gradient(structure.vjp(still, left))  # g0
+        f = torch.cat([base.f, (points.f - structure.jvp(still, model.displacement))[len(base.f) :]])
+        here = structure.changed(still, replace(points, f=f, expanded=None))
+        return cls(replace(still, training_gradient=remaining), here, source, model.displacement)
+
+    def step(self) -> bool:
+        """One descent step; False if the objective cannot decrease any more."""
+        model, points = self.model, self.structure.points
+        theta = model.theta
+        pulled = self.structure.vjp(model, points.residual(model.likelihood))
+        gradient = model.joint_gradient(pulled) - model.training_gradient
+        direction = self._direction
+        if direction is None:
+            direction = -self.structure.solve_at(model, points, gradient)
+        self._direction = None
+        slope = float(gradient @ direction)
+        value = self._value(theta, points.f)
+        slack = 8 * torch.finfo(model.network.precision).eps * (1.0 + abs(value))
+        if -slope <= slack:  # below the rounding of the objective
+            return False
+        self._move_to(self._search(theta, direction, slope, value, slack))
+        return True
+
+    def _search(self, theta: Tensor, direction: Tensor, slope: float, value: float, slack: float) -> Tensor:
+        """Backtracking line search: the full step, halved until the objective decreases."""
+        size = 1.0
+        for _ in range(tuning.HALVINGS):
+            candidate = theta + size * direction
+            f = _outputs(self.model, self._source, candidate)
+            if self._value(candidate, f) <= value + 1e-4 * size * slope + slack:
+                return candidate
+            size /= 2
+        raise NumericalError("a step of the network that makes its objective fall", f"none down to {size:.2g} of it",
+                             "Ask what if with steps=1 before, or look for weights that are no optimum.")
+
+    def _value(self, theta: Tensor, f: Tensor) -> float:
+        """The objective, in nats; infinite instead of NaN."""
+        model = self.model
+        fit = replace(self.structure.points, f=f, expanded=None).log_likelihood(model.likelihood)
+        value = float(model.prior.energy(theta) - fit - model.training_gradient @ theta)
+        return value if value == value else float("inf")
+
+    def _move_to(self, theta: Tensor) -> None:
+        """Linearize the network at θ: a copy of it, which later steps move."""
+        model, points = self.model, self.structure.points
+        if self._copied:
+            model.network.move_to(theta)
+        else:
+            network, self._copied = model.network.at(theta), True
+            factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
+            self.model = replace(model, network=network, jacobian_pass=factors)
+        made = self.structure.refit_on(self.model, self._source)
+        self.structure = replace(made, points=replace(points, f=made.points.f, expanded=None))
+
+
+def _source(model: LinearizedModel, structure: Structure, x: Inputs | None) -> Source:
+    """Inputs of the points in batches, checked against the known outputs."""
+    count = structure.points.num_examples
+    if x is not None:
+        x = as_tensors(x)
+        if num_examples(x) != count:
+            raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
+                            f"{num_examples(x):,}", "Pass them in the order of the fit.")
+        network = model.network
+        source = Batches((x, structure.points.targets), model.settings.batch_size, network.device, network.input_dtype)
+    elif structure.source is None:
+        raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
+                        'Pass relinearize(x), in the order of the fit; structure="full" reads its data again.')
+    else:
+        source = structure.source
+    known: TrainingPoints = structure.points if model.displacement is None else structure.base
+    f = _outputs(model, source, model.network.theta)[: len(known.f)]
+    gap, size = float((f - known.f).abs().max()), 1.0 + float(known.f.abs().max())
+    if not gap <= 1e3 * torch.finfo(model.network.precision).eps * size:
+        raise DataError("the inputs of the fit, in its order", f"outputs that differ by {gap:.2g} from those known",
+                        "Pass the same inputs in the same order.")
+    return source
+
+
+def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:
+    """Outputs of the network at θ, (N, C)."""
+    network: Network = model.network
+    found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
+    return found.rows.to(model.jacobian_pass.dtype)

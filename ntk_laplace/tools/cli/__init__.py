@@ -1,0 +1,5 @@
+"""The command ``ntk-laplace``."""
+
+from ntk_laplace.tools.cli.command import main
+
+__all__ = ["main"]

@@ -1,0 +1,162 @@
+"""The command's argument parser and error handling."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ntk_laplace.structures import structure_names
+from ntk_laplace.tools.cli.likelihood import likelihood_fault
+from ntk_laplace.tools.cli.options import (
+    add_model_options,
+    count,
+    directory,
+    html_file,
+    image_shape,
+    names,
+    png_file,
+    seed,
+    structures,
+)
+
+__all__ = ["main"]
+
+OK, FAILED, INTERRUPTED = 0, 1, 130  # 2, wrong usage, is that of argparse
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        The arguments of the process by default.
+
+    Returns
+    -------
+    int
+        Exit code: 0 for success, 1 for an error, 130 if interrupted. Wrong usage exits with 2.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return OK
+    if options.command == "demo":
+        return _demo(options)
+    fault = likelihood_fault(options)
+    if fault:
+        parser.error(fault)
+    return _own(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ntk-laplace", description="A trained network as a Gaussian process: evidence, predictions, explanations."
+    )
+    parser.add_argument("--version", action="version", version=f"ntk-laplace {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    demo = commands.add_parser(
+        "demo",
+        help="see a network become a GP, on data that scikit-learn ships",
+        description="Train three networks, turn each into a Gaussian process, compute its evidence in function space "
+        "and in weight space, evaluate it on held-out data, and write summary.json, pictures and report.html. "
+        "Takes about a minute on two cores and downloads nothing.",
+    )
+    demo.add_argument("--out", type=directory, default=Path("ntk-laplace-demo"), metavar="DIR",
+                      help="directory for the files, made if missing (default: %(default)s)")  # fmt: skip
+    demo.add_argument("--seed", type=seed, default=0, metavar="S",
+                      help="a whole number; decides splits and initial weights (default: %(default)s)")  # fmt: skip
+    demo.add_argument("--small", action="store_true", help="a few examples of each problem: seconds, rougher numbers")
+    evidence = commands.add_parser(
+        "evidence",
+        help="the evidence of your own network under several structures",
+        description="Print the log marginal likelihood of a trained network on its training data, exact and "
+        "approximated, with the time and memory of each structure. What does not fit into memory is said so, "
+        "and the rest goes on. The network is put in evaluation mode.",
+    )
+    add_model_options(evidence)
+    evidence.add_argument("--structures", type=structures, metavar="A,B,...",
+                          help=f"which ones (default: all, {','.join(structure_names())} and those that the network's "
+                          "file registers)")  # fmt: skip
+    evidence.add_argument("--correction", action="store_true",
+                          help="add half gᵀH⁻¹g, for weights that are not at their optimum")  # fmt: skip
+    evidence.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
+    evidence.add_argument("--plot", type=png_file, metavar="OUT.png", help="draw the table into this file")
+    explain = commands.add_parser(
+        "explain",
+        help="a page that explains your own network's predictions by its training points",
+        description="Write one HTML page, which a browser opens from disk: each prediction with its uncertainty, the "
+        "training points for and against it, what would be said without them, and the training set with what the "
+        "others say of each point. By default exact, in function space, whose memory grows with the square of examples "
+        "times outputs; other structures take more data, and the page says what holds of their numbers.",
+    )
+    add_model_options(explain)
+    explain.add_argument("--structure", default="gp", metavar="A",
+                         help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
+                         "(default: %(default)s)")  # fmt: skip
+    shown = explain.add_argument_group("the page")
+    shown.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
+                       help="inputs to explain, saved with numpy.savez(NPZ, X=...), or X=... and y=...")  # fmt: skip
+    shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
+                       help="the page (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--most", type=count, default=500, metavar="N",
+                       help="explain at most the first N inputs (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--k", type=count, default=6, metavar="K",
+                       help="training points for and against each prediction (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--shape", type=image_shape, metavar="HxW", help="inputs are images of this height and width")
+    shown.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
+    shown.add_argument("--features", type=names, metavar="A,B,...", help="names of the inputs' columns")
+    shown.add_argument("--target", default="target", metavar="NAME", help="what is predicted (default: %(default)s)")
+    shown.add_argument("--title", default="Which training points made these predictions?", help="of the page")
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> int:
+    # imported lazily: the demo's imports are slow, and --help does not need them
+    from ntk_laplace.errors import NTKLaplaceError
+    from ntk_laplace.tools.demo import run_demo
+
+    try:
+        run_demo(options.out, options.seed, small=options.small)
+    except KeyboardInterrupt:
+        return _complain("interrupted; files of an earlier run are as they were", INTERRUPTED)
+    except OSError as cause:
+        return _complain(f"cannot write to {options.out}: {cause.strerror or cause}. Choose another --out.", FAILED)
+    except NTKLaplaceError as cause:
+        return _complain(str(cause), FAILED)
+    return OK
+
+
+def _own(options: argparse.Namespace) -> int:
+    """Run a command on the user's network."""
+    from ntk_laplace.errors import NTKLaplaceError
+    from ntk_laplace.tools.cli import evidence, explain
+
+    try:
+        {"evidence": evidence, "explain": explain}[options.command].run(options)
+    except KeyboardInterrupt:
+        return _complain("interrupted; no file was written", INTERRUPTED)
+    except NTKLaplaceError as cause:
+        return _complain(str(cause), FAILED)
+    except OSError as cause:
+        return _complain(f"cannot write to {cause.filename}: {cause.strerror or cause}. Choose another name.", FAILED)
+    return OK
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"ntk-laplace: {message}", file=sys.stderr)
+    return code
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("ntk_laplace")
+    except PackageNotFoundError:
+        from ntk_laplace import __version__
+
+        return __version__

@@ -1,0 +1,38 @@
+"""The command ``ntk-laplace explain``: a page of explanations for the user's network and data."""
+
+from __future__ import annotations
+
+import argparse
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.data import take, to_device
+from ntk_laplace.tools.cli.inputs import check_forward, load_inputs
+from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.explorer import Naming, explore
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load, fit, explain, write.
+
+    Raises
+    ------
+    NTKLaplaceError
+        If the network, the data or an option is invalid.
+    OSError
+        If the page cannot be written; raised before the computation.
+    """
+    require_writable(options.out)
+    model = bring(options)
+    x, y = load_inputs(options.inputs, model.dtype, options.targets)
+    check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)
+    x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
+    posterior = ntkl.laplace(
+        model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
+        options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
+    )  # fmt: skip
+    naming = Naming(options.classes, options.features, options.shape, options.target)
+    page = explore(posterior, x, model.x, y, options.k, naming, options.title)
+    page.write(options.out)
+    print(f"{page!r}; written to {options.out}, which a browser opens")

@@ -1,0 +1,267 @@
+"""Input files of the command: a checkpoint of the network's weights, arrays of data."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError
+from ntk_laplace.model.data import Inputs, describe_inputs, take
+from ntk_laplace.model.network import Caller
+from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
+
+__all__ = ["check_forward", "load_data", "load_inputs", "load_weights"]
+
+_WRAPPERS = ("state_dict", "model", "model_state_dict")
+_PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and torch.compile
+_FORMATS = {  # other data formats, with the pandas function that reads each table
+    ".csv": "read_csv({})",
+    ".tsv": "read_csv({}, sep='\\t')",
+    ".txt": "read_csv({}, sep=None, engine='python')",
+    ".parquet": "read_parquet({})",
+    ".feather": "read_feather({})",
+    ".xlsx": "read_excel({})",
+    ".npy": "",
+    ".pt": "",
+    ".pth": "",
+}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+
+
+# --- the network
+
+
+def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None) -> None:
+    """Run the network on two examples, to report errors in it clearly.
+
+    Raises
+    ------
+    NetworkError
+        If it fails on them, or returns no tensor of outputs.
+    """
+    caller, few = Caller(network, output), take(x, slice(2))
+    try:
+        with torch.no_grad():
+            caller(few)
+    except NTKLaplaceError:
+        raise
+    except Exception as cause:
+        remedy, words = "Give X the network's shape.", f"arrays {describe_inputs(few)}"
+        remedy += " One that makes float32 tensors of its own needs --float32."
+        if isinstance(x, Tensor):
+            words = f"X of shape {(2, *x.shape[1:])} and type {x.dtype}"
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            remedy = "Whole numbers are passed as they are (token numbers, say): save X as floats if they are values."
+        raise NetworkError(f"a network that takes {words}",
+                           f"{type(cause).__name__}: {first_line(cause)}", caller.remedy(few) or remedy) from cause
+
+
+# --- its weights
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Load a checkpoint's weights into the network; the names must match exactly.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Its dtype does not change.
+    path : Path
+        File with a state dict, or with a dict that contains one under "state_dict", "model" or "model_state_dict". It
+        is loaded with ``weights_only=True``, which cannot run code.
+
+    Raises
+    ------
+    DataError
+        If the file is missing or contains no weights.
+    NetworkError
+        If names or shapes differ from the network's.
+    """
+    require_file(path, "a checkpoint")
+    remedy = "Save it with torch.save(network.state_dict(), path)."
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as cause:
+        raise DataError("a checkpoint of tensors alone, which loads without running code",
+                        f"{path}, which torch.load(weights_only=True) refuses", remedy) from cause
+    except (EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as cause:
+        raise DataError("a checkpoint that torch.load can read", f"{path}, which it cannot "
+                        f"({type(cause).__name__}: {first_line(cause)})", remedy) from cause
+    state = _state_dict(found, path, remedy)
+    wanted = network.state_dict()
+    for prefix in _PREFIXES:
+        if state and all(name.startswith(prefix) for name in state) and not set(state) <= set(wanted):
+            state = {name.removeprefix(prefix): value for name, value in state.items()}
+    _require_same(wanted, state, path)
+    network.load_state_dict(state)
+
+
+def _state_dict(found: Any, path: Path, remedy: str) -> dict[str, Any]:
+    for key in _WRAPPERS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping):
+        raise DataError("a state dict: names and tensors", f"a {type(found).__name__} in {path}", remedy)
+    other = [name for name, value in found.items() if not isinstance(value, Tensor) and "_extra_state" not in str(name)]
+    if other or not found:
+        got = f"{first_few(other)} in {path}, which are no tensors" if other else f"an empty dict in {path}"
+        raise DataError("a state dict: names and tensors", got, f"{remedy} One under a key {_WRAPPERS} is found too.")
+    return {str(name): value for name, value in found.items()}
+
+
+def _require_same(wanted: Mapping[str, Any], state: Mapping[str, Any], path: Path) -> None:
+    missing = [name for name in wanted if name not in state]
+    extra = [name for name in state if name not in wanted]
+    if missing or extra:
+        got = [f"{first_few(missing)} missing"] if missing else []
+        got += [f"{first_few(extra)} that it does not know"] if extra else []
+        raise NetworkError(f"a checkpoint with the network's {len(wanted)} tensors",
+                           f"{path} with {', and '.join(got)}",
+                           "Let the factory build the network that was trained.")
+    other = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(value.shape)}" for name, value in wanted.items()
+        if isinstance(value, Tensor) and value.shape != state[name].shape
+    ]  # fmt: skip
+    if other:
+        raise NetworkError("weights of the network's shapes", f"{first_few(other, quote=False)} in {path}",
+                           "Let the factory build the network that was trained, with its widths.")
+
+
+# --- the data
+
+
+class _OneArray(ValueError):
+    """The file contains a single array."""
+
+
+def load_data(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor]:
+    """X and y of an ``.npz`` file, as tensors; floating arrays are cast to `dtype`, integers keep their dtype.
+
+    Parameters
+    ----------
+    path : Path
+    dtype : torch.dtype
+    targets : str, optional
+        Name of the targets' array. All other arrays are then the network's inputs by name, instead of X and y.
+
+    Raises
+    ------
+    DataError
+        If the file is missing or not an ``.npz`` file, or its arrays are not numeric.
+    """
+    arrays = _read(path, "an .npz file of the training data", ("X", "y") if targets is None else (targets,), targets)
+    return _inputs(arrays, dtype, targets), _tensor(targets or "y", arrays[targets or "y"], dtype)
+
+
+def load_inputs(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor | None]:
+    """X of an ``.npz`` file, and y if the file has it, read as in `load_data`.
+
+    Raises
+    ------
+    DataError
+        As in `load_data`.
+    """
+    arrays = _read(path, "an .npz file of inputs to explain", ("X",) if targets is None else (), targets)
+    y = arrays.get(targets or "y")
+    return _inputs(arrays, dtype, targets), None if y is None else _tensor(targets or "y", y, dtype)
+
+
+def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str | None) -> Inputs:
+    """X, or a dict of all arrays except the targets."""
+    if targets is None:
+        return _tensor("X", arrays["X"], dtype)
+    found = {name: _tensor(name, array, dtype) for name, array in arrays.items() if name != targets}
+    if not found:
+        raise DataError(f"arrays of inputs beside {targets!r}", "none", "Save each input under its name in forward().")
+    return found
+
+
+def _read(path: Path, what: str, needed: Sequence[str], targets: str | None) -> dict[str, np.ndarray | None]:
+    """Arrays of a file that has the needed ones: X and y, or all arrays if `targets` is given."""
+    require_file(path, what)
+    words = " and ".join(needed) or "by name"
+    expected = f"an .npz file with arrays {words} of numbers"
+    remedy = _conversion(path, [f"{name}={name}" for name in needed] + ["**inputs"] * (targets is not None))
+    try:
+        arrays = _arrays(path, None if targets else ("X", "y"))
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile) as cause:
+        raise DataError(expected, _told(path, cause), remedy) from cause
+    missing = [name for name in needed if name not in arrays]
+    if missing and _format(path) in _FORMATS:  # some of these formats are zip archives
+        raise DataError(expected, str(path), remedy)
+    if missing:
+        there = first_few(list(arrays)) if arrays else "nothing"
+        raise DataError(f"arrays {words} in {path}", f"{there}, and no {' and no '.join(missing)}", remedy)
+    return arrays
+
+
+def _told(path: Path, cause: Exception) -> str:
+    if _format(path) in _FORMATS:
+        return str(path)
+    if "Object arrays" in str(cause):
+        return f"{path}, which holds Python objects"
+    readable = zipfile.is_zipfile(path) or isinstance(cause, _OneArray)
+    return f"{path} ({first_line(cause)})" if readable else f"{path}, which is no such file"
+
+
+def _format(path: Path) -> str:
+    """The file extension in lower case, without a compression suffix."""
+    endings = [ending.lower() for ending in path.suffixes]
+    return endings[-2] if len(endings) > 1 and endings[-1] in _COMPRESSED else endings[-1] if endings else ""
+
+
+def _conversion(path: Path, saved: Sequence[str]) -> str:
+    """How to convert this file to .npz, as one line of Python if possible.
+
+    Parameters
+    ----------
+    path : Path
+    saved : sequence of str
+        Keyword arguments for numpy.savez, such as "X=X".
+    """
+    kind = _format(path)
+    stem = path.name[: path.name.lower().rindex(kind)] if kind else path.name
+    source, target = repr(str(path)), repr(str(path.with_name(f"{stem}.npz")))
+    arrays = ", ".join(saved)
+    if kind == ".npy":
+        names = [argument.partition("=")[0] for argument in saved if not argument.startswith("**")] or ["X"]
+        loaded = ", ".join(f"{name}=numpy.load({f'{name}.npy'!r})" for name in names)
+        return f"An .npy file holds one array: numpy.savez({target}, {loaded}) puts several into one file."
+    if kind in (".pt", ".pth"):
+        return f"Load its tensors with torch.load, and save them: numpy.savez({target}, {arrays})."
+    if kind in _FORMATS:
+        names = " Pass header=None if its first line holds data." if "read_csv" in _FORMATS[kind] else ""
+        read = f"d = pandas.{_FORMATS[kind].format(source)}; numpy.savez({target}, X="
+        if "y=y" in saved:
+            line = f"{read}d.iloc[:, :-1].astype(float), y=d.iloc[:, -1])"
+            return f"Convert it in Python, y in the last column: {line}.{names}"
+        return f"Convert it in Python: {read}d.astype(float)).{names}"
+    return f"Save it with numpy.savez({target}, {arrays})."
+
+
+def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray | None]:
+    """All names in the file, with the arrays for the wanted names, or for all."""
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        raise _OneArray("it holds one array without a name")
+    with loaded as archive:
+        return {name: archive[name] if wanted is None or name in wanted else None for name in archive.files}
+
+
+def _tensor(name: str, array: np.ndarray, dtype: torch.dtype) -> Tensor:
+    if array.dtype.kind not in "fiub" or array.ndim == 0:
+        raise DataError(f"{name} to be an array of numbers with one row per example",
+                        f"shape {array.shape} and type {array.dtype}", "Convert it before it is saved.")
+    if array.dtype.kind == "f":
+        return torch.as_tensor(array.astype(np.float64)).to(dtype)
+    return torch.as_tensor(array.astype(np.int64))
+
+
+# --- texts

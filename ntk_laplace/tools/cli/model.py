@@ -1,0 +1,101 @@
+"""The model of a command on the user's network: loaded, checked and built from the options."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.data import Inputs
+from ntk_laplace.tools.cli.inputs import check_forward, load_data, load_weights
+from ntk_laplace.tools.cli.likelihood import build_likelihood
+from ntk_laplace.tools.cli.python_files import load_network
+
+__all__ = ["Model", "bring", "require_writable"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained network, its data, likelihood and prior.
+
+    Attributes
+    ----------
+    network : nn.Module
+        The network on its device, in eval mode.
+    x, y : Tensor
+        The training data; several input arrays are a dict.
+    likelihood : Likelihood
+    prior : GaussianPrior
+    dtype : torch.dtype
+        Dtype of the network and of the linear algebra.
+    settings : Settings
+    output : str, int or None
+        Which returned tensor is the output.
+    """
+
+    network: nn.Module
+    x: Inputs
+    y: Tensor
+    likelihood: ntkl.Likelihood
+    prior: ntkl.GaussianPrior
+    dtype: torch.dtype
+    settings: ntkl.Settings
+    output: str | int | None
+
+
+def bring(options: argparse.Namespace) -> Model:
+    """Load and check the model from the options of `add_model_options`.
+
+    Raises
+    ------
+    NTKLaplaceError
+        If the network, the data or an option is invalid.
+    """
+    dtype = torch.float32 if options.float32 else torch.float64
+    network = load_network(*options.network)
+    load_weights(network.to(dtype=dtype), options.checkpoint)
+    x, y = load_data(options.data, dtype, options.targets)
+    check_forward(network, x, options.output)
+    network.to(_device(options.device, dtype))
+    budget = None if options.memory is None else int(options.memory * 2**30)
+    prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
+    settings = ntkl.Settings(memory_budget=budget)
+    return Model(network, x, y, build_likelihood(options), prior, dtype, settings, options.output)
+
+
+def _device(name: str, dtype: torch.dtype) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device, dtype=dtype)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as cause:
+        raise ntkl.UnsupportedError(f"a device that torch can use here for {dtype}", repr(name),
+                                    "Pass --device cpu, or install a torch for that device.") from cause
+    return device
+
+
+def require_writable(path: Path | None) -> None:
+    """Check before the computation that the path can be written.
+
+    Raises
+    ------
+    OSError
+        If the path cannot be written.
+    """
+    if path is None:
+        return
+    place = path if path.exists() else path.resolve().parent
+    code = 0
+    if path.is_dir():
+        code = errno.EISDIR
+    elif not place.exists():
+        code = errno.ENOENT
+    elif not os.access(place, os.W_OK):
+        code = errno.EACCES
+    if code:
+        raise OSError(code, os.strerror(code), str(path))

@@ -1,0 +1,136 @@
+"""Option types of the commands; each value is checked before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ntk_laplace.tools.cli.likelihood import add_likelihood_options, positive
+
+__all__ = [
+    "FACTORY",
+    "add_model_options",
+    "count",
+    "directory",
+    "html_file",
+    "image_shape",
+    "names",
+    "output",
+    "png_file",
+    "positive",
+    "seed",
+    "source",
+    "structures",
+]
+
+FACTORY = "make_network"
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for network, data, likelihood and prior, which several commands share."""
+    parser.add_argument("network", type=source, metavar="FILE.py[:FACTORY]",
+                        help=f"a Python file and the function in it that returns the nn.Module (default: {FACTORY}); "
+                        "the file is run")  # fmt: skip
+    model = parser.add_argument_group("the model")
+    model.add_argument("--checkpoint", type=Path, required=True, metavar="PT",
+                       help="the trained weights, saved with torch.save(network.state_dict(), PT)")  # fmt: skip
+    model.add_argument("--data", type=Path, required=True, metavar="NPZ",
+                       help="the training data, saved with numpy.savez(NPZ, X=..., y=...)")  # fmt: skip
+    model.add_argument("--output", type=output, metavar="NAME",
+                       help="which of the outputs, by name or position, if the network returns several")  # fmt: skip
+    model.add_argument("--targets", metavar="NAME",
+                       help="the array of the targets, if the others are the network's inputs by name, saved with "
+                       "numpy.savez(NPZ, input_ids=..., labels=...)")  # fmt: skip
+    add_likelihood_options(parser)
+    model.add_argument("--precision", type=positive, default=1.0, metavar="DELTA",
+                       help="of the prior: the weight decay on the summed loss (default: 1)")  # fmt: skip
+    model.add_argument("--groups", choices=("all", "layer", "tensor"), default="all",
+                       help="parameters that share one precision (default: %(default)s)")  # fmt: skip
+    model.add_argument("--curvature", choices=("ggn", "ef", "mc"), default="ggn",
+                       help="exact Gauss-Newton, empirical or Monte-Carlo Fisher (default: %(default)s)")  # fmt: skip
+    work = parser.add_argument_group("the work")
+    work.add_argument("--float32", action="store_true",
+                      help="single precision for network and algebra: half the memory, six digits "
+                      "(default: double, whatever the checkpoint holds)")  # fmt: skip
+    work.add_argument("--device", default="cpu", help="as torch names it, such as cuda (default: %(default)s)")
+    work.add_argument("--memory", type=positive, metavar="GIB",
+                      help="refuse what would take more (default: the device's free memory)")  # fmt: skip
+
+
+def source(text: str) -> tuple[Path, str]:
+    """``FILE.py`` or ``FILE.py:FACTORY``, as path and name."""
+    file, colon, name = text.rpartition(":")
+    if not colon or text.endswith(".py"):  # a colon of C:\model.py
+        file, name = text, FACTORY
+    if not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected FILE.py:FACTORY with the name of a function; got {text!r}.")
+    return Path(file).expanduser(), name
+
+
+def output(text: str) -> str | int:
+    """A name, or a position."""
+    return int(text) if text.isdecimal() else text
+
+
+def structures(text: str) -> list[str]:
+    """Comma-separated names of structures; the network's file may register more, so they are looked up later."""
+    names = [name.strip() for name in text.split(",")]
+    if "" in names or len(set(names)) < len(names):
+        got = f"one twice in {text!r}" if "" not in names else repr(text)
+        raise argparse.ArgumentTypeError(f"expected names of structures such as gp,kfac; got {got}.")
+    return names
+
+
+def seed(text: str) -> int:
+    """An integer random seed."""
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**31 - 1}; got {text!r}.")
+    return int(text)
+
+
+def names(text: str) -> list[str]:
+    """Comma-separated names."""
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"expected names with commas between; got {text!r}.")
+    return found
+
+
+def image_shape(text: str) -> tuple[int, ...]:
+    """``HEIGHTxWIDTH`` or ``HEIGHTxWIDTHx3``."""
+    sides = text.lower().split("x")
+    whole = all(side.isdecimal() and int(side) for side in sides)
+    if len(sides) not in (2, 3) or not whole or sides[2:] not in ([], ["3"]):
+        raise argparse.ArgumentTypeError(f"expected HEIGHTxWIDTH, such as 28x28, or 32x32x3; got {text!r}.")
+    return tuple(int(side) for side in sides)
+
+
+def count(text: str) -> int:
+    """An integer of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}.")
+    return int(text)
+
+
+def html_file(text: str) -> Path:
+    """Path of an HTML file."""
+    return _file(text, ".html")
+
+
+def directory(text: str) -> Path:
+    """A directory, or a path where one can be created."""
+    path = Path(text).expanduser()
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a directory; got the file {text!r}. Choose another name.")
+    return path
+
+
+def png_file(text: str) -> Path:
+    """Path of a PNG file."""
+    return _file(text, ".png")
+
+
+def _file(text: str, ending: str) -> Path:
+    if not text.lower().endswith(ending):
+        raise argparse.ArgumentTypeError(f"expected a file name that ends with {ending}; got {text!r}.")
+    return Path(text).expanduser()

@@ -1,0 +1,199 @@
+"""Comparison of trained models by evidence, conditional evidence, leave-one-out, BIC, AIC and optional test data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.model.data import Batches
+from ntk_laplace.model.likelihoods import Likelihood, Tempered
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.explain import leave_one_out_score
+from ntk_laplace.posterior.scores import require_beginning
+from ntk_laplace.tools.comparison.priors import check_prior
+from ntk_laplace.tools.comparison.ranking import ModelComparison, ModelScores
+
+__all__ = ["compare_models"]
+
+_SHARE = 0.8  # default fraction of the data that the conditional evidence conditions on
+_CONDITIONAL = ("auto", "evidence", "average", "none")
+
+
+def compare_models(
+    models: Iterable[Any] | Mapping[str, Posterior], test: Any = None, *, m: int | None = None,
+    permutations: int | None = None, seed: int = 0, conditional: str = "auto", predictive: str = "glm",
+) -> ModelComparison:  # fmt: skip
+    """Scores of several trained models of the same data, and the agreement of their rankings.
+
+    Evidences of different data, or of densities and probabilities, cannot be compared: the models must have the same
+    training targets in the same order. A warning names models with vague priors, for which the evidence ranks badly
+    ([L22] sections 4.1 and 7). A prior is vague if 1/δ is more than twice the mean square of the weights per effective
+    parameter, and MacKay's precisions would increase the evidence, estimated at fixed weights, by at least 3 nats and
+    a tenth of its size.
+
+    Parameters
+    ----------
+    models : sequence or mapping
+        Posteriors, pairs (name, posterior), or a mapping of names to posteriors.
+    test : data, or mapping of name to data, optional
+        As for `laplace`; a mapping of names to data if models have different inputs.
+    m : int, optional
+        Number of points that the conditional evidence conditions on; 80 % by default.
+    permutations, seed : optional
+        Orders of the data for it, the same for all models; as in `conditional_log_marginal_likelihood`.
+    conditional : str
+        Its method, one for all models: "evidence", "average", or "none" to omit it. "auto" is "evidence" if every
+        structure supports it, else "average", or "none" for at most two points.
+    predictive : str
+        Method of `predict` for the test data.
+
+    Returns
+    -------
+    ModelComparison
+
+    Raises
+    ------
+    DataError
+        If there are no models, two with the same name, or models of different data.
+    UnsupportedError
+        If the likelihoods cannot be compared, or the method is unknown.
+    """
+    named = _named(models)
+    _require_same_data(named)
+    first = next(iter(named.values()))
+    m = int(_SHARE * first.num_examples) if m is None else m
+    method = _method(conditional, named)
+    if method != "none":
+        m = require_beginning(m, first.num_examples, 0 if method == "evidence" else 2)
+    by_name = isinstance(test, Mapping) and not any(one.network.targets in test for one in named.values())
+    own = {str(name): data for name, data in test.items()} if by_name else dict.fromkeys(named, test)
+    if not own.keys() >= named.keys():
+        raise DataError(f"test data for {', '.join(named)}", f"a mapping with {', '.join(own) or 'none'}",
+                        "Give every model its own, or one (X, y) for all.")
+    with torch.inference_mode(False), torch.no_grad():
+        tested = {  # first, to raise errors in the test data early
+            name: {} if own[name] is None else _test_scores(posterior, own[name], predictive)
+            for name, posterior in named.items()
+        }
+        rows = []
+        for name, posterior in named.items():
+            given = None
+            if method != "none":
+                given = float(posterior.conditional_log_marginal_likelihood(m, permutations, seed, method=method))
+            rows.append(_row(name, posterior, given, tested[name]))
+    found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
+    if found.warning:
+        warnings.warn(found.warning, NTKLaplaceWarning, stacklevel=2)
+    return found
+
+
+def _named(models: Iterable[Any] | Mapping[str, Posterior]) -> dict[str, Posterior]:
+    models = models.items() if isinstance(models, Mapping) else models
+    pairs = list(models) if isinstance(models, Iterable) else [(models,)]
+    pairs = [
+        tuple(pair) if isinstance(pair, (tuple, list)) else (f"model {number}", pair)
+        for number, pair in enumerate(pairs, 1)
+    ]
+    bad = [pair for pair in pairs if len(pair) != 2 or not isinstance(pair[1], Posterior)]
+    if bad or not pairs:
+        raise DataError("posteriors, pairs (name, posterior), or a mapping of names to posteriors",
+                        repr(bad[0]) if bad else "none", "Fit each model with ntk_laplace.laplace first.")
+    named = {str(name): posterior for name, posterior in pairs}
+    if len(named) != len(pairs):
+        raise DataError("a name of its own for each model", ", ".join(str(name) for name, _ in pairs), "Rename one.")
+    return named
+
+
+def _require_same_data(named: dict[str, Posterior]) -> None:
+    """Check for the same targets in the same order, and for log probabilities of the same kind."""
+    (name, first), *others = named.items()
+    for other, posterior in others:
+        if posterior.num_examples != first.num_examples:
+            got = f"{first.num_examples:,} examples for {name!r} and {posterior.num_examples:,} for {other!r}"
+        elif not _same(first.targets, posterior.targets):
+            got = f"other targets, or another order of them, for {other!r} than for {name!r}"
+        elif not _same(first.fitted.points.counts, posterior.fitted.points.counts):
+            got = (f"points that a what-if removed or reweighted, or other example weights, for {other!r} or "
+                   f"{name!r}")
+        else:
+            got = ""
+        if got:
+            raise DataError("models fitted to the same data: evidences of different data are not comparable", got,
+                            "Fit all models to the same (X, y), without shuffling.")
+        kinds = [_plain(one.likelihood) for one in (first, posterior)]
+        words = " and ".join(type(kind).__name__ for kind in kinds)
+        # where a user's likelihood declares neither, only the targets can be compared
+        if {kind.is_density for kind in kinds} == {True, False}:
+            raise UnsupportedError("likelihoods that are all densities or all probabilities", words,
+                                   "Their units differ: compare regressions with regressions.")
+        if first.likelihood.weight != posterior.likelihood.weight:
+            weights = f"{first.likelihood.weight:g} for {name!r} and {posterior.likelihood.weight:g} for {other!r}"
+            raise UnsupportedError("likelihoods that count each example equally often", f"weights {weights}",
+                                   "Fit all models under Tempered(likelihood, weight) of one weight, or under none.")
+
+
+def _plain(likelihood: Likelihood) -> Likelihood:
+    return likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    if first.numel() != second.numel():
+        return False
+    # a float32 network stores its targets in float32
+    return torch.allclose(first.flatten().double().cpu(), second.flatten().double().cpu(), rtol=1e-6, atol=1e-12,
+                          equal_nan=True)  # a missing target
+
+
+def _method(conditional: str, named: dict[str, Posterior]) -> str:
+    if conditional not in _CONDITIONAL:
+        raise UnsupportedError(f"conditional= among {', '.join(_CONDITIONAL)}", repr(conditional),
+                               "Choose one of these.")
+    if conditional != "auto":
+        return conditional
+    exact = all(one.supports_conditional_evidence for one in named.values())
+    few = next(iter(named.values())).num_examples < 3
+    return "evidence" if exact else "none" if few else "average"
+
+
+def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str, float]) -> ModelScores:
+    evidence, used = float(posterior.log_marginal_likelihood()), posterior.effective_parameters()
+    check = check_prior(posterior, used, evidence)
+    loo, note = _left_out(posterior)
+    return ModelScores(
+        name=name, structure=posterior.structure, parameters=posterior.num_parameters,
+        effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
+        bic=float(posterior.bic()), aic=float(posterior.aic()), prior_gap=check.gap, vague=check.vague,
+        narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
+        **tested,
+    )  # fmt: skip
+
+
+def _left_out(posterior: Posterior) -> tuple[float | None, str]:
+    """The leave-one-out score and reasons to distrust it, or None and why there is no score."""
+    try:
+        score, found = leave_one_out_score(posterior.fitted)
+    except (UnsupportedError, DataError) as error:  # another structure, or data no longer available
+        return None, f"expected {error.expected}"
+    return float(score), "; ".join(found.reasons)
+
+
+def _test_scores(posterior: Posterior, test: Any, method: str) -> dict[str, float]:
+    """Test scores, by the names of `ModelScores`."""
+    from ntk_laplace.metrics import held_out_scores  # importing scikit-learn sets warning filters
+
+    network = posterior.network
+    parts, targets = [], []
+    batches = Batches(test, None, network.device, network.input_dtype, network.targets)
+    for x, y in batches:
+        parts.append(posterior.predict(x, method=method))
+        targets.append(y)
+    if batches.weights is not None:
+        raise DataError("test data (X, y), every example of which counts once", "example weights",
+                        "Leave them out of the test data.")
+    scores = held_out_scores(type(parts[0]).join(parts), torch.cat(targets))
+    return {f"test_{name}": value for name, value in scores.items()}

@@ -1,0 +1,233 @@
+"""Result of a model comparison: scores and rank correlations, as a table, a data frame or a figure."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.tools.comparison.table import aligned
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+__all__ = ["ModelComparison", "ModelScores"]
+
+CRITERIA = ("evidence", "conditional", "loo", "bic", "aic")
+LESS_IS_BETTER = ("test_brier", "test_ece", "test_rmse")
+_HEADINGS = {
+    "parameters": ("P", "{:,}"), "effective_parameters": ("effective", "{:.1f}"), "evidence": ("evidence", "{:.2f}"),
+    "conditional": ("conditional", "{:.2f}"), "loo": ("LOO", "{:.2f}"), "bic": ("BIC", "{:.1f}"),
+    "aic": ("AIC", "{:.1f}"), "test_log_likelihood": ("test log lik.", "{:.4f}"),
+    "test_accuracy": ("accuracy", "{:.4f}"), "test_rmse": ("RMSE", "{:.4f}"),
+}  # fmt: skip
+_WORDS = {
+    "evidence": "evidence, nats", "conditional": "conditional evidence, nats", "loo": "leave-one-out log density, nats",
+    "bic": "BIC as a log score, nats", "aic": "AIC as a log score, nats",
+    "test_log_likelihood": "test log likelihood, nats per example", "test_accuracy": "test accuracy",
+    "test_brier": "test Brier score", "test_ece": "test calibration error", "test_rmse": "test RMSE",
+    "parameters": "parameters", "effective_parameters": "effective parameters",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """One model's scores.
+
+    Attributes
+    ----------
+    name, structure : str
+    parameters : int
+        P.
+    effective_parameters : float
+        γ, the number of parameters that the data determine.
+    evidence : float
+        Log marginal likelihood without correction. Like all criteria below it is in nats, summed over the training
+        data, and larger is better.
+    conditional : float or None
+        Conditional evidence, given m points.
+    loo : float or None
+        Leave-one-out log density; None if the structure does not support it.
+    bic, aic : float
+        As log scores; the textbook definitions are -2 times these.
+    prior_gap : float
+        Estimated increase of the evidence, in nats, by better precisions at these weights.
+    vague, narrow : bool
+        Whether the prior is much wider, or much tighter, than the weights; see `compare_models`.
+    prior : str
+        A description of the prior check; empty if neither.
+    loo_trusted : bool or None
+        Whether leave-one-out is a reliable estimate of retraining without each point; None if there is no score.
+    loo_note : str
+        Reasons to distrust it, or why there is no score; else empty.
+    test_log_likelihood : float or None
+        In nats per test example; like all scores below None without test data.
+    test_accuracy, test_brier, test_ece : float or None
+        For classification.
+    test_rmse : float or None
+        For regression.
+    """
+
+    name: str
+    structure: str
+    parameters: int
+    effective_parameters: float
+    evidence: float
+    conditional: float | None
+    loo: float | None
+    bic: float
+    aic: float
+    prior_gap: float
+    vague: bool
+    narrow: bool
+    prior: str
+    loo_trusted: bool | None = None
+    loo_note: str = ""
+    test_log_likelihood: float | None = None
+    test_accuracy: float | None = None
+    test_brier: float | None = None
+    test_ece: float | None = None
+    test_rmse: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelComparison:
+    """Scores of several models of the same data; print it for a table.
+
+    Attributes
+    ----------
+    rows : tuple of ModelScores
+        In the order of the given models.
+    num_examples : int
+        N, the number of training points.
+    m : int or None
+        Number of points that the conditional evidence conditions on.
+    conditional : str
+        Its method, "evidence", "average" or "none".
+    """
+
+    rows: tuple[ModelScores, ...]
+    num_examples: int
+    m: int | None
+    conditional: str
+
+    def __getitem__(self, name: str) -> ModelScores:
+        """The row of a model."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"no model {name!r} among {', '.join(row.name for row in self.rows)}")
+
+    @property
+    def vague(self) -> tuple[str, ...]:
+        """Models whose prior is much wider than their weights."""
+        return tuple(row.name for row in self.rows if row.vague)
+
+    @property
+    def warning(self) -> str:
+        """A caution about the ranking by evidence; empty if there is none."""
+        words = []
+        if self.vague:
+            words.append(
+                f"the evidence ranks badly at fixed vague priors ([L22] sections 4.1, 7), and that concerns "
+                f"{self._listed(self.vague)}: fit the precisions with fit_hyperparameters, or go by the conditional "
+                "evidence"
+            )
+        narrow = tuple(row.name for row in self.rows if row.narrow)
+        if narrow:
+            words.append(f"the precisions of {self._listed(narrow)} are above what the evidence asks for")
+        doubted = tuple(row.name for row in self.rows if row.loo_trusted is False)
+        if doubted:
+            words.append(
+                f"leave-one-out is not to be trusted for {self._listed(doubted)}, marked * (see `loo_note`): train "
+                "on at these hyperparameters, for instance with train_with_evidence, or go by other data"
+            )
+        return "; ".join(words)
+
+    def spearman(self, criterion: str = "evidence", against: str = "test_log_likelihood") -> float:
+        """Spearman's ρ of two columns over the models, negated where less is better; NaN below 3 models."""
+        from scipy.stats import spearmanr
+
+        signs = [-1.0 if name in LESS_IS_BETTER else 1.0 for name in (criterion, against)]
+        pairs = [(signs[0] * x, signs[1] * y) for x, y in zip(*map(self._column, (criterion, against)), strict=True)]
+        if len(pairs) < 3 or any(len({pair[side] for pair in pairs}) == 1 for side in (0, 1)):
+            return float("nan")  # rank correlation is undefined
+        return float(spearmanr(*zip(*pairs, strict=True)).statistic)
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One line per model, one column per attribute of `ModelScores`."""
+        import pandas
+
+        names = [entry.name for entry in fields(ModelScores)]
+        return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
+
+    def to_json(self) -> str:
+        """All numbers in full precision, and the rank correlations with the test log likelihood."""
+        return json.dumps(asdict(self) | {"spearman": self._correlations()}, indent=2)
+
+    def plot(self, criterion: str = "evidence", against: str = "test_log_likelihood") -> Figure:
+        """Scatter plot of two columns with Spearman's ρ, one point per model ([I21] Fig. 2, [L22] Fig. 5)."""
+        from ntk_laplace.plotting import model_ranking
+
+        across, up = self._column(criterion), self._column(against)
+        return model_ranking(
+            (_WORDS[criterion], across), (_WORDS[against], up), [row.name for row in self.rows],
+            [row.parameters for row in self.rows], self.spearman(criterion, against), [row.vague for row in self.rows],
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        """A table, the rank correlations with the test log likelihood, and cautions."""
+        head = f"{_counted(len(self.rows), 'model')} of {_counted(self.num_examples, 'point')}"
+        head += "; scores in nats, more is better"
+        if self.m is not None:
+            how = {"evidence": "joint", "average": "one by one"}[self.conditional]
+            head += f"; conditional: given {_counted(self.m, 'point')}, the others {how}"
+        columns = [["model", *(row.name for row in self.rows)], ["structure", *(row.structure for row in self.rows)]]
+        for name, (heading, form) in _HEADINGS.items():
+            values = [getattr(row, name) for row in self.rows]
+            if any(value is not None for value in values):
+                cells = ["-" if value is None else form.format(value) for value in values]
+                if name == "loo":
+                    cells = [c + "*" * (row.loo_trusted is False) for c, row in zip(cells, self.rows, strict=True)]
+                columns.append([heading, *cells])
+        lines = [head, "", *aligned(columns)]
+        found = {name: rho for name, rho in self._correlations().items() if rho is not None}
+        if found:
+            lines += ["", "Spearman's ρ with the test log likelihood: "
+                      + ", ".join(f"{name} {rho:.2f}" for name, rho in found.items())]  # fmt: skip
+        notes = [f"{row.name}: prior {row.prior}" for row in self.rows if row.prior]
+        notes += [f"{row.name}: LOO{'*' if row.loo_trusted is False else ''}: {row.loo_note}"
+                  for row in self.rows if row.loo_note]  # fmt: skip
+        if self.warning:
+            notes.insert(0, f"Mind: {self.warning}.")
+        notes = [textwrap.fill(note, 100, subsequent_indent="  ") for note in notes]
+        return "\n".join([*lines, *([""] if notes else []), *notes])
+
+    def _listed(self, names: tuple[str, ...]) -> str:
+        return f"all {len(names)} models" if len(names) == len(self.rows) > 1 else ", ".join(names)
+
+    def _column(self, name: str) -> list[float]:
+        if name not in _WORDS:
+            raise DataError(f"a column among {', '.join(_WORDS)}", repr(name), "Look for a typo.")
+        values = [getattr(row, name) for row in self.rows]
+        if any(value is None for value in values):
+            raise DataError(f"a value of {name!r} for every model", "none for some",
+                            "Pass test data, or choose a criterion that every structure has.")
+        return values
+
+    def _correlations(self) -> dict[str, float | None]:
+        """ρ of each criterion with the test log likelihood; None if it is undefined."""
+        found: dict[str, float | None] = {}
+        for name in CRITERIA:
+            columns = name, "test_log_likelihood"
+            known = all(getattr(row, column) is not None for row in self.rows for column in columns)
+            rho = self.spearman(name) if known else float("nan")
+            found[name] = rho if rho == rho else None
+        return found
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

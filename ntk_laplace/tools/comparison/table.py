@@ -1,0 +1,161 @@
+"""Result of a comparison of structures, as a table, a data frame, JSON or a figure."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from ntk_laplace.runtime.resources import format_bytes
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+__all__ = ["EvidenceComparison", "StructureEvidence", "aligned"]
+
+
+@dataclass(frozen=True)
+class StructureEvidence:
+    """One structure's evidence with its time and memory, or the reason why there is none.
+
+    Attributes
+    ----------
+    structure : str
+        The requested structure, with its non-default options.
+    evidence : float or None
+        Log marginal likelihood in nats, summed over the data. Like all fields below it is None if there is no value.
+    difference : float or None
+        Evidence minus that of the comparison's exact structure.
+    log_det : float or None
+        log det B, in nats.
+    log_joint : float or None
+        Log likelihood minus the prior's energy, in nats; the same for all structures.
+    correction : float or None
+        ½ gᵀH⁻¹g in nats, if requested.
+    fit_seconds, evidence_seconds : float or None
+        Wall time of `laplace`, which includes the factorization, and of the evidence after it.
+    peak_memory : int or None
+        Peak bytes beyond the memory before the fit: counted by torch on CUDA, elsewhere an estimate from the
+        process's resident memory.
+    note : str
+        Empty, or "refused: ..." or "failed: ..." with the reason, or "note: ..." with warnings of the fit that no
+        earlier row reports.
+    """
+
+    structure: str
+    evidence: float | None = None
+    difference: float | None = None
+    log_det: float | None = None
+    log_joint: float | None = None
+    correction: float | None = None
+    fit_seconds: float | None = None
+    evidence_seconds: float | None = None
+    peak_memory: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class EvidenceComparison:
+    """Evidence of one network under several structures; print it for a table.
+
+    Attributes
+    ----------
+    rows : tuple of StructureEvidence
+        In the requested order.
+    exact : str or None
+        Structure that the differences refer to: the first of "gp" and "full" with a value, or None.
+    num_examples, num_outputs, num_parameters : int or None
+        N, C and P.
+    model : str
+        A description of likelihood, prior and curvature.
+    """
+
+    rows: tuple[StructureEvidence, ...]
+    exact: str | None
+    num_examples: int | None
+    num_outputs: int | None
+    num_parameters: int
+    model: str
+
+    def __getitem__(self, structure: str) -> StructureEvidence:
+        """The row of a structure, by its label."""
+        for row in self.rows:
+            if row.structure == structure:
+                return row
+        raise KeyError(f"no structure {structure!r} among {', '.join(row.structure for row in self.rows)}")
+
+    def to_dataframe(self) -> pandas.DataFrame:
+        """One line per structure, one column per attribute of `StructureEvidence`."""
+        import pandas
+
+        names = [entry.name for entry in fields(StructureEvidence)]
+        return pandas.DataFrame.from_records([asdict(row) for row in self.rows], columns=names)
+
+    def to_json(self) -> str:
+        """All numbers in full precision, as a JSON object keyed by attribute name."""
+        return json.dumps(asdict(self), indent=2)
+
+    def plot(self) -> Figure:
+        """Evidence, time and memory side by side, one row per structure."""
+        from ntk_laplace.plotting import evidence_comparison
+
+        return evidence_comparison(
+            [row.structure for row in self.rows],
+            [row.evidence for row in self.rows],
+            [None if row.evidence is None else (row.fit_seconds, row.evidence_seconds) for row in self.rows],
+            [row.peak_memory for row in self.rows],
+            None if self.exact is None else self[self.exact].evidence,
+        )
+
+    def __str__(self) -> str:
+        """A table of at most 80 columns if labels are short, followed by notes and reasons for missing values."""
+        sizes = (("N", self.num_examples), ("C", self.num_outputs), ("P", self.num_parameters))
+        head = ", ".join(f"{letter} = {count:,}" for letter, count in sizes if count is not None)
+        notes = [f"{row.structure}: {row.note}" for row in self.rows if row.note]
+        lines = ["Log marginal likelihood, in nats", textwrap.fill(f"{head}; {self.model}", 80), "", *self._lines(), ""]
+        if self.exact is not None:
+            lines.append(f"difference: from {self.exact}, which is exact for this curvature")
+        lines += [textwrap.fill(note, 80, subsequent_indent="  ") for note in notes]
+        return "\n".join(lines).rstrip("\n")
+
+    def _lines(self) -> list[str]:
+        columns = [_labels(self.rows), *(column for column in _columns(self.rows, self.exact) if column is not None)]
+        return aligned(columns)
+
+
+def aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table from its columns, headings first; the first column is left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in columns]
+    rows = list(zip(*columns, strict=True))
+    rows.insert(1, tuple("-" * width for width in widths))
+    first, *others = widths
+    return ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows]
+
+
+def _labels(rows: Sequence[StructureEvidence]) -> list[str]:
+    return ["structure", *(row.structure for row in rows)]
+
+
+def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[str] | None]:
+    """Columns with their headings; None for an empty column."""
+    forms = {
+        "evidence": ("evidence", "{:.3f}"), "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
+        "log joint": ("log_joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
+        "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
+    }  # fmt: skip
+    columns: list[list[str] | None] = []
+    for heading, (name, form) in forms.items():
+        values = [getattr(row, name) for row in rows]
+        cells = ["-" if value is None else form.format(value) for value in values]
+        if name == "evidence":  # "refused" or "failed"; the full reason is below the table
+            gone = [row.note.partition(":")[0] for row in rows]
+            cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
+        if name == "difference":
+            cells = ["exact" if row.structure == exact else cell for row, cell in zip(rows, cells, strict=True)]
+        optional = name in ("difference", "correction") and all(value is None for value in values)
+        columns.append(None if optional else [heading, *cells])
+    sizes = ["-" if row.peak_memory is None else format_bytes(row.peak_memory) for row in rows]
+    return [*columns, ["memory", *sizes]]

@@ -1,0 +1,372 @@
+"""Numbers for the explorer page: predictions, decompositions, training points, and effects of their removal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.tools.explorer.sprites import images_of, sheet
+
+__all__ = ["Naming", "gather"]
+
+_AT_ONCE = 32 * 2**20  # entries of an (n, N, C) array; bounds the inputs explained at a time
+_HELD = 512 * 2**20  # bytes of Jacobian rows of the displayed training points in memory at a time
+_ALL_PICTURES = 2000  # with more training points only the displayed ones get a picture
+_MOST_FEATURES = 40  # maximum number of displayed features of an input
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Names of classes, features and targets on the page.
+
+    Attributes
+    ----------
+    classes : sequence of str, optional
+        Names of the classes, or of the outputs.
+    features : sequence of str, optional
+        Names of the inputs' columns.
+    shape : sequence of int, optional
+        Height and width (and 3) of inputs that are images.
+    target : str
+        Name of the predicted quantity, for regression.
+    """
+
+    classes: Sequence[str] | None = None
+    features: Sequence[str] | None = None
+    shape: Sequence[int] | None = None
+    target: str = "target"
+
+
+def gather(
+    posterior: Posterior, x: Inputs, training: Inputs | None, targets: Tensor | None, k: int, naming: Naming,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Collect all content of the page.
+
+    Parameters
+    ----------
+    posterior : Posterior
+    x : tensor, tuple or dict of tensors
+        n inputs to explain.
+    training : like x, optional
+        Training inputs, displayed as images or rows.
+    targets : Tensor, optional
+        True targets at `x`.
+    k : int
+        Number of training points shown for and against each prediction.
+    naming : Naming
+    progress : bool, optional
+        Show a progress bar; by default if the error stream is a terminal.
+
+    Raises
+    ------
+    DataError
+        If sizes or names do not match, the targets do not fit the likelihood, or the structure keeps no Jacobian and
+        the training data cannot be read again.
+    """
+    n, c = num_examples(x), posterior.num_outputs
+    training = None if training is None else as_tensors(training)
+    _check(posterior, training, naming)
+    truths = None if targets is None else _truths(posterior, targets, n)
+    shown = set()
+    kept = posterior.fitted.structure.spec.keeps_jacobian
+    find = _from_rows if kept else _from_data
+    points, guarantees = find(posterior, x, k, progress)
+    left_out = leave_one_out(posterior.fitted)
+    if truths is not None:
+        for point, truth in zip(points, truths, strict=True):
+            point |= {} if truth is None else {"target": _rounded(truth)}
+    for point in points:
+        shown |= {j for side in ("for", "against") for j, *_ in point[side]}
+    return {
+        "kind": _kind(posterior),
+        "outputs": c,
+        "names": _names(posterior, naming),
+        "targetName": naming.target,
+        "examples": posterior.num_examples,
+        "summary": _summary(posterior),
+        "guarantees": [*guarantees, *left_out.guarantees],
+        "leaveOneOut": str(left_out.reliability),
+        "approximate": not posterior.fitted.exact and not kept,
+        "points": points,
+        "training": _training_set(posterior, left_out),
+        "pictures": _pictures(x, training, sorted(shown), naming),
+        "rows": _rows(x, training, sorted(shown), naming),
+    }
+
+
+def _truths(posterior: Posterior, targets: Any, n: int) -> list[Any]:
+    """Targets as shown: a class (for a soft label the most probable one), a number, or one number per output."""
+    likelihood = posterior.likelihood.for_new_points()
+    y = likelihood.targets(targets, n, posterior.num_outputs)
+    observed, kind = likelihood.observed(y), _kind(posterior)
+    there = [True] * n if observed is None else observed.reshape(n, -1).any(1).tolist()
+    y = y.argmax(1) if kind == "classes" and y.ndim == 2 else y.flatten() if y.numel() == n else y
+    found = (y if kind == "values" else (y > 0.5).long() if kind == "binary" else y.long()).tolist()
+    return [truth if known else None for truth, known in zip(found, there, strict=True)]
+
+
+def _check(posterior: Posterior, training: Inputs | None, naming: Naming) -> None:
+    if training is not None and num_examples(training) != posterior.num_examples:
+        raise DataError(f"the {posterior.num_examples:,} training inputs of the fit", f"{num_examples(training):,}",
+                        "Pass the inputs that the posterior was fitted to, in their order.")
+    if naming.shape is not None and not all(isinstance(side, int) and side > 0 for side in _sides(naming.shape)):
+        raise DataError("a shape (height, width) of images, or (height, width, 3)", f"{naming.shape!r}",
+                        "Pass for example shape=(28, 28).")  # fmt: skip
+    names = naming.classes
+    wanted = 2 if _kind(posterior) == "binary" else posterior.num_outputs
+    if names is not None and len(names) != wanted:
+        raise DataError(f"{wanted} names of classes or outputs", f"{len(names)}", "Name each of them once.")
+
+
+def _sides(shape: Any) -> tuple[Any, ...]:
+    return tuple(shape) if isinstance(shape, Sequence) else (None,)
+
+
+def _kind(posterior: Posterior) -> str:
+    likelihood = posterior.likelihood.for_new_points()
+    if not likelihood.classifies:
+        return "values"
+    if likelihood.event_shape(posterior.num_outputs) == ():
+        return "classes"
+    return "binary" if posterior.num_outputs == 1 else "values"
+
+
+def _names(posterior: Posterior, naming: Naming) -> list[str]:
+    if naming.classes is not None:
+        return [str(name) for name in naming.classes]
+    c = posterior.num_outputs
+    if _kind(posterior) == "values":
+        what = naming.target if posterior.likelihood.num_responses(c) == c else "output"
+        return [what if c == 1 else f"{what} {i}" for i in range(c)]
+    return [str(i) for i in range(2 if _kind(posterior) == "binary" else c)]
+
+
+def _summary(posterior: Posterior) -> str:
+    likelihood = type(posterior.likelihood).__name__
+    evidence = posterior.log_marginal_likelihood().item()
+    kept = "" if posterior.fitted.structure.spec.keeps_jacobian else f"structure {posterior.structure}, "
+    return (f"{posterior.num_examples:,} training points, {posterior.num_parameters:,} parameters, {kept}{likelihood} "
+            f"likelihood, log evidence {evidence:,.1f} nats").replace("-", "\N{MINUS SIGN}")  # fmt: skip
+
+
+# --- predictions
+
+
+_JOINT = {
+    True: "groups leave together, exactly for one Newton step of the linearized model",
+    False: "groups leave together, out of this posterior's own curvature, which is not the linearized model's; where "
+    "it holds too little of a group, the change is of first order alone, and the page says so",
+}
+_GROUPS = {"for": ("for",), "against": ("against",), "both": ("for", "against")}
+_OTHER_SIDE = {"for": "against", "against": "for"}
+
+
+def _from_rows(
+    posterior: Posterior, x: Inputs, k: int, progress: bool | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """One record per input, and common information on them, in function space."""
+    n, c = num_examples(x), posterior.num_outputs
+    removal = JointRemoval(posterior.posterior_precision, posterior.fitted.residual())
+    records: list[dict[str, Any]] = []
+    step = max(1, _AT_ONCE // (posterior.num_examples * c))
+    for start in track(range(0, n, step), "ntk_laplace: explanations", math.ceil(n / step), progress):
+        here = take(x, slice(start, min(start + step, n)))
+        found, rows = posterior.explain(here, k), posterior.jacobian(here)
+        asked = _Asked.of(posterior, found)
+        share = found.share * asked.sign.to(found.share)[:, None]
+        own = asked.records(posterior, here)
+        for i, record in enumerate(own):
+            record |= {"plus": _rounded(share[i].clamp_min(0).sum()), "minus": _rounded(share[i].clamp_max(0).sum())}
+            for side in _OTHER_SIDE:
+                record[side] = [[j, _rounded(effect), _rounded(share[i, j])] for j, effect in asked.sides[i][side]]
+        for name, group in asked.groups().items():
+            after = found.f + removal.effects(rows, found.contributions, group)
+            for i, record in enumerate(own):
+                record["without"][name] = _without(posterior, after[i], asked.sign[i])
+        records += own
+    return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
+
+
+def _from_data(
+    posterior: Posterior, x: Inputs, k: int, progress: bool | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The same in weight space: rank the training points for all inputs, then read the Jacobian of displayed ones."""
+    n, rows = num_examples(x), posterior.jacobian(x)
+    found = posterior.explain(x, k)
+    asked = _Asked.of(posterior, found)
+    records = asked.records(posterior, x)
+    groups = asked.groups()
+    step = max(1, _HELD * n // max(1, 2 * k * rows.nbytes))
+    for start in track(range(0, n, step), "ntk_laplace: joint removals", math.ceil(n / step), progress):
+        here = slice(start, min(start + step, n))
+        members = torch.cat(groups["both"][here]).unique()
+        if len(members) == 0:
+            members = torch.zeros(1, dtype=torch.long, device=found.f.device)
+        removal = GroupRemoval(posterior.fitted, members)
+        few, signs = rows.subset(here), asked.sign[here]
+        share = removal.contributions(few, found.output[here]) * signs.to(found.f)[:, None]
+        place = {int(j): slot for slot, j in enumerate(members)}
+        left = {name: removal.effects(few, group[here]) for name, group in groups.items()}
+        for i, record in enumerate(records[here]):
+            record["total"] = _rounded(found.total[start + i, found.output[start + i]] * signs[i])
+            for side, own in asked.sides[start + i].items():
+                record[side] = [[j, _rounded(effect), _rounded(share[i, place[j]])] for j, effect in own]
+            for name, (change, leverage, trusted) in left.items():
+                record["without"][name] = _without(posterior, found.f[start + i] + change[i], signs[i])
+                if not trusted[i]:
+                    record["without"][name]["held"] = _rounded(float(leverage[i]))
+    return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Effects of training points on each prediction, signed for the predicted class (a negative logit means class 0).
+
+    Attributes
+    ----------
+    found : Explanation or Ranking
+    sign : Tensor, (n,)
+        -1 where a binary logit is negative: the effects are then those on the negative logit.
+    sides : list of dict
+        For each input, by side, pairs (training point, effect), the strongest first.
+    """
+
+    found: Explanation | Ranking
+    sign: Tensor
+    sides: list[dict[str, list[tuple[int, float]]]]
+
+    @classmethod
+    def of(cls, posterior: Posterior, found: Explanation | Ranking) -> _Asked:
+        """From an explanation by "output"."""
+        turned = (found.f[:, 0] < 0) & (_kind(posterior) == "binary")
+        sign = torch.where(turned, -1.0, 1.0).to(found.f)
+        sides = []
+        for i, turn in enumerate(sign.tolist()):
+            own = {}
+            for side in _OTHER_SIDE:
+                entries = found.entries(i, side if turn > 0 else _OTHER_SIDE[side])
+                effects = [(entry.training_index, turn * entry.removal_effect) for entry in entries]
+                own[side] = [(j, e) for j, e in effects if (e < 0 if side == "for" else e > 0)]
+            sides.append(own)
+        return cls(found, sign, sides)
+
+    def groups(self) -> dict[str, list[Tensor]]:
+        """Training points that are removed together, for each input."""
+        device = self.found.f.device
+        return {name: [torch.tensor([j for side in of for j, _ in own[side]], dtype=torch.long, device=device)
+                       for own in self.sides] for name, of in _GROUPS.items()}  # fmt: skip
+
+    def records(self, posterior: Posterior, x: Inputs) -> list[dict[str, Any]]:
+        """The part of each input's record that all structures support."""
+        found, kind = self.found, _kind(posterior)
+        glm, plain = posterior.predict(x, "glm"), posterior.predict(x, "map")
+        records = []
+        for i, sign in enumerate(self.sign.tolist()):
+            output = int(found.output[i])
+            records.append({
+                "output": output if kind != "binary" else int(found.f[i, 0] >= 0),
+                "f": _rounded(found.f[i] * sign), "offset": _rounded(found.offset[i, output] * sign),
+                "gap": _rounded(found.gap[i, output] * sign), "prediction": _said(posterior, glm, i),
+                "network": _said(posterior, plain, i), "without": {},
+            })  # fmt: skip
+        return records
+
+
+def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
+    """Class probabilities, or mean and standard deviations."""
+    if _kind(posterior) == "classes":
+        return {"probabilities": _rounded(prediction.probs[i])}
+    if _kind(posterior) == "binary":
+        p = prediction.probs[i].reshape(())
+        return {"probabilities": _rounded(torch.stack([1 - p, p]))}
+    mean, deviation = prediction.mean[i].reshape(-1), prediction.variance[i].sqrt().reshape(-1)
+    said = {"mean": _rounded(mean), "deviation": _rounded(deviation)}
+    for name in ("epistemic", "aleatoric"):
+        part = getattr(prediction, name, None)
+        if part is not None:
+            said[name] = _rounded(part[i].sqrt().reshape(-1))
+    return said
+
+
+def _without(posterior: Posterior, f: Tensor, sign: Tensor) -> dict[str, Any]:
+    """The network's prediction at changed outputs f."""
+    with torch.no_grad():
+        mean = posterior.likelihood.for_new_points().mean(f[None])[0]
+    said: dict[str, Any] = {"f": _rounded(f * sign)}
+    if _kind(posterior) == "classes":
+        return said | {"probabilities": _rounded(mean)}
+    if _kind(posterior) == "binary":
+        return said | {"probabilities": _rounded(torch.cat([1 - mean, mean]))}
+    return said | {"mean": _rounded(mean)}
+
+
+# --- training points
+
+
+def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list[Any]]:
+    """Columns of the table."""
+    binary = _kind(posterior) == "binary"
+    without = (left_out.mean[:, 0] >= 0).long() if binary else (
+        left_out.mean.argmax(1) if _kind(posterior) == "classes" else left_out.mean.squeeze(-1)
+    )  # fmt: skip
+    targets, observed = posterior.targets, posterior.likelihood.observed(posterior.targets)
+    shown = _rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)
+    if observed is not None and observed.ndim == 1:  # missing labels and missing numbers are null
+        shown = [target if known else None for target, known in zip(shown, observed.tolist(), strict=True)]
+    return {
+        "target": shown,
+        "without": _rounded(without),
+        "logDensity": _rounded(left_out.log_density),
+        "leverage": _rounded(left_out.leverage),
+        "selfInfluence": _rounded(left_out.self_influence),
+        "information": _rounded(left_out.information),
+    }
+
+
+def _pictures(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
+    if not isinstance(x, Tensor):
+        return None
+    inputs = images_of(x, naming.shape)
+    if inputs is None:
+        return None
+    found: dict[str, Any] = {"points": sheet(inputs), "training": None}
+    if training is not None:
+        some = list(range(len(training))) if len(training) <= _ALL_PICTURES else shown
+        found["training"] = sheet(images_of(training[some], naming.shape)) | {"indices": some}
+    return found
+
+
+def _rows(x: Inputs, training: Tensor | None, shown: list[int], naming: Naming) -> dict[str, Any] | None:
+    """Features of the inputs, if they are not images."""
+    if not isinstance(x, Tensor) or x.ndim != 2 or naming.shape is not None or x.shape[1] > _MOST_FEATURES:
+        return None
+    features = naming.features
+    if features is not None and len(features) != x.shape[1]:
+        raise DataError(f"{x.shape[1]} names of features", f"{len(features)}", "Name each column of the inputs once.")
+    names = [str(name) for name in features] if features is not None else [f"x{i}" for i in range(x.shape[1])]
+    found: dict[str, Any] = {"features": names, "points": _rounded(x), "training": None}
+    if training is not None:
+        found["training"] = {str(j): _rounded(training[j]) for j in shown}
+    return found
+
+
+def _rounded(value: Any) -> Any:
+    """Round numbers to four digits for display."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().tolist()
+    if isinstance(value, list):
+        return [_rounded(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    return value

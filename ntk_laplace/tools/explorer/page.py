@@ -1,0 +1,155 @@
+"""The explorer page: data, style and script in one HTML file without external resources."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.data import Inputs, as_tensors, num_examples
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.structures.what_if import HIGH_LEVERAGE
+from ntk_laplace.tools.explorer.gather import Naming, gather
+
+__all__ = ["ExplorerPage", "explore"]
+
+_BODY = """
+<header><h1>{title}</h1><p class="lead">{summary}</p></header>
+<main>
+<div class="columns">
+<section class="panel" id="list" aria-labelledby="list-title"><h2 id="list-title">Inputs</h2>
+<label for="find">Find by number, prediction or “wrong”</label><input type="search" id="find" autocomplete="off">
+<p class="soft" id="found" role="status"></p>
+<ul id="points" role="listbox" tabindex="0" aria-label="Inputs, arrow keys choose"></ul></section>
+<div>
+<section class="panel" aria-labelledby="which"><h2 id="which" aria-live="polite">Input</h2><div id="prediction"></div>
+</section>
+<section class="panel" id="decomposition"></section>
+<section class="panel" aria-labelledby="who"><h2 id="who">Training points behind it</h2>
+<p class="soft">Ranked by what leaving one out would do to the output, in one step of the linearized network{whose}.</p>
+<details><summary>What holds of these numbers</summary><ul class="soft">{guarantees}</ul></details>
+<div class="sides"><div class="side-for" id="side-for"></div><div class="side-against" id="side-against"></div></div>
+</section>
+<section class="panel" aria-labelledby="if"><h2 id="if">What if they had not been there?</h2>
+<fieldset><legend>Leave out together</legend>
+<label><input type="radio" name="leave" value="none" checked> nothing</label>
+<label><input type="radio" name="leave" value="for"> those that speak for it</label>
+<label><input type="radio" name="leave" value="against"> those that speak against it</label>
+<label><input type="radio" name="leave" value="both"> both</label></fieldset>
+<div id="answer" aria-live="polite"></div></section>
+</div></div>
+<section class="panel" style="margin-top: 1.5rem" aria-labelledby="all"><h2 id="all">Training set</h2>
+<p class="soft">“By the others”: what the posterior without a point says of it. A low log density is a point that the
+others do not understand: a rare one, or a wrong label. A leverage near 1 is a point that the fit rests on.
+Self-influence: nats of its own log likelihood that a point owes to itself; information: nats that it adds to how sure
+the posterior is.</p>{caution}
+<label for="search">Search by number or value</label><input type="search" id="search" autocomplete="off">
+<p class="soft" id="shown" role="status"></p>
+<div class="scroll" role="region" aria-label="Training set" tabindex="0"><table>
+<caption>Press a heading to sort.</caption><thead><tr id="columns"></tr></thead><tbody id="rows"></tbody></table></div>
+<button type="button" class="more" id="more">Show more</button></section>
+</main>
+<noscript><p>This page needs JavaScript; it loads nothing from elsewhere.</p></noscript>
+"""
+
+
+@dataclass(frozen=True)
+class ExplorerPage:
+    """Explanations as one self-contained HTML page.
+
+    Attributes
+    ----------
+    title : str
+    content : dict
+        JSON-serializable data: `points` (one record per input), `training` (columns), `pictures`, `rows`.
+    """
+
+    title: str
+    content: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return f"ExplorerPage({len(self.content['points'])} inputs, {self.content['examples']:,} training points)"
+
+    def html(self) -> str:
+        """The page as one HTML document."""
+        style, script = (_asset(name) for name in ("explorer.css", "explorer.js"))
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        # makes the browser block all external resources
+        policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+        # "</" would end the script element, even inside a string
+        numbers = json.dumps(self.content, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+        promises = "".join(f"<li>{escape(words)}</li>" for words in self.content["guarantees"])
+        whose = " with this posterior’s own approximate curvature" if self.content["approximate"] else ""
+        caution = self.content["leaveOneOut"]
+        caution = f'\n<p class="flag" role="note">Mind: {escape(caution)}.</p>' if caution else ""
+        body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]), guarantees=promises,
+                            whose=whose, caution=caution)  # fmt: skip
+        return (
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{escape(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>{body}"
+            f'<script type="application/json" id="data">{numbers}</script>\n'
+            f"<script>{script}</script>\n</body>\n</html>\n"
+        )
+
+    def write(self, path: str | Path) -> Path:
+        """Write the page to `path`, in UTF-8."""
+        path = Path(path)
+        path.write_text(self.html(), encoding="utf-8")
+        return path
+
+
+def explore(
+    posterior: Posterior, x: Inputs, training: Inputs | None = None, targets: Tensor | None = None, k: int = 6,
+    naming: Naming | None = None, title: str = "Which training points made these predictions?",
+    progress: bool | None = None,
+) -> ExplorerPage:  # fmt: skip
+    """Make a page that explains predictions by uncertainty, training points, and effects of their removal.
+
+    Parameters
+    ----------
+    posterior : Posterior
+        A posterior of any structure; the page states whether its numbers are exact.
+    x : tensor, tuple or dict of tensors
+        Inputs to explain. All of them are in the page, so use hundreds rather than thousands.
+    training : like x, optional
+        The training inputs in the order of the fit, shown as images or rows if they are one tensor.
+    targets : Tensor, optional
+        True targets at `x`, to see which predictions are wrong.
+    k : int
+        Number of training points shown for and against each prediction, and removed together.
+    naming : Naming, optional
+        Names of classes and features, the shape of images.
+    title : str
+    progress : bool, optional
+        Show a progress bar; by default if the error stream is a terminal.
+
+    Returns
+    -------
+    ExplorerPage
+
+    Raises
+    ------
+    DataError
+        If sizes or names do not match.
+    """
+    x, naming = as_tensors(x), Naming() if naming is None else naming
+    if num_examples(x) == 0:
+        raise DataError("at least one input", "none", "Pass one or more inputs.")
+    if not isinstance(naming, Naming):
+        raise DataError("words as ntk_laplace.Naming(...)", f"{naming!r}"[:80], "Pass Naming(classes=[...]).")
+    content = gather(posterior, x, training, targets, k, naming, progress)
+    return ExplorerPage(str(title), content | {"flag": HIGH_LEVERAGE})
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
