@@ -95,7 +95,7 @@ class FitInterrupted(KeyboardInterrupt):
     def __init__(self, state: object, done: int, total: int | None) -> None:
         of = f" of {total:,}" if total else ""
         super().__init__(f"interrupted after {done:,}{of} examples; laplace(..., settings=Settings("
-                         "resume=error.state)) goes on from there")
+                         "resume=error.state)) continues from there")
         self.state = state
 
 
@@ -111,7 +111,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     def __init__(self, state: dict, done: int, total: int) -> None:
         super().__init__(f"interrupted after {done:,} of {total:,} epochs; train_with_evidence(..., settings=Settings("
-                         "resume=error.state)) goes on from there")
+                         "resume=error.state)) continues from there")
         self.state = state
 
 

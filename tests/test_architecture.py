@@ -153,7 +153,7 @@ def test_the_table_of_contents_only_names_things() -> None:
         assert docstring or names or imports, f"line {node.lineno} does something"
 
 
-def test_everything_promised_is_there() -> None:
+def test_all_documented_attributes_exist() -> None:
     import ntk_laplace
 
     missing = [name for name in ntk_laplace.__all__ if not hasattr(ntk_laplace, name)]

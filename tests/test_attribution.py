@@ -66,7 +66,7 @@ def test_scores_are_scipys():
     assert constant.value == 0 and str(score).startswith(f"{score.value:.3f} ±")
 
 
-def test_slopes_say_whether_effects_are_too_small():
+def test_slopes_above_one_mean_effects_that_are_too_small():
     truth = np.random.default_rng(2).normal(size=(5, 7))
     assert attribution.leave_one_out_agreement(truth / 3, truth).slope == pytest.approx(3.0)
     assert "slope 3.00" in str(attribution.leave_one_out_agreement(truth / 3, truth))
@@ -97,7 +97,7 @@ def test_removal_curves_retrain_without_the_first():
     assert axes.get_ylabel() == "loss"
 
 
-def test_retraining_goes_on_where_it_stopped(tmp_path):
+def test_retraining_resumes(tmp_path):
     kept, calls = attribution.random_halves(4, 20), []
 
     def train(indices, seed):

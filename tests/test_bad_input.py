@@ -161,7 +161,7 @@ def test_arrays_that_torch_does_not_read(case):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error")
-def test_tables_and_columns_are_read_by_place_whatever_their_rows_are_called():
+def test_tables_are_read_by_position_with_any_index():
     """As a split into training and test data leaves them."""
     x, y, rows = inputs(), labels(), [11, 3, 5, 8, 1, 0, 2, 9, 4]
     want, table = fit(data=(x, y), likelihood=CLASS()), pandas.DataFrame(x.numpy(), index=rows)
@@ -368,7 +368,7 @@ def test_new_inputs_that_the_network_does_not_take(case, structure, posteriors):
     assert all(torch.equal(one, other) for one, other in zip(before, posterior.latent_moments(good), strict=True))
 
 
-def test_torch_says_why_in_the_cause():
+def test_the_error_of_torch_is_the_cause():
     with pytest.raises(errors.DataError) as caught:
         fit().predict(torch.zeros(5, 3))
     assert isinstance(caught.value.__cause__, RuntimeError) and "5x3" in str(caught.value.__cause__)
@@ -623,7 +623,7 @@ def test_noise_that_could_mean_two_things():
     assert fit(data=data, likelihood=ntkl.Gaussian(noise=torch.ones(3), kind="point")).likelihood.kind == "point"
 
 
-def test_noise_per_point_says_nothing_about_new_points():
+def test_noise_per_point_is_undefined_at_new_points():
     posterior = fit(likelihood=ntkl.Gaussian(noise=torch.ones(N)))
     with refused(errors.UnsupportedError, "9 points", "new points|other points", r"predict\(x, likelihood="):
         posterior.predict(inputs(4))
@@ -727,7 +727,7 @@ def test_a_joint_covariance_too_large_is_refused(monkeypatch):
 # ---------------------------------------------------------------------------------------------- no silent repair
 
 
-def test_float32_that_cannot_be_factored_says_so():
+def test_float32_that_cannot_be_factored_raises_an_error():
     """No jitter: in float32 a curvature of 1e9 beside 1 is lost, and the error names float64 as the way out."""
     torch.manual_seed(5)
     net = network().float()

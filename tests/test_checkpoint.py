@@ -63,7 +63,7 @@ def test_a_loaded_posterior_answers_as_the_saved_one(name: str, curvature: str, 
 
 @pytest.mark.filterwarnings("ignore:INF's low-rank part")
 @pytest.mark.parametrize("name", [name for name in STRUCTURES if name != "gp"])
-def test_without_data_it_holds_none_and_says_what_it_cannot_do(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_without_data_contains_none_and_names_what_needs_them(name: str, tmp_path: Path) -> None:
     posterior, path = fit(STRUCTURES[name]), tmp_path / "posterior.pt"
     (x, y), n = data(), len(data()[1])
     posterior.save(path)
@@ -104,7 +104,7 @@ def test_function_space_is_made_of_its_data(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_every_likelihood_and_prior_comes_back(tmp_path: Path) -> None:
+def test_every_likelihood_and_prior_is_restored(tmp_path: Path) -> None:
     x, path = data()[0], tmp_path / "posterior.pt"
     y = torch.rand(len(x), 3, dtype=torch.float64)
     covariance = 0.3 * torch.eye(3, dtype=torch.float64) + 0.1
@@ -186,7 +186,7 @@ def test_files_that_are_no_checkpoint(content: object, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["nowhere/posterior.pt", "", None])
 def test_places_where_nothing_can_be_written(place: str | None, tmp_path: Path) -> None:
-    with pytest.raises(ntkl.DataError, match=r"as checkpoint; got None|a checkpoint in a folder that is there"):
+    with pytest.raises(ntkl.DataError, match=r"as checkpoint; got None|a checkpoint in an existing"):
         fit("diag").save(place if place is None else tmp_path / place)
 
 

@@ -30,7 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], []])
-def test_help_says_what_there_is(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture) -> None:
     if arguments:
         with pytest.raises(SystemExit) as stopped:
             cli.main(arguments)
@@ -294,7 +294,7 @@ def bad_files(brought: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.txt", "T.CSV", "t.csv.gz", "t.csv.zip"])
 @pytest.mark.parametrize("needed", [("X", "y"), ("X",)], ids=["with targets", "inputs"])
-def test_a_table_comes_with_the_line_that_converts_it(
+def test_the_error_for_a_table_shows_the_line_that_converts_it(
     name: str, needed: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remedy is run as it is printed: a line of Python; the file that it writes holds the table."""
@@ -307,7 +307,7 @@ def test_a_table_comes_with_the_line_that_converts_it(
     message = str(refused.value)
     words = " and ".join(needed)
     assert message.startswith(f"expected an .npz file with arrays {words} of numbers; got {name}. Convert it in Python")
-    assert "pickle" not in message and message.endswith("Pass header=None if its first line holds data.")
+    assert "pickle" not in message and message.endswith("Pass header=None if its first line contains data.")
     code = message[message.index("d = pandas") : message.index(". Pass")]
     exec(code, {"pandas": pandas, "numpy": np})
     x, y = load(Path(name[0] + ".npz"), torch.float64)
@@ -354,9 +354,9 @@ def test_a_table_comes_with_the_line_that_converts_it(
         ({"data": "nowhere.npz"}, "an .npz file of the training data; got nowhere.npz, where there is no file"),
         ({"data": "folder.py"}, "an .npz file of the training data; got the directory folder.py. Name a file in it."),
         ({"data": "text.npz"}, "arrays X and y of numbers; got text.npz, which is no such file. Save it with"),
-        ({"data": "array.npz"}, "got array.npz (it holds one array without a name). Save it with "
+        ({"data": "array.npz"}, "got array.npz (it contains one array without a name). Save it with "
          "numpy.savez('array.npz', X=X, y=y)."),
-        ({"data": "X.npy"}, "an .npz file with arrays X and y of numbers; got X.npy. An .npy file holds one array: "
+        ({"data": "X.npy"}, "an .npz file with arrays X and y of numbers; got X.npy. An .npy file contains one array: "
          "numpy.savez('X.npz', X=numpy.load('X.npy'), y=numpy.load('y.npy')) puts several into one file."),
         ({"data": "w.pt"}, "got w.pt. Load its tensors with torch.load, and save them: numpy.savez('w.npz', X=X, y=y)"),
         ({"data": "train.parquet"}, "got train.parquet. Convert it in Python, y in the last column: "
@@ -365,7 +365,7 @@ def test_a_table_comes_with_the_line_that_converts_it(
         ({"data": "no_y.npz"}, "expected arrays X and y in no_y.npz; got 'X', 'labels', and no y"),
         ({"data": "nothing.npz"}, "got nothing, and no X and no y"),
         ({"data": "words.npz"}, "expected y to be an array of numbers"),
-        ({"data": "objects.npz"}, "got objects.npz, which holds Python objects. Save it with"),
+        ({"data": "objects.npz"}, "got objects.npz, which contains Python objects. Save it with"),
         ({"data": "short.npz"}, "expected as many targets as inputs"),
         ({"data": "no_rows.npz"}, "expected at least one example; got empty data"),
         ({"data": "gaps.npz"}, "expected finite inputs; got NaN at example 7"),
@@ -632,7 +632,7 @@ def test_outputs_and_targets_by_name(parts: dict[str, np.ndarray], capsys: pytes
          "expected an .npz file with arrays by name of numbers; got array.npz"),
     ],
 )  # fmt: skip
-def test_outputs_and_targets_that_are_not_there(
+def test_missing_outputs_and_targets_are_refused(
     arguments: list[str], words: str, parts: dict[str, np.ndarray], capsys: pytest.CaptureFixture
 ) -> None:
     with open("array.npz", "wb") as file:

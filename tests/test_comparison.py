@@ -46,7 +46,7 @@ def _no_collection(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
 @pytest.mark.parametrize("correction", [False, True])
-def test_every_row_is_what_laplace_says(curvature: str, correction: bool) -> None:
+def test_every_row_equals_a_separate_fit(curvature: str, correction: bool) -> None:
     network, data = case()
     found = ntkl.compare_evidence(
         network, data, ntkl.Categorical(), layered(), curvature=curvature, correction=correction, settings=QUIET
@@ -114,7 +114,7 @@ def test_a_stream_must_be_the_same_for_every_structure() -> None:
         ntkl.compare_evidence(network, load(Once()), ntkl.Categorical(), None, ["gp", "diag"], settings=QUIET)
 
 
-def test_what_the_caller_holds_stays_as_it_was() -> None:
+def test_objects_of_the_caller_do_not_change() -> None:
     network, (x, _) = case(2)
     y, likelihood, prior = torch.randn(25, 2).double(), ntkl.Gaussian(noise=torch.rand(25, 2) + 0.1), layered()
     weights, noise = copy.deepcopy(network.state_dict()), likelihood.noise.clone()
@@ -130,7 +130,7 @@ def test_what_the_caller_holds_stays_as_it_was() -> None:
 # --- labels
 
 
-def test_labels_tell_structures_apart() -> None:
+def test_labels_are_unique() -> None:
     network, data = case()
     basis = ntkl.laplace(network, data, ntkl.Categorical(), structure="kfac", settings=QUIET)
     structures = [
@@ -169,7 +169,7 @@ def test_wrong_structures_are_refused_before_the_work(
 # --- what goes wrong
 
 
-def test_what_does_not_fit_is_said_and_the_rest_goes_on() -> None:
+def test_a_structure_that_does_not_fit_gets_a_note_and_the_others_continue() -> None:
     network, data = case()
     # B of gp takes 50² float64 and its rows; JᵀΛJ and H of full take 2 x 59²
     found = ntkl.compare_evidence(
@@ -190,7 +190,7 @@ def test_all_refused_for_memory_is_a_table_too() -> None:
     assert str(found).count("refused: ") == 2 and found.plot() is not None
 
 
-def test_a_prior_that_one_structure_cannot_hold() -> None:
+def test_a_prior_that_one_structure_does_not_support() -> None:
     network, data = case()
     prior = ntkl.GaussianPrior(groups="parameter")
     found = ntkl.compare_evidence(network, data, ntkl.Categorical(), prior, settings=QUIET)
@@ -351,7 +351,7 @@ def test_an_option_that_laplace_does_not_have_is_an_error_before_anything_is_fit
         ntkl.compare_evidence(network, data, ntkl.Categorical(), curvatures="ef")
 
 
-def test_progress_goes_to_the_error_stream_where_it_is_wanted(capsys: pytest.CaptureFixture) -> None:
+def test_progress_is_written_to_the_error_stream_if_asked(capsys: pytest.CaptureFixture) -> None:
     network, data = case()
     for wanted, lines in ((True, ["ntk_laplace: gp, 1 of 2", "ntk_laplace: diag, 2 of 2"]), (False, []), (None, [])):
         settings = ntkl.Settings(progress=wanted)
@@ -372,7 +372,7 @@ def comparison() -> ntkl.EvidenceComparison:
     return ntkl.EvidenceComparison(rows, "gp", 60_000, 10, 1_234_567, "Categorical, prior precision 1, curvature ggn")
 
 
-def test_table_fits_a_terminal_and_says_everything() -> None:
+def test_the_table_fits_a_terminal_and_is_complete() -> None:
     lines = str(comparison()).splitlines()
     assert max(map(len, lines)) <= 80 + 10  # numbers of this size; the usual ones stay below 80
     assert lines[:2] == [
@@ -397,7 +397,7 @@ def test_table_of_a_small_case_is_eighty_wide() -> None:
     assert "2 prior precisions from 0.5 to 3" in found.model and "difference" not in str(found)
 
 
-def test_frame_and_json_hold_every_digit() -> None:
+def test_frame_and_json_contain_every_digit() -> None:
     found = comparison()
     frame = found.to_dataframe()
     assert list(frame["structure"]) == ["gp", "full", "kfac"] and frame["evidence"][0] == -1234567.891234

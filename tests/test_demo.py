@@ -108,7 +108,7 @@ def test_training_leaves_gradients_and_hyperparameters_alone() -> None:
 
 
 @pytest.mark.slow
-def test_training_is_repeatable_and_stops_when_told() -> None:
+def test_training_is_repeatable_and_stops_on_request() -> None:
     losses = []
     for _ in range(2):
         network, *rest = training_case()
@@ -159,7 +159,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, d
 
 
 @pytest.mark.slow
-def test_summary_holds_what_is_promised(finished: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_summary_is_complete(finished: tuple[Path, dict[str, Any], str]) -> None:
     out, summary, _ = finished
     assert json.loads((out / "summary.json").read_text()) == summary
     assert list(summary["runs"]) == ["digits_4_vs_9", "digits_ten_classes", "diabetes"]
@@ -225,7 +225,7 @@ def test_explanations_are_linked_from_the_report(finished: tuple[Path, dict[str,
 
 
 @pytest.mark.slow
-def test_screen_tells_steps_and_tables(finished: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_screen_shows_steps_and_tables(finished: tuple[Path, dict[str, Any], str]) -> None:
     _, summary, text = finished
     assert "Digits 0 to 9: evidence in function space" in text and "report.html" in text
     for run in summary["runs"].values():

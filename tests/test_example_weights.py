@@ -374,7 +374,7 @@ class Interrupts(Dataset):
 
 
 @pytest.mark.parametrize("structure", ["kfac", "ekfac"])
-def test_an_interrupted_fit_goes_on_with_its_weights(structure: str, tmp_path: Path) -> None:
+def test_an_interrupted_fit_resumes_with_its_weights(structure: str, tmp_path: Path) -> None:
     x, y = data_of("deep_mlp", "categorical")
     loader = DataLoader(Interrupts(x, y, REAL[:7], 5), 2)
     settings = {"batch_size": 2, "checkpoint": tmp_path / "state.pt"}

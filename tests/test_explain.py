@@ -102,7 +102,7 @@ def test_linear_regression_without_a_point_is_the_refit():
         assert relative_error(loo.log_density[i], density) < 1e-9
 
 
-def test_signs_and_order_are_those_the_words_say():
+def test_signs_and_order_match_the_text():
     """Supporting points come first by how far their removal lowers the output."""
     case = problem("deep_mlp")
     y = targets(LIKELIHOODS["categorical"], case)
@@ -325,7 +325,7 @@ def test_pictures_of_every_kind(kind, by):
 
 
 @pytest.mark.slow
-def test_a_page_says_what_it_promises():
+def test_the_page_contains_what_is_documented():
     case = problem("deep_mlp")
     page = fit(*CATEGORICAL, "gp").explain(case.x_new, k=2).to_html(inputs=case.x_new, training=case.x)
     for words in ("data:image/png;base64,", "exact for one Newton step", "How each prediction is made up", "removing"):

@@ -130,7 +130,7 @@ def test_a_page_of_five_hundred_inputs_stays_small_and_fetches_nothing() -> None
     assert json.loads(numbers)["names"] == ["<b>", "</script>", "c"]
 
 
-def test_a_sheet_holds_every_image_where_it_says() -> None:
+def test_every_image_is_at_its_position_in_the_sheet() -> None:
     images = images_of(torch.rand(7, 1, 5, 6), None)
     found = sheet(images)
     whole = np.asarray(Image.open(io.BytesIO(base64.b64decode(found["source"].partition(",")[2]))))
@@ -340,7 +340,7 @@ def test_a_person_clicks_through_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-def test_a_structured_page_says_what_holds(tmp_path: Path) -> None:
+def test_the_page_of_a_structured_posterior_states_its_guarantees(tmp_path: Path) -> None:
     _, x, _, x_new, targets = case("classes")
     page = explore(structured("classes", "diag"), x_new, x, targets, k=3, naming=Naming(shape=(4, 4)))
     held = next(i for i, point in enumerate(page.content["points"]) if "held" in point["without"]["both"])

@@ -43,7 +43,7 @@ def test_rows_are_the_jacobian(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_root_goes_into_the_seeds(name):
+def test_the_root_enters_the_cotangents(name):
     """Jacobian seeded with S, and rows weighted with S afterwards, are both SᵀJ."""
     case = problem(name)
     n, c = case.case.examples, case.case.outputs
@@ -207,7 +207,7 @@ class TwoViews(nn.Module):
 
 
 @pytest.mark.parametrize("views", ["mixed+transposed", "swapped+mixed+plain", "rows+plain+rows", "transposed+swapped"])
-def test_views_of_one_parameter_are_told_apart(views):
+def test_views_of_one_parameter_are_distinguished(views):
     torch.manual_seed(2)
     network, x = TwoViews(views).double(), torch.randn(6, 4).double()
     assert relative_error(rows(network, x), jacobian(network, x)) < 1e-12
@@ -428,7 +428,7 @@ def test_short_rows_are_made_at_once(short, monkeypatch):
     assert ({"one.weight", "two.weight"} <= made) == (short == 0) and "view" not in made
 
 
-def test_the_last_layer_holds_its_gradients_once():
+def test_the_last_layer_stores_its_gradients_once():
     """They are the seeds, the same for all examples; those of other layers are not."""
     network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     blocks = JacobianPass(Network(network), torch.float64).rows(torch.randn(7, 3).double()).blocks
@@ -437,7 +437,7 @@ def test_the_last_layer_holds_its_gradients_once():
 
 
 @pytest.mark.parametrize("sizes", [(6, 5), (1, 6), (40,)])
-def test_a_rule_that_does_not_hold_is_left_out_of_the_next_plan(sizes, monkeypatch):
+def test_a_wrong_rule_is_excluded_from_the_next_plan(sizes, monkeypatch):
     """A plan is believed until a batch disagrees; the one made then leaves that parameter, and no other, out."""
 
     def doubled(use):
@@ -553,7 +553,7 @@ def test_only_asked_for_weights_are_added_up():
 
 
 @pytest.mark.parametrize("squared", [False, True])
-def test_sums_whose_rule_does_not_hold_are_never_returned(monkeypatch, squared):
+def test_sums_of_a_wrong_rule_are_never_returned(monkeypatch, squared):
     """The proof looks at some examples' gradients; if they disagree, all rows are made and looked into."""
     def doubled(use):
         reader = rules._addmm(use)
@@ -699,7 +699,7 @@ class Flattening(nn.Module):
 
 
 @pytest.mark.parametrize("by_view", [False, True])
-def test_channels_last_only_where_the_network_bears_it(by_view):
+def test_channels_last_only_if_the_network_supports_it(by_view):
     module = Flattening(by_view).eval()
     network, x = Network(module), torch.randn(12, 2, 4, 4)
     found = JacobianPass(network, torch.float64).rows(x)

@@ -311,7 +311,7 @@ def test_copies_have_precisions_of_their_own(passes: list[int]) -> None:
     assert passes == [4], "the network did not change, nor did its Jacobians"
 
 
-def test_a_pickle_holds_no_inputs() -> None:
+def test_a_pickle_contains_no_inputs() -> None:
     kernel, x = NTKKernel(AnyWidth(2).double()), torch.randn(1000, 3).double()
     empty = len(pickle.dumps(kernel))
     values = kernel(x[:5]).to_dense()

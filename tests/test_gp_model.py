@@ -283,7 +283,7 @@ def test_the_prior_over_whitened_rows() -> None:
         assert relative_error(lower, torch.linalg.cholesky(true.covariance_matrix)) < 1e-10
 
 
-def test_gradients_that_are_not_there_are_refused() -> None:
+def test_unavailable_gradients_are_refused() -> None:
     """A wrong zero is worse than an error: the root's own derivative is not known."""
     gp = build("linear_model", "categorical", "layer")
     noisy = gp.likelihood(gp.train()(*gp.train_inputs))
@@ -487,7 +487,7 @@ def test_posteriors_change_their_floating_type(structure: str) -> None:
     prior = ntkl.GaussianPrior(2.0, groups="layer")
     posterior = ntkl.laplace(case.network, (case.x, y), ntkl.Categorical(1.3), prior, structure=structure)
     value, moments = posterior.log_marginal_likelihood(correction=True), posterior.latent_moments(case.x_new)
-    assert posterior.to(dtype=torch.float32) is posterior and prior.log_precision.dtype == torch.float64
+    assert posterior.to(dtype=torch.float32) is posterior and posterior.prior.log_precision.dtype == torch.float64
     assert posterior.latent_moments(case.x_new)[1].dtype == posterior.f.dtype == torch.float32
     assert relative_error(posterior.log_marginal_likelihood(correction=True), value) < 1e-4
     assert relative_error(posterior.latent_moments(case.x_new)[1], moments[1]) < 1e-4
@@ -521,7 +521,7 @@ def test_copies_stand_alone() -> None:
         assert torch.equal(gp(x_new).covariance_matrix, before)
 
 
-def test_what_the_model_cannot_do_it_says() -> None:
+def test_unsupported_methods_of_the_model_raise_errors() -> None:
     case = problem("linear_model")
     y = _labels(outputs(case.network, case.x))
     gp = build("linear_model", "categorical", "scalar")

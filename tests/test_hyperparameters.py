@@ -51,7 +51,7 @@ ADAM_FROM_ABOVE = ("gp", "ekfac", "diag")
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", ROADS)
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_all_roads_lead_to_one_optimum(regression, name: str, groups: str) -> None:
+def test_all_optimizers_reach_one_optimum(regression, name: str, groups: str) -> None:
     """[I21] Fig. 4: from precisions of 1e-3 and of 1e3."""
     found = []
     for method, start in ROADS[groups].items():
@@ -247,7 +247,7 @@ def test_an_interruption_leaves_the_best_seen(regression, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_line_search_comes_back_from_where_nothing_can_be_computed(regression, monkeypatch) -> None:
+def test_a_line_search_recovers_from_values_that_are_not_finite(regression, monkeypatch) -> None:
     posterior, walls = fit(regression, "gp", 1e-3, noise=1.0), []
     whole = type(posterior).log_marginal_likelihood
 
@@ -291,7 +291,7 @@ def test_the_wall_of_a_line_search_is_a_parabola_up_from_the_last_step(regressio
     assert seen
 
 
-def test_inf_far_outside_its_reach_is_refused_in_words(regression) -> None:
+def test_inf_far_outside_its_range_raises_a_clear_error(regression) -> None:
     """L-BFGS may ask for it; what it goes back from is one of the library's own errors.
 
     Its matrix overflows there. Where it only rounds, one processor factors it and another does not.
@@ -338,7 +338,7 @@ def test_a_history_for_people(regression) -> None:
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "ekfac"])
-def test_labels_that_become_certain_are_told(structure, recwarn):
+def test_separable_labels_cause_a_warning(structure, recwarn):
     """A separated data set has no best temperature: zero, with vague weights, says all of its labels at no cost."""
     torch.manual_seed(2)
     x = torch.randn(30, 2).double()

@@ -126,7 +126,7 @@ def bound(case: Case) -> tuple[Likelihood, Tensor]:
 
 
 @each_case
-def test_the_density_is_that_of_what_is_there(case: Case) -> None:
+def test_the_density_is_that_of_the_observed_targets(case: Case) -> None:
     likelihood, y = bound(case)
     expected = torch.tensor(case.reference(F, case.targets), dtype=F64)
     torch.testing.assert_close(likelihood.log_prob(F, y).detach(), expected, rtol=1e-12, atol=1e-12)
@@ -173,7 +173,7 @@ def test_other_roots_know_what_is_missing(case: Case, curvature: str) -> None:
 
 @each_case
 @pytest.mark.parametrize("method", ["glm", "blr", "map"])
-def test_predictions_are_scored_on_what_is_there(case: Case, method: str) -> None:
+def test_predictions_are_scored_on_observed_targets(case: Case, method: str) -> None:
     """The density of a row is that of its targets that are there, from the marginal prediction of those alone."""
     likelihood, y = bound(case)
     if case.name in ("entry", "tempered"):
@@ -214,7 +214,7 @@ def test_predicted_probabilities_score_soft_labels() -> None:
         torch.testing.assert_close(one.log_prob(y), (y * one.probs.log() + (1 - y) * (1 - one.probs).log()).sum(1))
 
 
-def test_what_marks_a_missing_target_must_be_said() -> None:
+def test_the_mark_of_missing_targets_must_be_given() -> None:
     for likelihood in (ntkl.Gaussian(), ntkl.Bernoulli(), ntkl.Poisson()):
         name = type(likelihood).__name__
         with pytest.raises(ntkl.NonFiniteError, match=rf'{name}\(missing="nan"\)'):
@@ -277,7 +277,7 @@ def partly_missing(kind: str) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", DENSE)
-def test_outputs_without_a_target_tell_nothing(kind: str) -> None:
+def test_outputs_without_a_target_carry_no_information(kind: str) -> None:
     """Against the P x P matrices, with derivatives of the likelihood's own density by autograd; gradients too."""
     build, which = DENSE[kind]
     own, y, likelihood = problem("deep_mlp"), partly_missing(which), build()
@@ -319,7 +319,7 @@ def test_soft_labels_that_are_certain_are_labels(structure: str) -> None:
     assert relative_error(soft.log_joint(), hard.log_joint()) > 1e-2
 
 
-def test_the_fixed_point_of_the_noise_counts_what_is_there() -> None:
+def test_the_fixed_point_of_the_noise_counts_observed_targets() -> None:
     """MacKay's noise is the evidence's maximum: L-BFGS comes to the same, and a mean over all entries does not."""
     own, y = problem("linear_model"), draw(5, 7, 3).masked_fill(draw(6, 7, 3) > 0.6, NAN)
     found = []
@@ -348,7 +348,7 @@ def missing_fit(structure: str = "gp", **options: Any):
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
-def test_what_is_said_of_training_points_without_a_target(structure: str) -> None:
+def test_explanations_of_training_points_without_a_target(structure: str) -> None:
     """They have no share in anything, and are predicted by the others; a target found later is a relabel."""
     posterior, own, y = missing_fit(structure)
     left = posterior.leave_one_out()
@@ -410,7 +410,7 @@ def test_explanations_of_missing_and_soft_targets() -> None:
 
 
 @pytest.mark.parametrize("kind", ["categorical", "soft", "bernoulli"])
-def test_the_page_says_missing(kind: str) -> None:
+def test_the_page_marks_missing_targets(kind: str) -> None:
     posterior, own, y = missing_fit()
     if kind == "soft":
         y = torch.eye(5, dtype=F64)[y.clamp_min(0)].masked_fill((y == -100).unsqueeze(1), -100.0)
@@ -429,7 +429,7 @@ def test_the_page_says_missing(kind: str) -> None:
                                                                    [2, None, 0, 1])  # fmt: skip
 
 
-def test_scores_count_what_is_there() -> None:
+def test_scores_count_observed_targets() -> None:
     posterior, own, _ = missing_fit()
     response, asked = posterior.predict(own.x_new, "probit"), torch.tensor([2, -100, 0, 1])
     left = [0, 2, 3]

@@ -467,7 +467,7 @@ def test_noise_per_point_belongs_to_its_points() -> None:
 
 
 @pytest.mark.parametrize("case", NORMALIZED, ids=lambda case: case.name)
-def test_a_tempered_response_comes_once(case: Case) -> None:
+def test_a_tempered_response_is_tempered_once(case: Case) -> None:
     """The weight is of the training examples: the response is the likelihood's, and a part keeps the weight."""
     own, tempered = case.bound(), Tempered(case.bound(), 2.5)
     f, spread, part = OUTPUTS["moderate"], 0.3 * EYE, slice(2, 5)
@@ -722,7 +722,7 @@ def test_bad_log_densities(log_density: Callable[..., Tensor], verb: str, text: 
     assert text in str(caught.value)
 
 
-def test_what_a_log_density_does_not_tell() -> None:
+def test_what_a_log_density_alone_does_not_define() -> None:
     likelihood = likelihood_from_log_prob(lambda f, y: -torch.log(2 * torch.cosh(y - f)).sum(1))
     f = OUTPUTS["moderate"]
     with pytest.raises(UnsupportedError, match=r"with a mean response; got CustomLikelihood. Override mean\(f\), or"):

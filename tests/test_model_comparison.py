@@ -122,7 +122,7 @@ def test_equal_scores_have_no_ranks_and_one_model_is_called_by_its_name():
     assert "concerns all 3 models: fit" in three.warning and "concerns a: fit" in one.warning
 
 
-def test_table_json_and_picture_hold_the_numbers():
+def test_table_json_and_picture_contain_the_numbers():
     found, text = four(), str(four())
     read = json.loads(found.to_json())
     for row, kept, line in zip(found.rows, read["rows"], text.splitlines()[4:8], strict=True):
@@ -191,7 +191,7 @@ def test_one_method_for_all_structures():
         mixed.plot("loo", "evidence")
 
 
-def test_a_model_whose_inputs_are_gone_has_no_leave_one_out(tmp_path):
+def test_a_model_without_its_inputs_has_no_leave_one_out(tmp_path):
     posterior(2, structure="full").save(tmp_path / "full.pt", include_data=True)
     loaded = ntkl.load(tmp_path / "full.pt", regression(2, 1.0))
     row = quietly([loaded], conditional="none").rows[0]
@@ -275,7 +275,7 @@ def test_different_data_are_refused():
     [
         (lambda one: ntkl.compare_models([]), ntkl.DataError, "got none"),
         (lambda one: ntkl.compare_models([one.network]), ntkl.DataError, "Fit each model"),
-        (lambda one: ntkl.compare_models([("a", one), ("a", one)]), ntkl.DataError, "a name of its own"),
+        (lambda one: ntkl.compare_models([("a", one), ("a", one)]), ntkl.DataError, "a unique name"),
         (lambda one: ntkl.compare_models([one], conditional="all"), ntkl.UnsupportedError, "conditional=.*'all'"),
         (lambda one: ntkl.compare_models([one], m=50), ntkl.DataError, "0 to 49; got 50"),
         (lambda one: ntkl.compare_models([one], data()[2:], predictive="all"), ntkl.UnsupportedError, "a method among"),
@@ -289,7 +289,7 @@ def test_bad_questions_are_answered(ask, error, words):
         ask(posterior(2))
 
 
-def test_what_is_wrong_with_test_data_is_told_before_any_score(monkeypatch):
+def test_wrong_test_data_raise_an_error_before_any_score(monkeypatch):
     monkeypatch.setattr(ntkl.Posterior, "conditional_log_marginal_likelihood", None)
     for test in (data()[2], (data()[2], data()[3][:3]), (data()[2], data()[3].repeat(1, 2))):
         with pytest.raises(ntkl.DataError):

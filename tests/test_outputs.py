@@ -138,7 +138,7 @@ def same(one: ntkl.Posterior, other: ntkl.Posterior) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whatever_a_network_returns_the_named_output_is_linearized(form: str) -> None:
+def test_the_named_output_of_any_return_type_is_linearized(form: str) -> None:
     """Against dense matrices of the wrapped network, in function space and in weight space."""
     network = several(None)
     x, y = inputs(), labels()
@@ -262,7 +262,7 @@ def test_layers_without_a_rule() -> None:
 # --- what the posterior does later
 
 
-def test_inputs_may_still_hold_the_labels() -> None:
+def test_inputs_may_contain_the_labels() -> None:
     """As a batch of the loader does; those of new data may be missing, or be nonsense."""
     posterior, x = fit(), inputs(4, 8)
     expected = posterior.predict(x).probs
@@ -275,7 +275,7 @@ def test_inputs_may_still_hold_the_labels() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")
-def test_the_network_comes_along_to_every_verb() -> None:
+def test_the_output_name_applies_to_every_method() -> None:
     """Copies, what-ifs, weight draws, the network that follows a what-if, and both models of GPyTorch."""
     x = inputs(4, 8)
     found, expected = fit(), plain()
@@ -533,7 +533,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any, dict[str, Any]]], ty
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_read_is_refused_in_words(case: str) -> None:
+def test_unreadable_data_raise_a_clear_error(case: str) -> None:
     make, kind, words = REFUSED[case]
     network, data, options = make()
     with pytest.raises(kind, match=re.escape(words)) as caught:
@@ -541,7 +541,7 @@ def test_what_cannot_be_read_is_refused_in_words(case: str) -> None:
     assert re.fullmatch(r"expected .+; got .+\. [A-Z].+\.", str(caught.value), re.DOTALL)
 
 
-def test_later_inputs_with_a_key_too_many_are_told_of_those_of_the_fit() -> None:
+def test_an_extra_key_in_later_inputs_raises_an_error_with_the_keys_of_the_fit() -> None:
     with pytest.raises(DataError, match="Give it the keys 'words', 'mask'"):
         fit().predict(inputs(4) | {"idx": torch.arange(4)})
 
@@ -561,7 +561,7 @@ def modes(module: nn.Module) -> Iterator[bool]:
     return (part.training for part in module.modules())
 
 
-def test_the_network_comes_back_as_it_was() -> None:
+def test_the_network_is_unchanged() -> None:
     network = several("dict")
     before = copy.deepcopy(network.state_dict()), list(modes(network))
     ntkl.laplace(network, DATA["a loader"](), ntkl.Categorical(), **NAMED).predict(inputs(4))
@@ -569,7 +569,7 @@ def test_the_network_comes_back_as_it_was() -> None:
     assert all(torch.equal(value, before[0][name]) for name, value in network.state_dict().items())
 
 
-def test_a_network_holds_what_it_was_told() -> None:
+def test_a_network_keeps_its_options() -> None:
     network = Network(several("dict"), None, "logits", "labels")
     for one in (network, network.at(network.theta + 1), copy.deepcopy(network)):
         assert (one.output, one.targets) == ("logits", "labels")

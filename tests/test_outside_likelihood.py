@@ -214,7 +214,7 @@ def test_files_without_a_likelihood(
 def test_names_belong_to_one_class() -> None:
     assert registered_likelihoods()["gamma"].__name__ == "Gamma"
     poisson = type("Poisson", (ntkl.Likelihood,), {"__module__": "elsewhere"})
-    with pytest.raises(ntkl.UnsupportedError, match=r"a name of its own for the likelihood elsewhere\.Poisson"):
+    with pytest.raises(ntkl.UnsupportedError, match=r"a unique name for the likelihood elsewhere\.Poisson"):
         ntkl.register_likelihood(poisson)
     for thing in (3, nn.Linear, Gamma()):
         with pytest.raises(ntkl.UnsupportedError, match=r"a subclass of ntk_laplace\.Likelihood"):

@@ -109,7 +109,8 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(loaded.latent_moments(own.x_new)[1], posterior.latent_moments(own.x_new)[1])
 
 
-def test_it_trains_a_network_and_stands_in_the_comparisons() -> None:
+@pytest.mark.slow
+def test_it_trains_a_network_and_is_compared_with_others() -> None:
     torch.manual_seed(0)
     x, network = torch.randn(30, 2).double(), build().double()
     y = (x[:, 0] > 0).long() + (x[:, 1] > 1).long()
@@ -123,6 +124,7 @@ def test_it_trains_a_network_and_stands_in_the_comparisons() -> None:
     assert np.isfinite(found["one"].loo) and np.isfinite(found["one"].conditional)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it_from_the_network_s_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

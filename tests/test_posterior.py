@@ -215,7 +215,7 @@ def test_parameters_chosen_by_the_caller(choice):
 
 
 @pytest.mark.parametrize(("network", "chosen"), [("linear_model", "full"), ("cnn_groups", "gp")])
-def test_auto_takes_the_smaller_matrix_and_says_so(network, chosen):
+def test_auto_takes_the_smaller_matrix_and_gives_the_reason(network, chosen):
     posterior = ntkl.laplace(problem(network).network, data("gaussian", network), ntkl.Gaussian(), structure="auto")
     assert posterior.structure == chosen
     for text in ("auto", "P = ", chosen):

@@ -245,7 +245,7 @@ def test_mixing_behind_the_first_examples_is_found(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
-def test_a_rule_that_does_not_hold_is_found(half, data, monkeypatch):
+def test_a_wrong_rule_is_found(half, data, monkeypatch):
     """The check is coarse, and still tells a gradient from its double; those parameters take the fallback."""
 
     def doubled(use):

@@ -244,7 +244,7 @@ def test_copies_and_state_dicts(name: str) -> None:
     assert list(prior.state_dict()) == ["log_precision"]
 
 
-def test_it_says_what_it_is() -> None:
+def test_the_repr_describes_the_object() -> None:
     assert repr(GaussianPrior(groups="layer")) == "GaussianPrior(groups='layer', not bound)"
     assert repr(bound("mapping")) == "GaussianPrior(groups=['trunk', 'top'], 2 precision(s))"
 
@@ -320,7 +320,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("build", "text"), ERRORS)
-def test_errors_say_what_to_do(build: Callable[[], object], text: str) -> None:
+def test_errors_contain_a_remedy(build: Callable[[], object], text: str) -> None:
     with pytest.raises(HyperparameterError) as caught:
         build()
     assert text in str(caught.value)

@@ -181,7 +181,7 @@ def test_pictures_and_pages_of_a_ranking():
     assert len(table) == 16 and "contribution" not in table
 
 
-def test_data_that_are_gone_are_asked_for(tmp_path):
+def test_missing_data_are_requested(tmp_path):
     own = problem("deep_mlp")
     posterior = fit(*CASES[0], "ggn", "kfac")
     posterior.save(tmp_path / "posterior.pt")

@@ -142,17 +142,17 @@ class Wavy(ntkl.Likelihood):
         return self.curvature(f, y)
 
 
-def test_an_objective_without_an_optimum_is_told() -> None:
+def test_an_objective_without_an_optimum_raises_an_error() -> None:
     network, x, _ = case("bernoulli")
     posterior = ntkl.laplace(network, (x, torch.zeros(25, 1).double()), Wavy())
     with pytest.raises(ntkl.NumericalError, match=r"optimum within|objective fall"):
         posterior.latent_moments(x, mean="posterior")
 
 
-def test_an_empty_change_says_that_it_is_no_refit() -> None:
+def test_an_empty_change_warns_that_it_is_no_refit() -> None:
     posterior, (_, x, y) = fitted("categorical"), case("categorical")
     for steps in (None, 3):
-        with pytest.warns(ntkl.NTKLaplaceWarning, match=r'comes back as it was, not refitted; predict\(x, mean="post'):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match=r'is unchanged, not refitted; predict\(x, mean="post'):
             same = posterior.remove([], steps=steps)
         assert relative_error(same.outputs(x), posterior.outputs(x)) < 1e-12
         with pytest.warns(ntkl.NTKLaplaceWarning, match="no training point is changed"):

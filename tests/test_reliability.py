@@ -71,7 +71,7 @@ def quietly(posterior: ntkl.Posterior, **options) -> ntkl.LeaveOneOut:
 
 
 @pytest.mark.slow
-def test_at_the_optimum_nothing_speaks_against_it() -> None:
+def test_at_the_optimum_leave_one_out_is_trusted() -> None:
     for structure in ("gp", "full"):
         found = fit(structure).leave_one_out()  # a warning would be an error
         assert found.trusted and found.reasons == () and str(found.reliability) == "" and "trusted" not in repr(found)
@@ -113,7 +113,7 @@ def test_what_is_measured_is_that_of_the_dense_matrices(structure: str) -> None:
 
 
 @pytest.mark.slow
-def test_hyperparameters_that_moved_are_told() -> None:
+def test_moved_hyperparameters_cause_a_warning() -> None:
     posterior = moved()
     words = rf"{DISTRUST}: the weights are not at the optimum of this model, as hyperparameters have changed.*train on"
     with pytest.warns(ntkl.NTKLaplaceWarning, match=words):
@@ -142,7 +142,7 @@ def test_a_checkpoint_remembers_the_fit(tmp_path) -> None:
         assert quietly(loaded).reliability.moved == (move.__name__ == "fit_hyperparameters")
 
 
-def test_a_vague_prior_and_points_of_high_leverage_are_told() -> None:
+def test_a_vague_prior_and_points_of_high_leverage_cause_a_warning() -> None:
     vague = fit(precision=1e-7)
     with pytest.warns(ntkl.NTKLaplaceWarning, match=r"the prior is vague, with δ‖θ-μ0‖²/γ of .*e-0"):
         vague.leave_one_out()
@@ -175,7 +175,7 @@ def test_leverages_above_one_are_refused() -> None:
         assert below.leave_one_out().leverage.max() <= 1
 
 
-def test_the_comparison_marks_the_column_and_says_why() -> None:
+def test_the_comparison_marks_the_column_and_gives_the_reason() -> None:
     tuned = moved()
     with pytest.warns(ntkl.NTKLaplaceWarning, match=r"not to be trusted for tuned, marked \*.*train on"):
         found = ntkl.compare_models({"own": fit(), "tuned": tuned, "kfac": fit("kfac")}, conditional="none")
@@ -187,7 +187,7 @@ def test_the_comparison_marks_the_column_and_says_why() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_says_it_beside_the_columns() -> None:
+def test_the_page_shows_the_warning_beside_the_columns() -> None:
     _, x, _ = problem()
     pages = {name: explore(posterior, x[:2]).html()
              for name, posterior in {"own": fit(), "tuned": moved(), "kfac": saturated("kfac")}.items()}  # fmt: skip

@@ -142,7 +142,7 @@ def test_one_step_of_a_linear_network_is_the_refit(structure):
     assert "relinearized, 1 removed" in repr(again)
 
 
-def test_steps_fall_one_after_the_other_and_can_go_on():
+def test_steps_decrease_the_objective_and_can_be_continued():
     """The objective never rises; step by step is the same as at once."""
     _, x, y = trained("values")
     weights = torch.ones(24).double()
@@ -175,7 +175,7 @@ def test_a_step_that_overshoots_is_halved():
 
 
 @pytest.mark.slow
-def test_what_training_left_undone_stays_held():
+def test_the_gradient_left_by_training_stays_fixed():
     """Far from an optimum nothing moves where nothing changes; a change moves towards its own tilted optimum."""
     torch.manual_seed(5)
     network, (_, x, y) = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double(), trained("classes")

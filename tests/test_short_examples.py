@@ -49,7 +49,7 @@ def test_a_short_example_prints_what_it_is_about(file: Path, capsys, tmp_path, m
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_a_short_example_is_short_and_stands_alone(file: Path) -> None:
+def test_a_short_example_is_short_and_independent(file: Path) -> None:
     text = file.read_text()
     assert len(text.splitlines()) <= 30
     assert re.fullmatch(r"[A-Z][^:\n]+: [^\n]+\.", ast.get_docstring(ast.parse(text)) or ""), "one line of docstring"

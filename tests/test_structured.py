@@ -209,7 +209,7 @@ def test_diagonal_is_the_diagonal_of_the_full_matrix(network, curvature):
     [(name, "expand") for name in ("deep_mlp", "cnn_groups", "transformer_tied", "conv_transpose2d")]
     + [(name, "reduce") for name in ("conv1d", "shared_positions", "layer_twice")],
 )
-def test_ekfac_holds_the_exact_second_moments_of_kfacs_basis(network, sharing):
+def test_ekfac_has_the_exact_second_moments_in_kfacs_basis(network, sharing):
     """Identity 4: in the basis that diagonalizes KFAC's block, EKFAC's diagonal is that of the exact block."""
     likelihood = CHOSEN[network][0]
     dense = structured(network, likelihood, "scalar", "ggn")
@@ -263,7 +263,7 @@ def test_kfac_of_a_linear_model_is_exact(groups):
     assert relative_error(posterior.posterior_precision.information(), exact) < 1e-12
 
 
-def test_sharing_is_exact_where_its_setting_says_so():
+def test_sharing_is_exact_in_its_setting():
     """A linear layer on positions: expansion is exact if each position is an output, reduction if they average."""
     layer, x = nn.Linear(3, 2).double(), torch.randn(5, 4, 3).double()
     heads = {"expand": nn.Flatten(), "reduce": Lambda(lambda h: h.mean(1))}

@@ -521,7 +521,7 @@ def test_rows_gathered_in_one_tensor():
 @pytest.mark.parametrize("by_path", [False, True], ids=["state", "path"])
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
-def test_an_interrupted_fit_goes_on(structure, curvature, by_path, tmp_path):
+def test_an_interrupted_fit_resumes(structure, curvature, by_path, tmp_path):
     """Stopped twice, the second time in the second pass where there is one: the result is the uninterrupted one."""
     case = problem("deep_mlp")
     y = targets(LIKELIHOODS["categorical"], case)
@@ -632,7 +632,7 @@ def test_padding_is_no_position():
 
 
 @pytest.mark.parametrize("structure", CHOSEN)
-def test_the_network_comes_back_untouched(structure):
+def test_the_network_is_untouched(structure):
     case = fresh("cnn_groups")
     network, y = case.network.train(), targets(LIKELIHOODS["categorical"], case)
     network(case.x).sum().backward()
@@ -729,7 +729,7 @@ def test_batches_that_the_network_treats_otherwise_together_stay_apart():
         assert read_together(DataLoader(pairs, batch_size=None), None) == sizes
 
 
-def test_what_is_read_together_is_held_once():
+def test_merged_batches_are_stored_once():
     """While the whole is in use, the parts are gone, but for the reader's last."""
     seen: list[weakref.ref] = []
 

@@ -210,7 +210,7 @@ def test_structured_changes_are_dense_ones_of_the_structure(case, structure, ver
 
 
 @pytest.mark.parametrize("structure", NAMES)
-def test_what_a_changed_structure_says_of_its_points(structure):
+def test_explanations_and_samples_of_a_changed_structure(structure):
     """Effects, leave-one-out and weight samples of the posterior after a change."""
     case = CASES[0]
     expected, own = dense(case, structure, "reweight"), problem(case[0])
@@ -321,7 +321,7 @@ def test_what_a_changed_structure_refuses():
         small.reweight(range(9), 2.0)
 
 
-def test_a_group_that_the_structure_does_not_hold_stays_in_its_curvature():
+def test_a_group_with_too_high_a_leverage_stays_in_the_curvature():
     """KFAC holds 0.81 of seven points, 0.94 of eight; of an exact structure nothing is too much."""
     data, x = (inputs(), labels()), inputs(3)
     held = ntkl.laplace(network(), data, ntkl.Categorical(), ntkl.GaussianPrior(3.0), "kfac")

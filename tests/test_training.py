@@ -299,7 +299,7 @@ def test_a_temperature_moves_if_it_is_asked_for() -> None:
     likelihood = ntkl.Categorical()
     result = train(mlp(3, 4, 3), classes(), likelihood, structure="kfac",
                    schedule=ntkl.EvidenceSchedule(3, 4, hyperparameters=["precision", "temperature"]))
-    assert result.history.names[-1] == "temperature" and likelihood.temperature.item() != 1.0
+    assert result.history.names[-1] == "temperature" and result.posterior.likelihood.temperature.item() != 1.0
     assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
     assert train(mlp(3, 4, 3), classes(), ntkl.Categorical()).history.names[-1] == "precision[2]"
     assert ntkl.EvidenceSchedule(hyperparameters="temperature").moving(likelihood) == ["temperature"]
@@ -326,7 +326,8 @@ def test_the_best_evidence_is_kept() -> None:
     weights, precision = seen[8]
     assert torch.equal(flat(network), weights) and torch.equal(result.posterior.prior.precision, precision)
     torch.testing.assert_close(result.posterior.network.theta, weights)
-    assert likelihood.noise.item() == pytest.approx(result.history.values[3][-1])
+    assert result.posterior.likelihood.noise.item() == pytest.approx(result.history.values[3][-1])
+    assert likelihood.noise.item() == 0.5
     assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-10)
 
 
@@ -496,7 +497,8 @@ def test_augmentation() -> None:
     torch.testing.assert_close(posterior.f, network(data[0]).detach())  # the evidence reads the clean data
     assert likelihood.noise.item() == 0.5 and posterior.likelihood.likelihood.noise.item() != 0.5
     assert result.history.names[-1] == "noise"
-    repeated = ntkl.laplace(network, (data[0].repeat(4, 1), data[1].repeat(4, 1)), likelihood, posterior.prior, "gp")
+    repeated = ntkl.laplace(network, (data[0].repeat(4, 1), data[1].repeat(4, 1)),
+                           posterior.likelihood.likelihood, posterior.prior, "gp")
     exact = ntkl.laplace(network, data, posterior.likelihood, posterior.prior, "gp")
     expected = repeated.log_marginal_likelihood().item()
     assert exact.log_marginal_likelihood().item() == pytest.approx(expected, rel=1e-10)
@@ -661,7 +663,7 @@ def test_what_is_no_checkpoint(tmp_path) -> None:
         load_random(random_sources, torch.device("cpu"), [])
 
 
-def test_training_goes_on_where_it_ended(tmp_path) -> None:
+def test_training_continues_after_its_end(tmp_path) -> None:
     path, schedule = tmp_path / "training.pt", ntkl.EvidenceSchedule(2, 3)
     torch.manual_seed(0)
     whole = mlp(1, 5, 1)
@@ -763,7 +765,7 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], words: str) 
     assert all(module.training for module in network.modules()) and not epochs  # before anything was trained
 
 
-def test_a_loss_that_explodes_is_told() -> None:
+def test_a_loss_that_diverges_raises_an_error() -> None:
     with pytest.raises(ntkl.NonFiniteError, match=r"training loss; got (nan|inf)"):
         train(mlp(1, 5, 1), optimizer=lambda p: torch.optim.SGD(p, lr=1e200))
 

@@ -181,7 +181,7 @@ PREDICTIONS = ("glm", "blr", "nn", "probit", "map", "function samples", "weight 
 
 
 @pytest.mark.parametrize(("likelihood", "structure", "path"), [case for case in OFFERED if case[2] in PREDICTIONS])
-def test_predictions_hold_no_graph(likelihood, structure, path):
+def test_predictions_carry_no_graph(likelihood, structure, path):
     """Noise and temperature are parameters; a kept prediction must not keep what made it."""
     model, draw, outputs = LIKELIHOODS[likelihood]
     network, x = build(outputs)

@@ -175,7 +175,7 @@ def test_a_linear_model_without_points_is_the_model_of_the_rest():
 
 
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_one_removal_is_what_explain_and_leave_one_out_say(likelihood):
+def test_one_removal_equals_explain_and_leave_one_out(likelihood):
     """Three ways to the same closed form, away from the optimum."""
     posterior = fit("deep_mlp", likelihood, "layer", "gp")
     x = problem("deep_mlp").x
@@ -229,7 +229,7 @@ def test_an_added_point_is_another_of_its_kind():
     assert relative_error(kept.latent(own.x_new).covariance_matrix, joint[:cut, :cut] - taken) < 1e-9
 
 
-def test_all_verbs_of_a_changed_posterior_speak_of_the_moved_model():
+def test_all_methods_of_a_changed_posterior_use_the_moved_model():
     posterior, x = fit("deep_mlp", "categorical", "layer", "gp").remove([0, 3]), problem("deep_mlp").x_new
     mean, covariance = posterior.latent_moments(x)
     assert "2 removed" in repr(posterior)

@@ -192,7 +192,7 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize("loud", [[4], [9], [11], [23], [38], [], list(range(2, 12))])
 @pytest.mark.parametrize("keep_factors", [False, True])
-def test_a_layout_read_off_shapes_holds_for_zeros_alone(keep_factors, loud):
+def test_a_layout_from_shapes_is_used_for_zeros_alone(keep_factors, loud):
     """A single example that speaks, whether the check looks at it or not, has the batch planned anew."""
     network, x = Gated().double(), torch.randn(40, 4, 3).double()
     x = x - x.mean((1, 2), keepdim=True) - 1.0

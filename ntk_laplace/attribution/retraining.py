@@ -119,7 +119,7 @@ def _in_parallel(
         pickle.dumps(train)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UnsupportedError("a function of an importable module, to run it in other processes", f"{error}",
-                               "Define it at the top of a file of its own, or use processes=1.") from error
+                               "Define it at the top of a separate file, or use processes=1.") from error
     fresh = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
     with ProcessPoolExecutor(processes, mp_context=fresh, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         waiting = {pool.submit(train, np.flatnonzero(kept[number]), seed): (seed, number) for seed, number in jobs}

@@ -237,7 +237,7 @@ def removal_curve(
     for name, order in rankings.items():
         order = np.asarray(order).astype(np.int64)
         if sorted(order.tolist()) != list(range(len(order))) or removed.min() < 0 or removed.max() >= len(order):
-            raise DataError("rankings that hold every training point once, and fewer points to remove",
+            raise DataError("rankings with every training point once, and fewer points to remove",
                             f"{len(order)} entries in {name!r}, {removed.max()} to remove",
                             "Pass for example effects.argsort().")
         found[name] = np.array([float(train(np.sort(order[count:]))) for count in removed])
@@ -277,5 +277,5 @@ def _suspects(suspicion: ArrayLike, wrong: ArrayLike) -> tuple[NDArray[np.float6
     if suspicion.shape != wrong.shape or suspicion.ndim != 1 or wrong.all() or not wrong.any():
         raise DataError("one suspicion per training point, some labels wrong and some right",
                         f"shapes {suspicion.shape} and {wrong.shape}, {int(wrong.sum())} wrong",
-                        "Flip some labels, and say which.")
+                        "Flip some labels, and pass their indices.")
     return suspicion, wrong

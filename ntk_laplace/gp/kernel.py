@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -149,9 +150,8 @@ class NTKKernel(Kernel):
         """The same kernel with another batch shape and the same prior."""
         if batch_shape == self.batch_shape:
             return self
-        other = object.__new__(type(self))
-        own = {name: dict(self.__dict__[name]) for name in ("_modules", "_parameters", "_buffers")}
-        other.__dict__.update(self.__dict__, _batch_shape=batch_shape, **own)
+        other = copy.deepcopy(self, {id(self.prior): self.prior})
+        other.batch_shape = batch_shape
         return other
 
 

@@ -200,7 +200,7 @@ class Fitted:
                                    "Fit the other data with the same arguments; condition(data) takes data themselves.")
         moved = [one for one in (self, other) if one.fitted.model.displacement is not None]
         if moved:
-            raise UnsupportedError("two posteriors of training data as they are", f"{moved[0]!r}",
+            raise UnsupportedError("two posteriors of unchanged training data", f"{moved[0]!r}",
                                    "Merge first, and ask what if afterwards.")
         same = self.network.shapes == other.network.shapes and torch.equal(self.network.theta, other.network.theta)
         same = same and self.network.output == other.network.output

@@ -204,8 +204,8 @@ class WhatIfVerbs(Fitted):
         if steps == 1 or self._fitted.model.displacement is not None or not same:
             return
         warnings.warn(
-            "no training point is changed, so nothing moves: a what-if holds what training left undone. The posterior "
-            'comes back as it was, not refitted; predict(x, mean="posterior") has the mean at the optimum of the '
+            "no training point is changed, so nothing moves: a what-if keeps the gradient that training left. The "
+            'posterior is unchanged, not refitted; predict(x, mean="posterior") has the mean at the optimum of the '
             "linearized model", NTKLaplaceWarning, stacklevel=5,
         )  # fmt: skip
 

@@ -170,7 +170,7 @@ class INF(KroneckerSpec):
         if singular:
             warnings.warn(
                 "INF's low-rank part keeps eigenvalues that are zero ([S20] lemma 3) in " + "; ".join(singular)
-                + ": what the data say is singular there, and the prior makes H positive definite", NTKLaplaceWarning,
+                + ": the data's term is singular there, and the prior makes H positive definite", NTKLaplaceWarning,
                 stacklevel=2,
             )  # fmt: skip
         return kept

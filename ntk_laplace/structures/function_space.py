@@ -152,7 +152,7 @@ class FunctionSpaceStructure(Structure):
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",
-                "Function space is made of its training points: their rows hold the inputs of the first layer.",
+                "Function space is made of its training points: their rows contain the inputs of the first layer.",
             )  # fmt: skip
         return self.rows.record()
 

@@ -252,5 +252,5 @@ def _summary(points: TrainingPoints | UnsavedPoints, likelihood: Likelihood) -> 
 
 
 def _not_saved(what: str) -> UnsupportedError:
-    return UnsupportedError(f"training data, for {what}", "a checkpoint that holds none",
+    return UnsupportedError(f"training data, for {what}", "a checkpoint without them",
                             "Load it with ntk_laplace.load(path, network, data=...), or save with include_data=True.")

@@ -149,7 +149,7 @@ class Page:
             )
         if not alt.strip():
             raise DataError(
-                "a text alternative for the picture", "an empty one", "Say in words what the picture shows."
+                "a text alternative for the picture", "an empty one", "Describe what the picture shows."
             )
         # width and height avoid layout shifts while a long page loads
         width, height = int.from_bytes(image[16:20], "big"), int.from_bytes(image[20:24], "big")

@@ -222,8 +222,7 @@ class Batches:
             raise _empty()
         if self._total is not None and order != self._order:
             raise DataError("the same examples in the same order in every pass over the data", "another order",
-                            "Pass a loader that does not shuffle, or whose sampler draws from a torch.Generator of its "
-                            "own.")
+                            "Pass a loader that does not shuffle, or whose sampler has its own torch.Generator.")
         self._total, self._order = seen, order
 
     def _note(self, weights: Tensor | None, seen: int, n: int) -> None:
@@ -378,7 +377,7 @@ class Missing:
         return self
 
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        raise DataError("the training data, for another pass over them", "a checkpoint that holds none",
+        raise DataError("the training data, for another pass over them", "a checkpoint without them",
                         "Load it with ntk_laplace.load(path, network, data=...).")
 
 

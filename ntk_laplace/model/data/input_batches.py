@@ -156,7 +156,7 @@ def _require_order(loader: DataLoader) -> None:
     """
     for sampler in samplers_of(loader):
         if isinstance(sampler, _RANDOM) or getattr(sampler, "shuffle", False) is True:
-            raise DataError("a loader that keeps the order of its data, so that answers can be told apart by position",
+            raise DataError("a loader that keeps the order of its data, so that results can be matched by position",
                             f"one that shuffles ({type(sampler).__name__})",
                             "Pass DataLoader(dataset, batch_size=..., shuffle=False), or the dataset itself.")
 

@@ -292,7 +292,7 @@ class Gaussian(PerOutput):
             )
         if len(kinds) > 1:
             raise HyperparameterError(
-                f"noise whose shape tells what it means for {n} examples of {c} outputs",
+                f"noise of an unambiguous shape for {n} examples of {c} outputs",
                 f"shape {shape}, which could be one per point or of kind {kinds[0]!r}",
                 f'Say which: Gaussian(noise, kind="{kinds[0]}") or Gaussian(noise, kind="point").',
             )

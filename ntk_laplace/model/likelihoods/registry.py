@@ -64,7 +64,7 @@ def register_likelihood(cls: _Class) -> _Class:
     for name, other in _REGISTERED.items():
         same = name == cls.__name__ or command_name(other) == command_name(cls)
         if same and _place(other) != _place(cls):
-            raise UnsupportedError(f"a name of its own for the likelihood {cls.__module__}.{cls.__qualname__}",
+            raise UnsupportedError(f"a unique name for the likelihood {cls.__module__}.{cls.__qualname__}",
                                    f"{name}, which is {other.__module__}.{other.__qualname__}", "Rename the class.")
     _REGISTERED[cls.__name__] = cls
     return cls

@@ -353,7 +353,7 @@ class Network:
             got = f"batch statistics in use (buffers {', '.join(moved[:3])} move)" if moved else got
             raise MixedExamplesError("a network whose outputs depend on their own example alone", got, _EVAL)
         if moved:
-            raise NetworkError("a network that leaves its buffers alone",
+            raise NetworkError("a network that does not change its buffers",
                                f"buffers that a forward pass changes: {', '.join(moved[:3])}", _EVAL)
         return alone
 

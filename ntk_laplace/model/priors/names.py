@@ -51,7 +51,7 @@ def _assign_by_mapping(groups: Mapping[str, list[str]], names: list[str]) -> tup
             raise HyperparameterError(
                 f"every parameter in one group; {name!r} once",
                 f"it in groups {owner}" if owner else f"{name!r} in none of {shorten(order)}",
-                "List each parameter, or the module that holds it, in exactly one group.",
+                "List each parameter, or the module that contains it, in exactly one group.",
             )
     return {name: order.index(owner[0]) for name, owner in owners.items()}, order
 

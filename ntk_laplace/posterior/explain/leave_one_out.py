@@ -27,8 +27,8 @@ _EXACT = (
     "point"
 )
 _OTHER = (
-    "each point is taken out of this posterior's own approximation of the curvature: the numbers rank, and are no "
-    "refit; where the leverage exceeds 0.9 nothing is taken out, and mean and information are of first order"
+    "each point is subtracted from this posterior's own approximation of the curvature: the numbers rank, and are no "
+    "refit; where the leverage exceeds 0.9 nothing is subtracted, and mean and information are of first order"
 )
 _DRAWS = "log_density integrates over draws of f with a fixed seed where the likelihood has no closed form"
 
@@ -184,8 +184,9 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     measured = reliability(fitted, found.leverage)
     guarantees = (_EXACT if fitted.exact else _OTHER, _DRAWS)
     if measured.moved:
-        guarantees += (f"hyperparameters have changed since the fit: the weights are {measured.decrement:.2g} nats a "
-                       "point from the optimum, by the Newton decrement, and what is left undone is held",)  # fmt: skip
+        guarantees += ("hyperparameters have changed since the fit: the weights are "
+                       f"{measured.decrement:.2g} nats a point from the optimum, by the Newton decrement, and the "
+                       "remaining gradient is kept fixed",)  # fmt: skip
     return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
                        found.used, found.information, importance, points.targets, guarantees, measured)
 
@@ -201,7 +202,7 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
     if not fitted.exact:
         raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
                                f"structure={fitted.structure.name!r}, curvature={fitted.curvature_type.kind!r}",
-                               "Fit one of them, or look at leave_one_out().log_density, which says what holds.")
+                               "Fit one of them, or look at leave_one_out(), whose guarantees state what is exact.")
     found = leave_one_out(fitted)
     return (fitted.points.counts * found.log_density).sum(), found
 

@@ -69,7 +69,8 @@ class Reliability:
         found = []
         if not self.exact:
             above = f", with leverages up to {self.largest_leverage:.3g}" if self.largest_leverage > 1.0 else ""
-            found.append(f"points are taken out of an approximate curvature{above}, which ranks them and is no score")
+            found.append(f"points are subtracted from an approximate curvature{above}, which ranks them and is no "
+                         "score")
         if not self.decrement <= MOST_DECREMENT:
             since = ", as hyperparameters have changed since the fit" if self.moved else ""
             found.append(

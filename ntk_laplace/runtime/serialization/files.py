@@ -103,4 +103,4 @@ def require_writable(path: Any) -> None:
         raise DataError("a path as checkpoint", repr(path), remedy)
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError("a checkpoint in a folder that is there and can be written to", f"{path}", remedy)
+        raise DataError("a checkpoint in an existing, writable folder", f"{path}", remedy)

@@ -166,7 +166,7 @@ class ChangedPrecision(PosteriorPrecision):
         """
         if not self.homogeneous:
             raise UnsupportedError("factors that are not damped, for the effective parameters after a what-if",
-                                   "damped ones", "Fit with KFAC() as it is.")
+                                   "damped ones", "Fit with KFAC(), without damped=True.")
         before = self.base.effective_parameters()
         values, vectors = torch.linalg.eigh(self.inner)
         used = torch.zeros_like(self.prior_precision)

@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         "evidence",
         help="the evidence of your own network under several structures",
         description="Print the log marginal likelihood of a trained network on its training data, exact and "
-        "approximated, with the time and memory of each structure. What does not fit into memory is said so, "
-        "and the rest goes on. The network is put in evaluation mode.",
+        "approximated, with the time and memory of each structure. What does not fit into memory gets a note, "
+        "and the others continue. The network is put in evaluation mode.",
     )
     add_model_options(evidence)
     evidence.add_argument("--structures", type=structures, metavar="A,B,...",
@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="a page that explains your own network's predictions by its training points",
         description="Write one HTML page, which a browser opens from disk: each prediction with its uncertainty, the "
-        "training points for and against it, what would be said without them, and the training set with what the "
-        "others say of each point. By default exact, in function space, whose memory grows with the square of examples "
-        "times outputs; other structures take more data, and the page says what holds of their numbers.",
+        "training points for and against it, the prediction without them, and the training set with each point "
+        "predicted from the others. By default exact, in function space, whose memory grows with the square of "
+        "examples times outputs; other structures take more data, and the page states what is exact.",
     )
     add_model_options(explain)
     explain.add_argument("--structure", default="gp", metavar="A",

@@ -54,7 +54,7 @@ def check_forward(network: nn.Module, x: Inputs, output: str | int | None = None
         raise
     except Exception as cause:
         remedy, words = "Give X the network's shape.", f"arrays {describe_inputs(few)}"
-        remedy += " One that makes float32 tensors of its own needs --float32."
+        remedy += " A network that makes float32 tensors needs --float32."
         if isinstance(x, Tensor):
             words = f"X of shape {(2, *x.shape[1:])} and type {x.dtype}"
         if isinstance(x, Tensor) and not x.is_floating_point():
@@ -206,7 +206,7 @@ def _told(path: Path, cause: Exception) -> str:
     if _format(path) in _FORMATS:
         return str(path)
     if "Object arrays" in str(cause):
-        return f"{path}, which holds Python objects"
+        return f"{path}, which contains Python objects"
     readable = zipfile.is_zipfile(path) or isinstance(cause, _OneArray)
     return f"{path} ({first_line(cause)})" if readable else f"{path}, which is no such file"
 
@@ -233,11 +233,11 @@ def _conversion(path: Path, saved: Sequence[str]) -> str:
     if kind == ".npy":
         names = [argument.partition("=")[0] for argument in saved if not argument.startswith("**")] or ["X"]
         loaded = ", ".join(f"{name}=numpy.load({f'{name}.npy'!r})" for name in names)
-        return f"An .npy file holds one array: numpy.savez({target}, {loaded}) puts several into one file."
+        return f"An .npy file contains one array: numpy.savez({target}, {loaded}) puts several into one file."
     if kind in (".pt", ".pth"):
         return f"Load its tensors with torch.load, and save them: numpy.savez({target}, {arrays})."
     if kind in _FORMATS:
-        names = " Pass header=None if its first line holds data." if "read_csv" in _FORMATS[kind] else ""
+        names = " Pass header=None if its first line contains data." if "read_csv" in _FORMATS[kind] else ""
         read = f"d = pandas.{_FORMATS[kind].format(source)}; numpy.savez({target}, X="
         if "y=y" in saved:
             line = f"{read}d.iloc[:, :-1].astype(float), y=d.iloc[:, -1])"
@@ -250,7 +250,7 @@ def _arrays(path: Path, wanted: Sequence[str] | None) -> dict[str, np.ndarray | 
     """All names in the file, with the arrays for the wanted names, or for all."""
     loaded = np.load(path, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
-        raise _OneArray("it holds one array without a name")
+        raise _OneArray("it contains one array without a name")
     with loaded as archive:
         return {name: archive[name] if wanted is None or name in wanted else None for name in archive.files}
 

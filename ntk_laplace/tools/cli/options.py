@@ -51,7 +51,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     work = parser.add_argument_group("the work")
     work.add_argument("--float32", action="store_true",
                       help="single precision for network and algebra: half the memory, six digits "
-                      "(default: double, whatever the checkpoint holds)")  # fmt: skip
+                      "(default: double, in any case)")  # fmt: skip
     work.add_argument("--device", default="cpu", help="as torch names it, such as cuda (default: %(default)s)")
     work.add_argument("--memory", type=positive, metavar="GIB",
                       help="refuse what would take more (default: the device's free memory)")  # fmt: skip

@@ -53,7 +53,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
     def __init__(self, comparison: EvidenceComparison) -> None:
         done = ", ".join(row.structure for row in comparison.rows) or "no structure"
-        super().__init__(f"interrupted after {done}; .comparison holds what was finished")
+        super().__init__(f"interrupted after {done}; .comparison contains the finished rows")
         self.comparison = comparison
 
 

@@ -105,7 +105,7 @@ def _named(models: Iterable[Any] | Mapping[str, Posterior]) -> dict[str, Posteri
                         repr(bad[0]) if bad else "none", "Fit each model with ntk_laplace.laplace first.")
     named = {str(name): posterior for name, posterior in pairs}
     if len(named) != len(pairs):
-        raise DataError("a name of its own for each model", ", ".join(str(name) for name, _ in pairs), "Rename one.")
+        raise DataError("a unique name for each model", ", ".join(str(name) for name, _ in pairs), "Rename one.")
     return named
 
 
