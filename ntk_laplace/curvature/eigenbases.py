@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.block_summary import Basis, Summary
+from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = ["Eigenbasis", "FactorEigen"]
 
@@ -52,6 +53,12 @@ class FactorEigen:
     def made(self) -> bool:
         """Whether eigenvectors are computed, or not needed."""
         return self._vectors is not None or self.lower is None
+
+    def shared(self, reducer: Reducer) -> FactorEigen:
+        """The decomposition that rank 0 has computed."""
+        if self.vectors is None:
+            return self
+        return FactorEigen(self.lower, reducer.broadcast(self.values), reducer.broadcast(self.vectors))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorEigen:
         """The same decomposition on another device, or in another floating type."""
@@ -109,6 +116,11 @@ class Eigenbasis:
         outer, inner = self._scales
         scales = (outer, inner * factor) if table else (outer * factor, inner)
         return Eigenbasis(self._outer, self._inner, scales)
+
+    def shared(self, reducer: Reducer) -> Eigenbasis:
+        """The eigenbasis that rank 0 has computed: signs, and vectors of equal eigenvalues, differ between machines."""
+        sides = (None if side is None else side.shared(reducer) for side in (self._outer, self._inner))
+        return Eigenbasis(*sides, self._scales)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Eigenbasis:
         """The same eigenbasis on another device, or in another floating type."""

@@ -133,8 +133,9 @@ def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
 def _tile_examples(left: Jacobian, right: Jacobian, found: list[Contraction]) -> int:
     """Examples on each side of a square tile, chosen to bound its buffers."""
     k = max(left.num_cotangents, right.num_cotangents)
-    # at least four blocks of rows, so that symmetry saves work for few examples as well
-    step = max(1, min(tuning.TILE_ROWS // k, -(-left.num_examples // 4)))
+    step = tuning.TILE_ROWS // k
+    if left is right:  # at least four blocks of rows, so that symmetry saves work for few examples as well
+        step = min(step, -(-left.num_examples // 4))
     return int(max(1, min([step, *(each.largest_tile() for each in found)])))
 
 

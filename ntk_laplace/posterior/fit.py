@@ -30,6 +30,7 @@ from ntk_laplace.structures import (
     structure_named,
 )
 from ntk_laplace.structures.checkpoint import restored_model
+from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.points import present_values
 
 __all__ = ["fit_with", "laplace", "load", "spec_of"]
@@ -185,6 +186,10 @@ def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -
     if model.settings.resume is not None and not spec.resumable:
         raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
                                repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
+    reducer = model.settings.reducer
+    if reducer.world_size > 1:
+        values = digest(*present_values(model.prior))
+        reducer.require_equal("model", (str(spec), values, dict(ModelSignature(model))))
     spec.prepare(model, first, batches)
     found = spec.fit(model, batches)
     found.points.require_information(model.likelihood)
@@ -196,7 +201,11 @@ def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -
 
 def _cheaper(model: LinearizedModel, batches: Batches) -> tuple[StructureSpec, str]:
     """The exact structure with the smaller matrix, and why."""
-    n = batches.length or sum(len(y) for _, y in batches)
+    reducer = model.settings.reducer
+    if reducer.world_size > 1:
+        n = batches.numbers(reducer)[1]
+    else:
+        n = batches.length or sum(len(y) for _, y in batches)
     size = n * model.curvature_type.columns(model.likelihood, model.network.num_outputs)
     p = model.network.num_parameters
     spec = FunctionSpace() if size <= p else FullWeightSpace()

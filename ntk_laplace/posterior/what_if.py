@@ -148,6 +148,8 @@ class WhatIfVerbs(Fitted):
             raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", whose labels are drawn',
                                    "Fit with one of the two; the other changes are available.")
         exact, model = self._fitted.structure.spec.exact, self._fitted.model
+        model.settings.reducer.require_one("points to add, which belong to no process's share",
+                                           "Use condition(data), to which each process gives its share.")
         model = model if exact else replace(model, displacement=None)
         batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.input_dtype)
         with torch.inference_mode(False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -19,15 +19,15 @@ from ntk_laplace.curvature import (
     ParameterBlock,
     Products,
     Summary,
-    diagonal_block,
     find_parameter_blocks,
 )
-from ntk_laplace.errors import DataError, FitInterrupted, TargetError, UnsupportedError
+from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.model.data import Inputs, RowBuffer, Source, fill_buffer, num_examples
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures.agreement import agreed_blocks, plain_blocks, total, unreached
 from ntk_laplace.structures.block_spec import BlockSpec
-from ntk_laplace.structures.data_passes import read_batches
+from ntk_laplace.structures.data_passes import collected, collected_points, read_batches
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import structure_named
@@ -83,18 +83,25 @@ class Accumulation:
             On Ctrl-C, between two batches. Its `state` is this object, from which the fit resumes.
         """
         borrowed = bool(self.eigenbases)
+        self._share_eigenbases(model)
         if self.stage == FIRST and not self.batches_done:
             self.forget(batches.length)
         if self.stage == FIRST:
             self._pass(model, batches, "curvature", partial(self._first, borrowed=borrowed))
+            self._total(model)
             self._complete(model)
             if self.spec.second_pass and not borrowed:
                 for summary in self.summaries:
                     summary.require_finite()
                 self.eigenbases = [Eigenbasis.of(summary) for summary in self.summaries]
+                self._share_eigenbases(model)
                 self.stage, self.batches_done, self.examples_done = SECOND, 0, 0
         if self.stage == SECOND:
             self._pass(model, batches, "second moments", self._second)
+            model.settings.reducer.sum_(*(
+                summary.sums[name] for summary in self.summaries if summary.block.kind == "kronecker"
+                for name in ("moments", "squares") if name in summary.sums
+            ))
 
     def again(self, model: LinearizedModel, batches: Source) -> None:
         """Recompute the sums at new hyperparameters of the likelihood: in the same eigenbasis, in one pass.
@@ -106,6 +113,7 @@ class Accumulation:
         self.summaries = [Summary(block, {}) for block in self.parameter_blocks]
         self.forget(batches.length)
         self._pass(model, batches, "curvature", partial(self._first, borrowed=self.spec.second_pass))
+        self._total(model)
         self._complete(model)
 
     def forget(self, expected: int | None = None) -> None:
@@ -177,7 +185,8 @@ class Accumulation:
             own = None if counts is None else counts[done : done + rows.num_examples]
             done += rows.num_examples
             if not self.parameter_blocks:
-                self.parameter_blocks = find_parameter_blocks(rows, model.prior, self.spec.kind, self.spec.squares)
+                found = find_parameter_blocks(rows, model.prior, self.spec.kind, self.spec.squares)
+                self.parameter_blocks = agreed_blocks(model, found, self.spec.kind)
                 _require_memory(self.parameter_blocks, self.spec, model)
             self._meet(rows, model)
             if not self.summaries:
@@ -207,24 +216,28 @@ class Accumulation:
             return
         names = sorted({name for block in late for name in block.names} - known)
         if self.spec.kind != "diagonal":
-            raise UnsupportedError(
-                f"every batch to reach {', '.join(names[:3])}", "a batch that is the first to do so",
-                'Use structure="diag", "full" or "gp", which follow any graph, or larger batches.',
-            )  # fmt: skip
+            raise unreached(names, "a batch that is the first to do so")
         whole = [block for block in late if not set(block.names) & known]
         found = find_parameter_blocks(replace(rows, blocks=tuple(whole)), model.prior, self.spec.kind) if whole else []
-        found += self._plain(set(names) - {name for part in found for name in part.names}, model)
+        found += plain_blocks(set(names) - {name for part in found for name in part.names}, model)
         self.parameter_blocks += found
         self.summaries += [Summary(part, {}) for part in found] if self.summaries else []
 
-    def _plain(self, names: Container[str], model: LinearizedModel) -> list[ParameterBlock]:
-        sizes = {name: shape.numel() for name, shape in model.network.shapes.items()}
-        return [diagonal_block(name, size) for name, size in sizes.items() if size and name in names]
+    def _total(self, model: LinearizedModel) -> None:
+        """The sums of all processes, at the end of the first pass."""
+        self.summaries = total(model, self.parameter_blocks, self.summaries)
+        self.parameter_blocks = [summary.block for summary in self.summaries]
+
+    def _share_eigenbases(self, model: LinearizedModel) -> None:
+        """Use rank 0's eigenvectors."""
+        reducer = model.settings.reducer
+        if reducer.world_size > 1:
+            self.eigenbases = [eigenbasis.shared(reducer) for eigenbasis in self.eigenbases]
 
     def _complete(self, model: LinearizedModel) -> None:
         """Add zero diagonal blocks for parameters that no example reaches: their precision is the prior's."""
         known = {name for part in self.parameter_blocks for name in part.names}
-        added = self._plain(set(model.network.names) - known, model)
+        added = plain_blocks(set(model.network.names) - known, model)
         self.parameter_blocks = [*self.parameter_blocks, *added]
         self.eigenbases += [Eigenbasis() for _ in added] if self.eigenbases else []
         self.summaries += [Summary(part, {}) for part in added]
@@ -265,11 +278,10 @@ class Accumulation:
             }
         return self.spec.fused_layers(layers)
 
-    @property
-    def points(self) -> TrainingPoints:
+    def points(self, model: LinearizedModel, batches: Source) -> TrainingPoints:
         """Outputs, targets and weights of all examples."""
-        weights = self.weights.rows if len(self.weights) else None
-        return TrainingPoints(self.f.rows, self.targets.rows, None if weights is None else weights.to(self.f.rows))
+        f, targets, weights = collected_points(model, batches, self.f.rows, self.targets.rows)
+        return TrainingPoints(f, targets, None if weights is None else weights.to(f))
 
 
 @dataclass(frozen=True)
@@ -288,7 +300,7 @@ class _BatchRoot:
 
     def _once(self, f: Tensor, part: slice) -> Tensor:
         model, dtype = self.roots.model, self.roots.model.jacobian_pass.dtype
-        here = slice(self.seen + part.start, self.seen + part.start + len(f))
+        here = self.roots.numbers(self.seen + part.start, len(f))
         if self.roots.whole is not None:
             return self.roots.whole[here]
         likelihood = model.likelihood.at(here)
@@ -304,6 +316,8 @@ class _Roots:
     def __init__(self, model: LinearizedModel, batches: Source) -> None:
         self.model, self._batches = model, batches
         self.whole: Tensor | None = None
+        reducer = model.settings.reducer
+        self._numbers = None if reducer.world_size == 1 else batches.numbers(reducer)[0]
         self.columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
         if model.curvature_type.kind == "mc":
             f, targets = RowBuffer(batches.length or 0), RowBuffer(batches.length or 0)
@@ -311,7 +325,8 @@ class _Roots:
                 seen = len(f)
                 f.append(model.network.without_grad(x, seen).to(model.jacobian_pass.dtype))
                 targets.append(_canonical(model, y, num_examples(x), seen))
-            self.whole = model.curvature_type.root(model.likelihood, f.rows, targets.rows).detach()
+            rows = (collected(model, batches, own.rows) for own in (f, targets))
+            self.whole = model.curvature_type.root(model.likelihood, *rows).detach()
 
     def at(self, targets: Tensor, seen: int, counts: Tensor | None) -> _BatchRoot:
         """The roots of one batch."""
@@ -321,6 +336,11 @@ class _Roots:
         """Example weights of one batch, which must have been read."""
         weights = self._batches.weights
         return None if weights is None else weights[seen : seen + n].to(self.model.network.device)
+
+    def numbers(self, seen: int, n: int) -> slice | Tensor:
+        """Global numbers of n examples, of which the first is number `seen` of those that this process reads."""
+        here = slice(seen, seen + n)
+        return here if self._numbers is None else self._numbers[here]
 
 
 def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: LinearizedModel) -> None:

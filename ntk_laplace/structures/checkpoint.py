@@ -18,7 +18,7 @@ from ntk_laplace.model.likelihoods import Likelihood, likelihood_from_record, li
 from ntk_laplace.model.network import Network, require_module
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.serialization import FileFormat
-from ntk_laplace.structures.data_passes import digest, read_outputs
+from ntk_laplace.structures.data_passes import digest, read_points
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values
@@ -171,7 +171,7 @@ def _points(
 ) -> TrainingPoints | UnsavedPoints:
     kept = saved["points"]
     if batches is not None:
-        points = TrainingPoints.checked(model.likelihood, *read_outputs(model, batches), batches.weights)
+        points = read_points(model, batches)
         if points.num_examples != kept["num_examples"]:
             raise DataError(f"the fit's {kept['num_examples']:,} training examples", f"{points.num_examples:,}",
                             "Pass the data that the posterior was fitted to.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -19,10 +19,15 @@ from ntk_laplace.structures.points import TrainingPoints, present_values, unmove
 
 __all__ = [
     "ModelSignature",
+    "collected",
+    "collected_points",
     "common_factor",
     "digest",
     "jvp",
+    "own_rows",
+    "per_example",
     "read_batches",
+    "read_points",
     "read_rows",
     "selected",
     "vjp",
@@ -34,36 +39,66 @@ def read_batches(
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """One pass over the data; the progress bar shows `what`."""
     return track(
-        merged_batches(batches, model.network), f"ntk_laplace: {what}", batches.length, model.settings.progress,
-        lambda pair: num_examples(pair[0]),
+        merged_batches(batches, model.network), f"ntk_laplace: {what}", batches.length,
+        model.settings.progress if model.settings.reducer.rank == 0 else False, lambda pair: num_examples(pair[0]),
     )  # fmt: skip
 
 
-def read_outputs(model: LinearizedModel, batches: Source) -> tuple[Tensor, Tensor]:
-    """The network's outputs (N, C), in the algebra's dtype, and the targets as given."""
+# --- examples of all processes, in their global order
+
+
+def own_rows(model: LinearizedModel, batches: Source, values: Tensor) -> Tensor:
+    """The rows of `values` (N, ...) that belong to the examples this process reads."""
+    reducer = model.settings.reducer
+    return values if reducer.world_size == 1 else values[batches.numbers(reducer)[0].to(values.device)]
+
+
+def collected(model: LinearizedModel, batches: Source, rows: Tensor) -> Tensor:
+    """Rows (N, ...) of all examples, from the rows of those that this process reads."""
+    reducer = model.settings.reducer
+    if reducer.world_size == 1:
+        return rows
+    numbers = reducer.concat(batches.numbers(reducer)[0])
+    rows = reducer.concat(rows).to(model.network.device)
+    return rows[numbers.argsort().to(rows.device)]
+
+
+def collected_points(
+    model: LinearizedModel, batches: Source, f: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Outputs, targets and weights of all examples, from those that this process has read."""
+    weights, reducer = batches.weights, model.settings.reducer
+    if any(reducer.gather(weights is not None)):  # 1 on a process whose data have no weights
+        weights = f.new_ones(len(f), dtype=torch.float64) if weights is None else weights
+        weights = collected(model, batches, weights)
+    return collected(model, batches, f), collected(model, batches, targets), weights
+
+
+def read_points(model: LinearizedModel, batches: Source) -> TrainingPoints:
+    """Outputs in the algebra's dtype, targets and weights of all examples, in one pass."""
     f, targets = RowBuffer(batches.length or 0), RowBuffer(batches.length or 0)
     for x, y in read_batches(model, batches, "outputs"):
         f.append(model.network.without_grad(x, len(f)).to(model.jacobian_pass.dtype))
         targets.append(y)
-    return f.rows, targets.rows
+    return TrainingPoints.checked(model.likelihood, *collected_points(model, batches, f.rows, targets.rows))
 
 
 def read_rows(
     model: LinearizedModel, batches: Source, root: Tensor | None, max_batch: int | None, what: str
 ) -> Iterator[Jacobian]:
-    """Rows of J, or of SᵀJ for S (N, C, R), at most `max_batch` examples at a time."""
-    seen = 0
+    """Rows of J, or of SᵀJ for S (N, C, R), of the examples that this process reads, at most `max_batch` at a time."""
+    seen, root = 0, None if root is None else own_rows(model, batches, root)
     for x, _ in read_batches(model, batches, what):
         n = num_examples(x)
         yield from model.jacobian_pass.batches(x, None if root is None else root[seen : seen + n], max_batch, seen)
         seen += n
 
 
-def selected(batches: Source, index: Tensor, total: int) -> Selected:
+def selected(model: LinearizedModel, batches: Source, index: Tensor, total: int) -> Selected:
     """The examples at `index` of a source with `total` examples."""
     keep = torch.zeros(total, dtype=torch.bool)
     keep[index.cpu()] = True
-    return Selected(batches, keep)
+    return Selected.of(batches, keep, model.settings.reducer)
 
 
 def vjp(model: LinearizedModel, batches: Source, residual: Tensor, max_batch: int | None) -> Tensor:
@@ -71,14 +106,22 @@ def vjp(model: LinearizedModel, batches: Source, residual: Tensor, max_batch: in
     total = torch.zeros_like(model.theta)
     for rows in read_rows(model, batches, residual.unsqueeze(-1), max_batch, "gradient"):
         total += rows.vjp(rows.f.new_ones(rows.num_examples, 1), model.network.shapes)
+    model.settings.reducer.sum_(total)
     return total
 
 
 def jvp(model: LinearizedModel, batches: Source, vector: Tensor, max_batch: int | None) -> Tensor:
     """J v, (N, C), for v (P,)."""
     named = model.network.unflatten(vector)
-    rows = read_rows(model, batches, None, max_batch, "directional derivatives")
-    return fill_buffer((part.jvp(named) for part in rows), batches.length or 0).rows
+    return per_example(model, batches, max_batch, "directional derivatives", lambda rows: rows.jvp(named))
+
+
+def per_example(
+    model: LinearizedModel, batches: Source, max_batch: int | None, what: str, function: Callable[[Jacobian], Tensor]
+) -> Tensor:
+    """A function (n, ...) of rows of J, for all N examples."""
+    rows = read_rows(model, batches, None, max_batch, what)
+    return collected(model, batches, fill_buffer((function(part) for part in rows), batches.length or 0).rows)
 
 
 def digest(*tensors: Tensor) -> str:

@@ -14,7 +14,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import RowBuffer, Source
 from ntk_laplace.runtime.resources import format_bytes, require_memory
-from ntk_laplace.structures.data_passes import read_batches
+from ntk_laplace.structures.data_passes import collected_points, read_batches
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import (
@@ -39,7 +39,7 @@ class FunctionSpace(StructureSpec):
     keeps_jacobian: ClassVar[bool] = True
 
     def fit(self, model: LinearizedModel, source: Source) -> FunctionSpaceStructure:
-        """Read the rows of J in one pass; training inputs are not stored.
+        """Read the rows of J in one pass; training inputs are not stored. Every process stores the rows of all.
 
         Raises
         ------
@@ -47,16 +47,20 @@ class FunctionSpace(StructureSpec):
             After the first batch, if the rows of all points and B do not fit in memory.
         """
         parts: list[Jacobian] = []
+        reducer = model.settings.reducer
+        total = source.length if reducer.world_size == 1 else source.numbers(reducer)[1]
         targets, count = RowBuffer(source.length or 0), 0
         for x, y in read_batches(model, source, "Jacobians"):
             parts.append(model.jacobian_pass.rows(x, batch_size=model.settings.batch_size, offset=count))
             targets.append(y)
             count += parts[-1].num_examples
             if len(parts) == 1:
-                _require_memory(model, source.length or count, parts[0])
+                _require_memory(model, total or count, parts[0])
         rows = Jacobian.concatenate(parts)
         parts.clear()
-        points = TrainingPoints.checked(model.likelihood, model.outputs(rows), targets.rows, source.weights)
+        _, every, weights = collected_points(model, source, rows.f, targets.rows)
+        rows = Jacobian.concatenate([part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)])
+        points = TrainingPoints.checked(model.likelihood, model.outputs(rows), every, weights)
         _require_memory(model, rows.num_examples, None)
         return FunctionSpaceStructure(self, rows, points)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ntk_laplace.jacobian import Jacobian, JacobianPass
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 
 __all__ = ["LinearizedModel", "Settings"]
 
@@ -38,6 +39,10 @@ class Settings:
         File to which a structured fit writes its state, every minute and when it is interrupted.
     resume : path or object, optional
         That file, or the `state` of a `FitInterrupted`: the fit continues from it with the same data.
+    reducer : Reducer
+        Adds up over several processes. Each is given its own share of the data, with the same network, likelihood and
+        prior, and has the posterior of all data in the end. Training points are numbered in the order of the ranks.
+        One process by default.
     """
 
     batch_size: int | None = None
@@ -45,6 +50,7 @@ class Settings:
     progress: bool | None = None
     checkpoint: str | os.PathLike[str] | None = None
     resume: Any = None
+    reducer: Reducer = field(default_factory=SingleProcess)
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -52,6 +58,10 @@ class Settings:
         budget = self.memory_budget
         if budget is not None and not (isinstance(budget, (int, float)) and budget >= 0):
             raise HyperparameterError("a memory_budget in bytes", repr(budget), "Pass for instance 4 * 2**30.")
+        if not isinstance(self.reducer, Reducer):
+            raise UnsupportedError("a Reducer", repr(self.reducer), "Leave it out for one process.")
+        if self.checkpoint is not None or self.resume is not None:
+            self.reducer.require_one("checkpoint= and resume=", "Leave them out.")
 
     @classmethod
     def of(cls, settings: Settings | None) -> Settings:

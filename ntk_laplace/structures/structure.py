@@ -27,6 +27,7 @@ __all__ = [
     "StructureSpec",
     "no_basis",
     "register_structure",
+    "require_one_process",
     "require_unchanged",
     "structure_named",
     "structure_names",
@@ -310,6 +311,18 @@ def no_basis(got: str) -> UnsupportedError:
     """The error of a `basis=` that has no eigenbases."""
     return UnsupportedError('basis= a posterior with structure "kfac", "ekfac" or "inf"', got,
                             "Fit KFAC first, to all data or to any part of them.")
+
+
+def require_one_process(model: LinearizedModel) -> None:
+    """Refuse to read rows of J at chosen training points if they are on several processes.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    model.settings.reducer.require_one(
+        "rows of J at chosen training points, which this method needs",
+        'Fit with structure="gp", which collects all rows on every process, or save and load on one process.')
 
 
 def require_unchanged(model: LinearizedModel, base: TrainingPoints | None) -> None:

@@ -13,14 +13,22 @@ from torch import Tensor
 from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Joined, Missing, Source, fill_buffer
+from ntk_laplace.model.data import Joined, Missing, Source
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
-from ntk_laplace.structures.data_passes import ModelSignature, common_factor, jvp, read_rows, selected, vjp
+from ntk_laplace.structures.data_passes import (
+    ModelSignature,
+    common_factor,
+    jvp,
+    per_example,
+    read_rows,
+    selected,
+    vjp,
+)
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.resuming import require_same_model, resumed, save_regularly
-from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis
+from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis, require_one_process
 
 __all__ = ["StructuredSpec", "StructuredStructure"]
 
@@ -57,11 +65,13 @@ def _fitted(
 ) -> StructuredStructure:
     """Run or continue the passes over the data."""
     spec.check(model.prior)
-    if source.length is not None:
-        model.likelihood.bind(source.length, model.network.num_outputs)
+    reducer = model.settings.reducer
+    count = source.length if reducer.world_size == 1 else source.numbers(reducer)[1]
+    if count is not None:
+        model.likelihood.bind(count, model.network.num_outputs)
     save_regularly(accumulated, model.settings.checkpoint)
     accumulated.advance(model, source)
-    points = accumulated.points
+    points = accumulated.points(model, source)
     accumulated.forget()
     model.likelihood.bind(*points.f.shape)
     return StructuredStructure(spec, source, points, _AtLikelihood.of(accumulated, model.likelihood))
@@ -193,8 +203,8 @@ class StructuredStructure(Structure):
         return self._sensitivity(model, precision, z)
 
     def _sensitivity(self, model: LinearizedModel, precision: BlockDiagonalPrecision, z: Tensor | None) -> Tensor:
-        passes = read_rows(model, self.data, None, model.settings.batch_size, "likelihood gradients")
-        return fill_buffer((precision.sensitivity(rows, z) for rows in passes), self.points.num_examples).rows
+        return per_example(model, self.data, model.settings.batch_size, "likelihood gradients",
+                           lambda rows: precision.sensitivity(rows, z))
 
     # --- more data
 
@@ -208,11 +218,12 @@ class StructuredStructure(Structure):
 
     def subset(self, model: LinearizedModel, index: Tensor) -> StructuredStructure:
         """Sums over some points, in this eigenbasis, from another pass."""
-        return self.refit_on(model, selected(self.data, index, self.points.num_examples))
+        return self.refit_on(model, selected(model, self.data, index, self.points.num_examples))
 
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """Rows of J, from another pass."""
-        source = selected(self.data, index, self.points.num_examples)
+        require_one_process(model)
+        source = selected(model, self.data, index, self.points.num_examples)
         yield from read_rows(model, source, None, model.settings.batch_size, "Jacobians")
 
     def merged(self, model: LinearizedModel, other: StructuredStructure) -> StructuredStructure:

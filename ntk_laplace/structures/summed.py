@@ -20,10 +20,25 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
-from ntk_laplace.structures.data_passes import common_factor, jvp, read_outputs, read_rows, selected, vjp
+from ntk_laplace.structures.data_passes import (
+    common_factor,
+    jvp,
+    per_example,
+    read_points,
+    read_rows,
+    selected,
+    vjp,
+)
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.structures.structure import Points, Saved, Structure, StructureSpec, require_unchanged
+from ntk_laplace.structures.structure import (
+    Points,
+    Saved,
+    Structure,
+    StructureSpec,
+    require_one_process,
+    require_unchanged,
+)
 
 __all__ = ["SummedSpec", "SummedStructure", "Sums"]
 
@@ -55,11 +70,10 @@ class SummedSpec(StructureSpec):
     def fit(self, model: LinearizedModel, source: Source) -> SummedStructure:
         """Read outputs and targets; the sums follow on first use."""
         self.check_memory(model)
-        f, targets = read_outputs(model, source)
-        found = SummedStructure(self, source, TrainingPoints.checked(model.likelihood, f, targets, source.weights))
+        found = SummedStructure(self, source, read_points(model, source))
         if model.displacement is None:
             return found
-        moved = replace(found.points, f=f + found.jvp(model, model.displacement))
+        moved = replace(found.points, f=found.points.f + found.jvp(model, model.displacement))
         return replace(found, points=moved)
 
     def check_memory(self, model: LinearizedModel) -> None:
@@ -127,6 +141,7 @@ class SummedStructure(Structure):
         sums = self.spec.zeros(model)
         for rows in read_rows(model, self.data, root, _max_batch(model, root.shape[2]), "curvature"):
             self.spec.add(sums, rows, model)
+        model.settings.reducer.sum_(*sums.values())
         return sums
 
     def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
@@ -143,10 +158,18 @@ class SummedStructure(Structure):
         """J v, (N, C)."""
         return jvp(model, self.data, vector, _max_batch(model, model.network.num_outputs))
 
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+        """∂ log det B/∂Λ_n, (N, C, C), in one pass if the structure is exact."""
+        if not self.spec.exact:
+            return super().sensitivity(model, precision)
+        max_batch = _max_batch(model, model.network.num_outputs)
+        return per_example(model, self.data, max_batch, "Jacobians", precision.covariance_blocks)
+
     def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
         """Rows of J, from another pass."""
+        require_one_process(model)
         n = self.points.num_examples
-        source = self.data if len(index) == n else selected(self.data, index, n)
+        source = self.data if len(index) == n else selected(model, self.data, index, n)
         yield from read_rows(model, source, None, _max_batch(model, model.network.num_outputs), "Jacobians")
 
     # --- other points
@@ -160,7 +183,7 @@ class SummedStructure(Structure):
 
     def subset(self, model: LinearizedModel, index: Tensor) -> SummedStructure:
         """The sums of some points, from another pass."""
-        source = selected(self.data, index, self.points.num_examples)
+        source = selected(model, self.data, index, self.points.num_examples)
         return SummedStructure(self.spec, source, self.points.subset(index), self._base_at(index))
 
     def changed(
@@ -175,7 +198,12 @@ class SummedStructure(Structure):
         return other
 
     def _updated(self, model: LinearizedModel, other: SummedStructure) -> Sums | None:
-        """The sums of the other points by updating those whose Λ has changed; None if more than half have."""
+        """The sums of the other points by updating those whose Λ has changed; None if more than half have.
+
+        None on several processes too: one pass over all shares is shorter than reading the changed points alone.
+        """
+        if model.settings.reducer.world_size > 1:
+            return None
         root, before = (points.root(model.curvature_type, model.likelihood) for points in (other.points, self.points))
         own = torch.cat([before, before.new_zeros(len(root) - len(before), *before.shape[1:])])
         moved = (root != own).flatten(1).any(1).nonzero().squeeze(1)

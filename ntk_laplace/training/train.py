@@ -117,6 +117,7 @@ def train_with_evidence(
     """
     schedule = EvidenceSchedule() if schedule is None else schedule
     settings = Settings.of(settings)
+    settings.reducer.require_one("training with evidence", "Train first, and fit the trained network on all of them.")
     callbacks = [callbacks] if callable(callbacks) else callbacks
     _require_kinds(schedule, callbacks)
     if not is_whole(epochs, 1):

@@ -29,6 +29,7 @@ from ntk_laplace.model.data.inputs import (
 )
 from ntk_laplace.model.data.row_buffer import RowBuffer
 from ntk_laplace.model.data.weights import example_weights
+from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = [
     "BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "as_pair", "batches_of", "generators_of",
@@ -108,6 +109,7 @@ class Batches:
     ) -> None:  # fmt: skip
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
+        self._share: tuple[int, int, int] | None = None  # global numbers: first, last + 1, total
         self._order = 0, 0  # checksums of the targets and of the weights, in reading order
         self._weights: RowBuffer | None = None
         self.read = 0
@@ -167,6 +169,19 @@ class Batches:
     def length(self) -> int | None:
         """Number of examples if it is known without a pass (a loader that drops its last batch yields fewer)."""
         return self._length
+
+    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
+        """Global numbers of this process's examples in reading order, and the number of examples of all processes.
+
+        A loader that was not read to its end yet is read once to count its examples.
+        """
+        if self._share is None:
+            if self._total is None and isinstance(self._source, DataLoader):
+                for _ in self:
+                    pass
+            self._share = reducer.share(self._length if self._total is None else self._total)
+        start, end, total = self._share
+        return torch.arange(start, end), total
 
     @property
     def weights(self) -> Tensor | None:
@@ -298,6 +313,15 @@ class Joined:
         """Batch size of the first source."""
         return self.sources[0].batch_size
 
+    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
+        """Global numbers of this process's examples: all processes' examples of a source precede the next source's."""
+        found, total = [], 0
+        for source in self.sources:
+            own, count = source.numbers(reducer)
+            found.append(own + total)
+            total += count
+        return torch.cat(found), total
+
     def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
         for source in self.sources:
             yield from source
@@ -312,6 +336,8 @@ class Selected:
         It is read again in every pass and must give the same examples in the same order each time.
     keep : Tensor of bool, (N,)
         Which of the source's examples are kept.
+    share : (Tensor, int), optional
+        If several processes read the data: what `numbers` returns.
 
     Raises
     ------
@@ -319,12 +345,25 @@ class Selected:
         From a pass over it, if the source no longer has N examples.
     """
 
-    def __init__(self, source: Source, keep: Tensor) -> None:
-        self.source, self.keep = source, keep.cpu()
+    def __init__(self, source: Source, keep: Tensor, share: tuple[Tensor, int] | None = None) -> None:
+        self.source, self.keep, self._share = source, keep.cpu(), share
+
+    @classmethod
+    def of(cls, source: Source, keep: Tensor, reducer: Reducer) -> Selected:
+        """The examples for which `keep`, in the global numbers of all processes, is true."""
+        if reducer.world_size == 1:
+            return cls(source, keep)
+        numbers, _ = source.numbers(reducer)
+        own = keep[numbers]
+        return cls(source, own, ((keep.cumsum(0) - 1)[numbers[own]], int(keep.sum())))
+
+    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
+        """Global numbers of this process's kept examples among all kept ones, and how many these are."""
+        return (torch.arange(self.length), self.length) if self._share is None else self._share
 
     def on(self, device: torch.device) -> Selected:
         """The same data with batches on another device."""
-        return Selected(self.source.on(device), self.keep)
+        return Selected(self.source.on(device), self.keep, self._share)
 
     @property
     def device(self) -> torch.device:

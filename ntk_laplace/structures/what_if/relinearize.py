@@ -56,6 +56,7 @@ def relinearized(fitted: FittedModel, x: Inputs | None, steps: int) -> FittedMod
     if model.displacement is None and model.training_gradient is None:
         raise UnsupportedError("a posterior that a what-if changed, to relinearize", "one of the data it was fitted to",
                                "Ask remove, relabel, reweight or add first.")  # fmt: skip
+    model.settings.reducer.require_one("Gauss-Newton steps of the network", "Train the network again, and fit it.")
     shown, model = model.settings.progress, model.copied()
     quiet = replace(model.settings, progress=False, checkpoint=None, resume=None)
     model = replace(model, settings=quiet)

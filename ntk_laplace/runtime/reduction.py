@@ -1,0 +1,119 @@
+"""Reduction: how processes that each read a share of the training data add up, collect and agree.
+
+Every place that sums over the data goes through a `Reducer`. The default is one process, which reads everything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, UnsupportedError
+
+__all__ = ["Reducer", "SingleProcess"]
+
+_Value = TypeVar("_Value")
+
+
+class Reducer(ABC):
+    """Collective operations of a group of processes; each process calls them in the same order.
+
+    A subclass defines the four abstract members. `concat` and `broadcast` follow from `gather`; a subclass may replace
+    them by faster ones.
+    """
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of processes."""
+
+    @abstractmethod
+    def sum_(self, *tensors: Tensor) -> None:
+        """Replace each tensor by its sum over the processes, in place; the same bits on every process."""
+
+    @abstractmethod
+    def gather(self, value: _Value) -> list[_Value]:
+        """The values of all processes in rank order, on every process; a value can be pickled."""
+
+    def concat(self, rows: Tensor) -> Tensor:
+        """Rows (n, ...) of all processes in rank order, (Σ n, ...), on the device of `rows`.
+
+        Raises
+        ------
+        DataError
+            If the rows of two processes differ in shape.
+        """
+        parts = self.gather(rows)
+        filled = [part.to(rows.device) for part in parts if len(part)]
+        shapes = {tuple(part.shape[1:]) for part in filled}
+        if len(shapes) > 1:
+            raise DataError("rows of one shape on all processes", " and ".join(map(str, sorted(shapes))),
+                            "Give targets, and network outputs, one shape on all processes.")
+        return torch.cat(filled) if filled else rows
+
+    def broadcast(self, value: Tensor) -> Tensor:
+        """The tensor of rank 0, on the device of `value`."""
+        return self.gather(value)[0].to(value.device)
+
+    def share(self, count: int) -> tuple[int, int, int]:
+        """Global numbers of this process's `count` examples, first and last + 1, and how many all processes have."""
+        counts = self.gather(count)
+        return sum(counts[: self.rank]), sum(counts[: self.rank + 1]), sum(counts)
+
+    def require_one(self, what: str, remedy: str) -> None:
+        """Refuse what several processes cannot do.
+
+        Raises
+        ------
+        UnsupportedError
+            If there are several.
+        """
+        if self.world_size > 1:
+            raise UnsupportedError(f"one process for {what}", f"a reducer over {self.world_size} processes", remedy)
+
+    def require_equal(self, what: str, value: Any) -> None:
+        """Check that a value is the same on all processes.
+
+        Raises
+        ------
+        UnsupportedError
+            If it is not.
+        """
+        if any(other != value for other in self.gather(value)):
+            raise UnsupportedError(f"the same {what} on all processes", "different ones",
+                                   "Give every process the same network, likelihood and prior, and its own data.")
+
+
+@dataclass(frozen=True)
+class SingleProcess(Reducer):
+    """One process with all the data: sums and rows stay as they are."""
+
+    @property
+    def rank(self) -> int:
+        """0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """1."""
+        return 1
+
+    def sum_(self, *tensors: Tensor) -> None:
+        """Nothing to add."""
+
+    def gather(self, value: _Value) -> list[_Value]:
+        """The value."""
+        return [value]
+
+    def concat(self, rows: Tensor) -> Tensor:
+        """The rows themselves."""
+        return rows

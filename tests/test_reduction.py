@@ -1,0 +1,385 @@
+"""A fit on several processes, each with its share of the data, is the fit of one process with all data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+
+import ntk_laplace as ntkl
+from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.runtime.reduction import Reducer, SingleProcess
+from processes import on_processes
+from ranks import on_ranks, shares, take_all
+
+N = 13
+
+
+def small(outputs: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
+
+
+def inputs(n: int = N) -> Tensor:
+    return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def labels(n: int = N) -> Tensor:
+    return torch.randint(3, (n,), generator=torch.Generator().manual_seed(2))
+
+
+def real(n: int = N, outputs: int = 3) -> Tensor:
+    return torch.randn(n, outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def numbers(n: int = N) -> Tensor:
+    return 0.5 + torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+
+
+def noise_per_point() -> ntkl.Likelihood:
+    return ntkl.Gaussian(numbers(), kind="point")
+
+
+def quantities(posterior: Any) -> dict[str, Tensor]:
+    """What must be equal: evidence and its gradients, moments, training points."""
+    evidence = posterior.log_marginal_likelihood(correction=True)
+    hyperparameters = [p for m in (posterior.prior, posterior.likelihood) for p in m.parameters() if p.requires_grad]
+    slopes = torch.autograd.grad(evidence, hyperparameters, allow_unused=True)
+    joint = posterior.latent(inputs(4) + 0.1)
+    found = {
+        "evidence": evidence.detach(), "mean": joint.mean, "covariance": joint.covariance_matrix,
+        "f": posterior.f, "targets": posterior.targets, "counts": posterior.weights,
+    }  # fmt: skip
+    if posterior.fitted.exact:
+        found["mean at the optimum"] = posterior.latent(inputs(4), mean="posterior").mean
+    saved = posterior.fitted.structure.state(posterior.fitted.model, True)
+    for i, sums in enumerate(saved["sums"] if "sums" in saved else [saved] if "ggn" in saved else []):
+        lower = {"left", "right", "block", "ggn"}
+        found |= {f"{name} {i}": v.tril() if name in lower else v for name, v in sums.items()}
+    return found | {f"slope {i}": slope for i, slope in enumerate(slopes) if slope is not None}
+
+
+def require_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for own in found:
+        assert own.keys() == expected.keys()
+        for name, value in expected.items():
+            scale = float(value.detach().abs().max()) + 1e-300
+            gap = float((own[name] - value).detach().abs().max()) / scale
+            assert gap < 1e-12, f"{name}: {gap:.2g}"
+
+
+def compare(
+    data: tuple[Tensor, ...], world_size: int, likelihood: Callable[[], ntkl.Likelihood],
+    look: Callable[[Any], dict[str, Tensor]] = quantities, network: nn.Module | None = None, **arguments: Any,
+) -> None:  # fmt: skip
+    """Fit on one process and on several; `look` at both."""
+    network = small() if network is None else network
+
+    def fit(data: tuple[Tensor, ...], **settings: Any) -> dict[str, Tensor]:
+        return look(ntkl.laplace(network, data, likelihood(), settings=ntkl.Settings(batch_size=3, **settings),
+                                 **arguments))
+
+    parts = shares(len(data[0]), world_size)
+    assert len({part.stop - part.start for part in parts}) > 1, "unequal shares"
+
+    def run(reducer: Reducer) -> dict[str, Tensor]:
+        return fit(take_all(data, parts[reducer.rank]), reducer=reducer)
+
+    require_same(on_ranks(world_size, run), fit(data))
+
+
+STRUCTURES = ["gp", "full", "kfac", "ekfac", "diag", ntkl.INF(rank=0.4), ntkl.KFAC(sharing="reduce")]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+@pytest.mark.filterwarnings("ignore:INF")
+def test_shares_are_one_data_set(structure: Any, world_size: int) -> None:
+    compare((inputs(), labels()), world_size, ntkl.Categorical, structure=structure,
+            prior=ntkl.GaussianPrior(2.0, groups="layer"))
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
+def test_drawn_labels_have_global_numbers(structure: str) -> None:
+    compare((inputs(), labels()), 3, ntkl.Categorical, structure=structure,
+            curvature=CurvatureType("mc", samples=2, seed=3))
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
+def test_noise_per_point_has_global_numbers(structure: str) -> None:
+    compare((inputs(), real()), 3, noise_per_point, structure=structure)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
+def test_example_weights_are_shared_out_too(structure: str) -> None:
+    weights = torch.where(torch.arange(N) % 5 == 0, torch.zeros(()).double(), numbers())
+    compare((inputs(), labels(), weights), 2, ntkl.Categorical, structure=structure)
+
+
+# --- after the fit
+
+
+def moved(posterior: Any) -> dict[str, Tensor]:
+    """At other hyperparameters, which take another pass over the data where Λ is not merely scaled."""
+    with torch.no_grad():
+        posterior.prior.log_precision.add_(0.3)
+        for parameter in posterior.likelihood.parameters():
+            parameter.add_(0.2)
+    return quantities(posterior)
+
+
+@pytest.mark.parametrize(("structure", "likelihood"), [
+    ("full", lambda: ntkl.Categorical(temperature=1.3)), ("kfac", lambda: ntkl.Categorical(temperature=1.3)),
+    ("ekfac", lambda: ntkl.Categorical(temperature=1.3)), ("diag", lambda: ntkl.Gaussian(0.3)),
+])  # fmt: skip
+def test_changed_hyperparameters(structure: str, likelihood: Callable[[], ntkl.Likelihood]) -> None:
+    targets = labels() if structure != "diag" else real()
+    compare((inputs(), targets), 2, likelihood, moved, structure=structure)
+
+
+@pytest.mark.parametrize("structure", ["kfac", "full"])
+@pytest.mark.filterwarnings("ignore:the evidence's maximum was not reached")
+def test_learned_hyperparameters(structure: str) -> None:
+    def learned(posterior: Any) -> dict[str, Tensor]:
+        posterior.fit_hyperparameters(steps=3, progress=False)
+        return quantities(posterior)
+
+    compare((inputs(), real()), 2, lambda: ntkl.Gaussian(0.3), learned, structure=structure)
+
+
+@pytest.mark.parametrize("structure", ["full", "ekfac", "diag", "gp"])
+def test_a_subset_has_global_indices_even_where_a_process_has_none_of_them(structure: str) -> None:
+    def part(posterior: Any) -> dict[str, Tensor]:
+        chosen = posterior.subset([5, 6, 8, 11])  # none in the first share
+        return quantities(chosen.subset([0, 3]))
+
+    compare((inputs(), real()), 3, noise_per_point, part, structure=structure)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "ekfac", "diag"])
+def test_a_condition_takes_each_process_s_share(structure: str) -> None:
+    """New points follow all old ones."""
+    new = inputs(20)[N:], labels(20)[N:]
+
+    def run(reducer: Reducer, part: slice, added: slice) -> dict[str, Tensor]:
+        posterior = ntkl.laplace(small(), (inputs()[part], labels()[part]), ntkl.Categorical(), structure=structure,
+                                 settings=ntkl.Settings(reducer=reducer))
+        both = posterior.condition(take_all(new, added))
+        return quantities(both) | {f"subset {n}": t for n, t in quantities(both.subset([0, 4, 9, 14, 18])).items()}
+
+    parts, added = shares(N, 2), shares(7, 2)
+    found = on_ranks(2, lambda reducer: run(reducer, parts[reducer.rank], added[reducer.rank]))
+    require_same(found, run(SingleProcess(), slice(None), slice(None)))
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_reweighted_points_have_global_indices(structure: str) -> None:
+    def reweighted(posterior: Any) -> dict[str, Tensor]:
+        left = posterior.remove([1, 7]).reweight([12], 2.5)
+        joint = left.latent(inputs(4))
+        return {"mean": joint.mean, "covariance": joint.covariance_matrix, "evidence": left.log_det().detach()}
+
+    compare((inputs(), real()), 2, lambda: ntkl.Gaussian(0.3), reweighted, structure=structure)
+
+
+# --- where processes have to agree
+
+
+class Gate(nn.Module):
+    """A layer that a batch reaches only if one of its examples asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.common, self.rare = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        asks = x[:, :1] > 5
+        out = self.common(x)
+        return out + asks * self.rare(x) if bool(asks.any()) else out
+
+
+def gated(*asking: int) -> Tensor:
+    x = inputs()
+    x[list(asking), 0] += 10
+    return x
+
+
+@pytest.mark.parametrize("asking", [(0,), (12,), (3, 12), (1, 10)])
+def test_a_diagonal_follows_layers_that_one_process_reaches(asking: tuple[int, ...]) -> None:
+    compare((gated(*asking), labels()), 3, ntkl.Categorical, network=Gate(), structure="diag")
+
+
+def test_kronecker_factors_of_a_layer_that_one_process_reaches_are_refused_on_all() -> None:
+    refused = []
+
+    def run(reducer: Reducer) -> None:
+        part = shares(N, 2)[reducer.rank]
+        with pytest.raises(ntkl.UnsupportedError, match=r"rare\.bias.*first batch"):
+            ntkl.laplace(Gate(), (gated(12)[part], labels()[part]), ntkl.Categorical(), structure="kfac",
+                         settings=ntkl.Settings(reducer=reducer))
+        refused.append(reducer.rank)
+
+    on_ranks(2, run)
+    assert sorted(refused) == [0, 1]
+
+
+@pytest.mark.parametrize("basis", [False, True])
+def test_eigenvectors_are_those_of_rank_0(basis: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank whose eigenvectors were others would add second moments in another basis."""
+    x, y, own = inputs(), labels(), torch.linalg.eigh
+
+    def fit(part: slice = slice(None), **settings: Any) -> dict[str, Tensor]:
+        data, settings = (x[part], y[part]), ntkl.Settings(**settings)
+        kfac = ntkl.laplace(small(), data, ntkl.Categorical(), structure="kfac", settings=settings) if basis else None
+        return quantities(ntkl.laplace(small(), data, ntkl.Categorical(), structure=ntkl.EKFAC(basis=kfac),
+                                       settings=settings))
+
+    def elsewhere(matrix: Tensor, UPLO: str = "L") -> tuple[Tensor, Tensor]:
+        values, vectors = own(matrix, UPLO=UPLO)
+        return values, vectors.roll(1, -1) if threading.current_thread().name == "rank 1" else vectors
+
+    expected = fit()
+    monkeypatch.setattr(torch.linalg, "eigh", elsewhere)
+    require_same(on_ranks(2, lambda reducer: fit(shares(N, 2)[reducer.rank], reducer=reducer)), expected)
+
+
+def test_weights_on_one_process_alone() -> None:
+    """Examples of the others count once, as in data that are joined."""
+    parts, weights = shares(N, 2), numbers()
+
+    def run(reducer: Reducer) -> dict[str, Tensor]:
+        part = parts[reducer.rank]
+        data = (inputs()[part], labels()[part]) + ((weights[part],) if reducer.rank else ())
+        return quantities(ntkl.laplace(small(), data, ntkl.Categorical(), settings=ntkl.Settings(reducer=reducer)))
+
+    weights = torch.where(torch.arange(N) < parts[0].stop, 1.0, weights)
+    expected = quantities(ntkl.laplace(small(), (inputs(), labels(), weights), ntkl.Categorical()))
+    require_same(on_ranks(2, run), expected)
+
+
+def test_a_loader_is_counted_by_reading_it() -> None:
+    """A sampler's share, of which the last batch is dropped: the data set's length says nothing."""
+    x, y, noise = inputs(), real(), numbers()
+    whole = TensorDataset(x, y)
+
+    def run(reducer: Reducer) -> dict[str, Tensor]:
+        mine = SubsetRandomSampler(range(reducer.rank, N, 2), generator=torch.Generator().manual_seed(0))
+        loader = DataLoader(whole, batch_size=4, sampler=list(mine), drop_last=True)
+        likelihood = ntkl.Gaussian(noise[:8], kind="point")
+        return quantities(ntkl.laplace(small(), loader, likelihood, structure="ekfac",
+                                       settings=ntkl.Settings(reducer=reducer)))
+
+    orders = [list(SubsetRandomSampler(range(rank, N, 2), generator=torch.Generator().manual_seed(0)))[:4]
+              for rank in range(2)]
+    read = torch.tensor(orders).flatten()
+    expected = ntkl.laplace(small(), (x[read], y[read]), ntkl.Gaussian(noise[:8], kind="point"), structure="ekfac")
+    require_same(on_ranks(2, run), quantities(expected))
+
+
+def test_a_checkpoint_is_restored_with_each_process_s_share(tmp_path: Path) -> None:
+    path = tmp_path / "posterior.pt"
+    whole = ntkl.laplace(small(), (inputs(), labels()), ntkl.Categorical(temperature=1.3), structure="ekfac")
+    whole.save(path)
+
+    def run(reducer: Reducer) -> dict[str, Tensor]:
+        data = take_all((inputs(), labels()), shares(N, 2)[reducer.rank])
+        return moved(ntkl.load(path, small(), data, settings=ntkl.Settings(reducer=reducer)))
+
+    require_same(on_ranks(2, run), moved(whole))
+
+
+def test_auto_counts_the_examples_of_all_processes() -> None:
+    def chosen(reducer: Reducer) -> str:
+        data = take_all((inputs(21), labels(21)), shares(21, 3)[reducer.rank])
+        return ntkl.laplace(small(), data, ntkl.Categorical(), structure="auto",
+                            settings=ntkl.Settings(reducer=reducer)).reason
+
+    alone = ntkl.laplace(small(), (inputs(21), labels(21)), ntkl.Categorical(), structure="auto")
+    assert set(on_ranks(3, chosen)) == {alone.reason}
+    assert alone.structure == "gp"
+
+
+# --- refusals
+
+
+def test_a_reducer_is_required() -> None:
+    with pytest.raises(ntkl.UnsupportedError, match="a Reducer"):
+        ntkl.Settings(reducer=2)
+    assert ntkl.Settings() == ntkl.Settings(reducer=SingleProcess())
+
+
+def test_processes_with_different_models_are_refused() -> None:
+    def fit(reducer: Reducer, network: nn.Module, precision: float, noise: float) -> None:
+        with pytest.raises(ntkl.UnsupportedError, match="the same model on all processes"):
+            ntkl.laplace(network, (inputs(), real()), ntkl.Gaussian(noise), ntkl.GaussianPrior(precision),
+                         settings=ntkl.Settings(reducer=reducer))
+
+    def other() -> nn.Module:
+        network = small()
+        with torch.no_grad():
+            network[0].weight[0, 0] += 1e-6
+        return network
+
+    on_ranks(2, lambda reducer: fit(reducer, small() if reducer.rank else other(), 1.0, 0.3))
+    on_ranks(2, lambda reducer: fit(reducer, small(), 1.0 + reducer.rank, 0.3))
+    on_ranks(2, lambda reducer: fit(reducer, small(), 1.0, 0.3 + reducer.rank))
+
+
+def test_processes_with_outputs_of_another_shape_are_refused() -> None:
+    def run(reducer: Reducer) -> None:
+        y = real(N, 3) if reducer.rank else real(N, 2)
+        with pytest.raises(ntkl.DataError, match=r"rows of one shape on all processes"):
+            ntkl.laplace(small(), (inputs(), y), ntkl.Gaussian(0.3), structure="full",
+                         settings=ntkl.Settings(reducer=reducer))
+
+    on_ranks(2, run)
+
+
+def test_what_needs_one_process_is_refused() -> None:
+    x, y = inputs(), real()
+
+    def run(reducer: Reducer) -> None:
+        settings = ntkl.Settings(reducer=reducer, progress=False)
+        with pytest.raises(ntkl.UnsupportedError, match="checkpoint= and resume="):
+            ntkl.Settings(reducer=reducer, checkpoint="state.pt")
+        with pytest.raises(ntkl.UnsupportedError, match="training with evidence"):
+            ntkl.train_with_evidence(small(), (x, y), ntkl.Gaussian(0.3), optimizer=torch.optim.Adam, epochs=1,
+                                     settings=settings)
+        for structure in ("full", "kfac"):
+            posterior = ntkl.laplace(small(), (x, y), ntkl.Gaussian(0.3), structure=structure, settings=settings)
+            with pytest.raises(ntkl.UnsupportedError, match="one process for rows of J"):
+                posterior.leave_one_out()
+        posterior = ntkl.laplace(small(), (x, y), ntkl.Gaussian(0.3), structure="full", settings=settings)
+        with pytest.raises(ntkl.UnsupportedError, match="one process for points to add"):
+            posterior.add(x[:2], y[:2])
+        with pytest.raises(ntkl.UnsupportedError, match="one process for Gauss-Newton steps"):
+            posterior.remove([0]).relinearize()
+
+    on_ranks(2, run)
+
+
+# --- processes
+
+
+@pytest.mark.slow
+def test_two_processes_of_torch_distributed(tmp_path: Path) -> None:
+    """The same with gloo in place of threads."""
+    require_same(on_processes(2, _fits, tmp_path), _fits(SingleProcess()))
+
+
+def _fits(reducer: Reducer) -> dict[str, Tensor]:
+    part = slice(None) if reducer.world_size == 1 else shares(N, reducer.world_size)[reducer.rank]
+    settings = ntkl.Settings(reducer=reducer)
+    found = {}
+    for structure in ("gp", "full", "ekfac", "diag"):
+        posterior = ntkl.laplace(small(), (inputs()[part], real()[part]), noise_per_point(), structure=structure,
+                                 settings=settings)
+        found |= {f"{structure} {name}": value for name, value in quantities(posterior).items()}
+    return found
