@@ -20,29 +20,30 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "ntk_laplace"
 
 # Each line is a package or module, or several that are independent; each imports from earlier lines only.
+# A package with several lines stands for its modules that have none of their own.
 ORDER = [
-    ["errors", "tuning"],
-    ["linalg", "parameter_layout", "scalars", "resources", "progress", "meter", "serialization", "reduction"],
-    ["data"],
-    ["network"],
-    ["likelihoods", "priors"],
-    ["predictive", "jacobian"],
-    ["contractions"],
-    ["gram"],
+    ["errors", "runtime.tuning"],
+    ["runtime", "runtime.serialization"],
+    ["model.data"],
+    ["model.network"],
+    ["model.likelihoods", "model.priors"],
+    ["model", "model.predictive", "jacobian"],
+    ["jacobian.contractions"],
+    ["jacobian.gram"],
     ["curvature"],
-    ["points"],
+    ["structures.points"],
     ["structures"],
-    ["evidence", "what_if"],
-    ["explain", "hyperparameters", "selection"],
+    ["structures.evidence", "structures.what_if"],
+    ["posterior.explain", "posterior.hyperparameters", "posterior.scores"],
     ["posterior"],
-    ["fit", "ntk"],
-    ["gp", "training"],
+    ["posterior.fit", "gp.ntk"],
+    ["training", "gp"],
     ["metrics"],
-    ["plotting", "report"],
-    ["comparison", "explorer", "attribution"],
+    ["plotting", "tools", "tools.report"],
+    ["tools.comparison", "tools.explorer", "attribution"],
     [""],  # ntk_laplace/__init__.py; later packages call the public interface
-    ["demo"],
-    ["cli"],
+    ["tools.demo"],
+    ["tools.cli"],
     ["__main__"],
 ]
 LEVEL = {package: level for level, packages in enumerate(ORDER) for package in packages}
@@ -73,14 +74,22 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def package_of(module: str) -> str:
-    """The first name below ntk_laplace, or the empty name for ntk_laplace itself."""
-    return module.split(".")[1] if "." in module else ""
+    """The longest name in ORDER that begins the module's name below ntk_laplace; empty for ntk_laplace itself."""
+    below = module.split(".")[1:]
+    names = (".".join(below[:length]) for length in range(len(below), 0, -1))
+    return next((name for name in names if name in LEVEL), below[0] if below else "")
 
 
 def test_every_package_is_in_the_order() -> None:
     packages = {package_of(module) for module in MODULES}
     missing, unknown = packages - set(LEVEL), set(LEVEL) - packages
     assert packages == set(LEVEL), f"not in ORDER: {missing}; in ORDER without a module: {unknown}"
+
+
+def test_the_top_level_has_a_dozen_packages() -> None:
+    """Beside the errors, and the two files that Python itself asks for."""
+    entries = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
+    assert len(entries - {"__init__", "__main__", "errors"}) <= 12, sorted(entries)
 
 
 def test_imports_point_backwards() -> None:
@@ -127,8 +136,8 @@ def test_only_plotting_draws() -> None:
 def test_no_table_of_likelihoods() -> None:
     """Callers ask a likelihood what it is able to do; saving and the command line look classes up in the registry."""
     names = {"Bernoulli", "Categorical", "Gaussian", "HeteroscedasticGaussian", "Poisson"}
-    for name in ("structures.checkpoint", "comparison.models", "gp.likelihood", "explorer.gather",
-                 "cli.options", "cli.model", "cli.likelihood"):  # fmt: skip
+    for name in ("structures.checkpoint", "tools.comparison.models", "gp.likelihood", "tools.explorer.gather",
+                 "tools.cli.options", "tools.cli.model", "tools.cli.likelihood"):  # fmt: skip
         tree = ast.parse(MODULES[f"ntk_laplace.{name}"].read_text())
         used = {getattr(node, "id", getattr(node, "attr", None)) for node in ast.walk(tree)}
         assert not used & names, f"{name} names {used & names}"

@@ -307,7 +307,7 @@ def test_what_a_changed_structure_refuses():
         found.save("nowhere.pt")
     with refused(ntkl.UnsupportedError, "over many precisions", "what-if", "log_precision"):
         found.evidence_curve([1.0])
-    with refused(ntkl.UnsupportedError, "as they are", "changed", "Merge first"):
+    with refused(ntkl.UnsupportedError, "unchanged", "changed", "Merge first"):
         posterior.merge(found)
     tempered = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(temperature=2.0), structure="diag")
     with refused(ntkl.UnsupportedError, "gradient", "what-if", "Fit them first"):

@@ -21,6 +21,7 @@ __all__ = [
     "contributions",
     "leverages",
     "removal_terms",
+    "residual_columns",
     "similarities",
     "widening",
     "without_each",
@@ -73,6 +74,12 @@ def leverages(blocks: Tensor) -> Tensor:
     return 1.0 - torch.linalg.eigvalsh(blocks).flip(-1)
 
 
+def residual_columns(space: FunctionSpacePrecision, residual: Tensor) -> Tensor:
+    """SᵀK r, (N R, N), one column per training point, for r (N, C)."""
+    own = space.rows.weighted(residual.unsqueeze(-1))
+    return _cross(space, space.weighted, own).view(-1, len(residual))
+
+
 class SingleRemovals:
     """Predictions without each single training point: one Newton step, in function space.
 
@@ -88,9 +95,7 @@ class SingleRemovals:
     def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
         self._space = space
         r, n = space.weighted.num_cotangents, space.weighted.num_examples
-        own = space.rows.weighted(residual.unsqueeze(-1))
-        columns = _cross(space, space.weighted, own).view(n * r, n)  # SᵀK r
-        self._solved = space.inverse @ columns  # D, (N R, N)
+        self._solved = space.inverse @ residual_columns(space, residual)  # D, (N R, N)
         diagonal = self._solved.view(n, r, n).diagonal(dim1=0, dim2=2).T  # D_ii, (N, R)
         # [B⁻¹]_ii⁻¹ D_ii
         self._amplified = torch.linalg.solve(space.inverse_blocks, diagonal.unsqueeze(-1)).squeeze(-1)

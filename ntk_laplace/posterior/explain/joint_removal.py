@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot
 from ntk_laplace.curvature import FunctionSpacePrecision, prior_variances
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import cross_gram
+from ntk_laplace.posterior.explain.algebra import residual_columns
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE, ChangedPrecision, rows_of
 
@@ -29,9 +30,7 @@ class JointRemoval:
 
     def __init__(self, space: FunctionSpacePrecision, residual: Tensor) -> None:
         self._space = space
-        n, r = space.weighted.num_examples, space.weighted.num_cotangents
-        own = space.rows.weighted(residual.unsqueeze(-1))
-        self._columns = cross_gram(space.weighted, own, space.variances).view(n * r, n)  # SᵀKr, one column per point
+        self._columns = residual_columns(space, residual)
 
     def effects(self, test: Jacobian, contributions: Tensor, groups: Sequence[Tensor]) -> Tensor:
         """-V_xG (I - Λ_GV_GG)⁻¹ r_G for each input's group G, (n, C).
