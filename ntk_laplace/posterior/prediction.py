@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 
 from ntk_laplace import tuning
 from ntk_laplace.curvature import prior_variances
+from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.data import Inputs, RowBuffer, fill_buffer
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.gram import gram
@@ -207,7 +208,9 @@ class PredictionVerbs(Fitted):
 
     def _weights(self, count: int, generator: torch.Generator | None) -> Tensor:
         """Weight samples, (count, P)."""
-        return self._fitted.theta + self.posterior_precision.sample(count, generator)
+        precision, theta = self.posterior_precision, self._fitted.theta
+        draws = precision.sample(count, generator)
+        return theta + checked_form(precision, "sample", draws, (count, len(theta)), theta)
 
     def _sampled(self, chunks: Chunks, draws: WeightDraws) -> Iterator[Tensor]:
         """Outputs at all weight samples, (S, m, C), for each chunk."""

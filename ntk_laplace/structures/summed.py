@@ -18,6 +18,7 @@ from torch import Tensor
 from ntk_laplace import tuning
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.data import Joined, Missing, Source
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.likelihoods import Likelihood
 from ntk_laplace.points import TrainingPoints, present_values, unmoved
@@ -123,7 +124,10 @@ class SummedStructure(Structure):
         return at.sums
 
     def _summed(self, model: LinearizedModel, root: Tensor) -> Sums:
-        sums = self.spec.zeros(model)
+        sums, device = self.spec.zeros(model), model.network.device
+        if not (isinstance(sums, dict) and all(isinstance(t, Tensor) and t.device == device for t in sums.values())):
+            raise UnsupportedError(f"tensors by name on {device} of {type(self.spec).__name__}.zeros",
+                                   f"{sums!r}"[:80], "Create them with model.theta.new_zeros(...).")
         for rows in read_rows(model, self.data, root, _max_batch(model, root.shape[2]), "curvature"):
             self.spec.add(sums, rows, model)
         return sums
