@@ -179,3 +179,56 @@ def test_a_what_if_without_data_says_so(tmp_path: Path) -> None:
     fit("kfac").save(tmp_path / "p.pt")
     with refused(UnsupportedError, "training data, for", "a checkpoint", "data="):
         ntkl.load(tmp_path / "p.pt", network()).remove([0])
+
+
+# --- what the methods return
+
+
+class Wrong(DiagonalPrecision):
+    """One method returns something else."""
+
+    wrong = ""
+
+    def log_det(self) -> Tensor:
+        return self.diagonal.log() if self.wrong == "log_det" else super().log_det()
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        found = super().solve(vectors)
+        return {"solve": found[..., :2], "dtype": found.float()}.get(self.wrong, found)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        found = super().sample(count, generator)
+        return torch.cat([found, found]) if self.wrong == "sample" else found
+
+
+@dataclass(frozen=True)
+class WrongRows(AbsoluteRows):
+    wrong: str = ""
+
+    def zeros(self, model: ntkl.LinearizedModel) -> dict[str, Tensor]:
+        found = super().zeros(model)
+        return {"zeros": None, "device": {"sum": found["sum"].to("meta")}}.get(self.wrong, found)
+
+    def precision(self, sums: dict[str, Tensor], model: ntkl.LinearizedModel) -> object:
+        found = Wrong(sums["sum"], model)
+        found.wrong = self.wrong
+        return None if self.wrong == "precision" else found
+
+
+@pytest.mark.parametrize(("wrong", "expected", "got"), [
+    ("zeros", r"tensors by name on cpu of WrongRows.zeros", "None"),
+    ("device", r"tensors by name on cpu of WrongRows.zeros", "meta"),
+    ("precision", r"a PosteriorPrecision of structure='absolute'", "None"),
+    ("log_det", r"a scalar tensor of Wrong.log_det", "tensor"),
+    ("solve", r"a tensor .* in torch.float64 on cpu of Wrong.solve", "2"),
+    ("dtype", r"a tensor .* in torch.float64 on cpu of Wrong.solve", "float32"),
+    ("sample", r"a tensor \(3, 43\) in torch.float64 on cpu of Wrong.sample", r"\(6, 43\)"),
+])  # fmt: skip
+def test_what_a_method_returns_has_its_form(wrong: str, expected: str, got: str) -> None:
+    with refused(UnsupportedError, expected, got, "."):
+        posterior = fit(WrongRows(wrong=wrong))
+        posterior.log_marginal_likelihood()
+        posterior.sample(3)
+        posterior.latent_moments(inputs(3))
+    good = fit(WrongRows())
+    assert good.sample(3).shape == (3, 43) and good.latent_moments(inputs(3))[1].isfinite().all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +17,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
-__all__ = ["CrossCovariance", "PosteriorPrecision", "group_numbers"]
+__all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class PosteriorPrecision(ABC):
             width = min(step, p - start)
             unit = counts.new_zeros(width, p)
             unit[:, start : start + width].fill_diagonal_(1.0)
-            variances = self.solve(unit)[:, start : start + width].diagonal()
+            variances = self._solved(unit)[:, start : start + width].diagonal()
             here = slice(start, start + width)
             counts.index_add_(0, self.groups[here], -self.prior_precision[here] * variances)
         return counts
@@ -157,17 +157,17 @@ class PosteriorPrecision(ABC):
         blocks = rows.f.new_empty(n, k, k)
         for part in self._panels(rows):
             dense = rows.subset(part).dense(self.shapes).transpose(0, 1)  # (m, K, P)
-            blocks[part] = dense @ self.solve(dense).mT
+            blocks[part] = dense @ self._solved(dense).mT
         return blocks
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         dense = rows.dense(self.shapes).transpose(0, 1).flatten(0, 1)
-        return dense @ self.solve(dense).T
+        return dense @ self._solved(dense).T
 
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent."""
-        solved = self.solve(rows.dense(self.shapes)[0])
+        solved = self._solved(rows.dense(self.shapes)[0])
         named = self.shapes.parts(solved)
 
         def products(other: Jacobian) -> Tensor:
@@ -175,11 +175,33 @@ class PosteriorPrecision(ABC):
 
         return CrossCovariance(products, solved.numel())
 
+    def _solved(self, vectors: Tensor) -> Tensor:
+        """H⁻¹ v, with its form checked."""
+        return checked_form(self, "solve", self.solve(vectors), vectors.shape, vectors)
+
     def _panels(self, rows: Jacobian) -> Iterator[slice]:
         """Slices of examples whose dense rows fit in a panel."""
         step = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
             yield slice(start, min(start + step, rows.num_examples))
+
+
+def checked_form(
+    precision: PosteriorPrecision, method: str, found: object, shape: Sequence[int], like: Tensor
+) -> Tensor:
+    """What a method of a posterior precision returned, if it is a tensor of this shape with dtype and device of `like`.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is not.
+    """
+    wanted = tuple(shape), like.dtype, like.device
+    if isinstance(found, Tensor) and (found.shape, found.dtype, found.device) == wanted:
+        return found
+    got = f"{tuple(found.shape)} in {found.dtype} on {found.device}" if isinstance(found, Tensor) else f"{found!r}"[:80]
+    raise UnsupportedError(f"a tensor {tuple(shape)} in {like.dtype} on {like.device} of "
+                           f"{type(precision).__name__}.{method}", got, "Correct the method.")
 
 
 def group_numbers(prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> Tensor:

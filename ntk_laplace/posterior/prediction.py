@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import prior_variances
+from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
@@ -206,7 +207,9 @@ class PredictionVerbs(Fitted):
 
     def _weights(self, count: int, generator: torch.Generator | None) -> Tensor:
         """Weight samples, (count, P)."""
-        return self._fitted.theta + self.posterior_precision.sample(count, generator)
+        precision, theta = self.posterior_precision, self._fitted.theta
+        draws = precision.sample(count, generator)
+        return theta + checked_form(precision, "sample", draws, (count, len(theta)), theta)
 
     def _sampled(self, chunks: Chunks, draws: WeightDraws) -> Iterator[Tensor]:
         """Outputs at all weight samples, (S, m, C), for each chunk."""

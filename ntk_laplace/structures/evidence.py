@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.runtime.scalars import scalar
 from ntk_laplace.structures import FittedModel, NewtonStep
 from ntk_laplace.structures.points import UnsavedPoints
@@ -73,7 +74,11 @@ class _LogDet(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.precision, ctx.blocks = precision, blocks
         ctx.like = log_precision, hessian
-        return precision.log_det().to(log_precision)
+        found = precision.log_det()
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise UnsupportedError(f"a scalar tensor of {type(precision).__name__}.log_det", f"{found!r}"[:80],
+                                   "Correct the method.")
+        return found.to(log_precision)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -100,7 +100,11 @@ class FittedModel:
         if cached.precision is None or not unmoved(cached.at, *modules):
             cached.precision = None  # free the old factorization before computing the new one
             with torch.inference_mode(False):  # gradients may be needed later
-                cached.precision = self.structure.posterior_precision(self.model)
+                found = self.structure.posterior_precision(self.model)
+            if not isinstance(found, PosteriorPrecision):
+                raise UnsupportedError(f"a PosteriorPrecision of structure={self.structure.name!r}", f"{found!r}"[:80],
+                                       "Return one from `precision` of the specification.")
+            cached.precision = found
             cached.at = present_values(*modules)
         return cached.precision
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source
 from ntk_laplace.model.likelihoods import Likelihood
@@ -130,7 +131,10 @@ class SummedStructure(Structure):
         return at.sums
 
     def _summed(self, model: LinearizedModel, root: Tensor) -> Sums:
-        sums = self.spec.zeros(model)
+        sums, device = self.spec.zeros(model), model.network.device
+        if not (isinstance(sums, dict) and all(isinstance(t, Tensor) and t.device == device for t in sums.values())):
+            raise UnsupportedError(f"tensors by name on {device} of {type(self.spec).__name__}.zeros",
+                                   f"{sums!r}"[:80], "Create them with model.theta.new_zeros(...).")
         for rows in read_rows(model, self.data, root, _max_batch(model, root.shape[2]), "curvature"):
             self.spec.add(sums, rows, model)
         model.settings.reducer.sum_(*sums.values())
