@@ -18,7 +18,6 @@ from ntk_laplace.structures.data_passes import collected_points, read_batches
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import (
-    Points,
     Saved,
     Structure,
     StructureSpec,
@@ -94,7 +93,7 @@ class FunctionSpaceStructure(Structure):
 
     spec: FunctionSpace
     rows: Jacobian
-    points: Points
+    points: TrainingPoints
     base: TrainingPoints | None = None
 
     def posterior_precision(self, model: LinearizedModel) -> FunctionSpacePrecision:

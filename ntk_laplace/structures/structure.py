@@ -14,7 +14,7 @@ from torch import Tensor
 from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Inputs, Missing, Source, fill_buffer
+from ntk_laplace.model.data import Inputs, Source, fill_buffer
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "REGISTERED",
     "NewtonStep",
-    "Points",
     "Saved",
     "Structure",
     "StructureSpec",
@@ -40,7 +39,6 @@ __all__ = [
     "structure_of",
 ]
 
-Points = TrainingPoints
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,13 @@ class Saved:
     state : mapping
         What `Structure.state` returned.
     points : TrainingPoints
-    source : Source or Missing
+    source : Source
         The training data, if they were passed to `load`.
     """
 
     state: Mapping[str, Any]
     points: TrainingPoints
-    source: Source | Missing
+    source: Source
 
 
 class StructureSpec(ABC):
@@ -290,7 +288,7 @@ class Structure(ABC):
         return other
 
     @property
-    def source(self) -> Source | Missing | None:
+    def source(self) -> Source | None:
         """The training data, for another pass; None if the structure does not need and keep them."""
         return None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Joined, Missing, Source
+from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
@@ -27,8 +27,9 @@ from ntk_laplace.structures.data_passes import (
     vjp,
 )
 from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.resuming import require_same_model, resumed, save_regularly
-from ntk_laplace.structures.structure import Points, Saved, Structure, no_basis, of_kind, require_one_process
+from ntk_laplace.structures.structure import Saved, Structure, no_basis, of_kind, require_one_process
 
 __all__ = ["StructuredSpec", "StructuredStructure"]
 
@@ -128,19 +129,19 @@ class StructuredStructure(Structure):
     ----------
     spec : StructuredSpec
         KFAC, EKFAC, INF or Diagonal, with their options.
-    data : Source or Missing
-    points : TrainingPoints or UnsavedPoints
+    data : Source
+    points : TrainingPoints
     at : _AtLikelihood
         A cache of the sums.
     """
 
     spec: StructuredSpec
-    data: Source | Missing
-    points: Points
+    data: Source
+    points: TrainingPoints
     at: _AtLikelihood
 
     @property
-    def source(self) -> Source | Missing:
+    def source(self) -> Source:
         """The training data, for another pass."""
         return self.data
 

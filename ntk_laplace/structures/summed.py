@@ -25,7 +25,6 @@ from ntk_laplace.structures.data_passes import common_factor, jvp, per_example, 
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.structure import (
-    Points,
     Saved,
     Structure,
     StructureSpec,
@@ -94,7 +93,7 @@ class SummedStructure(Structure):
     spec : SummedSpec
     source : Source
         Read again when the likelihood's hyperparameters change.
-    points : TrainingPoints or UnsavedPoints
+    points : TrainingPoints
     base : TrainingPoints, optional
         The points the network was trained on, if a what-if has changed them since.
     at : _AtLikelihood
@@ -102,13 +101,13 @@ class SummedStructure(Structure):
     """
 
     spec: SummedSpec
-    data: Source | Missing
-    points: Points
+    data: Source
+    points: TrainingPoints
     base: TrainingPoints | None = None
     at: _AtLikelihood = field(default_factory=_AtLikelihood)
 
     @property
-    def source(self) -> Source | Missing:
+    def source(self) -> Source:
         """The training data, for another pass."""
         return self.data
 
