@@ -48,7 +48,8 @@ class ExplanationVerbs(Fitted):
         k : int
             Training points to show for and against.
         output : int, optional
-            The output to explain; by default the predicted class (or the only output).
+            The output to explain; by default that of the largest value at each input, the predicted class. Name it
+            for a regression with several outputs.
         by : str
             The quantity whose change ranks the training points: "output" (or "logit"), "probability" (the mean
             response), "log_likelihood" of `y`, in nats, "variance" of the output, "probability_variance" (variance

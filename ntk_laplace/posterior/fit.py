@@ -195,6 +195,7 @@ def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -
     spec.prepare(model, first, batches)
     found = spec.fit(model, batches)
     found.points.require_information(model.likelihood)
+    found.points.require_consistent(model.likelihood)
     at = present_values(model.prior, model.likelihood)  # once the likelihood is bound
     fitted = FittedModel(replace(model, fitted_at=at), found)
     fitted.precision  # noqa: B018

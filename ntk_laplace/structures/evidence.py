@@ -129,7 +129,7 @@ def log_det(fitted: FittedModel) -> Tensor:
     scale = fitted.log_scale() if kept else None
     if scale is not None:
         return scalar(_LogDet.apply(prior.log_precision, scale, precision, None))
-    hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
+    hessian = _hessian(fitted)
     return scalar(_LogDet.apply(prior.log_precision, hessian, precision, fitted.sensitivity))
 
 
@@ -145,6 +145,12 @@ def evidence(fitted: FittedModel, with_correction: bool = False) -> Evidence:
     error = 0.5 * fitted.precision.standard_error
     bounds = (float(value), float(value)) if fitted.exact else (-math.inf, math.inf)
     return Evidence(value, error, *bounds, likelihood_term, prior_term, det, scalar(added))
+
+
+def _hessian(fitted: FittedModel) -> Tensor:
+    """Λ_n, (N, C, C), with a graph only if a hyperparameter of the likelihood has one."""
+    hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
+    return hessian if any(p.requires_grad for p in fitted.likelihood.parameters()) else hessian.detach()
 
 
 def _curve(step: NewtonStep, log_precision: Tensor, hessian: Tensor) -> Tensor:
@@ -180,7 +186,7 @@ def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
     prior, theta = fitted.prior, fitted.theta
     precision = prior.flat_precision().to(theta)
     residual = fitted.points.residual(fitted.likelihood)
-    hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
+    hessian = _hessian(fitted)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
     curve = (precision * step.z.square()).sum() + _curve(step, prior.log_precision, hessian)
     return _Once.apply(slope - 0.5 * curve)

@@ -13,6 +13,9 @@ from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 
+_CHECKED = 4  # points at which the methods of a likelihood are compared
+_AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
+
 __all__ = ["TrainingPoints", "UnsavedPoints", "present_values", "unmoved"]
 
 
@@ -107,6 +110,38 @@ class TrainingPoints:
         """Number of examples in the log likelihood: Σ w_n over those with a target."""
         present = self.present(likelihood)
         return float((self.counts if present is None else self.counts * present).sum())
+
+    def require_consistent(self, likelihood: Likelihood) -> None:
+        """Refuse a likelihood whose methods contradict each other at the first points.
+
+        Raises
+        ------
+        UnsupportedError
+            If a shape is wrong, a value is not finite, or the residual is not the derivative of the log density.
+        """
+        part = slice(0, min(_CHECKED, self.num_examples))
+        own, f, y = likelihood.at(part), self.f[part].detach(), self.targets[part]
+        with torch.enable_grad():
+            f_graph = f.clone().requires_grad_()
+            log_prob = own.log_prob(f_graph, y)
+            differentiable = isinstance(log_prob, Tensor) and log_prob.requires_grad
+            slope = torch.autograd.grad(log_prob.sum(), f_graph, allow_unused=True)[0] if differentiable else None
+        n, c = f.shape
+        found = {"log_prob": (log_prob, (n,)), "residual": (own.residual(f, y), (n, c)),
+                 "curvature": (own.curvature(f, y), (n, c, c))}  # fmt: skip
+        for method, (value, shape) in found.items():
+            if not isinstance(value, Tensor) or value.shape != shape or not bool(torch.isfinite(value).all()):
+                got = f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"[:80]
+                got += " with values that are not finite" if isinstance(value, Tensor) and value.shape == shape else ""
+                raise UnsupportedError(f"finite values of shape {shape} from {type(likelihood).__name__}.{method}", got,
+                                       "Correct the method: one row per example; examples must not mix.")
+        residual = found["residual"][0].detach()
+        if slope is not None and bool(torch.isfinite(slope).all()):
+            scale = 1.0 + float(slope.abs().max())
+            if float((residual - slope).abs().max()) > _AGREEMENT * scale:
+                raise UnsupportedError(f"{type(likelihood).__name__}.residual, the derivative of its log_prob in f",
+                                       f"a difference of {float((residual - slope).abs().max()):.3g}",
+                                       "Correct one of the two, or leave out `residual`, which is then differentiated.")
 
     def require_information(self, likelihood: Likelihood) -> None:
         """Refuse points that carry no information.

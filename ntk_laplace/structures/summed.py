@@ -172,6 +172,9 @@ class SummedStructure(Structure):
     def merged(self, model: LinearizedModel, other: Structure) -> SummedStructure:
         """Sums of both data sets."""
         other = of_kind(SummedStructure, other)
+        if self.spec.options() != other.spec.options():
+            raise UnsupportedError(f"two posteriors of structure {self.spec}", str(other.spec),
+                                   "Fit both with the same structure and options.")
         ours, theirs = self.sums(model), other.sums(model)
         at = _AtLikelihood({name: ours[name] + theirs[name] for name in ours}, copy.deepcopy(model.likelihood))
         points = self.points.joined(model.likelihood, other.points)

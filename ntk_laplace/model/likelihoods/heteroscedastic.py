@@ -75,7 +75,7 @@ class HeteroscedasticGaussian(PerOutput):
 
     is_density = True
 
-    def __init__(self, parametrization: str = "natural", missing: str | None = None) -> None:
+    def __init__(self, parametrization: str = "log variance", missing: str | None = None) -> None:
         super().__init__(missing)
         if parametrization not in _PARAMETRIZATIONS:
             raise HyperparameterError(f"a parametrization among {_PARAMETRIZATIONS}", repr(parametrization),

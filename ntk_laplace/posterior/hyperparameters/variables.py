@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
@@ -153,10 +153,11 @@ class Variables:
         with torch.enable_grad():
             value = evidence()
             gradients = torch.autograd.grad(value, list(self.parameters.values()), allow_unused=True)
-        flat = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters.values(), gradients, strict=True)
-        ]
-        return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in flat])
+        unused = [name for name, g in zip(self.parameters, gradients, strict=True) if g is None]
+        if unused:  # a checkpoint without data, or a likelihood that does not use its parameter
+            raise UnsupportedError(f"an evidence that depends on {', '.join(unused)}", "one that does not",
+                                   "Name those that move, parameters=[...]; load a checkpoint with its data, data=....")
+        return value.item(), torch.cat([g.detach().double().flatten().cpu() for g in gradients])
 
 
 def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Callable[[], Tensor] | None:
