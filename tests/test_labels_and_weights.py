@@ -523,3 +523,13 @@ def test_independent_labels_are_as_many_problems(structure: str) -> None:
         assert relative_error(predicted.probs[:, c], alone.predict(x_new, samples=4096).probs[:, 0]) < 2e-3
         assert found[1][:, c, (c + 1) % C].abs().max() < 1e-12
     assert relative_error(together.log_marginal_likelihood(), value) < 1e-9
+
+
+def test_a_point_of_weight_zero_leaves_no_nan_where_it_is_infinitely_unlikely() -> None:
+    from ntk_laplace.structures.points import TrainingPoints
+
+    f, y = torch.tensor([[800.0], [0.5]]).double(), torch.tensor([[3.0], [1.0]]).double()
+    weights, likelihood = torch.tensor([0.0, 2.0]).double(), ntkl.Poisson()
+    assert likelihood.log_prob(f, y)[0] == -torch.inf
+    alone = TrainingPoints(f[1:], y[1:], weights[1:])
+    assert TrainingPoints(f, y, weights).log_likelihood(likelihood) == alone.log_likelihood(likelihood)

@@ -735,7 +735,7 @@ def test_what_a_log_density_alone_does_not_define() -> None:
         UnsupportedError, match=r"that can draw responses; got CustomLikelihood\. Override distribution"
     ):
         likelihood.distribution(f).sample()
-    with pytest.raises(NotImplementedError, match="Likelihood must override log_prob"):
+    with pytest.raises(UnsupportedError, match=r"log_prob\(f, y\) of Likelihood; got a class without it"):
         Likelihood().log_prob(f, REAL)
     torch.testing.assert_close(likelihood.distribution(f).log_prob(REAL), likelihood.log_prob(f, REAL))
 

@@ -68,7 +68,10 @@ class TrainingPoints:
 
     def log_prob(self, likelihood: Likelihood) -> Tensor:
         """log p(y_n | f_n), (N,), times the weights."""
-        return self._times(likelihood.log_prob(self.f, self.targets))
+        values = likelihood.log_prob(self.f, self.targets)
+        if self.weights is not None:
+            values = values.masked_fill(self.weights == 0, 0.0)  # a removed point may have log p = -inf: 0 x inf is NaN
+        return self._times(values)
 
     def residual(self, likelihood: Likelihood) -> Tensor:
         """r_n, (N, C), times the weights."""

@@ -136,7 +136,8 @@ class Likelihood(nn.Module):
 
     def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
         """Log density (or probability) of each example, including constants, (N,), nats."""
-        raise NotImplementedError(f"{type(self).__name__} must override log_prob(f, y)")
+        raise UnsupportedError(f"log_prob(f, y) of {type(self).__name__}", "a class without it",
+                               "Define it; or pass the log density to CustomLikelihood.")
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """Gradient of `log_prob` in f, (N, C)."""
