@@ -293,7 +293,7 @@ def test_changes_that_make_no_sense():
         posterior.add(inputs()[:1], [5])
     with refused(ntkl.UnsupportedError, "to save", "what-if", "Save the original"):
         posterior.remove(0).save("nowhere.pt", include_data=True)
-    with refused(ntkl.UnsupportedError, "as they are", "1 removed", "Merge first"):
+    with refused(ntkl.UnsupportedError, "unchanged", "1 removed", "Merge first"):
         posterior.merge(posterior.remove(0))
 
 
