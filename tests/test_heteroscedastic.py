@@ -123,7 +123,7 @@ def test_natural_parameters_have_the_fisher_as_their_hessian() -> None:
 
     inner, eta = vmap(jacrev(natural))(F), vmap(natural)(F)
     expected = inner.mT @ -vmap(hessian(density))(eta, Y) @ inner
-    torch.testing.assert_close(ntkl.HeteroscedasticGaussian().curvature(F), expected, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(ntkl.HeteroscedasticGaussian("natural").curvature(F), expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_log_density_is_not_concave_in_the_outputs(name: str, f: list, y: li
 
 @pytest.mark.parametrize("s", [-600.0, -20.001, -19.999, 40.0, 1e6])
 def test_extreme_precisions(s: float) -> None:
-    likelihood, f = ntkl.HeteroscedasticGaussian(), torch.tensor([[0.0, s]], dtype=torch.float64)
+    likelihood, f = ntkl.HeteroscedasticGaussian("natural"), torch.tensor([[0.0, s]], dtype=torch.float64)
     log = math.log(math.log1p(math.exp(s))) if s < 700 else math.log(s)
     y = torch.zeros(1, 1, dtype=torch.float64)
     assert likelihood.log_prob(f, y).item() == pytest.approx(0.5 * log - 0.5 * math.log(2 * math.pi), rel=1e-13)
@@ -405,12 +405,13 @@ def test_missing_targets_carry_no_information(name: str, structure: str) -> None
 def test_weights_count_examples() -> None:
     counts = torch.arange(14) % 3
     y = draw(6, 14, 2)
-    weighted = ntkl.laplace(tiny(4), (X, y, counts.double()), ntkl.HeteroscedasticGaussian(), structure="full")
+    weighted = ntkl.laplace(tiny(4), (X, y, counts.double()), ntkl.HeteroscedasticGaussian("natural"), structure="full")
     repeated = (X.repeat_interleave(counts, 0), y.repeat_interleave(counts, 0))
-    plain = ntkl.laplace(tiny(4), repeated, ntkl.HeteroscedasticGaussian(), structure="full")
+    plain = ntkl.laplace(tiny(4), repeated, ntkl.HeteroscedasticGaussian("natural"), structure="full")
     torch.testing.assert_close(weighted.log_marginal_likelihood(), plain.log_marginal_likelihood())
-    tempered = ntkl.laplace(tiny(4), (X, y), ntkl.Tempered(ntkl.HeteroscedasticGaussian(), 3.0), structure="full")
-    thrice = ntkl.laplace(tiny(4), (X.repeat(3, 1), y.repeat(3, 1)), ntkl.HeteroscedasticGaussian(), structure="full")
+    natural, data = ntkl.HeteroscedasticGaussian("natural"), (X.repeat(3, 1), y.repeat(3, 1))
+    tempered = ntkl.laplace(tiny(4), (X, y), ntkl.Tempered(natural, 3.0), structure="full")
+    thrice = ntkl.laplace(tiny(4), data, natural, structure="full")
     torch.testing.assert_close(tempered.log_marginal_likelihood(), thrice.log_marginal_likelihood())
     torch.testing.assert_close(tempered.predict(X_NEW).mean, thrice.predict(X_NEW).mean)
 
@@ -453,7 +454,7 @@ def test_the_evidence_selects_the_model_that_knows_its_noise() -> None:
     y = 0.5 * x + x * draw(8, 200, 1)
     models = {}
     for name, likelihood, width in (
-        ("constant", ntkl.Gaussian(3.2), 1), ("natural", ntkl.HeteroscedasticGaussian(), 2),
+        ("constant", ntkl.Gaussian(3.2), 1), ("natural", ntkl.HeteroscedasticGaussian("natural"), 2),
         ("log variance", ntkl.HeteroscedasticGaussian("log variance"), 2),
     ):  # fmt: skip
         network = nn.Sequential(nn.Linear(1, width)).double()
@@ -478,7 +479,7 @@ def test_the_evidence_selects_the_model_that_knows_its_noise() -> None:
 def test_training_and_hyperparameters() -> None:
     network = tiny(4)
     optimizer = torch.optim.Adam(network.parameters(), 1e-2)
-    result = ntkl.train_with_evidence(network, (X, draw(6, 14, 2)), ntkl.HeteroscedasticGaussian(),
+    result = ntkl.train_with_evidence(network, (X, draw(6, 14, 2)), ntkl.HeteroscedasticGaussian("natural"),
                                       optimizer=optimizer, epochs=4)  # fmt: skip
     assert result.posterior.log_marginal_likelihood().isfinite()
     posterior = fitted("log variance", 2)
@@ -499,7 +500,7 @@ def test_the_page_of_explanations(tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    likelihood = ntkl.HeteroscedasticGaussian()
+    likelihood = ntkl.HeteroscedasticGaussian("natural")
     with pytest.raises(ntkl.NetworkError, match=r"two outputs per response .* \(N, 2D\); got 3 outputs"):
         ntkl.laplace(tiny(3), (X, draw(6, 14, 1)), likelihood)
     with pytest.raises(ntkl.NetworkError, match="got 1 output"):
