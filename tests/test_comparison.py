@@ -152,7 +152,7 @@ def test_labels_are_unique() -> None:
     ("structures", "words"),
     [
         (["gp", "kfak"], "expected structure among gp, full, kfac, ekfac, inf, diag, auto; got 'kfak'. Use"),
-        ([ntkl.KFAC], "expected structure among"),
+        ([ntkl.KFAC], "expected a structure's name or an object; got the class KFAC. Write KFAC(), with its options."),
         ("gp", "expected a list of structures; got 'gp'. Pass one such as \\['gp', "),
         ([], "expected a list of structures; got \\[\\]"),
     ],

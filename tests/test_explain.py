@@ -25,7 +25,8 @@ def test_shares_add_up(case):
     shares = torch.einsum("xcp,p,nkp,nk->xnc", jac, 1 / reference.precision, reference.jac, reference.residual)
     assert relative_error(explanation.contributions, shares) < limit
     f = outputs(problem(case[0]).network, problem(case[0]).x_new)
-    assert relative_error(explanation.offset, f - jac @ reference.offset) < limit
+    # of a network that is linear in its weights the offset is zero, up to the rounding of f
+    assert (explanation.offset - (f - jac @ reference.offset)).norm() < limit * (f.norm() + explanation.offset.norm())
     total = explanation.offset + explanation.contributions.sum(1) + explanation.gap
     assert relative_error(total, f) < limit
 

@@ -139,8 +139,8 @@ def layerwise(problem: Problem, name: str, options: argparse.Namespace) -> tuple
     precision = torch.ones(sum(w.numel() for w in network.parameters()), dtype=torch.float64)
     for _ in range(1 if options.small else ROUNDS):
         train(network, problem.train, precision, options.steps)
-        prior = ntkl.GaussianPrior(1.0, groups="layer")
-        posterior = ntkl.laplace(network, problem.train, ntkl.Categorical(), prior)
+        posterior = ntkl.laplace(network, problem.train, ntkl.Categorical(), ntkl.GaussianPrior(1.0, groups="layer"))
+        prior = posterior.prior
         begin = dict(posterior.network.module.named_parameters())
         with torch.no_grad():
             prior.log_precision.copy_(torch.stack([

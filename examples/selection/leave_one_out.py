@@ -145,14 +145,13 @@ def trained(problem: Problem, width: int, decay: float, steps: int, seed: int) -
 def with_evidence(problem: Problem, width: int, epochs: int, seed: int) -> Model:
     """[I21] Algorithm 1 with KFAC and a precision for each layer, full batches."""
     network, prior = problem.network(width, seed), ntkl.GaussianPrior(groups="layer")
-    likelihood = problem.likelihood(1.0)
-    ntkl.train_with_evidence(
-        network, problem.train, likelihood, prior, epochs=epochs, batch_size=None,
+    found = ntkl.train_with_evidence(
+        network, problem.train, problem.likelihood(1.0), prior, epochs=epochs, batch_size=None,
         optimizer=lambda own: torch.optim.Adam(own, lr=1e-2), schedule=ntkl.EvidenceSchedule(10, 20),
         settings=ntkl.Settings(progress=False),
     )  # fmt: skip
-    noise = None if problem.classes else float(likelihood.noise.detach())
-    return Model(problem, network, noise, prior.precision.detach().clone(), "layer")
+    noise = None if problem.classes else float(found.posterior.likelihood.noise.detach())
+    return Model(problem, network, noise, found.posterior.prior.precision.detach().clone(), "layer")
 
 
 def cases(problem: Problem, options: argparse.Namespace, seed: int) -> Iterator[tuple[str, Model, ntkl.Posterior]]:

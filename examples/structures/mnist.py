@@ -85,8 +85,9 @@ def job(name: str, structure: str, curvature: str, num_examples: int, options: a
     factors = torch.logspace(-3, 3, 121)
     curve = posterior.evidence_curve(factors)
     best = int(curve.argmax())
-    prior.precision = options.precision * factors[best].item()
-    found |= {"precision": prior.precision.item(), "best_evidence": posterior.log_marginal_likelihood().item()}
+    posterior.prior.precision = options.precision * factors[best].item()
+    found |= {"precision": posterior.prior.precision.item()}
+    found |= {"best_evidence": posterior.log_marginal_likelihood().item()}
     found |= {"curve_seconds": time.perf_counter() - start, "log_det": posterior.log_det().item()}
     if num_examples < options.num_examples or options.fits_alone:
         return found

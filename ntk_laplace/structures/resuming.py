@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,12 +33,11 @@ def save_regularly(accumulated: Accumulation, path: str | os.PathLike[str] | Non
     DataError
         If the path is not writable.
     """
-    save = Autosave(path)
+    accumulated.checkpoint = partial(_save, Autosave(path))
 
-    def checkpoint(gathered: Accumulation, now: bool = False) -> None:
-        save(lambda: _FORMAT.header | {"accumulation": gathered.record(include_data=True)}, now)
 
-    accumulated.checkpoint = checkpoint
+def _save(save: Autosave, gathered: Accumulation, now: bool = False) -> None:
+    save(lambda: _FORMAT.header | {"accumulation": gathered.record(include_data=True)}, now)
 
 
 def resumed(resume: Any, spec: BlockSpec, device: torch.device) -> Accumulation | None:

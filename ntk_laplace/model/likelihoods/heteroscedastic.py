@@ -33,6 +33,7 @@ class HeteroscedasticGaussian(PerOutput):
     ----------
     parametrization : {"log variance", "natural"}
         The default, "log variance", has moments of the predictive that stay moderate where the network is uncertain.
+
         * ``"natural"``: ``η1 = μ/σ² = u`` and ``η2 = -1/(2σ²) = -softplus(s)/2``, so that
           ``log p = η1 y + η2 y² + η1²/(4 η2) + ½ log(-2 η2) - ½ log 2π``. The precision is ``λ = softplus(s)`` and the
           mean is ``u/λ``.
