@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,15 +130,20 @@ class TrainingPoints:
             differentiable = isinstance(log_prob, Tensor) and log_prob.requires_grad
             slope = torch.autograd.grad(log_prob.sum(), f_graph, allow_unused=True)[0] if differentiable else None
         n, c = f.shape
-        found = {"log_prob": (log_prob, (n,)), "residual": (own.residual(f, y), (n, c)),
-                 "curvature": (own.curvature(f, y), (n, c, c))}  # fmt: skip
-        for method, (value, shape) in found.items():
+        methods: dict[str, tuple[Callable[[], object], tuple[int, ...]]] = {
+            "log_prob": (lambda: log_prob, (n,)), "residual": (lambda: own.residual(f, y), (n, c)),
+            "curvature": (lambda: own.curvature(f, y), (n, c, c)),
+        }  # fmt: skip
+        found: dict[str, Tensor] = {}
+        for method, (compute, shape) in methods.items():  # one after the other: a default uses those before it
+            value = compute()
             if not isinstance(value, Tensor) or value.shape != shape or not bool(torch.isfinite(value).all()):
                 got = f"{tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"[:80]
                 got += " with values that are not finite" if isinstance(value, Tensor) and value.shape == shape else ""
                 raise UnsupportedError(f"finite values of shape {shape} from {type(likelihood).__name__}.{method}", got,
                                        "Correct the method: one row per example; examples must not mix.")
-        residual = found["residual"][0].detach()
+            found[method] = value
+        residual = found["residual"].detach()
         if slope is not None and bool(torch.isfinite(slope).all()):
             scale = 1.0 + float(slope.abs().max())
             if float((residual - slope).abs().max()) > _AGREEMENT * scale:
