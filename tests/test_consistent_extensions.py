@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,4 +69,74 @@ def test_a_hyperparameter_without_effect_is_refused() -> None:
     posterior = ntkl.laplace(network, data, Unused(), structure="full")
     with pytest.raises(ntkl.UnsupportedError, match="an evidence that depends on scale_of_nothing; got one that does"):
         posterior.fit_hyperparameters()
+    assert posterior.fit_hyperparameters(parameters=["precision"]).converged
+
+
+class Multiple(ntkl.PosteriorPrecision):
+    """H = P0 + c I."""
+
+    def __init__(self, curvature: Tensor, model: ntkl.LinearizedModel) -> None:
+        super().__init__(model.prior, model.network.shapes, curvature)
+        self.diagonal = self.prior_precision + curvature
+
+    def log_det(self) -> Tensor:
+        return (self.diagonal / self.prior_precision).log().sum()
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        return vectors / self.diagonal
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(count, len(self.diagonal), dtype=self.diagonal.dtype, generator=generator)
+        return noise * self.diagonal.rsqrt()
+
+
+@dataclass(frozen=True)
+class Trace(ntkl.SummedSpec):
+    """The trace of the curvature, times an option."""
+
+    times: float = 1.0
+    name: ClassVar[str] = "trace"
+
+    def zeros(self, model: ntkl.LinearizedModel) -> dict[str, Tensor]:
+        return {"trace": model.theta.new_zeros(())}
+
+    def add(self, sums: dict[str, Tensor], rows: ntkl.Jacobian, model: ntkl.LinearizedModel) -> None:
+        sums["trace"] += self.times * rows.dense(model.network.shapes).square().sum()
+
+    def precision(self, sums: dict[str, Tensor], model: ntkl.LinearizedModel) -> Multiple:
+        return Multiple(sums["trace"] / model.network.num_parameters, model)
+
+
+def test_structures_with_other_options_are_not_merged() -> None:
+    network, data = case()
+    one, other = (ntkl.laplace(network, data, ntkl.Gaussian(1.0), structure=Trace(times)) for times in (1.0, 2.0))
+    both = one.merge(ntkl.laplace(network, data, ntkl.Gaussian(1.0), structure=Trace(1.0)))
+    twice = ntkl.laplace(network, tuple(torch.cat([t, t]) for t in data), ntkl.Gaussian(1.0), structure=Trace(1.0))
+    assert torch.allclose(both.log_det(), twice.log_det(), rtol=1e-12)
+    with pytest.raises(ntkl.UnsupportedError, match=r"structure Trace\(times=1.0\); got Trace\(times=2.0\)"):
+        one.merge(other)
+
+
+def test_precisions_move_alone_where_the_likelihood_has_no_gradient() -> None:
+    """The curvature of a user's likelihood comes from autograd; a frozen hyperparameter must not ask for its slope."""
+
+    class Scaled(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.zeros(()).double())
+
+        def log_prob(self, f: Tensor, y: Tensor) -> Tensor:
+            return super().log_prob(f * self.log_scale.exp(), y)
+
+    network, data = case()
+    posterior = ntkl.laplace(network, data, Scaled(), structure=Trace())
+    posterior.likelihood.requires_grad_(False)
+    (slope,) = torch.autograd.grad(posterior.log_marginal_likelihood(), posterior.prior.log_precision)
+    values = []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad():
+            posterior.prior.log_precision += step
+        values.append(float(posterior.log_marginal_likelihood()))
+    assert slope.item() == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-6)
+    posterior.likelihood.requires_grad_(True)
     assert posterior.fit_hyperparameters(parameters=["precision"]).converged
