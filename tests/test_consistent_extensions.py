@@ -56,6 +56,12 @@ def test_consistent_methods_are_accepted() -> None:
     assert torch.allclose(found, ntkl.laplace(network, data, ntkl.Gaussian(1.0), structure="full").log_det())
 
 
+def test_data_in_two_arguments_are_explained() -> None:
+    network, (x, y) = case()
+    with pytest.raises(ntkl.UnsupportedError, match=r"got a tensor of shape \(12, 1\). Pass the data as one pair"):
+        ntkl.laplace(network, x, y)
+
+
 class Unused(Plain):
     """It has a hyperparameter that its log density does not use."""
 

@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.inputs import (
@@ -191,11 +191,6 @@ class Batches:
     def weights(self) -> Tensor | None:
         """Weights of the first `read` examples, the most that any pass has read; None if the data have no weights."""
         return None if self._weights is None else self._weights.so_far
-
-    @property
-    def shuffled(self) -> bool:
-        """Whether the order changes from one pass to the next."""
-        return isinstance(self._source, DataLoader) and isinstance(self._source.sampler, RandomSampler)
 
     def first(self) -> tuple[Inputs, Tensor]:
         """The first batch. The next pass yields it again, so a stream that can be read only once loses no batch."""

@@ -55,8 +55,11 @@ class Likelihood(nn.Module):
             If it is something else, such as a name or a loss.
         """
         if not isinstance(likelihood, Likelihood):
-            raise UnsupportedError("a likelihood object", f"{likelihood!r}",
-                                   "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson().")
+            remedy = "Use ntk_laplace.Gaussian(noise), Bernoulli(), Categorical() or Poisson()."
+            if isinstance(likelihood, Tensor):
+                raise UnsupportedError("a likelihood object", f"a tensor of shape {tuple(likelihood.shape)}",
+                                       f"Pass the data as one pair, (X, y), and then the likelihood. {remedy}")
+            raise UnsupportedError("a likelihood object", f"{likelihood!r}", remedy)
         return likelihood
 
     def bind(self, num_examples: int, num_outputs: int) -> None:
