@@ -77,15 +77,15 @@ def test_the_factors_are_the_best_of_a_fine_grid(structure: str) -> None:
     objective = LinearLeaveOneOut(posterior.fitted)
     found = posterior.refit("loo")
     best = float(found.leave_one_out().log_density.mean())
-    a = found.prior.precision / posterior.prior.precision
-    s = found.likelihood.noise / posterior.likelihood.noise
+    a = (found.prior.precision / posterior.prior.precision).detach()
+    s = (found.likelihood.noise / posterior.likelihood.noise).detach()
     assert torch.allclose(a, a[:1]) and torch.allclose(s, s[:1, :1])  # one factor each
-    around = [float(sum(objective.parts({"precision": a[0].detach() * p, "noise": s[0, 0].detach() * q})))
+    around = [float(sum(objective.parts({"precision": a[0] * p, "noise": s[0, 0] * q})))
               for p in (0.95, 1.0, 1.05) for q in (0.95, 1.0, 1.05)]  # fmt: skip
-    grid = [float(sum(objective.parts({"precision": p, "noise": q})))
-            for p in torch.logspace(-4, 4, 17, dtype=torch.float64) for q in torch.logspace(-2, 2, 17, dtype=torch.float64)]  # fmt: skip
+    steps = torch.logspace(-4, 4, 17, dtype=torch.float64), torch.logspace(-2, 2, 17, dtype=torch.float64)
+    grid = [float(sum(objective.parts({"precision": p, "noise": q}))) for p in steps[0] for q in steps[1]]
     assert best >= max(around + grid) - 1e-8
-    assert posterior.prior.precision[0] == pytest.approx(0.7)  # it keeps its own
+    assert float(posterior.prior.precision[0].detach()) == pytest.approx(0.7)  # it keeps its own
 
 
 @pytest.mark.parametrize("structure", ["gp", "full"])
