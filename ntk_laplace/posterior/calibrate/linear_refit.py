@@ -64,7 +64,9 @@ class LinearLeaveOneOut:
         a, s = setting["precision"].to(self._z), setting["noise"].to(self._z)
         shrunk = self._values / (self._values + a * s)  # h
         eye = torch.eye(self._z.shape[1]).to(self._z)
-        blocks = (eye - torch.einsum("nrj,j,nqj->nrq", self._vectors, shrunk, self._vectors)) / s  # [G⁻¹]_nn
+        # [G⁻¹]_nn; it stays regular at a leverage of 1, where nothing predicts the point
+        slack = 1.0 + 1e3 * torch.finfo(eye.dtype).eps
+        blocks = (slack * eye - torch.einsum("nrj,j,nqj->nrq", self._vectors, shrunk, self._vectors)) / s
         solved = (self._z - torch.einsum("nrj,j->nr", self._vectors, shrunk * self._rotated)) / s  # [G⁻¹z]_n
         covariance = torch.linalg.inv(blocks)
         error = covariance @ solved.unsqueeze(-1)
