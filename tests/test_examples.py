@@ -413,3 +413,13 @@ def test_the_rankings_of_mnist(tmp_path: Path) -> None:
     close = {name: one["spearman"] for name, one in found["agreement"].items()}
     assert close["kfac"] > close["diag"]
     assert (tmp_path / "out" / "rankings.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_intervals_and_sets(tmp_path: Path) -> None:
+    printed = run("predictions/intervals.py", tmp_path, "--out", "out", "--alone", "--settings", "ordinary")
+    regression, classes = figures(tmp_path / "out" / "intervals.json")["results"]
+    for name in ("normalized", "absolute", "Gaussian"):
+        coverage, width = regression[name]
+        assert 0 <= coverage <= 1 and 0 < width < math.inf
+    assert all(0 <= classes[name][1] <= 3 for name in ("probability", "cumulative", "randomized"))
+    assert classes["probability"][1] <= classes["cumulative"][1] and "| diabetes | ordinary |" in printed
