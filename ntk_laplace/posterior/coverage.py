@@ -47,9 +47,10 @@ class CoverageVerbs(CalibrationVerbs):
     ) -> PredictionIntervals:  # fmt: skip
         r"""Prediction interval of each response at `x`.
 
-        With μ_-i and s_-i the mean response and its standard deviation without training point i, and the scores
-        R_i = |y_i - μ_-i(x_i)| / s_-i(x_i), the interval of level 1 - a is the jackknife+ of [Barber et al. 2021]:
-        from the ⌊a(N+1)⌋-th smallest μ_-i(x) - R_i s_-i(x) to the ⌈(1-a)(N+1)⌉-th smallest μ_-i(x) + R_i s_-i(x).
+        With m(x, i) and s(x, i) the mean response at x and its standard deviation, both without training point i, and
+        the scores ``R_i = |y_i - m(x_i, i)| / s(x_i, i)``, the interval of level 1 - a is the jackknife+ of
+        [Barber et al. 2021]: from the ⌊a(N+1)⌋-th smallest of ``m(x, i) - R_i s(x, i)`` to the ⌈(1-a)(N+1)⌉-th smallest
+        of ``m(x, i) + R_i s(x, i)``.
 
         Parameters
         ----------
@@ -61,7 +62,7 @@ class CoverageVerbs(CalibrationVerbs):
             "normalized": s is the standard deviation of the response (posterior and noise), so that widths follow the
             uncertainty at x. "absolute": s = 1.
         data : DataLoader, Dataset, (X, y), or a mapping, optional
-            Held-out data, used for nothing else: split conformal. μ ± s q, with q the ⌈(1-a)(M+1)⌉-th smallest score
+            Held-out data, used for nothing else: split conformal. m ± s q, with q the ⌈(1-a)(M+1)⌉-th smallest score
             of the M held-out points. Available for every structure and likelihood of real responses.
         batch_size : int, optional
             Maximum inputs at a time; by default chosen by memory (an n x N x C tile).
@@ -83,13 +84,14 @@ class CoverageVerbs(CalibrationVerbs):
 
         Notes
         -----
-        Theorem (jackknife+): if training and new points are exchangeable, and μ_-i, s_-i come from a fit without point
-        i that is symmetric in the others, the coverage is at least 1 - 2a; near 1 - a in practice. Here μ_-i is one
-        Newton step of the linearized model. The step is the fit without i if the network is linear in its weights,
-        the likelihood Gaussian, and the weights are at the optimum (ridge regression); the theorem then holds, if
-        prior and noise were chosen without these data. Otherwise no theorem applies: the features that the
-        network learned, and the hyperparameters, have seen point i. A warning is issued where leave-one-out is known
-        to be unreliable. Split conformal covers at least 1 - a without such conditions.
+        Theorem (jackknife+): if training and new points are exchangeable, and m(·, i) and s(·, i) come from a fit
+        without point i that is symmetric in the others, the coverage is at least 1 - 2a; near 1 - a in practice. Here
+        they are one Newton step of the linearized model. The step is the fit without i if the network is linear in its
+        weights, the likelihood Gaussian, and the weights are at the optimum (ridge regression); the theorem then holds,
+        if prior and noise were chosen without these data. Otherwise no theorem applies: the features that the network
+        learned, and the hyperparameters, have seen point i. A warning is issued where leave-one-out is known to be
+        unreliable; scores of "normalized" may then cover too little. Split conformal covers at least 1 - a without such
+        conditions. Neither uses the calibration of `fit_predictive`.
         """
         level = checked_level(level)
         _require_score(score, INTERVAL_SCORES)
@@ -139,8 +141,8 @@ class CoverageVerbs(CalibrationVerbs):
     ) -> PredictionSets:  # fmt: skip
         r"""Set of labels at each input of `x`.
 
-        With s_-i(x, y) the score of label y at x without training point i, the set of level 1 - a has the labels y
-        with #{i: s_-i(x_i, y_i) < s_-i(x, y)} < (1-a)(N+1): jackknife+ for classes [Romano et al. 2020].
+        With s(x, y, i) the score of label y at x without training point i, the set of level 1 - a has the labels y with
+        ``#{i: s(x_i, y_i, i) < s(x, y, i)} < (1-a)(N+1)``: jackknife+ for classes [Romano et al. 2020].
 
         Parameters
         ----------
@@ -149,9 +151,9 @@ class CoverageVerbs(CalibrationVerbs):
             Nominal coverage 1 - a, between 0 and 1. ``level/(1-level)`` points are needed; with fewer every set has
             all labels, and a warning is issued.
         score : str
-            From the probabilities p at the network's outputs. "probability": 1 - p_y, which gives the smallest sets.
-            "cumulative": the sum of the probabilities from the largest to p_y, whose sets are larger, and more so at
-            ambiguous inputs. "randomized": the same with p_y times a uniform random number for each point and each
+            From the probabilities p at the network's outputs. "probability": 1 - p(y), which gives the smallest sets.
+            "cumulative": the sum of the probabilities from the largest to p(y), whose sets are larger, and more so at
+            ambiguous inputs. "randomized": the same with p(y) times a uniform random number for each point and each
             input.
         data : DataLoader, Dataset, (X, y), or a mapping, optional
             Held-out data, used for nothing else: split conformal, for every structure.
