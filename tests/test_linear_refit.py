@@ -142,7 +142,7 @@ def test_refusals() -> None:
 
 
 def test_points_of_leverage_one_have_no_prediction() -> None:
-    network, (x, y), likelihood = problem("one output")
+    _, (x, y), likelihood = problem("one output")
     alone = torch.cat([x, 1e6 * torch.ones(1, 2).double()]), torch.cat([y, torch.ones(1, 1).double()])
     linear = nn.Linear(2, 1).double()
     posterior = ntkl.laplace(linear, alone, likelihood)

@@ -54,6 +54,7 @@ CHUNK_BYTES = 16 * MIB  # rows of a chunk of predictions and what is computed fr
 FEWEST_CHUNK_EXAMPLES = 16  # examples in the first chunk, at least: they show the size of a row
 SAMPLED_OUTPUTS = 2**23  # outputs at weight samples at a time
 AVERAGED_OUTPUTS = 2**22  # entries of f at a time while a predictive is averaged: 32 MiB in float64
+SEARCHED_OUTPUTS = 2**19  # entries of f in one evaluation of a calibration's search
 MIXTURE_OUTPUTS = 2**22  # entries of f at a time in the mean of a mixture
 WEIGHT_SAMPLE_BYTES = 256 * MIB  # weight samples at a time
 EXPLAINED_BYTES = 512 * MIB  # rows of the explained inputs that share a pass over the training data

@@ -38,6 +38,8 @@ class LinearLeaveOneOut:
         Exact, with a Gaussian likelihood.
     """
 
+    samples: tuple[int | None, int | None] = None, None
+
     def __init__(self, fitted: FittedModel) -> None:
         points, likelihood, model = fitted.points, fitted.likelihood, fitted.model
         with torch.no_grad():
@@ -59,7 +61,7 @@ class LinearLeaveOneOut:
             self._constant = torch.linalg.slogdet(square).logabsdet - 0.5 * kept.sum(1) * math.log(2 * math.pi)
             self._rotated = torch.einsum("nrj,nr->j", self._vectors, self._z)
 
-    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+    def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
         """The mean log density, in one part."""
         a, s = setting["precision"].to(self._z), setting["noise"].to(self._z)
         shrunk = self._values / (self._values + a * s)  # h
