@@ -108,9 +108,10 @@ class ExplanationVerbs(Fitted):
         Structure "gp" uses its stored rows, the others another pass over the data. "gp" and "full" are exact for one
         Newton step of the linearized model. The others have two ways. Without `points` each point is subtracted from
         their approximate curvature, which ranks them and is no score. With `points` the structure is fitted without
-        these points, in groups of at most a tenth of the data, and takes all of a group but one back in exactly: up to
-        30 passes over the data for each group, and a matrix over the group's outputs, (mC, mC). `guarantees` states
-        what is exact and `reliability` what was measured. A warning is issued if the numbers may differ from
+        these points, in groups of at most a tenth of the data, and nothing is subtracted: covariances are those of this
+        fit, and means are a Newton step of the linearized model without the point. For each group this takes up to 30
+        passes over the data, and matrices over the group's outputs, (mC, mC). `guarantees` states what is exact and
+        `reliability` what was measured. A warning is issued if the numbers may differ from
         retraining without the point: hyperparameters other than in training, a prior too weak to determine the
         weights, an approximate curvature.
 

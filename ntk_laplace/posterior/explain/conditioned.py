@@ -1,18 +1,21 @@
-"""Leave-one-out of some points under an approximate posterior: fitted to the others, conditioned exactly on the rest.
+"""Leave-one-out of some points under an approximate posterior, fitted to the others.
 
 An approximate H contains less information about single points than they have, and subtracting one from it can make it
 indefinite. Here nothing is subtracted. A group M of points is left out, and the structure is fitted to the others: H.
-Function space then takes the group back in exactly, all points of it but one. With K = J_M H⁻¹ J_Mᵀ, B = I + SᵀKS,
-H̃ = P0 + JᵀΛJ the exact precision of the others, and r the residuals at the trained weights,
+It predicts the points of the group with the covariances K_ii of K = J_M H⁻¹ J_Mᵀ, as it predicts any new point.
+
+For the means the group is taken back in, all points but one. With H̃ = P0 + JᵀΛJ the exact precision of the others,
+B = I + SᵀKS, and r the residuals at the trained weights,
 
     d = J_M H̃⁻¹ J_Mᵀ r        change of f if the group is removed, one Newton step of the linearized model
     V = K - KS B⁻¹ SᵀK         covariance of f given everything
     m = f - d + V (r + Λd)     mean after the group is taken back in; f if H = H̃
     V_-i = V_ii + V_iiS_i [B⁻¹]_ii⁻¹ S_iᵀV_ii,    mean_-i = m_i - V_-i (r_i - Λ_i (m_i - f_i)).
 
-Leverages are below 1 by construction, and with H = H̃ all this is the leave-one-out of the exact posterior. H̃⁻¹ takes
-conjugate gradients preconditioned with H. With the approximation alone (d = Kr) the means are worse:
-examples/selection/leave_some_out.py measures both.
+Leverages are below 1 by construction, and with H = H̃ the means are those of the exact posterior's leave-one-out. H̃⁻¹
+takes conjugate gradients preconditioned with H. examples/selection/leave_some_out.py measures the choices: means by the
+approximation alone (d = Kr) are worse, and with V_-i, which is narrower than the predictions of H at new points, the
+scale of these is not found.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ _MATRICES = 6  # of the size of K at a time
 
 @dataclass(frozen=True)
 class Without:
-    """Moments without each point, and the terms of its removal, all (m, ...)."""
+    """Predictive moments without each point, and the terms of its removal, all (m, ...)."""
 
     mean: Tensor
     covariance: Tensor
@@ -129,12 +132,12 @@ def _taken_back(kernel: Tensor, f: Tensor, residual: Tensor, root: Tensor, moved
     thin = half.view(m * r, m, c).permute(1, 2, 0)
     moments = own - thin @ thin.mT  # V_ii
     through = moments @ root
-    covariance = moments + through @ torch.linalg.solve(blocks, through.mT)
+    widened = moments + through @ torch.linalg.solve(blocks, through.mT)  # V_-i
     pull = (residual + _times(root, moved)).reshape(-1)
     shift = (kernel @ pull - half.T @ (half @ pull)).view(m, c) - moved  # m - f
-    mean = f + shift - (covariance @ (residual - _times(root, shift)).unsqueeze(-1)).squeeze(-1)
+    mean = f + shift - (widened @ (residual - _times(root, shift)).unsqueeze(-1)).squeeze(-1)
     used = r - blocks.diagonal(dim1=1, dim2=2).sum(1)
-    return Without(mean, covariance, leverages(blocks)[:, -1], used, -0.5 * torch.linalg.slogdet(blocks).logabsdet)
+    return Without(mean, own.clone(), leverages(blocks)[:, -1], used, -0.5 * torch.linalg.slogdet(blocks).logabsdet)
 
 
 def _times(root: Tensor, values: Tensor) -> Tensor:

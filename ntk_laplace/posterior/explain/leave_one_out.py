@@ -32,9 +32,9 @@ _OTHER = (
     "refit; where the leverage exceeds 0.9 nothing is subtracted, and mean and information are of first order"
 )
 _REFITTED = (
-    "the structure is fitted without a group of points, and all of the group but one are taken back in exactly: "
-    "nothing is subtracted from an approximation. Means without the group are one Newton step of the linearized model, "
-    "by conjugate gradients; covariances are as approximate as the structure"
+    "nothing is subtracted from an approximation: the structure is fitted without a group of points, and predicts them "
+    "with its own covariances; means without the group are one Newton step of the linearized model, by conjugate "
+    "gradients, after which all points of the group but one are taken back in"
 )
 _DRAWS = "log_density integrates over draws of f with a fixed seed where the likelihood has no closed form"
 
@@ -181,7 +181,8 @@ def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> L
     """Leave-one-out of some training points, for every structure with the GGN; all others stay in.
 
     An exact posterior gives the numbers of `leave_one_out`. For any other, the structure is fitted without the points,
-    in groups of at most a tenth of the data, and conditioned on all of the group but one (`conditioned`).
+    in groups of at most a tenth of the data; covariances are those of this fit, and the means take back all points of
+    the group but one (`conditioned`).
 
     Parameters
     ----------
@@ -257,7 +258,7 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
     if not fitted.exact:
         raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
                                f"structure={fitted.structure.name!r}, curvature={fitted.curvature_type.kind!r}",
-                               "Fit one of them, leave out some points under any structure with points=300, or score the "
+                               "Fit one of them, leave out some points (any structure) with points=300, or score the "
                                "model on held-out data.")
     found = leave_one_out(fitted)
     return (fitted.points.counts * found.log_density).sum(), found
