@@ -187,6 +187,7 @@ def test_leverages_stay_below_one_where_subtraction_fails() -> None:
     assert 0 < posterior.leave_one_out([3, 7, 9]).leverage.max() < 1
 
 
+@pytest.mark.slow
 def test_points_are_named_drawn_or_masked(large_groups: None) -> None:
     posterior = fit("categorical", "kfac")
     named = posterior.leave_one_out(CHOSEN.flip(0).tolist())
@@ -214,6 +215,7 @@ def test_scores_are_scaled_to_all_points(large_groups: None) -> None:
         posterior.loo_log_density([6])
 
 
+@pytest.mark.slow
 def test_passes_end_early_and_say_so(large_groups: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few passes leave the means between the fit and the leave-one-out; what is missing is estimated."""
     posterior = fit("gaussian", "diag")

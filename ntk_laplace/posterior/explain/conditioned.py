@@ -14,8 +14,8 @@ B = I + SᵀKS, and r the residuals at the trained weights,
 
 Leverages are below 1 by construction, and with H = H̃ the means are those of the exact posterior's leave-one-out. H̃⁻¹
 takes conjugate gradients preconditioned with H. examples/selection/leave_some_out.py measures the choices: means by the
-approximation alone (d = Kr) are worse, and with V_-i, which is narrower than the predictions of H at new points, the
-scale of these is not found.
+approximation alone (d = Kr) are worse. V_-i is narrower than the predictions of H at new points, and would not give
+the scale of these.
 """
 
 from __future__ import annotations

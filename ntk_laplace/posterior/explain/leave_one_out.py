@@ -48,7 +48,7 @@ class LeaveOneOut:
     mean : Tensor, (N, C)
         Mean of f_i without point i.
     covariance : Tensor, (N, C, C)
-        Covariance of f_i without point i.
+        Covariance of f_i without point i; of an approximate structure, without the group that was left out with it.
     log_density : Tensor, (N,)
         log p(y_i | the others), f_i integrated out, in nats; 0 for a missing target. Not multiplied by example
         weights: a point is removed with all of its weight.
