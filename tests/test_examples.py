@@ -320,6 +320,15 @@ def test_leave_one_out_beside_retraining(tmp_path: Path) -> None:
     assert chosen["gap"] > 0.1 and not chosen["trusted"] and chosen["moved"]
 
 
+def test_leave_one_out_of_some_points(tmp_path: Path) -> None:
+    printed = run("selection/leave_some_out.py", tmp_path, "--out", "out", "--structures", "diag", "--problems", "wine")
+    results = figures(tmp_path / "out" / "leave_some_out.json")["results"]
+    assert [one["training"] for one in results] == ["evidence", "weight decay"]
+    assert "mean absolute difference" in printed
+    for one in results:
+        assert one["points"]["density"] != one["narrow"]["density"] != one["kernel"]["density"]
+
+
 def test_three_optimizers_from_afar(tmp_path: Path) -> None:
     run("selection/optimizers.py", tmp_path, "--out", "out")
     results = figures(tmp_path / "out" / "optimizers.json")["results"]

@@ -60,6 +60,7 @@ WEIGHT_SAMPLE_BYTES = 256 * MIB  # weight samples at a time
 EXPLAINED_BYTES = 512 * MIB  # rows of the explained inputs that share a pass over the training data
 DIRECTION_BYTES = 512 * MIB  # directions U of the ranked inputs that share a pass over the training data
 DRAWN_NUMBERS = 2**25  # random numbers at a time, leave-one-out
+KEPT_ROWS_BYTES = 512 * MIB  # rows of the training points that are kept between passes, leave-one-out of some
 GP_ROWS_BYTES = 128 * MIB  # dense rows at a time in gradients of a GPyTorch kernel
 GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
 
@@ -69,3 +70,6 @@ LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larg
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error
 HALVINGS = 40  # halvings of a step in a line search; more raise an error
 AUTOSAVE_SECONDS = 60.0  # seconds of work that may be lost
+LEFT_OUT_SHARE = 0.1  # of the data are left out together, at most: the structure is fitted to the others
+LEFT_OUT_PASSES = 30  # passes over the data to the means without a group; 100 move densities by 0.05 nats at most
+LEFT_OUT_ACCURACY = 0.01  # share of a Newton step in the last passes, below which no other follows
