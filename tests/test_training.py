@@ -23,7 +23,7 @@ from ntk_laplace.posterior.hyperparameters import Variables
 from ntk_laplace.runtime.serialization import load_random, random_state
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
-from ntk_laplace.training.objective import Objective
+from ntk_laplace.model.objective import Objective
 from ntk_laplace.training.train import _require_length
 
 F64 = torch.float64

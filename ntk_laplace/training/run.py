@@ -31,7 +31,7 @@ from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.minibatches import Minibatches
-from ntk_laplace.training.objective import Objective, in_mode
+from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
 

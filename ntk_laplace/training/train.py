@@ -24,7 +24,7 @@ from ntk_laplace.runtime.serialization import Autosave, require_writable
 from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
-from ntk_laplace.training.objective import Objective, in_mode
+from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.run import Model, Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
