@@ -21,6 +21,7 @@ from ntk_laplace.errors import (
     NTKLaplaceWarning,
 )
 from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import fit_with
@@ -31,7 +32,6 @@ from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.minibatches import Minibatches
-from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
 

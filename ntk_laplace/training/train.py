@@ -16,6 +16,7 @@ from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInte
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Caller, Network
+from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.posterior.hyperparameters import Variables
@@ -24,7 +25,6 @@ from ntk_laplace.runtime.serialization import Autosave, require_writable
 from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
-from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.run import Model, Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
