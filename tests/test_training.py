@@ -19,11 +19,11 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.network import Caller
+from ntk_laplace.model.objective import Objective
 from ntk_laplace.posterior.hyperparameters import Variables
 from ntk_laplace.runtime.serialization import load_random, random_state
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
-from ntk_laplace.model.objective import Objective
 from ntk_laplace.training.train import _require_length
 
 F64 = torch.float64

@@ -30,7 +30,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
     """A posterior of the network after more training."""
 
     def retrain(
-        self, data: Any, *, rounds: int = 1, steps: int = 1000, tolerance: float = MOST_DECREMENT,
+        self, data: Any, *, rounds: int = 1, steps: int = 1000, tolerance: float = 0.1 * MOST_DECREMENT,
         evidence_steps: int = 200, predictive: str | None = "loo",
     ) -> Self:  # fmt: skip
         """Posterior of the network trained on at hyperparameters that the evidence chooses; for overfitted networks.
@@ -52,7 +52,8 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
             Iterations of L-BFGS in each round, at most.
         tolerance : float
             In nats per point: a round's training ends when the Newton decrement ½ gᵀH⁻¹g/N is not larger. A gradient g
-            that is left keeps a part of each point's own label in its leave-one-out prediction.
+            that is left keeps a part of each point's own label in its leave-one-out prediction. The default is a tenth
+            of what leave-one-out requires: weights that know the labels by heart take longer to forget them.
         evidence_steps : int
             Steps of `fit_hyperparameters` in each round, at most; 0 leaves hyperparameters and groups as they are.
         predictive : str or None
@@ -145,7 +146,7 @@ def require_tolerance(tolerance: object) -> None:
     """
     if not isinstance(tolerance, Real) or isinstance(tolerance, bool) or not tolerance > 0:
         raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
-                                  f"Leave it out for {MOST_DECREMENT:g}.")
+                                  "Leave it out for the default.")
 
 
 def require_predictive(predictive: object) -> None:
