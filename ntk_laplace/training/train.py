@@ -137,7 +137,7 @@ def train_with_evidence(
         raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
     if schedule is None:
         # a step costs about as much as a minibatch of a small network
-        schedule = EvidenceSchedule() if predictive is None else EvidenceSchedule(max(1, epochs // 20), 20)
+        schedule = EvidenceSchedule() if predictive is None else EvidenceSchedule(max(1, epochs // 10), 20)
     _require_kinds(schedule, callbacks)
     if scheduler_interval not in ("epoch", "batch"):
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
