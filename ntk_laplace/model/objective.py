@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.data import Inputs, num_examples
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Caller
@@ -35,12 +35,21 @@ class Objective:
         N and C.
     weight : float, optional
         Σ w_n over the data of the evidence, if they have example weights.
+
+    Raises
+    ------
+    UnsupportedError
+        If the likelihood has noise per point.
     """
 
     def __init__(
         self, caller: Caller, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int,
         weight: float | None = None,
     ) -> None:  # fmt: skip
+        if likelihood.at(slice(0, 1)) is not likelihood:
+            raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
+                                   "Minibatches do not know the indices of their points: give one variance, or one per "
+                                   "output.")
         self._caller = caller
         self._likelihood, self._prior = likelihood, prior
         self.num_examples, self._c, self._weight = num_examples, num_outputs, weight

@@ -134,10 +134,9 @@ class Descent:
                 self._objective.gradient(x, y, weights)
                 optimizer.step()
                 done += 1
-        with torch.no_grad():
-            self._u.copy_((self._objective.theta() - self._mean) / self._scale)
-            self._evaluate()
-            self._u.copy_(self._best)
+        self._u.data.copy_((self._objective.theta() - self._mean) / self._scale)
+        self._evaluate()
+        self._u.data.copy_(self._best)
         self._optimizer = self._lbfgs()
 
     def _lbfgs(self) -> torch.optim.LBFGS:

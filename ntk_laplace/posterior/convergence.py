@@ -19,13 +19,13 @@ _ITERATIONS = 10  # of L-BFGS between two looks
 
 
 def converged(
-    objective: Objective, data: Held, fit: Callable[[], FittedModel], steps: int, tolerance: float,
+    objective: Objective, data: Held, fit: Callable[[], FittedModel], steps: int, tolerance: float, aim: float,
     progress: bool | None,
 ) -> FittedModel:  # fmt: skip
-    """Train the objective's network until its Newton decrement is within the tolerance.
+    """Train the objective's network until its Newton decrement is at most `aim`, nats per point.
 
     The decrement needs a fit, so it is computed after 0, 10, 20, 40, ... iterations of L-BFGS, and where its upper
-    bound from the gradient alone is within the tolerance.
+    bound from the gradient alone is small enough. Where the objective no longer falls, Adam's steps are tried once.
 
     Parameters
     ----------
@@ -37,13 +37,15 @@ def converged(
     steps : int
         Iterations of L-BFGS at most.
     tolerance : float
-        Nats per point.
+        A warning is issued above it.
+    aim : float
+        At most the tolerance.
     progress : bool, optional
 
     Returns
     -------
     FittedModel
-        At these weights. A warning is issued if the tolerance was not reached.
+        At these weights.
 
     Raises
     ------
@@ -52,7 +54,7 @@ def converged(
     """
     fitted = fit()
     decrement, due, annealed = newton_decrement(fitted), _ITERATIONS, False
-    if decrement <= tolerance:
+    if decrement <= aim:
         return fitted
     descent = Descent(objective, data)
 
@@ -65,13 +67,13 @@ def converged(
             descent.anneal(tuning.ANNEALING_STEPS, tuning.MINIBATCH)
         for done in track(range(_ITERATIONS, steps + _ITERATIONS, _ITERATIONS), words, None, progress):
             falls = descent.advance(min(_ITERATIONS, steps - done + _ITERATIONS))
-            if falls and descent.bound > tolerance and done < min(due, steps):
+            if falls and descent.bound > aim and done < min(due, steps):
                 continue
             del fitted  # release its factors before new ones are allocated
             descent.settle()
             fitted = fit()
             decrement, due = newton_decrement(fitted), 2 * done
-            if decrement <= tolerance or (not falls and annealed):
+            if decrement <= aim or (not falls and annealed):
                 break
             if not falls:
                 annealed = True

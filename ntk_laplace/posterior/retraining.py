@@ -23,19 +23,21 @@ from ntk_laplace.structures import FittedModel, LinearizedModel
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RetrainingVerbs"]
+__all__ = ["RetrainingVerbs", "require_predictive"]
+
+_AIM = 0.1  # of the tolerance
 
 
 class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
     """A posterior of the network after more training."""
 
     def retrain(
-        self, data: Any, *, rounds: int = 1, steps: int = 1000, tolerance: float = 0.1 * MOST_DECREMENT,
-        evidence_steps: int = 200, predictive: str | None = "loo",
+        self, data: Any, *, rounds: int = 1, steps: int = 1000, tolerance: float = MOST_DECREMENT,
+        groups: str | None = "layer", evidence_steps: int = 200, predictive: str | None = "loo",
     ) -> Self:  # fmt: skip
         """Posterior of the network trained on at hyperparameters that the evidence chooses; for overfitted networks.
 
-        A round maximizes the evidence at fixed weights over one precision for each layer and the noise, and trains a
+        A round maximizes the evidence at fixed weights over precisions and noise (`fit_hyperparameters`), and trains a
         copy of the network at these hyperparameters, from its present weights to an optimum of the log joint. At the
         end the predictive is fitted by leave-one-out. Training is deterministic: L-BFGS over all examples, in the mode
         of the fit (dropout off and batch statistics frozen under ``eval()``). Above 8,192 examples minibatches precede
@@ -46,16 +48,19 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
             The training data, as for `laplace`.
         rounds : int
-            Number of rounds. One recovers most of what a network has lost by overfitting; more rounds can move the
-            precisions of some layers far apart.
+            Number of rounds. The first one recovers most of what overfitting has cost. Further ones can lower the noise
+            of a Gaussian and move the precisions of layers far apart; of classes, with ``groups=None`` and one
+            precision, they gain a little more.
         steps : int
             Iterations of L-BFGS in each round, at most.
         tolerance : float
-            In nats per point: a round's training ends when the Newton decrement ½ gᵀH⁻¹g/N is not larger. A gradient g
-            that is left keeps a part of each point's own label in its leave-one-out prediction. The default is a tenth
-            of what leave-one-out requires: weights that know the labels by heart take longer to forget them.
+            In nats per point: the largest Newton decrement ½ gᵀH⁻¹g/N that gives no warning. A gradient g that is left
+            keeps a part of each point's own label in its leave-one-out prediction. Training goes on to a tenth of it,
+            because weights that know the labels by heart take longer to forget them.
+        groups : str or None
+            Groups that the precision of a prior with only one is given to, as in `GaussianPrior`; None leaves it one.
         evidence_steps : int
-            Steps of `fit_hyperparameters` in each round, at most; 0 leaves hyperparameters and groups as they are.
+            Steps of `fit_hyperparameters` in each round, at most; 0 leaves the prior and the noise as they are.
         predictive : str or None
             "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp" or "full",
             curvature "ggn". None does not.
@@ -63,9 +68,9 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         Returns
         -------
         Posterior
-            Of the copy, with the same structure. Its weights are ``posterior.network.theta``. A prior with one
-            precision has one for each layer. Warnings tell of hyperparameters at a bound and of an optimum that was
-            not reached.
+            Of the copy, with the same structure. Its weights are ``posterior.network.theta``. Warnings tell of
+            hyperparameters at a bound, of an optimum that was not reached, and of leave-one-out that is not to be
+            trusted.
 
         Raises
         ------
@@ -81,7 +86,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
         require_whole("rounds", rounds, 1, "Pass rounds=1.")
         require_whole("steps", steps, 1, "Leave it out for 1000.")
         require_whole("evidence_steps", evidence_steps, 0, "Leave it out for 200; 0 keeps the hyperparameters.")
-        require_tolerance(tolerance)
+        _require_tolerance(tolerance)
         require_predictive(predictive)
         model = self._fitted.model
         if model.displacement is not None or model.training_gradient is not None:
@@ -89,15 +94,18 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
                                    "Retrain first, and ask what if afterwards.")
         model.settings.reducer.require_one("retraining", "Train the network, and fit it with all of them.")
         with torch.inference_mode(False), torch.enable_grad():
-            found = self._retrained(data, rounds, steps, tolerance, evidence_steps)
+            found = self._retrained(data, rounds, steps, tolerance, groups, evidence_steps)
         if predictive is not None and found.fitted.exact:
             found.fit_predictive(predictive, strict=False)
         return found
 
-    def _retrained(self, data: Any, rounds: int, steps: int, tolerance: float, evidence_steps: int) -> Self:
+    def _retrained(
+        self, data: Any, rounds: int, steps: int, tolerance: float, groups: str | None, evidence_steps: int
+    ) -> Self:
         shown, model = self._fitted.settings.progress, self._fitted.model.copied()
         settings = replace(model.settings, progress=False, checkpoint=None, resume=None)
-        model = replace(model, prior=_by_layer(model) if evidence_steps else model.prior, settings=settings)
+        prior = _divided(model, groups) if evidence_steps and groups is not None else model.prior
+        model = replace(model, prior=prior, settings=settings)
         network = model.network
         batches = Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets)
         held = Held(batches)
@@ -115,7 +123,7 @@ class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
             objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, self.num_outputs,
                                   held.sum_of_weights)
             try:
-                fitted = converged(objective, held, fit, steps, tolerance, shown)
+                fitted = converged(objective, held, fit, steps, tolerance, _AIM * tolerance, shown)
             except KeyboardInterrupt as cause:
                 raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
             model = fitted.model
@@ -127,17 +135,16 @@ def _fit_at(model: LinearizedModel, fitted: FittedModel, batches: Batches) -> Ca
     return lambda: FittedModel.of(model, fitted.structure.spec, batches)
 
 
-def _by_layer(model: LinearizedModel) -> GaussianPrior:
-    """The prior; with one precision, the same with that precision for each layer."""
+def _divided(model: LinearizedModel, groups: str) -> GaussianPrior:
+    """The prior; with one precision, the same in these groups."""
     prior = model.prior
     if len(prior.precision) > 1:
         return prior
-    precision = float(prior.precision.detach())
-    found = GaussianPrior(precision, prior.flat_mean().detach(), groups="layer").bind(model.network.shapes)
-    return found.to(model.network.device)
+    found = GaussianPrior(float(prior.precision.detach()), prior.flat_mean().detach(), groups)
+    return found.bind(model.network.shapes).to(model.network.device)
 
 
-def require_tolerance(tolerance: object) -> None:
+def _require_tolerance(tolerance: object) -> None:
     """Refuse a tolerance that is not a positive number.
 
     Raises

@@ -237,7 +237,8 @@ class Run:
         with in_mode(network, training=False):
             data = Held(Batches(own.data, settings.batch_size, self.device, self.minibatches.dtype, own.targets))
             try:
-                fitted = converged(self.objective, data, fit, _STEPS, MOST_DECREMENT, settings.progress)
+                fitted = converged(self.objective, data, fit, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
+                                   settings.progress)
             except NumericalError as error:
                 warnings.warn(f"the network stays at the weights of the best evidence: {error}", NTKLaplaceWarning,
                               stacklevel=5)

@@ -253,10 +253,6 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
     with torch.no_grad():
         frozen.without_grad(take(x, slice(0, 2)))
     likelihood.bind(n, frozen.num_outputs)
-    if likelihood.at(slice(0, 1)) is not likelihood:
-        raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
-                               "Minibatches do not know the indices of their points: give one variance, or one per "
-                               "output.")
     observed = likelihood.observed(likelihood.targets(y, len(y), frozen.num_outputs))
     if observed is None:
         return take(x, slice(0, 2)), y[:2]
