@@ -37,7 +37,7 @@ from ntk_laplace.training.schedule import EvidenceSchedule
 
 __all__ = ["Model", "Run", "required"]
 
-_STEPS = 1000  # iterations of L-BFGS after the epochs, at most
+_STEPS = 300  # iterations of L-BFGS after the epochs, at most
 
 
 @dataclass(frozen=True)
