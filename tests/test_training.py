@@ -557,7 +557,7 @@ def test_without_memory_for_an_exact_posterior_the_training_structure_stays(monk
     def refused(*_: Any) -> Any:
         raise ntkl.MemoryBudgetError("matrices to fit", "more", "Use KFAC.")
 
-    monkeypatch.setattr("ntk_laplace.posterior.fit._cheaper", refused)
+    monkeypatch.setattr(ntkl.FullWeightSpace, "check_memory", refused)
     with pytest.warns(ntkl.NTKLaplaceWarning, match=r"no predictive is fitted.* call posterior.calibrate"):
         result = predicted(mlp(1, 5, 1), epochs=10)
     assert result.posterior.structure == "kfac" and result.predictive is None

@@ -41,14 +41,15 @@ class Held:
     """
 
     def __init__(self, batches: Batches) -> None:
-        self.batches, self._kept = batches, None
-        kept, size, self.num_examples = [], 0, 0
+        self.batches, self.num_examples = batches, 0
+        kept: list[Batch] = []
+        size = 0
         for batch in self._read():
             self.num_examples += num_examples(batch[0])
             size += num_bytes(batch[0])
             if size <= tuning.HELD_BYTES:
                 kept.append(batch)
-        self._kept: list[Batch] | None = kept if size <= tuning.HELD_BYTES else None
+        self._kept = kept if size <= tuning.HELD_BYTES else None
         self.sum_of_weights = None if batches.weights is None else float(batches.weights.sum())
 
     def __iter__(self) -> Iterator[Batch]:
@@ -108,7 +109,7 @@ class Descent:
         """Take iterations of L-BFGS; False if the objective falls no more than by rounding."""
         before = self.value
         self._optimizer.param_groups[0].update(max_iter=iterations, max_eval=4 * iterations)
-        self._optimizer.step(lambda: torch.tensor(self._evaluate(), dtype=torch.float64))  # type: ignore[arg-type]
+        self._optimizer.step(lambda: torch.tensor(self._evaluate(), dtype=torch.float64))
         return before - self.value > self._rounding()
 
     def settle(self) -> None:

@@ -151,7 +151,7 @@ def _require_tolerance(tolerance: object) -> None:
     ------
     HyperparameterError
     """
-    if not isinstance(tolerance, Real) or isinstance(tolerance, bool) or not tolerance > 0:
+    if not isinstance(tolerance, Real) or isinstance(tolerance, bool) or not float(tolerance) > 0:
         raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
                                   "Leave it out for the default.")
 
