@@ -33,7 +33,7 @@ from ntk_laplace.training.schedule import EvidenceSchedule
 
 __all__ = ["train_with_evidence"]
 
-_RATE = 1e-2  # of the default optimizer
+_RATE = 2e-2  # of the default optimizer
 _SNAPSHOT = 1.0  # maximum work in seconds that an interruption loses
 
 
@@ -87,7 +87,7 @@ def train_with_evidence(
     optimizer : torch.optim.Optimizer or callable, optional
         An optimizer over the network's parameters, or a factory that takes them: ``torch.optim.Adam``,
         ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``. Clip gradients with its `register_step_pre_hook`. By
-        default Adam with learning rate 0.01, which falls to 0 as a cosine over the epochs unless a scheduler is given.
+        default Adam with learning rate 0.02, which falls to 0 as a cosine over the epochs unless a scheduler is given.
     epochs : int
         Maximum number of epochs.
     predictive : str, optional
@@ -101,7 +101,7 @@ def train_with_evidence(
         "epoch" or "batch": when the scheduler is stepped.
     schedule : EvidenceSchedule, optional
         When the evidence is computed, how the hyperparameters are updated, and when to stop early. By default
-        ``EvidenceSchedule()``, and under ``predictive="loo"`` 20 evaluations of 20 steps.
+        ``EvidenceSchedule()``, and under ``predictive="loo"`` 10 evaluations of 20 steps.
     batch_size : int, optional
         Maximum examples per minibatch of a dataset or of tensors; None means one batch of all. A loader has its own.
     evidence_data : optional

@@ -41,9 +41,9 @@ class Axis:
 
 
 AXES = {
-    "scale": Axis(1e-7, 20.0, 1e-4, 20.0, 8),
-    "temperature": Axis(0.1, 10.0, 0.25, 6.0, 6),
-    "average_temperature": Axis(0.1, 10.0, 0.25, 6.0, 6),
+    "scale": Axis(1e-7, 20.0, 1e-3, 10.0, 6),
+    "temperature": Axis(0.1, 10.0, 0.25, 6.0, 5),
+    "average_temperature": Axis(0.1, 10.0, 0.25, 6.0, 5),
     "noise": Axis(0.05, 1e5, 0.05, 1e3, 9),
 }
 COMMON = "common"
