@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 __all__ = ["Baselines"]
 
-DECAYS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+DECAYS = (1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 MEMBERS = 5
 LEAST_NOISE = 1e-6  # of standardized responses
 

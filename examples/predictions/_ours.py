@@ -36,6 +36,8 @@ class Path:
     minibatch_frequency: int = 2
     minibatch_burn_in: int = 5
     start: float = 1.0
+    learning_rate: float = 0.1
+    structure: str = "kfac"
 
 
 def _predictor(posterior: Any, calibrated: bool, classes: int | None) -> Callable[[Tensor], Any]:
@@ -108,13 +110,13 @@ class Ours:
         epochs = recipe.epochs if not full else min(path.epochs, recipe.epochs)
         schedule = ntkl.EvidenceSchedule(
             path.frequency if full else path.minibatch_frequency, path.steps,
-            min(path.burn_in, epochs // 2) if full else path.minibatch_burn_in,
+            min(path.burn_in, epochs // 2) if full else path.minibatch_burn_in, path.learning_rate,
         )  # fmt: skip
         settings = ntkl.Settings(progress=False)
         prior = ntkl.GaussianPrior(path.start, groups=path.groups)
         common = {"batch_size": recipe.batch, "settings": settings}
         found = ntkl.train_with_evidence(
-            network, self.data, self.likelihood(1.0), prior, epochs=epochs, schedule=schedule,
+            network, self.data, self.likelihood(1.0), prior, path.structure, epochs=epochs, schedule=schedule,
             optimizer=lambda own: torch.optim.Adam(own, lr=path.rate if full else recipe.rate),
             scheduler=lambda own: torch.optim.lr_scheduler.CosineAnnealingLR(own, epochs), **common,
         )  # fmt: skip
@@ -124,10 +126,10 @@ class Ours:
         ):
             if more:
                 held = ntkl.EvidenceSchedule(frequency=more, steps=0)
-                rate = (lambda own, more=more: torch.optim.lr_scheduler.CosineAnnealingLR(own, more))
+                rate = None if more == path.lbfgs else (lambda own, more=more: torch.optim.lr_scheduler.CosineAnnealingLR(own, more))
                 found = ntkl.train_with_evidence(
-                    network, self.data, found.posterior.likelihood, found.posterior.prior, epochs=more, schedule=held,
-                    optimizer=optimizer, scheduler=rate if optimizer is not None else None, **common,
+                    network, self.data, found.posterior.likelihood, found.posterior.prior, path.structure, epochs=more, schedule=held,
+                    optimizer=optimizer, scheduler=rate, **common,
                 )  # fmt: skip
         return network, found
 

@@ -87,7 +87,7 @@ def trained(
 
 
 def load(name: str, folder: Path | None, seed: int, small: bool = False) -> Problem:
-    """A problem with a split of this seed; training points are at most 300 of a table, and test points 400."""
+    """A problem with a split of this seed; training points are at most 200 of a table, and test points 400."""
     if name in IMAGES:
         return _images(name, folder, seed, small)
     if name in BUNDLED:
@@ -99,7 +99,7 @@ def load(name: str, folder: Path | None, seed: int, small: bool = False) -> Prob
     x, y = x.reshape(len(y.ravel()), -1), y.ravel()
     random = np.random.default_rng(seed)
     order = random.permutation(len(x))
-    count = 40 if small else min(FEW.get(name, 300), 2 * len(x) // 3)
+    count = 40 if small else min(FEW.get(name, 200), 2 * len(x) // 3)
     train, test = order[:count], order[count : count + (60 if small else 400)]
     spread = x[train].std(0)
     x = (x - x[train].mean(0)) / np.where(spread > 1e-8, spread, 1.0)
