@@ -20,6 +20,7 @@ from ntk_laplace.errors import (
 )
 from ntk_laplace.gp.ntk import empirical_ntk
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.likelihoods import (
     Bernoulli,
     Categorical,
@@ -33,6 +34,7 @@ from ntk_laplace.model.likelihoods import (
 )
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.posterior.fit import laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
@@ -76,6 +78,7 @@ __all__ = [
     "INF",
     "KFAC",
     "Bernoulli",
+    "Calibration",
     "Categorical",
     "ComparisonInterrupted",
     "CurvatureType",
@@ -116,6 +119,7 @@ __all__ = [
     "Poisson",
     "Posterior",
     "PosteriorPrecision",
+    "PredictiveFit",
     "Ranking",
     "Reliability",
     "Settings",

@@ -4,6 +4,7 @@ import inspect
 from typing import TypeVar
 
 from ntk_laplace.model.network import outside_autocast
+from ntk_laplace.posterior.calibration import CalibrationVerbs
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
 from ntk_laplace.posterior.what_if import WhatIfVerbs
@@ -28,7 +29,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 
 @_outside_autocast
-class Posterior(SelectionVerbs, PredictionVerbs, WhatIfVerbs):
+class Posterior(SelectionVerbs, CalibrationVerbs, PredictionVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every
@@ -42,4 +43,6 @@ class Posterior(SelectionVerbs, PredictionVerbs, WhatIfVerbs):
     prior : GaussianPrior
     structure : str
         "gp", "full", "kfac", "ekfac", "inf" or "diag".
+    predictive : Calibration or None
+        The fitted calibration that `predict` uses.
     """

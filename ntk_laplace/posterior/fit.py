@@ -163,7 +163,8 @@ def load(
         If the network's parameters differ from those of the fit in name, shape or value.
     """
     with torch.inference_mode(False):
-        return Posterior(*restored_model(path, network, data, likelihood, Settings.of(settings)))
+        fitted, reason, calibration = restored_model(path, network, data, likelihood, Settings.of(settings))
+        return Posterior(fitted, reason, calibration)
 
 
 def spec_of(structure: str | StructureSpec) -> StructureSpec | None:

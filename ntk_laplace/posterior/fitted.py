@@ -11,6 +11,7 @@ from torch import Tensor
 from ntk_laplace.curvature import CurvatureType, ParameterBlock, PosteriorPrecision
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches, InputData
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood, Tempered
 from ntk_laplace.model.network import Network
@@ -36,11 +37,15 @@ class Fitted:
     fitted : FittedModel
     reason : str
         Why "auto" chose the structure.
+    calibration : Calibration, optional
+        Of its predictions.
     """
 
-    def __init__(self, fitted: FittedModel, reason: str = "") -> None:
+    def __init__(self, fitted: FittedModel, reason: str = "", calibration: Calibration | None = None) -> None:
         self._fitted, self.reason = fitted, reason
         self._refit: tuple[tuple[Tensor, ...], Tensor] | None = None
+        self._calibrated: tuple[tuple[Tensor, ...], Calibration] | None = None
+        self.predictive = calibration
 
     # --- components
 
@@ -114,11 +119,31 @@ class Fitted:
         """P, the number of linearized parameters."""
         return self.network.num_parameters
 
+    @property
+    def predictive(self) -> Calibration | None:
+        """The calibration that `predict` uses; None without one, or if hyperparameters have changed since.
+
+        Fitted by `fit_predictive` or `calibrate`; may be assigned.
+        """
+        if self._calibrated is not None and not unmoved(self._calibrated[0], self.prior, self.likelihood):
+            self._calibrated = None
+        return None if self._calibrated is None else self._calibrated[1]
+
+    @predictive.setter
+    def predictive(self, calibration: Calibration | None) -> None:
+        if not isinstance(calibration, (Calibration, type(None))):
+            raise UnsupportedError("a Calibration, or None for none", repr(calibration),
+                                   "Use ntk_laplace.Calibration(scale=...), or fit_predictive().")
+        self._calibrated = None
+        if calibration is not None:
+            self._calibrated = present_values(self.prior, self.likelihood), calibration
+
     def __repr__(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
         return (
             f"Posterior(structure={self.structure!r}{why}, N={self.num_examples}{self._words()}, C={self.num_outputs}, "
-            f"P={self.num_parameters:,}, likelihood={type(self.likelihood).__name__}, dtype={self.dtype})"
+            f"P={self.num_parameters:,}, likelihood={type(self.likelihood).__name__}, dtype={self.dtype}"
+            f"{'' if self.predictive is None else f', predictive: {self.predictive}'})"
         )
 
     def _words(self) -> str:
@@ -183,7 +208,7 @@ class Fitted:
             If the path is not writable.
         """
         require_writable(path)
-        write(posterior_record(self._fitted, self.reason, include_data), path)
+        write(posterior_record(self._fitted, self.reason, include_data, self.predictive), path)
 
     # --- more data
 

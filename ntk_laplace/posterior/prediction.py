@@ -13,6 +13,7 @@ from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
+from ntk_laplace.model.calibration import CalibratedPredictive
 from ntk_laplace.model.data import InputData, RowBuffer, fill_buffer
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import Predictive, joined, predictive_from_samples
@@ -99,6 +100,7 @@ class PredictionVerbs(Fitted):
     def predict(
         self, x: InputData, method: str = "glm", samples: int = 1000, *, mean: str = "map",
         likelihood: Likelihood | None = None, generator: torch.Generator | None = None, batch_size: int | None = None,
+        calibrated: bool = True,
     ) -> Response:  # fmt: skip
         """Predictive distribution of responses at `x` ([T20] 3.14 to 3.16).
 
@@ -121,6 +123,10 @@ class PredictionVerbs(Fitted):
             Random generator; by default the global state.
         batch_size : int, optional
             Maximum inputs at a time; by default 512, or fewer if they exceed 16 MiB.
+        calibrated : bool
+            Use `predictive`, the calibration that `fit_predictive` or `calibrate` found, in "glm", "blr" and "probit"
+            under the training likelihood. It makes the best densities. False is the posterior as it is, whose
+            uncertainty tells unfamiliar inputs apart better, because the scale is fitted to familiar ones.
 
         Returns
         -------
@@ -138,7 +144,9 @@ class PredictionVerbs(Fitted):
             draws = WeightDraws(self._weights, samples, self.num_parameters, self._fitted.theta, generator)
             parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws))
             return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
-        respond = Predictive(own, method, samples, generator, scalar)
+        respond: Callable[..., Response] = Predictive(own, method, samples, generator, scalar)
+        if calibrated and likelihood is None and method != "map" and self.predictive is not None:
+            respond = CalibratedPredictive(self.predictive, own, method, samples, generator, scalar)
         if method == "map":
             f = self.outputs(x, batch_size=batch_size)
             certain = f.new_zeros(()).expand(*f.shape, f.shape[1])

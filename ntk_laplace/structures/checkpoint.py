@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
 from ntk_laplace.jacobian import JacobianPass
+from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches, kept_or_missing
 from ntk_laplace.model.likelihoods import Likelihood, likelihood_from_record, likelihood_record
 from ntk_laplace.model.network import Network, require_module
@@ -32,7 +34,9 @@ _NAMES = ("weight", "bias", "spans")  # fields of Jacobian blocks and parameter 
 
 # --- writing
 
-def posterior_record(fitted: FittedModel, reason: str, include_data: bool) -> dict[str, Any]:
+def posterior_record(
+    fitted: FittedModel, reason: str, include_data: bool, calibration: Calibration | None = None
+) -> dict[str, Any]:
     """Everything but the network's weights and, without `include_data`, the training data.
 
     Raises
@@ -61,6 +65,7 @@ def posterior_record(fitted: FittedModel, reason: str, include_data: bool) -> di
         "fitted_at": model.fitted_at,
         "state": structure.state(model, include_data),
         "points": structure.points.record(model.likelihood, include_data),
+        "calibration": None if calibration is None else asdict(calibration),
     }
 
 
@@ -84,8 +89,8 @@ def _plain_containers(spec: Any) -> Any:
 
 def restored_model(
     path: str | os.PathLike[str], network: nn.Module, data: Any, likelihood: Likelihood | None, settings: Settings
-) -> tuple[FittedModel, str]:
-    """The fitted model of a checkpoint, and why its structure was chosen; arguments as in `ntk_laplace.load`."""
+) -> tuple[FittedModel, str, Calibration | None]:
+    """The fitted model of a checkpoint, why its structure was chosen, and its calibration; arguments as in `load`."""
     place = next((p.device for p in require_module(network).parameters()), torch.device("cpu"))
     saved = _in_names_of(network, _FORMAT.read(path, place))
     spec = _spec(saved)
@@ -104,7 +109,8 @@ def restored_model(
         batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
     points = _points(saved, model, batches)
     structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
-    return FittedModel(model, structure), saved["reason"]
+    calibration = saved.get("calibration")  # older checkpoints do not store it
+    return FittedModel(model, structure), saved["reason"], None if calibration is None else Calibration(**calibration)
 
 
 def _spec(saved: Mapping[str, Any]) -> StructureSpec:

@@ -114,6 +114,16 @@ class Likelihood(nn.Module):
         """
         return self
 
+    def scaled_noise(self, factor: float) -> Likelihood:
+        """Return a copy with all noise covariances multiplied by `factor`.
+
+        Raises
+        ------
+        UnsupportedError
+            If the likelihood has no additive noise.
+        """
+        raise self._unsupported("additive noise", "Leave its noise as it is, noise=1.")
+
     def log_curvature_scale(self) -> Tensor | None:
         """Return log c if the hyperparameters affect `curvature` only by a scalar factor c; else None."""
         return None

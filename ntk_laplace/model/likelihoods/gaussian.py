@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -120,6 +121,13 @@ class Gaussian(PerOutput):
         if self.kind == "point":
             raise self._no_noise("new points")
         return self
+
+    def scaled_noise(self, factor: float) -> Likelihood:
+        """Return a copy with all variances, or the covariance, multiplied by `factor`."""
+        scaled = copy.deepcopy(self)
+        with torch.no_grad():
+            scaled.log_noise.add_(math.log(factor))  # Σ = U diag(D) Uᵀ scales with D
+        return scaled
 
     # --- validation ---------------------------------------------------------------------------------------
 

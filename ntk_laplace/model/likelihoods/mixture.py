@@ -48,6 +48,10 @@ class MixtureResponse(Response):
         return self._drop(flat.unflatten(0, f.shape[:2]))
 
     @property
+    def _like(self) -> Tensor:
+        return self.f  # the moments are computed only if they are asked for
+
+    @property
     def mean(self) -> Tensor:
         """Mean response."""
         return self._means.mean(0)

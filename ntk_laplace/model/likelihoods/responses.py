@@ -78,9 +78,20 @@ class Response(td.Distribution):
 
     def present(self, value: Any) -> Tensor | None:
         """Mask of inputs with at least one observed target in `value`, (n,); None if no target is missing."""
-        y = torch.as_tensor(value, device=self.epistemic.device)
+        y = torch.as_tensor(value, device=self._like.device)
         observed = self.likelihood.observed(self.likelihood.targets(y, self.batch_shape[0], self.num_outputs))
         return None if observed is None else observed.reshape(self.batch_shape[0], -1).any(1)
+
+    def tempered(self, temperature: float | Tensor) -> Response:
+        """Class probabilities to the power 1/T, normalized; the parts of the variance keep their ratio.
+
+        Raises
+        ------
+        UnsupportedError
+            If the response is not one of classes, or is a joint one of several outputs.
+        """
+        raise UnsupportedError("class probabilities, of one label, to temper", type(self).__name__,
+                               'Use the temperature of each draw, temperature="draws".')
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
@@ -91,18 +102,28 @@ class Response(td.Distribution):
     def _join(cls, parts: Sequence[Self]) -> Self:
         raise no_join(cls)
 
+    @property
+    def _like(self) -> Tensor:
+        """A tensor of the response's device and dtype."""
+        return self.epistemic
+
+    def _epistemic_share(self) -> Tensor:
+        """Epistemic over total variance; 0 where both vanish."""
+        variance = self.variance
+        return torch.where(variance > 0, self.epistemic / variance, torch.zeros_like(variance))
+
     def _read(self, y: Any) -> Tensor:
         """Check targets and convert them to canonical form, with shape sample_shape + (n,) + event_shape."""
         sample_shape, y = self._split(y)
         n = self.batch_shape[0]
         canonical = self.likelihood.targets(y, math.prod(sample_shape) * n, self.num_outputs)
         if canonical.is_floating_point():
-            canonical = canonical.to(self.epistemic.dtype)
+            canonical = canonical.to(self._like.dtype)
         return canonical.reshape(sample_shape + self.batch_shape + self.event_shape)
 
     def _split(self, y: Any) -> tuple[Size, Tensor]:
         """Sample shape of `y`, and `y` with the sample dimensions flattened into the first one."""
-        y = torch.as_tensor(y, device=self.epistemic.device)
+        y = torch.as_tensor(y, device=self._like.device)
         n, event = self.batch_shape[0], self.event_shape
         if event == (1,) and y.shape == (n,):
             y = y.unsqueeze(-1)
@@ -215,6 +236,15 @@ class BernoulliResponse(FactorizedResponse):
         base = td.Bernoulli(logits=logits.squeeze(-1) if scalar else logits, validate_args=False)
         super().__init__(likelihood, base, epistemic, aleatoric, scalar)
 
+    def tempered(self, temperature: float | Tensor) -> BernoulliResponse:
+        """Log odds divided by T; the parts of the variance keep their ratio."""
+        scalar = self.event_shape == ()
+        logits, share = self.logits / temperature, self._epistemic_share()
+        variance = torch.sigmoid(logits) * torch.sigmoid(-logits)
+        parts = (logits, share * variance, (1 - share) * variance)
+        logits, epistemic, aleatoric = (part.unsqueeze(-1) if scalar else part for part in parts)
+        return BernoulliResponse(self.likelihood, logits, epistemic, aleatoric, scalar)
+
     @property
     def probs(self) -> Tensor:
         """Probability of 1, for each output, (n, C) or (n,)."""
@@ -253,6 +283,12 @@ class CategoricalResponse(Response, td.Categorical):
         y = self.likelihood.targets(y, len(y), self.num_outputs)
         log_p = self.logits.expand(sample_shape + soft).reshape(-1, soft[-1])
         return label_log_prob(log_p, y).reshape(sample_shape + self.batch_shape)
+
+    def tempered(self, temperature: float | Tensor) -> CategoricalResponse:
+        """Log probabilities divided by T, normalized; the parts of the variance keep their ratio."""
+        logits, share = torch.log_softmax(self.logits / temperature, -1), self._epistemic_share()
+        variance = -torch.expm1(logits) * logits.exp()
+        return CategoricalResponse(self.likelihood, logits, share * variance, (1 - share) * variance)
 
     @property
     def mean(self) -> Tensor:

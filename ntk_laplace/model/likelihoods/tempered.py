@@ -83,6 +83,10 @@ class Tempered(Likelihood):
         """The likelihood without the weight: a new response counts once."""
         return self.likelihood.for_new_points()
 
+    def scaled_noise(self, factor: float) -> Likelihood:
+        """A copy with the likelihood's noise multiplied by `factor`, and the same weight."""
+        return Tempered(self.likelihood.scaled_noise(factor), self.weight)
+
     def log_curvature_scale(self) -> Tensor | None:
         """The likelihood's."""
         return self.likelihood.log_curvature_scale()

@@ -1,0 +1,7 @@
+"""Fitting a calibration: mean log densities of left-out or held-out points, as a function of a few numbers."""
+
+from ntk_laplace.posterior.calibrate.densities import LeftOut, densities
+from ntk_laplace.posterior.calibrate.result import PredictiveFit
+from ntk_laplace.posterior.calibrate.search import fit_calibration, mean_log_density
+
+__all__ = ["LeftOut", "PredictiveFit", "densities", "fit_calibration", "mean_log_density"]

@@ -1,0 +1,167 @@
+"""Log densities of points under calibrated moments, cheap to evaluate again at other calibrations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root
+from ntk_laplace.model.likelihoods.mixture import MixtureResponse
+from ntk_laplace.model.predictive import normal_points
+from ntk_laplace.runtime import tuning
+
+__all__ = ["Densities", "LeftOut", "NormalDensities", "SampledDensities", "Setting", "densities"]
+
+_SAMPLES = (100, 1000)  # points of f, at least and at most: as many as `predict` takes, if there are few points
+
+Setting = dict[str, Tensor]
+"""The numbers of a `Calibration` by name, tensors (), differentiable; those that are absent are 1."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Moments of f at points that do not contribute to them, and their targets.
+
+    Attributes
+    ----------
+    mean : Tensor, (N, C)
+    covariance : Tensor, (N, C, C)
+    targets : Tensor
+        Canonical targets, as the response takes them.
+    weights : Tensor, (N,)
+        Example weights; 0 for a point that is removed or has no target.
+    scalar : bool
+        Whether the network's outputs have shape (N,).
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    targets: Tensor
+    weights: Tensor
+    scalar: bool = False
+
+
+class Densities(Protocol):
+    """Log densities of all points as a function of the calibration."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `fit_calibration` fits by default."""
+        ...
+
+    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+        """Terms of the weighted mean of log p(y_n), nats per point, whose sum is that mean; `coarse` is faster."""
+        ...
+
+
+def densities(likelihood: Likelihood, points: LeftOut) -> Densities:
+    """The log densities of some points.
+
+    Raises
+    ------
+    DataError
+        If no point has a target and a positive weight.
+    """
+    total = points.weights.sum()
+    if not bool(total > 0):
+        raise DataError("at least one point with a target and a positive weight", "none",
+                        "Look at how missing targets are marked, and at the example weights.")
+    noise = likelihood.additive_noise(points.mean)
+    if noise is not None:
+        observed = likelihood.observed(points.targets)
+        return NormalDensities(points, noise.detach(), observed)
+    return SampledDensities(likelihood, points)
+
+
+class NormalDensities:
+    """log N(y; m, c V + s Σ) in closed form, from one eigendecomposition of Σ^-½ V Σ^-½ for each point.
+
+    With Σ = L Lᵀ, L⁻¹V L⁻ᵀ = Q diag(λ) Qᵀ and e = Qᵀ L⁻¹(y - m),
+    log p = -½ Σ_j [log(c λ_j + s) + e_j²/(c λ_j + s)] - ½ log det Σ - C/2 log 2π.
+    """
+
+    names: tuple[str, ...] = ("scale", "noise")
+
+    def __init__(self, points: LeftOut, noise: Tensor, observed: Tensor | None) -> None:
+        error = points.targets.reshape(points.mean.shape).to(points.mean) - points.mean
+        there = torch.ones_like(error, dtype=torch.bool) if observed is None else observed.reshape(error.shape)
+        both = there.unsqueeze(-1) & there.unsqueeze(-2)
+        eye = torch.eye(error.shape[1], dtype=error.dtype, device=error.device)
+        factor = cholesky(torch.where(both, noise, eye))  # identity over missing outputs
+        half = torch.linalg.solve_triangular(factor, points.covariance * both, upper=False)
+        whitened = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+        values, vectors = torch.linalg.eigh(0.5 * (whitened + whitened.mT))
+        error = torch.linalg.solve_triangular(factor, error.masked_fill(~there, 0.0).unsqueeze(-1), upper=False)
+        self._values = values.clamp_min(0.0)  # λ, (N, C)
+        self._squares = (vectors.mT @ error).squeeze(-1).square()  # e², (N, C)
+        log_det = 2.0 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        observed_outputs = there.sum(-1).to(error)
+        self._constant = -0.5 * (log_det + observed_outputs * math.log(2 * math.pi))
+        self._missing = there.shape[1] - observed_outputs
+        self._share = points.weights / points.weights.sum()
+
+    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+        """The mean log density, in one part."""
+        one = self._values.new_ones(())
+        scale, noise = setting.get("scale", one), setting.get("noise", one)
+        variance = scale * self._values + noise
+        # a missing output adds log s to the sum
+        terms = (variance.log() + self._squares / variance).sum(-1) - self._missing * noise.log()
+        yield (self._share * (self._constant - 0.5 * terms)).sum()
+
+    def common(self) -> float:
+        """k that maximizes the mean log density for c = s = k: the mean of e²/(λ + 1) over observed outputs."""
+        observed = self._squares.shape[1] - self._missing
+        found = (self._share * (self._squares / (self._values + 1.0)).sum(-1)).sum()
+        return float(found / (self._share * observed).sum())
+
+
+class SampledDensities:
+    """log E p(y given f/T), averaged over the points of f that `predict` uses.
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+    points : LeftOut
+    """
+
+    def __init__(self, likelihood: Likelihood, points: LeftOut) -> None:
+        self._likelihood, self._points = likelihood, points
+        n, c = points.mean.shape
+        least, most = _SAMPLES
+        count = min(most, max(least, tuning.AVERAGED_OUTPUTS // (n * c)))
+        self._z = normal_points(count, c).to(points.mean)
+        self._root = covariance_root(points.covariance)
+        self._share = points.weights / points.weights.sum()
+        self.names: tuple[str, ...] = ("scale", "temperature") if likelihood.classifies else ("scale",)
+        y = points.targets
+        # the density of a soft label is that of the averaged response, and so is one at a temperature of the average
+        self._soft = likelihood.classifies and y.is_floating_point() and bool(((y > 0) & (y < 1)).any())
+
+    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+        """The mean log density, in parts that fit in memory."""
+        points = self._points
+        scale = setting.get("scale", points.mean.new_ones(()))
+        z = self._z[: _SAMPLES[0] // 2 if coarse else None] if bool(scale > 0) else self._z[:1] * 0.0
+        n = len(points.mean)
+        step = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
+        for start in range(0, n, step):
+            here = slice(start, start + step)
+            own = self._likelihood if step >= n else self._likelihood.at(here)
+            f = points.mean[here] + scale.sqrt() * torch.einsum("ncd,sd->snc", self._root[here], z)
+            f = f / setting["temperature"] if "temperature" in setting else f
+            yield (self._share[here] * self._log_prob(own, f, points.targets[here], setting)).sum()
+
+    def _log_prob(self, likelihood: Likelihood, f: Tensor, y: Tensor, setting: Setting) -> Tensor:
+        average = "average_temperature" in setting
+        if not (average or self._soft):
+            return MixtureResponse(likelihood, f, self._points.scalar).log_prob(y)
+        response = likelihood.average(f, self._points.scalar)
+        return (response.tempered(setting["average_temperature"]) if average else response).log_prob(y)

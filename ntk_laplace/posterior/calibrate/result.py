@@ -1,0 +1,81 @@
+"""The result of a predictive fit: the calibration, what it gains, and whether it can be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ntk_laplace.model.calibration import Calibration
+from ntk_laplace.posterior.explain import Reliability
+
+__all__ = ["PredictiveFit"]
+
+
+@dataclass(frozen=True)
+class PredictiveFit:
+    """A fitted calibration, with mean log densities of left-out or held-out points, in nats per point.
+
+    Attributes
+    ----------
+    calibration : Calibration
+        Scale c of the covariance of f, temperature T of classes, factor of a Gaussian's noise.
+    objective : str
+        "loo", or "held-out data".
+    before : float
+        Of the posterior as it is.
+    after : float
+        With the calibration; never below `network`.
+    network : float
+        Of the network alone: c = 0, T = 1.
+    num_points : int
+        Points in these means.
+    at_bounds : tuple of str
+        What ended at a bound of its search: a symptom of a prior that is too weak, or of noise that is too small.
+    reliability : Reliability or None
+        Whether leave-one-out approximates retraining; None for held-out data.
+    """
+
+    calibration: Calibration
+    objective: str
+    before: float
+    after: float
+    network: float
+    num_points: int
+    at_bounds: tuple[str, ...] = ()
+    reliability: Reliability | None = None
+
+    @property
+    def scale(self) -> float:
+        """c, the factor of the covariance of f; 0 is the network alone."""
+        return self.calibration.scale
+
+    @property
+    def temperature(self) -> float:
+        """T of each draw of f."""
+        return self.calibration.temperature
+
+    @property
+    def noise(self) -> float:
+        """Factor of the noise covariance."""
+        return self.calibration.noise
+
+    @property
+    def trusted(self) -> bool:
+        """Whether nothing speaks against the numbers."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the numbers are not trusted, each reason a clause."""
+        found = () if self.reliability is None else self.reliability.reasons
+        upper = tuple(name for name in self.at_bounds if name != "noise" or self.noise > 1.0)
+        words = " and ".join(name.replace("_", " ") for name in upper)
+        bound = (f"the best {words} lies at the bound of the search",) if upper else ()
+        return (*found, *bound)
+
+    def __str__(self) -> str:
+        doubt = "" if self.trusted else f"; not to be trusted: {'; '.join(self.reasons)}"
+        what = "left-out training" if self.objective == "loo" else "held-out"
+        return (
+            f"{self.calibration}: mean log density of {self.num_points} {what} points {self.after:.4f} nats "
+            f"(posterior as it is {self.before:.4f}, network alone {self.network:.4f}){doubt}"
+        )

@@ -1,0 +1,153 @@
+"""Calibration methods of a posterior: predictions fitted to left-out training points or to held-out data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.model.calibration import Calibration
+from ntk_laplace.model.data import Batches
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, mean_log_density
+from ntk_laplace.posterior.explain import Reliability, leave_one_out
+from ntk_laplace.posterior.prediction import PredictionVerbs
+from ntk_laplace.structures.points import TrainingPoints
+
+__all__ = ["CalibrationVerbs"]
+
+_TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}
+
+
+class CalibrationVerbs(PredictionVerbs):
+    """Predictions whose scale, temperature or noise is fitted."""
+
+    def fit_predictive(
+        self, objective: Any = "loo", parameters: Sequence[str] | None = None, *, strict: bool = True
+    ) -> PredictiveFit:
+        """Fit the calibration of predictions: it maximizes the mean log density of points that were left out.
+
+        The response at x is that of f/T for f ~ N(m(x), c V(x)), with the noise multiplied by s. The numbers are fitted
+        to p(y_n given all other training points) in closed form, without a validation set, and compared with the
+        network alone, c = 0. `predict` uses them until a hyperparameter changes; the latent moments, the evidence and
+        explanations do not change. Posteriors of other data start without.
+
+        Parameters
+        ----------
+        objective : str or data
+            "loo", for structure "gp" or "full" with curvature "ggn"; or held-out data, (X, y), a DataLoader or a
+            Dataset, for every structure.
+        parameters : sequence of str, optional
+            "scale" (c), "temperature" (T), "average_temperature" (of the averaged probabilities), "noise" (s, a factor
+            of the noise covariance), or "common" alone (one factor for c and s, in closed form). By default scale and
+            temperature of classes, scale and noise of a Gaussian, the scale of others.
+        strict : bool
+            Raise an error if leave-one-out is not to be trusted. False fits all the same, and warns.
+
+        Returns
+        -------
+        PredictiveFit
+            Numbers, mean log densities before, after and of the network alone, and whether they can be trusted.
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure has no exact leave-one-out, if it is not to be trusted, or if the likelihood has no such
+            parameter.
+        DataError
+            If no point has a target.
+        """
+        if isinstance(objective, str):
+            if objective != "loo":
+                raise UnsupportedError('objective "loo", or held-out data', repr(objective),
+                                       'Pass (X, y) or a DataLoader, or "loo".')
+            points, found = self._left_out_moments()
+            if strict and not found.trusted:
+                raise UnsupportedError(
+                    "leave-one-out predictions that approximate retraining", f"{found}",
+                    'Train at these hyperparameters, with retrain(data) or train_with_evidence(predictive="loo"), or '
+                    "pass held-out data, calibrate(data); strict=False fits all the same.",
+                )  # fmt: skip
+            return self._fit_calibration(points, "loo", parameters, found)
+        return self._fit_calibration(self._held_out(objective), "held-out data", parameters, None)
+
+    def calibrate(self, data: Any, temperature: str = "draws") -> PredictiveFit:
+        """Fit the calibration of predictions to held-out data; as `fit_predictive`, for every structure.
+
+        Parameters
+        ----------
+        data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
+            Data that the network was not trained on.
+        temperature : str
+            Of classes: "draws" divides each draw of f, E softmax(f/T); "average" divides the log of the averaged
+            probabilities, softmax(log E softmax(f) / T). Without effect for other likelihoods.
+
+        Returns
+        -------
+        PredictiveFit
+        """
+        if temperature not in _TEMPERATURES:
+            raise UnsupportedError('temperature "draws" or "average"', repr(temperature), "Choose one of the two.")
+        own = self.likelihood.for_new_points()
+        parameters = ["scale", _TEMPERATURES[temperature]] if own.classifies else None
+        return self.fit_predictive(data, parameters)
+
+    # --- inside
+
+    def _fit_calibration(
+        self, points: LeftOut, objective: str, parameters: Sequence[str] | None, reliability: Reliability | None
+    ) -> PredictiveFit:
+        likelihood = self.likelihood if objective == "loo" else self.likelihood.for_new_points()
+        with torch.inference_mode(False):
+            found = densities(likelihood, points)
+            calibration, at_bounds = fit_calibration(found, parameters)
+            compared = Calibration(), calibration, Calibration(scale=0.0)
+            before, after, network = (mean_log_density(found, one) for one in compared)
+            count = int((points.weights > 0).sum())
+            fit = PredictiveFit(calibration, objective, before, after, network, count, at_bounds, reliability)
+        if fit.reasons:
+            warnings.warn(f"the fitted predictive is not to be trusted: {'; '.join(fit.reasons)}; train with evidence, "
+                          "or fit it to held-out data", NTKLaplaceWarning, stacklevel=3)
+        self.predictive = calibration
+        return fit
+
+    def _left_out_moments(self) -> tuple[LeftOut, Reliability]:
+        """Moments of each training point given all others."""
+        fitted = self._fitted
+        if not fitted.exact:
+            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for the objective "loo"',
+                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
+                                   "Pass held-out data, calibrate(data).")
+        found = leave_one_out(fitted)
+        return _left_out(fitted.points, self.likelihood, found.mean, found.covariance,
+                         self.network.scalar), found.reliability
+
+    def _held_out(self, data: Any) -> LeftOut:
+        """Moments of held-out points, in one pass over them."""
+        network, likelihood = self.network, self.likelihood.for_new_points()
+        batches = Batches(data, self._fitted.settings.batch_size, network.device, network.input_dtype, network.targets)
+        means, covariances, targets = [], [], []
+        for x, y in batches:
+            mean, covariance = self.latent_moments(x)
+            means.append(mean)
+            covariances.append(covariance)
+            targets.append(y)
+        f = torch.cat(means)
+        weights = batches.weights
+        points = TrainingPoints(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device),
+                                None if weights is None else weights.to(f))
+        return _left_out(points, likelihood, f, torch.cat(covariances), network.scalar)
+
+
+def _left_out(
+    points: TrainingPoints, likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool
+) -> LeftOut:
+    """Moments beside the points' targets and weights, 0 without a target."""
+    present = points.present(likelihood)
+    weights = points.counts if present is None else points.counts * present
+    targets = points.targets.squeeze(-1) if scalar and points.targets.ndim == 2 else points.targets
+    return LeftOut(mean, covariance, targets, weights, scalar)

@@ -1,0 +1,314 @@
+"""Calibrations fitted to left-out and held-out points: against hand-written densities and fine grids."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.likelihoods.covariances import covariance_root
+from ntk_laplace.model.predictive import normal_points, predictive
+from ntk_laplace.posterior.calibrate import LeftOut, densities, mean_log_density
+
+
+def trained(
+    likelihood: ntkl.Likelihood, x: Tensor, y: Tensor, outputs: int, precision: float = 1.0
+) -> nn.Sequential:
+    """A small network at the optimum of its log joint."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(x.shape[1], 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        energy = sum((p.square().sum() for p in network.parameters()), torch.zeros(()))
+        loss = 0.5 * precision * energy - likelihood.log_prob(network(x), y).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(objective)
+    return network
+
+
+def classes(n: int = 30, seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    x = torch.randn(n, 2).double()
+    return x, (torch.atan2(x[:, 1] + 0.5 * torch.randn(n), x[:, 0]) / (2 * math.pi / 3) + 1.5).long().clamp(0, 2)
+
+
+def line(n: int = 25, outputs: int = 1) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(n, 1).double()
+    return x, torch.sin(2 * x) * torch.arange(1, outputs + 1) + 0.3 * torch.randn(n, outputs).double()
+
+
+@pytest.fixture(scope="module")
+def classifier() -> ntkl.Posterior:
+    x, y = classes(50, seed=3)  # the best scale is not zero here
+    network = trained(ntkl.Categorical(), x, y, 3, precision=0.1)
+    return ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1))
+
+
+@pytest.fixture(scope="module")
+def regression() -> ntkl.Posterior:
+    x, y = line()
+    likelihood = ntkl.Gaussian(0.05)
+    return ntkl.laplace(trained(likelihood, x, y, 1), (x, y), likelihood)
+
+
+def class_score(mean: Tensor, covariance: Tensor, y: Tensor, c: float, temperature: float) -> float:
+    """Mean of log E softmax((m + √c V^½ z)/T)[y], point by point."""
+    z, total = normal_points(1000, mean.shape[1]), 0.0
+    for m, v, label in zip(mean, covariance, y, strict=True):
+        values, vectors = torch.linalg.eigh(v)
+        root = vectors @ torch.diag(values.clamp_min(0).sqrt()) @ vectors.T
+        total += float(torch.softmax((m + math.sqrt(c) * z @ root) / temperature, 1)[:, label].mean().log())
+    return total / len(y)
+
+
+def normal_score(mean: Tensor, covariance: Tensor, y: Tensor, c: float, noise: float) -> float:
+    found = torch.distributions.Normal(mean[:, 0], (c * covariance[:, 0, 0] + noise).sqrt()).log_prob(y[:, 0])
+    return float(found.mean())
+
+
+# --- the fit
+
+def test_classes_are_fitted_to_the_optimum_of_a_fine_grid(classifier: ntkl.Posterior) -> None:
+    found = classifier.leave_one_out()
+    fit = classifier.fit_predictive(strict=False)
+    best = class_score(found.mean, found.covariance, classifier.targets, fit.scale, fit.temperature)
+    assert fit.after == pytest.approx(best, abs=1e-9)
+    around = [class_score(found.mean, found.covariance, classifier.targets, fit.scale * a, fit.temperature * b)
+              for a in (0.97, 1.0, 1.03) for b in (0.99, 1.0, 1.01)]  # fmt: skip
+    grid = [class_score(found.mean, found.covariance, classifier.targets, c, t)
+            for c in torch.logspace(-3, 1.2, 9).tolist() for t in torch.logspace(-0.8, 0.8, 9).tolist()]  # fmt: skip
+    assert fit.scale > 0 and max(around + grid) <= best + 1e-7
+    assert fit.before == pytest.approx(class_score(found.mean, found.covariance, classifier.targets, 1.0, 1.0))
+    assert fit.network == pytest.approx(class_score(found.mean, found.covariance, classifier.targets, 0.0, 1.0))
+    assert fit.after > max(fit.before, fit.network)
+
+
+def test_a_gaussian_is_fitted_to_the_optimum_of_a_fine_grid(regression: ntkl.Posterior) -> None:
+    found, y = regression.leave_one_out(), regression.targets
+    fit = regression.fit_predictive(strict=False)
+    own = float(regression.likelihood.noise)
+    best = normal_score(found.mean, found.covariance, y, fit.scale, fit.noise * own)
+    assert fit.after == pytest.approx(best, abs=1e-12)
+    grid = [normal_score(found.mean, found.covariance, y, c, own * s)
+            for c in [0.0, *torch.logspace(-3, 1.3, 60).tolist()] for s in torch.logspace(-1.3, 2, 60).tolist()]
+    assert best >= max(grid) - 1e-9
+    assert fit.network == pytest.approx(normal_score(found.mean, found.covariance, y, 0.0, own))
+    fit = regression.fit_predictive(parameters="common", strict=False)
+    variance = found.covariance[:, 0, 0] + own
+    assert fit.scale == fit.noise == pytest.approx(float(((y - found.mean)[:, 0].square() / variance).mean()))
+
+
+def test_a_scale_of_zero_is_chosen_where_the_covariance_only_adds_error() -> None:
+    x, y = classes()
+    network = trained(ntkl.Categorical(), x, y, 3)
+    posterior = ntkl.laplace(network, (x, y), ntkl.Categorical())
+    certain = posterior.predict(x, "map").probs.argmax(1)  # labels that the network is too cautious about
+    fit = posterior.fit_predictive((x, certain), parameters="scale")
+    assert fit.scale == 0.0 and fit.after == fit.network > fit.before
+    assert torch.allclose(posterior.predict(x).probs, torch.softmax(network(x), 1))
+
+
+@pytest.mark.parametrize("kind", ["covariance", "output"])
+def test_normal_densities_are_those_of_the_response(kind: str) -> None:
+    torch.manual_seed(0)
+    noise = torch.tensor([[0.5, 0.2], [0.2, 0.9]]) if kind == "covariance" else torch.tensor([0.5, 0.9])
+    likelihood = ntkl.Gaussian(noise.double(), kind, missing="nan")
+    mean, half, y = torch.randn(4, 2).double(), torch.randn(4, 2, 2).double(), torch.randn(4, 2).double()
+    y[0, 0] = y[2, 1] = torch.nan
+    weights = torch.tensor([1.0, 2.0, 0.5, 1.0]).double()
+    found = densities(likelihood, LeftOut(mean, half @ half.mT, y, weights))
+    scaled = ntkl.Gaussian(1.7 * noise.double(), kind, missing="nan")
+    expected = scaled.integrate(mean, 0.3 * half @ half.mT).log_prob(y).detach() @ weights / weights.sum()
+    calibration = ntkl.Calibration(scale=0.3, noise=1.7)
+    assert mean_log_density(found, calibration) == pytest.approx(float(expected), abs=1e-12)
+    assert torch.allclose(likelihood.scaled_noise(1.7).response_covariance(mean), scaled.response_covariance(mean))
+
+
+def test_weights_count_as_repetitions_and_removed_points_do_not_count() -> None:
+    torch.manual_seed(0)
+    mean, half, y = torch.randn(3, 3).double(), torch.randn(3, 3, 3).double(), torch.tensor([0, 2, 1])
+    moments = mean, half @ half.mT, y
+    weighted = densities(ntkl.Categorical(), LeftOut(*moments, torch.tensor([2.0, 0.0, 1.0]).double()))
+    index = torch.tensor([0, 0, 2])
+    repeated = densities(ntkl.Categorical(), LeftOut(*(t[index] for t in moments), torch.ones(3).double()))
+    calibration = ntkl.Calibration(scale=0.4, temperature=1.3)
+    assert mean_log_density(weighted, calibration) == pytest.approx(mean_log_density(repeated, calibration), abs=1e-12)
+    with pytest.raises(ntkl.DataError, match="at least one point"):
+        densities(ntkl.Categorical(), LeftOut(*moments, torch.zeros(3).double()))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_chunks_and_soft_labels_do_not_change_the_density(monkeypatch: pytest.MonkeyPatch, soft: bool) -> None:
+    torch.manual_seed(0)
+    mean, half = torch.randn(6, 3).double(), torch.randn(6, 3, 3).double()
+    y = torch.softmax(torch.randn(6, 3).double(), 1) if soft else torch.randint(3, (6,))
+    points = LeftOut(mean, half @ half.mT, y, torch.ones(6).double())
+    calibration = ntkl.Calibration(scale=0.5, temperature=0.8)
+    whole = mean_log_density(densities(ntkl.Categorical(), points), calibration)
+    samples = mean / 0.8 + math.sqrt(0.5) / 0.8 * torch.einsum(
+        "ncd,sd->snc", covariance_root(half @ half.mT), normal_points(1000, 3))
+    log_p = torch.softmax(samples, 2).mean(0).log()
+    expected = (y * log_p).sum(1) if soft else log_p.gather(1, y.unsqueeze(1))
+    assert whole == pytest.approx(float(expected.mean()), abs=1e-10)
+    found = densities(ntkl.Categorical(), points)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.AVERAGED_OUTPUTS", 2 * 1000 * 3)
+    assert mean_log_density(found, calibration) == pytest.approx(whole, abs=1e-12)
+
+
+# --- predictions
+
+@pytest.mark.parametrize("method", ["glm", "probit", "blr"])
+def test_predictions_use_the_calibration_once(classifier: ntkl.Posterior, method: str) -> None:
+    fit = classifier.fit_predictive(strict=False)
+    x = classes(7, seed=3)[0]
+    mean, covariance = classifier.latent_moments(x)
+    t = fit.temperature
+    plain = ntkl.laplace(classifier.network.module, classes(50, seed=3), ntkl.Categorical(), ntkl.GaussianPrior(0.1))
+    expected = predictive(ntkl.Categorical(), mean / t, fit.scale * covariance / t**2, method)
+    assert torch.allclose(classifier.predict(x, method).mean, expected.mean, atol=1e-12)
+    assert torch.allclose(classifier.predict(x, method, calibrated=False).mean, plain.predict(x, method).mean)
+    own = classifier.predict(x, method, likelihood=ntkl.Categorical(2.0)).mean
+    assert torch.allclose(own, plain.predict(x, method, likelihood=ntkl.Categorical(2.0)).mean)
+
+
+def test_the_noise_of_predictions_is_scaled(regression: ntkl.Posterior) -> None:
+    fit = regression.fit_predictive(strict=False)
+    x = torch.linspace(-3, 3, 5).double().unsqueeze(1)
+    covariance = regression.latent_moments(x)[1][:, 0, 0]
+    expected = fit.scale * covariance + fit.noise * regression.likelihood.noise.detach()
+    assert torch.allclose(regression.predict(x).variance[:, 0], expected)
+    before = regression.predict(x, calibrated=False).variance[:, 0]
+    assert torch.allclose(before, covariance + regression.likelihood.noise.detach())
+
+
+def test_the_average_has_a_temperature_of_its_own(classifier: ntkl.Posterior) -> None:
+    x, y = classes(20, seed=5)
+    fit = classifier.calibrate((x, y), temperature="average")
+    t = fit.calibration.average_temperature
+    assert fit.temperature == 1.0 and t != 1.0
+    mean, covariance = classifier.latent_moments(x)
+    z = normal_points(1000, 3)
+    values, vectors = torch.linalg.eigh(fit.scale * covariance)
+    root = vectors @ torch.diag_embed(values.clamp_min(0).sqrt()) @ vectors.mT
+    averaged = torch.softmax(mean + torch.einsum("ncd,sd->snc", root, z), 2).mean(0)
+    expected = torch.softmax(averaged.log() / t, 1)
+    response = classifier.predict(x)
+    assert torch.allclose(response.probs, expected, atol=1e-10)
+    assert torch.allclose(response.variance, expected * (1 - expected), atol=1e-10)
+    assert fit.after == pytest.approx(float(response.log_prob(y).mean()), abs=1e-9)
+    draws = classifier.calibrate((x, y), temperature="draws")
+    assert draws.calibration.average_temperature == 1.0 and draws.temperature != 1.0
+
+
+def test_binary_labels_have_both_temperatures() -> None:
+    x, y = classes()
+    y = (y > 0).double()
+    posterior = ntkl.laplace(trained(ntkl.Bernoulli(), x, y.unsqueeze(1), 1), (x, y), ntkl.Bernoulli())
+    x, y = classes(40, seed=5)
+    y = (y > 0).double()
+    for name in ("draws", "average"):
+        fit = posterior.calibrate((x, y), temperature=name)
+        assert fit.after == pytest.approx(float(posterior.predict(x).log_prob(y).mean()), abs=1e-9)
+        assert fit.after > fit.before
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac", "diag"])
+def test_held_out_data_calibrate_every_structure(structure: str) -> None:
+    x, y = classes()
+    posterior = ntkl.laplace(trained(ntkl.Categorical(), x, y, 3), (x, y), ntkl.Categorical(), structure=structure)
+    held_out = classes(40, seed=9)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*held_out), 16)
+    fit = posterior.calibrate(loader)
+    assert fit.objective == "held-out data" and fit.num_points == 40 and fit.reliability is None
+    assert fit.after == pytest.approx(float(posterior.predict(held_out[0]).log_prob(held_out[1]).mean()), abs=1e-9)
+    assert fit.after >= max(fit.before, fit.network)
+
+
+# --- how long it holds
+
+def test_the_calibration_ends_with_the_hyperparameters_it_was_fitted_at(classifier: ntkl.Posterior) -> None:
+    classifier.fit_predictive(strict=False)
+    assert "predictive: scale" in repr(classifier) and classifier.predictive is not None
+    assert classifier.remove([0]).predictive is None and classifier.subset(range(20)).predictive is None
+    before = classifier.prior.precision
+    classifier.prior.precision = 2.0
+    assert classifier.predictive is None and "predictive" not in repr(classifier)
+    classifier.prior.precision = before
+    classifier.predictive = ntkl.Calibration(scale=0.5)
+    assert classifier.predictive.scale == 0.5
+    with pytest.raises(ntkl.UnsupportedError, match="a Calibration"):
+        classifier.predictive = 0.5
+
+
+def test_evidence_and_latent_moments_do_not_change(classifier: ntkl.Posterior) -> None:
+    x = classes(5, seed=2)[0]
+    classifier.predictive = None
+    before = classifier.latent_moments(x), classifier.log_marginal_likelihood(), classifier.leave_one_out().log_density
+    classifier.fit_predictive(strict=False)
+    after = classifier.latent_moments(x), classifier.log_marginal_likelihood(), classifier.leave_one_out().log_density
+    assert torch.equal(before[0][1], after[0][1])
+    assert torch.equal(before[1], after[1]) and torch.equal(before[2], after[2])
+
+
+def test_a_checkpoint_keeps_the_calibration(classifier: ntkl.Posterior, tmp_path: Path) -> None:
+    classifier.fit_predictive(strict=False)
+    classifier.save(tmp_path / "p.pt", include_data=True)
+    again = ntkl.load(tmp_path / "p.pt", classifier.network.module)
+    x = classes(5, seed=2)[0]
+    assert again.predictive == classifier.predictive
+    assert torch.allclose(again.predict(x).probs, classifier.predict(x).probs)
+
+
+# --- refusals
+
+def test_structured_posteriors_name_held_out_data() -> None:
+    x, y = classes()
+    posterior = ntkl.laplace(trained(ntkl.Categorical(), x, y, 3), (x, y), ntkl.Categorical(), structure="kfac")
+    with pytest.raises(ntkl.UnsupportedError, match="held-out data"):
+        posterior.fit_predictive()
+
+
+def test_leave_one_out_that_is_not_trusted_is_refused() -> None:
+    x, y = classes()
+    posterior = ntkl.laplace(trained(ntkl.Categorical(), x, y, 3), (x, y), ntkl.Categorical())
+    posterior.prior.precision = 50.0  # the weights are far from the optimum of this prior
+    with pytest.raises(ntkl.UnsupportedError, match=r"approximate retraining.*optimum.*retrain"):
+        posterior.fit_predictive()
+    assert posterior.predictive is None
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="not to be trusted"):
+        fit = posterior.fit_predictive(strict=False)
+    assert not fit.trusted and posterior.predictive is not None
+
+
+def test_what_ends_at_a_bound_is_told(regression: ntkl.Posterior) -> None:
+    x = torch.linspace(-1, 1, 10).double().unsqueeze(1)
+    far = 100.0 + torch.randn(10, 1).double()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="scale lies at the bound"):
+        fit = regression.fit_predictive((x, far), parameters=["scale"])
+    assert fit.at_bounds == ("scale",) and not fit.trusted and "bound" in str(fit)
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"objective": "evidence"}, "held-out data"), ({"parameters": ["noise"]}, "parameters among"),
+    ({"parameters": []}, "parameters among"), ({"parameters": ["common", "scale"]}, "parameters among"),
+])  # fmt: skip
+def test_unknown_objectives_and_parameters(classifier: ntkl.Posterior, arguments: dict, message: str) -> None:
+    with pytest.raises(ntkl.UnsupportedError, match=message):
+        classifier.fit_predictive(**{"strict": False, **arguments})
+    with pytest.raises(ntkl.UnsupportedError, match="draws"):
+        classifier.calibrate(classes(), temperature="each")
+
+
+@pytest.mark.parametrize("numbers", [{"scale": -1.0}, {"temperature": 0.0}, {"noise": math.inf}, {"scale": "1"}])
+def test_calibrations_are_numbers(numbers: dict) -> None:
+    with pytest.raises(ntkl.HyperparameterError, match="a finite"):
+        ntkl.Calibration(**numbers)
