@@ -1,4 +1,4 @@
-"""What people have already: the network, a temperature or noise of held-out data, an ensemble, dropout, laplace-torch."""
+"""What people have already: the network, calibrated on held-out data, an ensemble, dropout, laplace-torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ class Baselines:
         part = max(len(order) // 10, 2)
         self.held, self.kept = order[:part], order[part:]
 
-    def train(self, decay: float, seed: int, rows: Tensor | None = None, dropout: float = 0.0) -> tuple[nn.Module, float]:
+    def train(
+        self, decay: float, seed: int, rows: Tensor | None = None, dropout: float = 0.0
+    ) -> tuple[nn.Module, float]:
         """A network, and the seconds it took."""
         start = time.process_time()
         network = trained(self.problem, decay, seed, rows, dropout)

@@ -1,4 +1,4 @@
-"""This library at each step of its path, from the network as it was trained to training with evidence."""
+"""The library at each step of its path, from the network as it was trained to training with evidence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUIET = ntkl.Settings(progress=False)
 
 @dataclass(frozen=True)
 class Path:
-    """Settings of the training with evidence, found on boston, yacht, banana and ionosphere.
+    """Settings of the training with evidence, found on boston, yacht, energy, banana and ionosphere.
 
     Attributes
     ----------
@@ -37,6 +37,8 @@ class Path:
         When the evidence is computed: of full batches, and of minibatches.
     steps, learning_rate
         Of the hyperparameters, each time.
+    noise
+        Where a Gaussian's begins, of standardized responses; 1 underfits responses of little noise.
     last
         Calls of L-BFGS at the hyperparameters found, 20 steps each: leave-one-out wants the optimum.
     """
@@ -47,6 +49,7 @@ class Path:
     burn_in: tuple[int, int] = (50, 4)
     steps: int = 10
     learning_rate: float = 0.3
+    noise: float = 0.1
     groups: str = "layer"
     structure: str = "kfac"
     last: int = 3
@@ -70,8 +73,8 @@ class Ours:
             self._kept[name] = found, time.process_time() - start
         return self._kept[name]
 
-    def _likelihood(self, noise: float | None = 1.0) -> ntkl.Likelihood:
-        return ntkl.Categorical() if self.problem.classes else ntkl.Gaussian(noise)
+    def _likelihood(self, noise: float | None = None) -> ntkl.Likelihood:
+        return ntkl.Categorical() if self.problem.classes else ntkl.Gaussian(noise or self.path.noise)
 
     def _predictor(self, posterior: ntkl.Posterior, calibrated: bool = False, method: str = "glm") -> Predictor:
         def predict(x: Tensor) -> torch.distributions.Distribution:
@@ -145,8 +148,8 @@ class Ours:
         posterior.fit_hyperparameters(parameters=self.moving, bounds=BOUNDS, progress=False)
         epochs = self.path.epochs if self.problem.recipe.batch is None else self.problem.recipe.epochs
         held = ntkl.EvidenceSchedule(frequency=epochs, steps=0)
-        found = self._trained(network, self.data, posterior.likelihood, posterior.prior, held, epochs, self.path.rate / 4)
-        return network, self._settled(network, found)
+        own, rate = (posterior.likelihood, posterior.prior), self.path.rate / 4
+        return network, self._settled(network, self._trained(network, self.data, *own, held, epochs, rate))
 
     # --- training with evidence
 

@@ -13,7 +13,7 @@ from _shared import cnn
 from sklearn import datasets
 from torch import Tensor, nn
 
-__all__ = ["IMAGES", "TABLES", "Problem", "Recipe", "load", "trained"]
+__all__ = ["FILES", "IMAGES", "TABLES", "Problem", "Recipe", "load", "trained"]
 
 BUNDLED = {
     "diabetes": lambda: datasets.load_diabetes(return_X_y=True),
@@ -22,7 +22,9 @@ BUNDLED = {
     "digits": lambda: datasets.load_digits(return_X_y=True),
     "friedman": lambda: datasets.make_friedman1(900, noise=1.0, random_state=0),
     "moons": lambda: datasets.make_moons(900, noise=0.3, random_state=0),
-    "clusters": lambda: datasets.make_classification(900, 20, n_informative=6, n_classes=3, flip_y=0.05, random_state=0),
+    "clusters": lambda: datasets.make_classification(
+        900, 20, n_informative=6, n_classes=3, flip_y=0.05, random_state=0
+    ),
 }
 FILES = ("boston", "concrete", "energy", "yacht", "snelson", "australian", "ionosphere", "banana")
 REGRESSION = ("boston", "concrete", "energy", "yacht", "snelson", "diabetes", "friedman")
@@ -176,7 +178,8 @@ def _images(name: str, folder: Path | None, seed: int, small: bool) -> Problem:
         with np.load(folder / "mnist.npz") as arrays:
             order, epochs = random.permutation(60000)[:count], EPOCHS[count]
             pairs = [(arrays["X_train"][order], arrays["y_train"][order]), (arrays["X_test"], arrays["y_test"])]
-    (x, y), (x_test, y_test) = ((torch.as_tensor(a).float()[:, None] / 255, torch.as_tensor(b).long()) for a, b in pairs)
+    grey = [(torch.as_tensor(images).float()[:, None] / 255, torch.as_tensor(y).long()) for images, y in pairs]
+    (x, y), (x_test, y_test) = grey
     part = torch.as_tensor(random.permutation(len(y_test))[:2000])
     x_test, y_test = x_test[part], y_test[part]
     # collages: each quarter of another test image
