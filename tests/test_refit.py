@@ -54,10 +54,10 @@ def trained_linear_model(likelihood: str, x_new: Tensor) -> Tensor:
         value.backward()
         return value
 
-    for search in ("strong_wolfe", None):  # near the optimum values no longer differ: gradients alone
+    for search in ("strong_wolfe", None, None):  # near the optimum values no longer differ: gradients alone
         options = {"max_iter": 500, "history_size": 60, "tolerance_grad": 1e-11, "tolerance_change": 0.0}
         torch.optim.LBFGS([scaled], lr=1.0, line_search_fn=search, **options).step(objective)
-    assert scaled.grad.norm() < 2e-8, "the reference did not converge"
+    assert scaled.grad.norm() < 5e-9, "the reference did not converge"
     return outputs(network, x_new) + jacobian(network, x_new) @ (scaled.detach() / precision.sqrt())
 
 
@@ -152,7 +152,7 @@ def test_an_objective_without_an_optimum_raises_an_error() -> None:
 def test_an_empty_change_warns_that_it_is_no_refit() -> None:
     posterior, (_, x, y) = fitted("categorical"), case("categorical")
     for steps in (None, 3):
-        with pytest.warns(ntkl.NTKLaplaceWarning, match=r'is unchanged, not refitted; predict\(x, mean="post'):
+        with pytest.warns(ntkl.NTKLaplaceWarning, match=r"is unchanged; refit\(\) goes"):
             same = posterior.remove([], steps=steps)
         assert relative_error(same.outputs(x), posterior.outputs(x)) < 1e-12
         with pytest.warns(ntkl.NTKLaplaceWarning, match="no training point is changed"):

@@ -153,7 +153,8 @@ class Fitted:
         model = self._fitted.model
         words = ["relinearized"] if model.training_gradient is not None and model.displacement is None else []
         words += [f"{removed} removed"] if removed else []
-        if not words and self._fitted.model.displacement is not None:
+        words += ["refitted"] if model.refitted else []
+        if not words and model.displacement is not None:
             words = ["changed"]
         return f" ({', '.join(words)})" if words else ""
 

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.model.data import Batches, InputData
+from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures import FunctionSpace
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import (
     Indices,
+    at_optimum,
     positions,
     relabeled,
     relinearized,
@@ -39,7 +41,7 @@ class WhatIfVerbs(Fitted):
     ``steps=1`` is one Newton step, in closed form; more steps iterate; ``steps=None`` continues to the optimum of the
     convex linearized model, its exact refit. If training stopped before its optimum, the remaining gradient is kept
     fixed: without a change of the data the weights do not move. So ``remove([], steps=None)`` is not a refit, and a
-    warning is issued. ``predict(x, mean="posterior")`` uses the linearized model's optimum.
+    warning is issued; `refit` is one, and what-ifs after it leave no gradient.
 
     Structures "gp" and "full" are exact for the linearized model. The structured ones ("kfac" and so on) make one
     Newton step in the function space of the changed points, with V = J H⁻¹ Jᵀ from the structure's H, which is not a
@@ -159,6 +161,40 @@ class WhatIfVerbs(Fitted):
             added = self._fitted.structure.refit_on(model, batches) if exact else FunctionSpace().fit(model, batches)
             return self._moved(self._points().joined(model.likelihood, added.points), steps, added)
 
+    def refit(self, objective: str | None = None) -> Self:
+        """Posterior at the optimum of the linearized model, without training the network.
+
+        Its mean is f + J(θ̄-θ*), with θ̄ the argmin of -Σ log p(y_n | f_n + J_n(θ-θ*)) + ½ (θ-μ0)ᵀP0(θ-μ0). Evidence,
+        leave-one-out and what-ifs are those of the linear model there: no gradient of training remains.
+
+        Parameters
+        ----------
+        objective : str, optional
+            None keeps the hyperparameters. "loo", for a Gaussian likelihood: one factor of all prior precisions and one
+            of the noise maximize the mean log density of each training point given all others, each at the optimum of
+            the linear model; one eigendecomposition.
+
+        Returns
+        -------
+        Posterior
+
+        Raises
+        ------
+        UnsupportedError
+            If the structure or the curvature is not exact, or the likelihood is not Gaussian for "loo".
+        NumericalError
+            If the optimum is not reached.
+        """
+        if objective not in (None, "loo"):
+            raise UnsupportedError('objective None or "loo"', repr(objective), "Leave it out to keep hyperparameters.")
+        if not self._fitted.exact:
+            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a refit',
+                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
+                                   "Fit one of them, or train the network again.")
+        with torch.inference_mode(False):
+            fitted = self._fitted if objective is None else with_left_out_hyperparameters(self._fitted)
+            return self._derived(at_optimum(fitted))
+
     def relinearize(self, x: InputData | None = None, steps: int = 1) -> Self:
         """Move a copy of the network to the weights of this what-if, and linearize it there.
 
@@ -206,12 +242,13 @@ class WhatIfVerbs(Fitted):
         now = self._points()
         same = len(points.f) == len(now.f) and torch.equal(points.counts, now.counts)
         same = same and torch.equal(points.targets, now.targets)
-        if steps == 1 or self._fitted.model.displacement is not None or not same:
+        moved = self._fitted.model.displacement is not None
+        if steps == 1 or moved or not same:
             return
         warnings.warn(
             "no training point is changed, so nothing moves: a what-if keeps the gradient that training left. The "
-            'posterior is unchanged, not refitted; predict(x, mean="posterior") has the mean at the optimum of the '
-            "linearized model", NTKLaplaceWarning, stacklevel=5,
+            "posterior is unchanged; refit() goes to the optimum of the linearized model", NTKLaplaceWarning,
+            stacklevel=5,
         )  # fmt: skip
 
     def _moved(self, points: TrainingPoints, steps: int | None, added: Any = None) -> Self:

@@ -99,6 +99,9 @@ class LinearizedModel:
         After `relinearize`, the gradient of the objective that remained at the end of training.
     fitted_at : tuple of Tensor, optional
         The hyperparameters at the fit, as `present_values` gives them.
+    refitted : bool
+        Whether the displacement led to the linearized model's own optimum: no gradient of training remains, and
+        what-ifs start there.
     """
 
     network: Network
@@ -110,6 +113,7 @@ class LinearizedModel:
     displacement: Tensor | None = None
     training_gradient: Tensor | None = None
     fitted_at: tuple[Tensor, ...] | None = None
+    refitted: bool = False
 
     @property
     def theta(self) -> Tensor:

@@ -1,7 +1,15 @@
 """Fitting a calibration: mean log densities of left-out or held-out points, as a function of a few numbers."""
 
 from ntk_laplace.posterior.calibrate.densities import LeftOut, densities
+from ntk_laplace.posterior.calibrate.linear_refit import with_left_out_hyperparameters
 from ntk_laplace.posterior.calibrate.result import PredictiveFit
 from ntk_laplace.posterior.calibrate.search import fit_calibration, mean_log_density
 
-__all__ = ["LeftOut", "PredictiveFit", "densities", "fit_calibration", "mean_log_density"]
+__all__ = [
+    "LeftOut",
+    "PredictiveFit",
+    "densities",
+    "fit_calibration",
+    "mean_log_density",
+    "with_left_out_hyperparameters",
+]

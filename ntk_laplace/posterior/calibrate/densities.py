@@ -17,12 +17,12 @@ from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.predictive import normal_points
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Densities", "LeftOut", "NormalDensities", "SampledDensities", "Setting", "densities"]
+__all__ = ["Densities", "LeftOut", "NormalDensities", "Objective", "SampledDensities", "Setting", "densities"]
 
 _SAMPLES = (100, 1000)  # points of f, at least and at most: as many as `predict` takes, if there are few points
 
 Setting = dict[str, Tensor]
-"""The numbers of a `Calibration` by name, tensors (), differentiable; those that are absent are 1."""
+"""Positive numbers by name, such as those of a `Calibration`: tensors (), differentiable; 1 if absent."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,20 @@ class LeftOut:
     scalar: bool = False
 
 
-class Densities(Protocol):
+class Objective(Protocol):
+    """A mean log density as a function of a few positive numbers."""
+
+    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+        """Terms of the weighted mean of log p(y_n), nats per point, whose sum is that mean; `coarse` is faster."""
+        ...
+
+
+class Densities(Objective, Protocol):
     """Log densities of all points as a function of the calibration."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """What `fit_calibration` fits by default."""
-        ...
-
-    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
-        """Terms of the weighted mean of log p(y_n), nats per point, whose sum is that mean; `coarse` is faster."""
         ...
 
 

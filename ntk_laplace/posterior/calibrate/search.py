@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -12,18 +13,39 @@ import torch
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.calibration import Calibration
-from ntk_laplace.posterior.calibrate.densities import Densities, NormalDensities, Setting
+from ntk_laplace.posterior.calibrate.densities import Densities, NormalDensities, Objective, Setting
 
-__all__ = ["BOUNDS", "fit_calibration", "mean_log_density"]
+__all__ = ["Axis", "climb", "fit_calibration", "mean_log_density"]
 
-BOUNDS = {
-    "scale": (1e-7, 20.0),
-    "temperature": (0.1, 10.0),
-    "average_temperature": (0.1, 10.0),
-    "noise": (0.05, 1e5),
+@dataclass(frozen=True)
+class Axis:
+    """Bounds of a positive number, and the coarse grid in which the search for its best value starts."""
+
+    low: float
+    high: float
+    grid_low: float
+    grid_high: float
+    count: int
+
+    def grid(self) -> list[float]:
+        """Equally spaced logarithms."""
+        return np.geomspace(self.grid_low, self.grid_high, self.count).tolist()
+
+    def at_low(self, value: float) -> bool:
+        """Whether a value is at the lower bound."""
+        return value <= self.low * (1 + 1e-6)
+
+    def at_high(self, value: float) -> bool:
+        """Whether a value is at the upper bound."""
+        return value >= self.high * (1 - 1e-6)
+
+
+AXES = {
+    "scale": Axis(1e-7, 20.0, 1e-4, 20.0, 8),
+    "temperature": Axis(0.1, 10.0, 0.25, 6.0, 6),
+    "average_temperature": Axis(0.1, 10.0, 0.25, 6.0, 6),
+    "noise": Axis(0.05, 1e5, 0.05, 1e3, 9),
 }
-_GRID = {"scale": (1e-4, 20.0, 8), "temperature": (0.25, 6.0, 6), "average_temperature": (0.25, 6.0, 6),
-         "noise": (0.05, 1e3, 9)}  # fmt: skip
 COMMON = "common"
 """One factor for the covariance of f and the noise."""
 
@@ -47,9 +69,10 @@ def fit_calibration(found: Densities, names: Sequence[str] | None) -> tuple[Cali
     if isinstance(found, NormalDensities) and chosen == (COMMON,):
         factor = found.common()
         return Calibration(scale=factor, noise=factor), ()
-    best = _climb(found, chosen, {})
+    axes = {name: AXES[name] for name in chosen}
+    best = climb(found, axes)
     if "scale" in chosen:
-        certain = _climb(found, tuple(name for name in chosen if name != "scale"), {"scale": 0.0})
+        certain = climb(found, {name: axis for name, axis in axes.items() if name != "scale"}, {"scale": 0.0})
         best = best if best[0] > certain[0] + 1e-7 else certain
     values = best[1]
     return Calibration(**values), _at_bounds(chosen, values)
@@ -74,12 +97,21 @@ def _checked(found: Densities, names: Sequence[str] | None) -> tuple[str, ...]:
     return chosen
 
 
-def _climb(found: Densities, names: tuple[str, ...], fixed: dict[str, float]) -> tuple[float, dict[str, float]]:
-    """The largest mean log density over `names`, and all values."""
-    if not names:
+def climb(
+    found: Objective, axes: Mapping[str, Axis], fixed: Mapping[str, float] | None = None
+) -> tuple[float, dict[str, float]]:
+    """The largest value over the numbers of `axes`, the others `fixed`: the best of a grid, then bounded L-BFGS.
+
+    Returns
+    -------
+    float, dict of float
+        The value, and all numbers.
+    """
+    fixed = dict(fixed or {})
+    if not axes:
         return _value(found, fixed, coarse=False), fixed
-    axes = [np.geomspace(*_GRID[name]) for name in names]
-    starts = [dict(zip(names, map(float, point), strict=True)) for point in product(*axes)]
+    names = tuple(axes)
+    starts = [dict(zip(names, point, strict=True)) for point in product(*(axis.grid() for axis in axes.values()))]
     starts.append(dict.fromkeys(names, 1.0))
     start = max(starts, key=lambda values: _value(found, fixed | values, coarse=True))
     from scipy.optimize import minimize  # installed with scikit-learn
@@ -88,20 +120,20 @@ def _climb(found: Densities, names: tuple[str, ...], fixed: dict[str, float]) ->
         value, gradient = _value_and_gradient(found, names, fixed, logs)
         return -value, -gradient
 
-    limits = [tuple(map(math.log, BOUNDS[name])) for name in names]
+    limits = [(math.log(axis.low), math.log(axis.high)) for axis in axes.values()]
     result: Any = minimize(negative, [math.log(start[name]) for name in names], jac=True, method="L-BFGS-B",
-                           bounds=limits, options={"ftol": 1e-10, "gtol": 1e-6, "maxiter": 60})
+                           bounds=limits, options={"ftol": 1e-13, "gtol": 1e-7, "maxiter": 60})
     return -float(result.fun), fixed | {name: math.exp(x) for name, x in zip(names, result.x, strict=True)}
 
 
-def _value(found: Densities, values: dict[str, float], coarse: bool) -> float:
+def _value(found: Objective, values: dict[str, float], coarse: bool) -> float:
     with torch.no_grad():
         setting: Setting = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
         return sum(float(part) for part in found.parts(setting, coarse))
 
 
 def _value_and_gradient(
-    found: Densities, names: tuple[str, ...], fixed: dict[str, float], logs: np.ndarray
+    found: Objective, names: tuple[str, ...], fixed: dict[str, float], logs: np.ndarray
 ) -> tuple[float, np.ndarray]:
     """The mean log density and its gradient in the logarithms."""
     free = torch.tensor(logs, dtype=torch.float64, requires_grad=True)
@@ -123,8 +155,8 @@ def _at_bounds(names: Sequence[str], values: dict[str, float]) -> tuple[str, ...
     """
     found = []
     for name in names:
-        low, high = BOUNDS[name]
-        at_low, at_high = values[name] <= low * (1 + 1e-6), values[name] >= high * (1 - 1e-6)
-        if (at_low and name == "noise") or (at_high and not (name == "scale" and "average_temperature" in names)):
+        axis, value = AXES[name], values[name]
+        limit = name == "scale" and "average_temperature" in names
+        if (axis.at_low(value) and name == "noise") or (axis.at_high(value) and not limit):
             found.append(name)
     return tuple(found)

@@ -47,6 +47,8 @@ class Reliability:
         Whether hyperparameters have changed since the posterior was fitted.
     exact : bool
         Whether the curvature is exact for the linearized model.
+    refitted_classes : bool
+        Whether the weights are a refit of the linearized model and the targets are not Gaussian.
     """
 
     decrement: float
@@ -57,6 +59,7 @@ class Reliability:
     precision_spread: float
     moved: bool
     exact: bool
+    refitted_classes: bool = False
 
     @property
     def trusted(self) -> bool:
@@ -93,6 +96,8 @@ class Reliability:
                 f"the precisions differ by a factor of {self.precision_spread:.2g} and training did not use them: "
                 "layers that hardly count in them have seen all labels"
             )
+        if self.refitted_classes:
+            found.append("the linearized model was refitted, with features that have seen all labels")
         return tuple(found)
 
     def __str__(self) -> str:
@@ -118,6 +123,7 @@ def reliability(fitted: FittedModel, leverage: Tensor) -> Reliability:
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact,
+        refitted_classes=fitted.model.refitted and fitted.likelihood.additive_noise(fitted.points.f) is None,
     )  # fmt: skip
 
 

@@ -5,13 +5,14 @@ from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, r
 from ntk_laplace.structures.what_if.changes import Indices, positions, relabeled, require_steps, reweighted
 from ntk_laplace.structures.what_if.newton import refitted
 from ntk_laplace.structures.what_if.relinearize import relinearized
-from ntk_laplace.structures.what_if.steps import stepped, stepped_once
+from ntk_laplace.structures.what_if.steps import at_optimum, stepped, stepped_once
 
 __all__ = [
     "HIGH_LEVERAGE",
     "ChangedPrecision",
     "ChangedStructure",
     "Indices",
+    "at_optimum",
     "positions",
     "refitted",
     "relabeled",

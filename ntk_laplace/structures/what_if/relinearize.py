@@ -100,6 +100,7 @@ class _Descent:
         left = base.residual(model.likelihood)
         left = torch.cat([left, left.new_zeros(len(points.f) - len(left), left.shape[1])])
         remaining = still.joint_gradient(structure.vjp(still, left))  # g0
+        remaining = torch.zeros_like(remaining) if model.refitted else remaining
         f = torch.cat([base.f, (points.f - structure.jvp(still, model.displacement))[len(base.f) :]])
         here = structure.changed(still, replace(points, f=f, expanded=None))
         return cls(replace(still, training_gradient=remaining), here, source, model.displacement)

@@ -6,6 +6,8 @@ kept fixed: without a change the weights do not move. With r* the residuals of t
 and residuals after the change, the weights minimize
 
     -Σ w_n log p(y_n | f_n) + Σ r*_nᵀ(f_n - f*_n) + ½ (θ-θ*)ᵀP0(θ-θ*),   gradient P0(θ-θ*) - Jᵀ(w r - r*).
+
+A refit goes to the linearized model's own optimum, where no gradient remains; what-ifs after it minimize its objective.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, Chan
 from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, changed_structure
 from ntk_laplace.structures.what_if.newton import Iterate, Objective, descend
 
-__all__ = ["stepped", "stepped_once"]
+__all__ = ["at_optimum", "stepped", "stepped_once"]
 
 
 def stepped(
@@ -55,11 +57,29 @@ def stepped(
     model, structure = fitted.model, fitted.structure
     base = structure.points if structure.base is None else structure.base
     with torch.no_grad():
-        problem = Objective.tilted(FittedModel(model, structure.changed(model, points, added)), points, base)
+        changed = FittedModel(model, structure.changed(model, points, added))
+        problem = Objective.own(changed) if model.refitted else Objective.tilted(changed, points, base)
         start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
         before, at = descend(problem, Iterate(start, points.f), steps)
     moved = replace(points, f=at.f, expanded=None if steps is None else before.f)
     return fitted.derived(structure.changed(model, moved, added), replace(model, displacement=at.displacement))
+
+
+def at_optimum(fitted: FittedModel) -> FittedModel:
+    """The linearized model at its own optimum: argmin of -Σ w_n log p(y_n | f_n + J_n(θ-θ*)) + ½ (θ-μ0)ᵀP0(θ-μ0).
+
+    Raises
+    ------
+    NumericalError
+        If the optimum is not reached.
+    """
+    model, structure = fitted.model, fitted.structure
+    with torch.no_grad():
+        problem = Objective.own(fitted)
+        start = model.theta.new_zeros(len(model.theta)) if model.displacement is None else model.displacement
+        before, at = descend(problem, Iterate(start, problem.points.f), None)
+    points = replace(problem.points, f=at.f, expanded=before.f)
+    return fitted.derived(structure.changed(model, points), replace(model, displacement=at.displacement, refitted=True))
 
 
 def stepped_once(

@@ -1,0 +1,132 @@
+"""Precision and noise of a Gaussian linear model by leave-one-out at its own optimum, from one eigendecomposition.
+
+With S Sᵀ = Λ, the whitened rows A = SᵀJ P0^-½ (N R, P) have A Aᵀ = U diag(k) Uᵀ. With all precisions multiplied by a
+and the noise by s, the whitened targets z = Sᵀ(y - f + J(θ-μ0)) have the covariance G = A Aᵀ/a + s I. Leaving point n
+out, its error and the covariance of its target are [G⁻¹]_nn⁻¹ [G⁻¹z]_n and [G⁻¹]_nn⁻¹, with
+
+    G⁻¹ = (I - U diag(h) Uᵀ)/s,   h = k/(k + a s).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.jacobian.gram import gram
+from ntk_laplace.model.likelihoods import Gaussian, Tempered
+from ntk_laplace.posterior.calibrate.densities import Setting
+from ntk_laplace.posterior.calibrate.search import Axis, climb
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures import FittedModel
+
+__all__ = ["LinearLeaveOneOut", "with_left_out_hyperparameters"]
+
+_AXES = {"precision": Axis(1e-10, 1e10, 1e-6, 1e6, 13), "noise": Axis(1e-6, 1e6, 1e-4, 1e4, 13)}
+
+
+class LinearLeaveOneOut:
+    """Mean log density of each training point given all others, as a function of the two factors.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        Exact, with a Gaussian likelihood.
+    """
+
+    def __init__(self, fitted: FittedModel) -> None:
+        points, likelihood, model = fitted.points, fitted.likelihood, fitted.model
+        with torch.no_grad():
+            root = points.root(model.curvature_type, likelihood)
+            observed = likelihood.observed(points.targets)
+            error = points.targets.reshape(points.f.shape).to(points.f) - points.f
+            error = error if observed is None else error.masked_fill(~observed.reshape(error.shape), 0.0)
+            from_prior = fitted.theta - model.prior.flat_mean().to(fitted.theta)
+            self._z = ((error + fitted.jvp(from_prior)).unsqueeze(1) @ root).squeeze(1)  # (N, R)
+            self._values, self._vectors = _decomposed(fitted, root)  # k (r,), U (N, R, r)
+            kept = torch.ones_like(error) if observed is None else observed.reshape(error.shape).to(error)
+            present = points.counts * (kept.sum(1) > 0)
+            self._share = present / present.sum()
+            often = points.counts * likelihood.weight
+            self._often = torch.where(present > 0, often, 1.0)
+            self._missing = kept.shape[1] - kept.sum(1)
+            # log N(y - m; Σ_y) = log N(Sᵀ(y - m); SᵀΣ_yS) + log det S, over the observed outputs
+            square = root + torch.diag_embed(1.0 - kept * (present > 0).unsqueeze(1))
+            self._constant = torch.linalg.slogdet(square).logabsdet - 0.5 * kept.sum(1) * math.log(2 * math.pi)
+            self._rotated = torch.einsum("nrj,nr->j", self._vectors, self._z)
+
+    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+        """The mean log density, in one part."""
+        a, s = setting["precision"].to(self._z), setting["noise"].to(self._z)
+        shrunk = self._values / (self._values + a * s)  # h
+        eye = torch.eye(self._z.shape[1]).to(self._z)
+        blocks = (eye - torch.einsum("nrj,j,nqj->nrq", self._vectors, shrunk, self._vectors)) / s  # [G⁻¹]_nn
+        solved = (self._z - torch.einsum("nrj,j->nr", self._vectors, shrunk * self._rotated)) / s  # [G⁻¹z]_n
+        covariance = torch.linalg.inv(blocks)
+        error = covariance @ solved.unsqueeze(-1)
+        # the left-out target counts once, whatever its weight: in units of Σ/weight its noise is s · weight
+        covariance = covariance + (s * (self._often - 1.0)).view(-1, 1, 1) * eye
+        distance = (error * torch.linalg.solve(covariance, error)).sum((-2, -1))
+        log_det = torch.linalg.slogdet(covariance).logabsdet - self._missing * (s * self._often).log()
+        yield (self._share * (self._constant - 0.5 * (distance + log_det))).sum()
+
+
+def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
+    """The model with the precisions and the noise of the best mean leave-one-out density of its linear refit.
+
+    Raises
+    ------
+    UnsupportedError
+        If the likelihood is not Gaussian, with one noise for all points or one per output.
+    MemoryBudgetError
+        If the eigenvectors do not fit in memory.
+    """
+    likelihood = fitted.likelihood
+    plain = likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
+    if type(plain) is not Gaussian:
+        raise UnsupportedError('a Gaussian likelihood for refit("loo"), where leave-one-out of a refit is exact',
+                               type(plain).__name__, "Leave the objective out, or train with evidence.")
+    value, found = climb(LinearLeaveOneOut(fitted), _AXES)
+    limits = [name for name, axis in _AXES.items() if axis.at_low(found[name]) or axis.at_high(found[name])]
+    if limits:
+        warnings.warn(f"the leave-one-out density of the refit, {value:.4g} nats a point, still grows beyond the "
+                      f"bounds of {' and '.join(limits)}", NTKLaplaceWarning, stacklevel=4)
+    moved = fitted.derived(fitted.structure)
+    own = moved.likelihood.likelihood if isinstance(moved.likelihood, Tempered) else moved.likelihood
+    assert isinstance(own, Gaussian)
+    with torch.no_grad():
+        moved.prior.log_precision.add_(math.log(found["precision"]))
+        own.log_noise.add_(math.log(found["noise"]))
+    return moved
+
+
+def _decomposed(fitted: FittedModel, root: Tensor) -> tuple[Tensor, Tensor]:
+    """k (r,) and U (N, R, r) of A Aᵀ = U diag(k) Uᵀ, from the smaller of the two matrices of A (N R, P)."""
+    n, size = len(root), root.shape[0] * root.shape[2]
+    element = fitted.theta.element_size()
+    if fitted.structure.spec.keeps_jacobian:
+        _require(3 * size * size * element, fitted)
+        space = fitted.function_space
+        values, vectors = torch.linalg.eigh(gram(space.weighted, None, space.variances))
+        return values.clamp_min(0.0), vectors.view(n, root.shape[2], -1)
+    shapes, p = fitted.network.shapes, len(fitted.theta)
+    _require((2 * size * p + 2 * p * p) * element, fitted)
+    parts, start = [], 0
+    for rows in fitted.rows_at(torch.arange(n)):
+        here = root[start : start + rows.num_examples]
+        parts.append(rows.weighted(here).dense(shapes).transpose(0, 1))  # (m, R, P)
+        start += len(here)
+    scaled = torch.cat(parts).flatten(0, 1) * fitted.prior.flat_precision().detach().to(fitted.theta).rsqrt()
+    values, vectors = torch.linalg.eigh(scaled.T @ scaled)
+    kept = values > values[-1] * torch.finfo(values.dtype).eps * p
+    values, vectors = values[kept], vectors[:, kept]
+    return values, ((scaled @ vectors) / values.sqrt()).view(n, root.shape[2], -1)
+
+
+def _require(needed: int, fitted: FittedModel) -> None:
+    require_memory(needed, fitted.network.device, "the eigenvectors of the linear model",
+                   "Use fewer points, or train with evidence.", fitted.settings.memory_budget)
