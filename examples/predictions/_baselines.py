@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from _problems import Problem, trained
 from _scores import Method, Predictor, of_moments, of_probabilities, softened, temperature
+from _tables import Problem, trained
 from torch import Tensor, nn
 
 __all__ = ["Baselines"]

@@ -146,7 +146,8 @@ class Ours:
         precision = float(before.prior.precision.detach().flatten()[0])
         posterior = self._laplace(network, before.likelihood, ntkl.GaussianPrior(precision, groups="layer"))
         posterior.fit_hyperparameters(parameters=self.moving, bounds=BOUNDS, progress=False)
-        epochs = self.path.epochs if self.problem.recipe.batch is None else self.problem.recipe.epochs
+        recipe = self.problem.recipe
+        epochs = min(self.path.epochs, recipe.epochs) if recipe.batch is None else recipe.epochs
         held = ntkl.EvidenceSchedule(frequency=epochs, steps=0)
         own, rate = (posterior.likelihood, posterior.prior), self.path.rate / 4
         return network, self._settled(network, self._trained(network, self.data, *own, held, epochs, rate))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _problems import Problem
+from _tables import Problem
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Normal

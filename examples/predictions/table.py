@@ -9,7 +9,7 @@ ones), full-batch Adam for 600 steps; or, if they are named with ``--problems``,
 
 Methods: the network; with a temperature, or noise, of 10 % held-out data ("calibrated"); its weight decay tuned on
 them too; an ensemble of five, as it is and calibrated; dropout; laplace-torch, if it is installed (the extra
-"predictions"). This library: the exact posterior as trained, after `fit_hyperparameters`, after
+"benchmarks"). The library: the exact posterior as trained, after `fit_hyperparameters`, after
 `fit_predictive("loo")`; training with evidence: its network, its own KFAC posterior, the exact one, and that after
 `fit_predictive` ("recommended", the path); the network as it was brought, retrained.
 
@@ -34,10 +34,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
 from _baselines import Baselines
 from _ours import Ours
-from _problems import FILES, IMAGES, TABLES, load, trained
 from _scores import score
 from _shared import machine, parser, write
 from _summary import PATH, Results, report
+from _tables import FILES, IMAGES, TABLES, load, trained
 
 import ntk_laplace as ntkl
 

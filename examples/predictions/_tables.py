@@ -117,7 +117,7 @@ def load(name: str, folder: Path | None, seed: int, small: bool = False) -> Prob
     x, strange = torch.as_tensor(x), torch.as_tensor(strange)
     return Problem(
         name, x[train], y[train], x[test], y[test], strange, classes,
-        lambda dropout: _mlp(widths, activation, dropout), Recipe(epochs=60 if small else 600),
+        lambda dropout: _mlp(widths, activation, dropout), Recipe(epochs=30 if small else 600),
     )  # fmt: skip
 
 
