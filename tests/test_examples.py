@@ -326,9 +326,10 @@ def test_the_tables_numbers(monkeypatch) -> None:
     log_p = torch.randn(50, 3, generator=generator, dtype=torch.float64).mul(4).log_softmax(-1)
     y = torch.randint(3, (50,), generator=generator)
     grid = torch.linspace(-3, 3, 6001, dtype=torch.float64).exp()
-    losses = [torch.nn.functional.cross_entropy(log_p / t, y) for t in grid]
+    losses = [torch.nn.functional.cross_entropy(log_p / t, y, reduction="sum") + t.log() ** 2 / 2 for t in grid]
     best = float(grid[int(torch.stack(losses).argmin())])
     assert scores.temperature(log_p, y) == pytest.approx(best, rel=2e-3)
+    assert scores.temperature(log_p[:5], log_p[:5].argmax(1)) > 0.1  # all right, and still no certainty
     p = log_p.exp()
     inside = 0
     for row, label in zip(p.tolist(), y.tolist(), strict=True):
