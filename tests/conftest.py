@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import warnings
@@ -34,6 +35,16 @@ def _seeded() -> Iterator[None]:
     before = torch.get_default_dtype()
     yield
     assert torch.get_default_dtype() == before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """Let searches for garbage pass over what stands before a module: torch and thousands of tests, nothing of its own.
+
+    The library looks for garbage before it measures memory, and each time that took longer than most fits here.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

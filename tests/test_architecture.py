@@ -164,7 +164,7 @@ def test_all_documented_attributes_exist() -> None:
 
 @pytest.mark.slow
 def test_import_leaves_the_process_as_it_was() -> None:
-    """No setting of torch, GPyTorch, NumPy or warnings moves, no random number is drawn, no pyplot is loaded."""
+    """No setting of torch, GPyTorch, NumPy or warnings moves, no random number is drawn; pictures need no pyplot."""
     script = """
 import random, sys, warnings
 import gpytorch, numpy, torch
@@ -182,6 +182,8 @@ before = state()
 import ntk_laplace
 assert state() == before, (before, state())
 assert "matplotlib.pyplot" not in sys.modules, "importing the library imports pyplot"
+import ntk_laplace.plotting, ntk_laplace.tools.report
+assert "matplotlib.pyplot" not in sys.modules, "importing what draws imports pyplot"
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -42,10 +43,12 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
     assert ("--out" in out and "--seed" in out) if "demo" in arguments else "demo" in out
 
 
-@pytest.mark.slow
-def test_version() -> None:
-    done = run("--version")
-    assert (done.returncode, done.stdout) == (0, f"ntk-laplace {ntkl.__version__}\n")
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """As a module; `test_evidence_from_the_shell_with_table_and_picture` starts it in a process of its own."""
+    monkeypatch.setattr(sys, "argv", ["ntk-laplace", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("ntk_laplace", run_name="__main__")
+    assert (stopped.value.code, capsys.readouterr().out) == (0, f"ntk-laplace {ntkl.__version__}\n")
 
 
 @pytest.mark.parametrize(

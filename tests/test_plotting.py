@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -97,13 +94,6 @@ def test_axes_are_labelled_and_titled(name: str) -> None:
     assert all(a.get_xlabel() for a in axes if a.get_subplotspec().is_last_row())
     assert any(a.get_ylabel() for a in axes)
     assert all(a.get_title(loc="left") for a in axes if a.get_subplotspec().is_first_row())
-
-
-@pytest.mark.slow
-def test_pictures_need_no_pyplot() -> None:
-    code = "import sys, ntk_laplace.plotting, ntk_laplace.tools.report; print('matplotlib.pyplot' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 def test_bands_are_two_standard_deviations() -> None:

@@ -43,6 +43,7 @@ class ProcessReducer(Reducer):
 def on_processes(world_size: int, run: Callable[[Reducer], Any], folder: Path) -> list[Any]:
     """What `run`, a function of a module, returns on each of several processes with gloo."""
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "ntk_laplace"])  # imported once for all of them
     processes = [context.Process(target=_process, args=(rank, world_size, run, folder)) for rank in range(world_size)]
     for process in processes:
         process.start()

@@ -1,50 +1,60 @@
-"""Scripts run as from the shell, each in a process of its own, forked from one that has imported the large packages.
+"""Scripts run as from the shell: arguments, folder, modules and warnings are their own, and are put back afterwards.
 
-Importing torch, its optimizers, matplotlib and pandas takes longer than most of the examples in miniature.
+They share this process, because importing torch takes longer than most of the examples in miniature.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import io
 import os
 import runpy
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 __all__ = ["run_script"]
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([
-    "torch._dynamo",  # what an optimizer imports
-    "matplotlib.pyplot", "pandas", "sklearn.datasets", "sklearn.ensemble", "scipy.optimize", "ntk_laplace",
-])  # fmt: skip
-
 
 def run_script(script: Path, folder: Path, *arguments: str) -> str:
-    """What a script prints with these arguments in this folder; one thread.
-
-    Raises
-    ------
-    AssertionError
-        With the end of its standard error, if it fails.
-    """
-    out, err = folder / "stdout.txt", folder / "stderr.txt"
-    child = _FORKS.Process(target=_main, args=(script, folder, arguments, out, err))
-    child.start()
-    child.join()
-    printed, said = (path.read_text(errors="replace") for path in (out, err))
-    out.unlink()
-    err.unlink()
-    assert child.exitcode == 0, f"{script.name} ended with {child.exitcode}\n{said[-4000:]}"
-    return printed
+    """What a script prints with these arguments in this folder; what it warns of is no error, as from the shell."""
+    printed = io.StringIO()
+    argv, path = [str(script), *arguments], [str(script.parent), *sys.path]
+    with (
+        mock.patch.object(sys, "argv", argv), mock.patch.object(sys, "path", path), _inside(folder),
+        _own_modules(script.parents[1]), warnings.catch_warnings(record=True), redirect_stdout(printed),
+    ):  # fmt: skip
+        warnings.simplefilter("default")
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
 
 
-def _main(script: Path, folder: Path, arguments: tuple[str, ...], out: Path, err: Path) -> None:
-    for path, number in ((out, 1), (err, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, number)
-        os.close(file)
+@contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
     os.chdir(folder)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+@contextmanager
+def _own_modules(root: Path) -> Iterator[None]:
+    """Import the modules below `root` anew, so that nothing of another script is left in them."""
+    before = _modules_below(root)
+    for name in before:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        for name in _modules_below(root):
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _modules_below(root: Path) -> dict[str, object]:
+    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    return {name: sys.modules[name] for name, file in files.items() if file and root in Path(file).parents}
