@@ -33,8 +33,8 @@ class Path:
     ----------
     epochs, rate
         Of a table's full batches; images are trained like the plain network.
-    frequency, burn_in
-        When the evidence is computed: of full batches, and of minibatches.
+    evaluations
+        The evidence is computed so often, if there were no burn-in, which is a sixth of the epochs.
     steps, learning_rate
         Of the hyperparameters, each time.
     noise
@@ -45,8 +45,7 @@ class Path:
 
     epochs: int = 300
     rate: float = 2e-2
-    frequency: tuple[int, int] = (25, 2)
-    burn_in: tuple[int, int] = (50, 4)
+    evaluations: int = 12
     steps: int = 10
     learning_rate: float = 0.3
     noise: float = 0.1
@@ -177,11 +176,11 @@ class Ours:
     def _with_evidence(self, rows: Tensor | None = None) -> tuple[nn.Module, ntkl.EvidenceTraining]:
         """A new network, trained together with its prior and noise."""
         path, recipe, network = self.path, self.problem.recipe, self.problem.network(self.baselines.seed)
-        batches = int(recipe.batch is not None)
-        epochs, rate = (recipe.epochs, recipe.rate) if batches else (min(path.epochs, recipe.epochs), path.rate)
-        schedule = ntkl.EvidenceSchedule(
-            path.frequency[batches], path.steps, min(path.burn_in[batches], epochs // 2), path.learning_rate
-        )
+        epochs, rate = recipe.epochs, recipe.rate
+        if recipe.batch is None:
+            epochs, rate = min(path.epochs, epochs), path.rate
+        often = max(1, epochs // path.evaluations)
+        schedule = ntkl.EvidenceSchedule(often, path.steps, epochs // 6, path.learning_rate)
         prior = ntkl.GaussianPrior(1.0, groups=path.groups)
         data = self.data if rows is None else (self.problem.x[rows], self.problem.y[rows])
         found = self._trained(network, data, self._likelihood(), prior, schedule, epochs, rate)
