@@ -17,6 +17,7 @@ __all__ = [
     "NonDeterministicError",
     "NonFiniteError",
     "NumericalError",
+    "RetrainingInterrupted",
     "TargetError",
     "TrainingInterrupted",
     "UnsupportedError",
@@ -114,6 +115,23 @@ class TrainingInterrupted(KeyboardInterrupt):
         super().__init__(f"interrupted after {done:,} of {total:,} epochs; train_with_evidence(..., settings=Settings("
                          "resume=error.state)) continues from there")
         self.state = state
+
+
+class RetrainingInterrupted(KeyboardInterrupt):
+    """A retraining was interrupted; its best weights so far are kept.
+
+    Attributes
+    ----------
+    network : nn.Module
+        The private copy of the network, at the best weights.
+    likelihood, prior
+        Those of the training.
+    """
+
+    def __init__(self, network: object, likelihood: object, prior: object) -> None:
+        super().__init__("interrupted; error.network has the best weights so far: laplace(error.network, data, "
+                         "error.likelihood, error.prior) fits it, and its retrain(data, evidence_steps=0) continues")
+        self.network, self.likelihood, self.prior = network, likelihood, prior
 
 
 class NTKLaplaceWarning(UserWarning):

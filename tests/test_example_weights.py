@@ -15,9 +15,9 @@ from compared_fits import STRUCTURES, assert_same, dealt, fit
 from noise import draw
 from ntk_laplace.model.data import Batches, Joined, Selected
 from ntk_laplace.model.network import Caller
+from ntk_laplace.model.objective import Objective
 from ntk_laplace.tools.comparison import compare_models
 from ntk_laplace.training.minibatches import Minibatches
-from ntk_laplace.training.objective import Objective
 from reference import Dense, outputs, relative_error, take
 from reference_refit import Linearized
 from registry import LIKELIHOODS, PRIORS, problem, targets

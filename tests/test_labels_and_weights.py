@@ -21,10 +21,10 @@ from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.metrics import held_out_scores, mean_log_likelihood
 from ntk_laplace.model.likelihoods import Likelihood, Tempered
 from ntk_laplace.model.network import Caller
+from ntk_laplace.model.objective import Objective
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.tools.comparison import compare_models
 from ntk_laplace.tools.explorer.gather import Naming, gather
-from ntk_laplace.training.objective import Objective
 from reference import Dense, difference, outputs, relative_error, take
 from registry import LIKELIHOODS, PRIORS, problem, targets
 from registry_cases import jacobians

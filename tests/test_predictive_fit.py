@@ -270,11 +270,32 @@ def test_a_checkpoint_keeps_the_calibration(classifier: ntkl.Posterior, tmp_path
 
 # --- refusals
 
-def test_structured_posteriors_name_held_out_data() -> None:
-    x, y = classes()
-    posterior = ntkl.laplace(trained(ntkl.Categorical(), x, y, 3), (x, y), ntkl.Categorical(), structure="kfac")
+def test_structured_posteriors_leave_out_some_points() -> None:
+    x, y = classes(50, seed=3)
+    network = trained(ntkl.Categorical(), x, y, 3)
+    posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="kfac")
+    fit = posterior.fit_predictive(points=12, strict=False)
+    found = posterior.leave_one_out(points=12)
+    assert fit.num_points == 12 and torch.equal(found.targets, y[found.index])
+    score = class_score(found.mean, found.covariance, found.targets, fit.scale, fit.temperature)
+    assert fit.after == pytest.approx(score, abs=1e-9)
+    assert fit.before == pytest.approx(float(found.log_density.mean()), abs=0.02)
+    assert posterior.fit_predictive(strict=False).num_points == 50  # all, if there are few
+    sampled = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="full", curvature="ef")
     with pytest.raises(ntkl.UnsupportedError, match="held-out data"):
-        posterior.fit_predictive()
+        sampled.fit_predictive()
+
+
+def test_named_points_with_noise_of_their_own() -> None:
+    x, y = line()
+    likelihood = ntkl.Gaussian(0.02 + 0.1 * torch.rand(25).double())
+    posterior = ntkl.laplace(trained(likelihood, x, y, 1), (x, y), likelihood)
+    chosen = [3, 4, 11, 20]
+    fit = posterior.fit_predictive(points=chosen, strict=False)
+    found = posterior.leave_one_out()
+    variance = fit.scale * found.covariance[:, 0, 0] + fit.noise * likelihood.noise.detach()
+    scores = torch.distributions.Normal(found.mean[:, 0], variance.sqrt()).log_prob(y[:, 0])
+    assert fit.after == pytest.approx(float(scores[chosen].mean()), abs=1e-10)
 
 
 def test_leave_one_out_that_is_not_trusted_is_refused() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
@@ -19,11 +21,13 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, T
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.network import Caller
+from ntk_laplace.model.objective import Objective
+from ntk_laplace.model.optimum import Descent
+from ntk_laplace.posterior.explain.reliability import newton_decrement
 from ntk_laplace.posterior.hyperparameters import Variables
 from ntk_laplace.runtime.serialization import load_random, random_state
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
-from ntk_laplace.training.objective import Objective
 from ntk_laplace.training.train import _require_length
 
 F64 = torch.float64
@@ -502,6 +506,106 @@ def test_augmentation() -> None:
     exact = ntkl.laplace(network, data, posterior.likelihood, posterior.prior, "gp")
     expected = repeated.log_marginal_likelihood().item()
     assert exact.log_marginal_likelihood().item() == pytest.approx(expected, rel=1e-10)
+
+
+# --- the path to predictions
+
+doubtful = pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+
+
+def predicted(network: nn.Module, **options: Any) -> ntkl.EvidenceTraining:
+    """The shortest call: network, data, likelihood, epochs."""
+    options = {"epochs": 40, "predictive": "loo"} | options
+    return ntkl.train_with_evidence(network, sine(), ntkl.Gaussian(0.5), **options)
+
+
+@doubtful
+def test_a_predictive_ends_at_an_optimum_with_an_exact_posterior() -> None:
+    network = mlp(1, 5, 1)
+    result = predicted(network)
+    posterior = result.posterior
+    assert posterior.structure == "full" and "auto" in posterior.reason and posterior.fitted.exact  # P < N
+    assert newton_decrement(posterior.fitted) <= 0.02
+    assert torch.equal(flat(network), posterior.network.theta) and all(p.grad is None for p in network.parameters())
+    assert posterior.predictive is not None and result.predictive.calibration == posterior.predictive
+    assert str(result.predictive) in str(result)
+    again = copy.deepcopy(posterior)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert again.fit_predictive("loo", strict=False).calibration == posterior.predictive
+    before = predicted(mlp(1, 5, 1), predictive=None, schedule=ntkl.EvidenceSchedule(4, 20))
+    assert before.history == result.history and before.predictive is None and before.posterior.predictive is None
+    x, y = sine()
+    noise = result.posterior.likelihood.noise.item()
+
+    def joint(p: ntkl.Posterior) -> float:
+        precision, theta = p.prior.flat_precision().detach(), p.network.theta
+        return ((p.network.module(x) - y).square().sum() / noise + precision @ theta.square()).item()
+
+    assert joint(posterior) < joint(before.posterior)  # of the same hyperparameters
+
+
+@doubtful
+def test_an_exact_structure_of_the_training_stays() -> None:
+    result = predicted(mlp(1, 5, 1), structure="gp", epochs=10)
+    assert result.posterior.structure == "gp" and result.predictive is not None
+    drawn = predicted(mlp(1, 5, 1), structure="full", curvature="ef", epochs=10)
+    assert drawn.posterior.curvature_type.kind == "ggn"
+
+
+def test_without_memory_for_an_exact_posterior_the_training_structure_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise ntkl.MemoryBudgetError("matrices to fit", "more", "Use KFAC.")
+
+    monkeypatch.setattr(ntkl.FullWeightSpace, "check_memory", refused)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"no predictive is fitted.* call posterior.calibrate"):
+        result = predicted(mlp(1, 5, 1), epochs=10)
+    assert result.posterior.structure == "kfac" and result.predictive is None
+    assert "does not fit: expected matrices to fit" in result.posterior.reason
+
+
+def test_the_default_optimizer_is_adam_with_a_cosine() -> None:
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR
+    networks = [mlp(1, 5, 1) for _ in range(4)]
+    step = torch.optim.lr_scheduler.StepLR
+    options: list[dict[str, Any]] = [
+        {}, {"optimizer": adam, "scheduler": lambda o: cosine(o, 8)},
+        {"scheduler": lambda o: step(o, 2)}, {"optimizer": adam, "scheduler": lambda o: step(o, 2)},
+    ]  # fmt: skip
+    for network, own in zip(networks, options, strict=True):
+        predicted(network, epochs=8, predictive=None, **own)
+    assert torch.equal(flat(networks[0]), flat(networks[1])) and torch.equal(flat(networks[2]), flat(networks[3]))
+    assert not torch.equal(flat(networks[0]), flat(networks[2]))
+
+
+def test_the_default_learning_rate_is_not_resumed_over_other_epochs() -> None:
+    with pytest.raises(ntkl.TrainingInterrupted) as caught:
+        predicted(mlp(1, 5, 1), callbacks=interrupted, epochs=8)
+    with pytest.raises(ntkl.UnsupportedError, match=r"learning rate of the interrupted training, to 0 over 8 epochs"):
+        predicted(mlp(1, 5, 1), epochs=9, settings=ntkl.Settings(resume=caught.value.state),
+                  schedule=ntkl.EvidenceSchedule(1, 20))
+
+
+@doubtful
+def test_an_interruption_on_the_way_to_the_optimum_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, network, fresh = mlp(1, 5, 1), mlp(1, 5, 1), mlp(1, 5, 1, seed=7)
+    expected = predicted(whole)
+    with monkeypatch.context() as patch, pytest.raises(ntkl.TrainingInterrupted, match="40 of 40 epochs") as caught:
+        patch.setattr(Descent, "advance", lambda *_: interrupted_now())
+        predicted(network)
+    best = predicted(mlp(1, 5, 1), predictive=None, schedule=ntkl.EvidenceSchedule(4, 20))
+    assert torch.equal(flat(network), best.posterior.network.theta)  # left at the best evidence
+    result = predicted(fresh, settings=ntkl.Settings(resume=caught.value.state))
+    assert torch.equal(flat(fresh), flat(whole)) and str(result.predictive) == str(expected.predictive)
+
+
+def interrupted_now() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_predictive_that_is_not_known() -> None:
+    with pytest.raises(ntkl.UnsupportedError, match='predictive="loo" or None'):
+        predicted(mlp(1, 5, 1), predictive="validation")
 
 
 # --- interruption and resuming

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from ntk_laplace.model.network import outside_autocast
 from ntk_laplace.posterior.coverage import CoverageVerbs
+from ntk_laplace.posterior.retraining import RetrainingVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
 from ntk_laplace.posterior.what_if import WhatIfVerbs
 
@@ -28,7 +29,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 
 @_outside_autocast
-class Posterior(SelectionVerbs, CoverageVerbs, WhatIfVerbs):
+class Posterior(SelectionVerbs, RetrainingVerbs, CoverageVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every

@@ -14,12 +14,14 @@ from ntk_laplace.model.calibration import Calibration
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.posterior.calibrate import LeftOut, PredictiveFit, densities, fit_calibration, mean_log_density
-from ntk_laplace.posterior.explain import Reliability, leave_one_out
+from ntk_laplace.posterior.explain import Reliability, leave_one_out, leave_some_out
 from ntk_laplace.posterior.prediction import PredictionVerbs
 from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.what_if import Indices, drawn
 
 __all__ = ["CalibrationVerbs"]
 
+_LEFT_OUT = 300  # training points, where the structure is fitted again without them
 _TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}
 
 
@@ -27,8 +29,9 @@ class CalibrationVerbs(PredictionVerbs):
     """Predictions whose scale, temperature or noise is fitted."""
 
     def fit_predictive(
-        self, objective: Any = "loo", parameters: Sequence[str] | None = None, *, strict: bool = True
-    ) -> PredictiveFit:
+        self, objective: Any = "loo", parameters: Sequence[str] | None = None, *, points: Indices | None = None,
+        seed: int = 0, strict: bool = True,
+    ) -> PredictiveFit:  # fmt: skip
         """Fit the calibration of predictions: it maximizes the mean log density of points that were left out.
 
         The response at x is that of f/T for f ~ N(m(x), c V(x)), with the noise multiplied by s. The numbers are fitted
@@ -39,12 +42,15 @@ class CalibrationVerbs(PredictionVerbs):
         Parameters
         ----------
         objective : str or data
-            "loo", for structure "gp" or "full" with curvature "ggn"; or held-out data, (X, y), a DataLoader or a
-            Dataset, for every structure.
+            "loo": leave-one-out of the training points, with curvature "ggn"; or held-out data, (X, y), a DataLoader
+            or a Dataset.
         parameters : sequence of str, optional
             "scale" (c), "temperature" (T), "average_temperature" (of the averaged probabilities), "noise" (s, a factor
             of the noise covariance), or "common" alone (one factor for c and s, in closed form). By default scale and
             temperature of classes, scale and noise of a Gaussian, the scale of others.
+        points, seed : optional
+            Which training points are left out, as in `leave_one_out`. By default all for structure "gp" or "full", and
+            300 drawn at random for the others, which are fitted again without them.
         strict : bool
             Raise an error if leave-one-out is not to be trusted. False fits all the same, and warns.
 
@@ -56,24 +62,25 @@ class CalibrationVerbs(PredictionVerbs):
         Raises
         ------
         UnsupportedError
-            If the structure has no exact leave-one-out, if it is not to be trusted, or if the likelihood has no such
+            If the curvature is not the GGN, if leave-one-out is not to be trusted, or if the likelihood has no such
             parameter.
         DataError
-            If no point has a target.
+            If no point has a target, or the data cannot be read again.
         """
         if isinstance(objective, str):
             if objective != "loo":
                 raise UnsupportedError('objective "loo", or held-out data', repr(objective),
                                        'Pass (X, y) or a DataLoader, or "loo".')
-            points, found = self._left_out_moments()
+            left_out, likelihood, found = self._left_out_moments(points, seed)
             if strict and not found.trusted:
                 raise UnsupportedError(
                     "leave-one-out predictions that approximate retraining", f"{found}",
                     'Train at these hyperparameters, with retrain(data) or train_with_evidence(predictive="loo"), or '
                     "pass held-out data, calibrate(data); strict=False fits all the same.",
                 )  # fmt: skip
-            return self._fit_calibration(points, "loo", parameters, found)
-        return self._fit_calibration(self._held_out(objective), "held-out data", parameters, None)
+            return self._fit_calibration(left_out, likelihood, "loo", parameters, found)
+        likelihood = self.likelihood.for_new_points()
+        return self._fit_calibration(self._held_out(objective), likelihood, "held-out data", parameters, None)
 
     def calibrate(self, data: Any, temperature: str = "draws") -> PredictiveFit:
         """Fit the calibration of predictions to held-out data; as `fit_predictive`, for every structure.
@@ -99,9 +106,9 @@ class CalibrationVerbs(PredictionVerbs):
     # --- inside
 
     def _fit_calibration(
-        self, points: LeftOut, objective: str, parameters: Sequence[str] | None, reliability: Reliability | None
-    ) -> PredictiveFit:
-        likelihood = self.likelihood if objective == "loo" else self.likelihood.for_new_points()
+        self, points: LeftOut, likelihood: Likelihood, objective: str, parameters: Sequence[str] | None,
+        reliability: Reliability | None,
+    ) -> PredictiveFit:  # fmt: skip
         with torch.inference_mode(False):
             found = densities(likelihood, points)
             calibration, at_bounds = fit_calibration(found, parameters)
@@ -115,16 +122,23 @@ class CalibrationVerbs(PredictionVerbs):
         self.predictive = calibration
         return fit
 
-    def _left_out_moments(self) -> tuple[LeftOut, Reliability]:
-        """Moments of each training point given all others."""
+    def _left_out_moments(self, points: Indices | None, seed: int) -> tuple[LeftOut, Likelihood, Reliability]:
+        """Moments of training points given all others, and the likelihood of these points."""
         fitted = self._fitted
-        if not fitted.exact:
-            raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for the objective "loo"',
-                                   f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
+        if fitted.curvature_type.kind != "ggn":
+            raise UnsupportedError('curvature="ggn" for the objective "loo"', f"curvature={self.curvature_type.kind!r}",
                                    "Pass held-out data, calibrate(data).")
-        found = leave_one_out(fitted)
-        return _left_out(fitted.points, self.likelihood, found.mean, found.covariance,
-                         self.network.scalar), found.reliability
+        if points is None and not fitted.exact:
+            points = min(_LEFT_OUT, self.num_examples)
+        if points is None:
+            index: Tensor | slice = slice(None)
+            found = leave_one_out(fitted, samples=1)  # the draws are for its densities, which are not used here
+        else:
+            found = leave_some_out(fitted, drawn(points, self.num_examples, seed), samples=1)
+            index = found.index
+        likelihood, scalar = self.likelihood.at(index), self.network.scalar
+        kept = _left_out(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
+        return kept, likelihood, found.reliability
 
     def _held_out(self, data: Any) -> LeftOut:
         """Moments of held-out points, in one pass over them."""

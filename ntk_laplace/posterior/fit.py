@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -193,14 +192,7 @@ def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -
     if reducer.world_size > 1:
         values = digest(*present_values(model.prior))
         reducer.require_equal("model", (str(spec), values, dict(ModelSignature(model))))
-    spec.prepare(model, first, batches)
-    found = spec.fit(model, batches)
-    found.points.require_information(model.likelihood)
-    found.points.require_consistent(model.likelihood)
-    at = present_values(model.prior, model.likelihood)  # once the likelihood is bound
-    fitted = FittedModel(replace(model, fitted_at=at), found)
-    fitted.precision  # noqa: B018
-    return fitted, reason
+    return FittedModel.of(model, spec, batches), reason
 
 
 def _cheaper(model: LinearizedModel, batches: Batches) -> tuple[StructureSpec, str]:

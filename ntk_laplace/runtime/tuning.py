@@ -64,6 +64,14 @@ KEPT_ROWS_BYTES = 512 * MIB  # rows of the training points that are kept between
 GP_ROWS_BYTES = 128 * MIB  # dense rows at a time in gradients of a GPyTorch kernel
 GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
 
+# --- training to an optimum
+
+HELD_BYTES = 1024 * MIB  # inputs kept in memory between passes over the data
+LBFGS_PAIRS = 50  # steps that L-BFGS remembers
+FULL_BATCH_EXAMPLES = 8192  # with more, minibatches begin the training to an optimum
+MINIBATCH = 128  # examples, where minibatches train
+ANNEALING_STEPS = 500  # minibatch steps, at least: before L-BFGS for many examples, and where it finds no decrease
+
 # --- limits that a user can notice
 
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from torch import Tensor
 from ntk_laplace.curvature import CurvatureType, FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.structures.structure import NewtonStep, Structure
+from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpec
 
 __all__ = ["FittedModel"]
 
@@ -43,6 +44,18 @@ class FittedModel:
     model: LinearizedModel
     structure: Structure
     _cached: _Cached = field(default_factory=_Cached, init=False, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, model: LinearizedModel, spec: StructureSpec, batches: Batches) -> FittedModel:
+        """Fit a structure to data, check likelihood and data against each other, and factorize: errors appear here."""
+        spec.prepare(model, batches.first()[0], batches)
+        found = spec.fit(model, batches)
+        found.points.require_information(model.likelihood)
+        found.points.require_consistent(model.likelihood)
+        at = present_values(model.prior, model.likelihood)  # once the likelihood is bound
+        fitted = cls(replace(model, fitted_at=at), found)
+        fitted.precision  # noqa: B018
+        return fitted
 
     # --- parts
 

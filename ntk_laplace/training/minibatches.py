@@ -52,7 +52,7 @@ class Minibatches:
             raise DataError("a batch size of at least 1, or None for all examples at once", f"{batch_size!r}",
                             "Leave it out for 128.")
         Batches(data, batch_size, device, dtype, targets)  # raises an error for invalid data
-        self._device, self._dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
+        self._device, self.dtype, self._batch_size, self._targets = device, dtype, batch_size, targets
         self._tensors: tuple[Inputs, Tensor] | None = None
         self._loader: DataLoader | None = None
         self._weights: Tensor | None = None
@@ -71,7 +71,7 @@ class Minibatches:
             for batch in self._loader or ():
                 pair, weights = example_weights(batch)
                 x, y = as_pair(pair, self._targets)
-                yield to_device(x, self._device, self._dtype), y.to(self._device), weights
+                yield to_device(x, self._device, self.dtype), y.to(self._device), weights
             return
         (x, y), weights = self._tensors, self._weights
         if self._batch_size is None or self._batch_size >= len(y):

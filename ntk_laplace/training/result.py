@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.training.history import EvidenceHistory
 
 if TYPE_CHECKING:
@@ -62,20 +63,24 @@ Callback = Callable[[TrainingState], object]
 class EvidenceTraining:
     """A network trained with evidence.
 
-    The caller's network, prior and likelihood have the values of the best evidence as well.
+    The caller's network has the weights of the posterior as well.
 
     Attributes
     ----------
     posterior : Posterior
-        Posterior at the weights and hyperparameters of the best evidence.
+        Posterior at the weights and hyperparameters of the best evidence; with ``predictive="loo"`` at the optimum of
+        these hyperparameters, with a calibration.
     history : EvidenceHistory
     stopped : str
         Why the training ended.
+    predictive : PredictiveFit or None
+        The fit of the posterior's calibration.
     """
 
     posterior: Posterior
     history: EvidenceHistory
     stopped: str
+    predictive: PredictiveFit | None = None
 
     @property
     def evidence(self) -> float:
@@ -98,5 +103,5 @@ class EvidenceTraining:
         more = f" and {len(history.names) - 6} more" if len(history.names) > 6 else ""
         return (
             f"{len(history.loss)} epochs ({self.stopped}); best evidence {self.evidence:.4f} nats after epoch "
-            f"{self.best_epoch}; {found}{more}"
+            f"{self.best_epoch}; {found}{more}{'' if self.predictive is None else f'; {self.predictive}'}"
         )

@@ -8,34 +8,36 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import (
-    DataError,
-    NonFiniteError,
-    NTKLaplaceWarning,
-)
+from ntk_laplace.errors import DataError, MemoryBudgetError, NonFiniteError, NTKLaplaceWarning, NumericalError
+from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.objective import Objective, in_mode
+from ntk_laplace.model.optimum import Held
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.posterior.fit import fit_with
+from ntk_laplace.posterior.convergence import converged
+from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
+from ntk_laplace.posterior.fit import fit_with, spec_of
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
 from ntk_laplace.runtime.serialization import load_optimizer, load_random, load_tensors, module_tensors, random_state
-from ntk_laplace.structures import Settings, StructureSpec
+from ntk_laplace.structures import FittedModel, Settings, StructureSpec
 from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.minibatches import Minibatches
-from ntk_laplace.training.objective import Objective, in_mode
 from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
 
 __all__ = ["Model", "Run", "required"]
+
+_STEPS = 300  # iterations of L-BFGS after the epochs, at most
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Model:
                 dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets,
             )  # fmt: skip
 
+    def exact(self) -> Model:
+        """The same model with an exact posterior; this one if it has one."""
+        spec = spec_of(self.structure)
+        if spec is not None and spec.exact and self.curvature.kind == "ggn":
+            return self
+        return replace(self, structure="auto", curvature=CurvatureType.of("ggn"))
+
     def tensors(self) -> dict[str, Tensor]:
         """Copies of weights, buffers and hyperparameters."""
         return module_tensors(self.network, self.prior, self.likelihood)
@@ -110,14 +119,17 @@ class Run:
     by_batch : bool
         Whether the scheduler is stepped after every minibatch.
     schedule : EvidenceSchedule
+    horizon : int, optional
+        Epochs over which the default learning rate falls to 0; None for one of the caller.
     """
 
     def __init__(
         self, model: Model, objective: Objective, minibatches: Minibatches, optimizer: torch.optim.Optimizer,
-        scheduler: Any, by_batch: bool, schedule: EvidenceSchedule,
+        scheduler: Any, by_batch: bool, schedule: EvidenceSchedule, horizon: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.objective, self.minibatches = model, objective, minibatches
         self.optimizer, self.scheduler, self.by_batch, self.schedule = optimizer, scheduler, by_batch, schedule
+        self.horizon = horizon
         self.device = next(iter(objective.parameters.values())).device
         self.ascent = Ascent(schedule.moving(model.likelihood), schedule.learning_rate, schedule.bounds)
         self.history = EvidenceHistory()
@@ -203,6 +215,44 @@ class Run:
         posterior = self.model.posterior(quietly=True) if posterior is None else posterior
         return EvidenceTraining(posterior, self.history, self.stopped)
 
+    def converged_result(self, predictive: str, settings: Settings) -> EvidenceTraining:
+        """The result at an optimum of the best hyperparameters, exact if that fits, with a fitted predictive."""
+        self.posterior = None  # release the factors
+        own, network = self.model, self.model.network
+        own.load(self.best)
+        model, reason = own.exact(), ""
+
+        def fit() -> FittedModel:
+            nonlocal model, reason
+            try:
+                found = model.posterior(quietly=True)
+            except MemoryBudgetError as error:
+                if model is own:
+                    raise
+                model, reason = own, f"as in the training, because exact inference does not fit: {error}"
+                found = own.posterior(quietly=True)
+            reason = reason or found.reason
+            return found.fitted
+
+        with in_mode(network, training=False):
+            data = Held(Batches(own.data, settings.batch_size, self.device, self.minibatches.dtype, own.targets))
+            try:
+                fitted = converged(self.objective, data, fit, _STEPS, MOST_DECREMENT, MOST_DECREMENT,
+                                   settings.progress)
+            except NumericalError as error:
+                warnings.warn(f"the network stays at the weights of the best evidence: {error}", NTKLaplaceWarning,
+                              stacklevel=5)
+                fitted = fit()
+        posterior = Posterior(fitted, reason)
+        found = None
+        if fitted.exact:
+            found = posterior.fit_predictive(predictive, strict=False)
+        else:
+            warnings.warn("no predictive is fitted, because leave-one-out needs an exact posterior; call "
+                          f"posterior.calibrate(held_out_data). The posterior is {reason}", NTKLaplaceWarning,
+                          stacklevel=5)
+        return EvidenceTraining(posterior, self.history, self.stopped, found)
+
     def words(self) -> str:
         """Text of the progress bar."""
         found = f"{self.history.evidence[-1]:.6g} nats" if self.history.evidence else "not yet known"
@@ -228,7 +278,7 @@ class Run:
             "number of examples": self.objective.words, "batch size": f"{self.minibatches}",
             "optimizer": state.optimizer_words(self.optimizer),
             "scheduler": f"{type(self.scheduler).__name__} by {interval}" if self.scheduler is not None else "none",
-        }  # fmt: skip
+        } | ({} if self.horizon is None else {"learning rate": f"to 0 over {self.horizon} epochs"})  # fmt: skip
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Continue from a snapshot.

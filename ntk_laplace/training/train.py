@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +17,23 @@ from ntk_laplace.errors import HyperparameterError, NumericalError, TrainingInte
 from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Caller, Network
+from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior.fit import spec_of
 from ntk_laplace.posterior.hyperparameters import Variables
+from ntk_laplace.posterior.retraining import require_predictive
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.serialization import Autosave, require_writable
 from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
-from ntk_laplace.training.objective import Objective, in_mode
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.run import Model, Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
 
 __all__ = ["train_with_evidence"]
 
+_RATE = 1e-2  # of the default optimizer
 _SNAPSHOT = 1.0  # maximum work in seconds that an interruption loses
 
 
@@ -42,8 +45,9 @@ def train_with_evidence(
     structure: str | StructureSpec = "kfac",
     curvature: str | CurvatureType = "ggn",
     *,
-    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     epochs: int,
+    predictive: str | None = None,
     scheduler: Any = None,
     scheduler_interval: str = "epoch",
     schedule: EvidenceSchedule | None = None,
@@ -61,6 +65,9 @@ def train_with_evidence(
     ascent steps on the Laplace-GGN evidence at those weights. At the end the network, the prior and the likelihood
     are set to the best evidence found. No validation data are needed.
 
+    For predictions pass ``predictive="loo"``: the training then ends at an optimum of the log joint of the best
+    hyperparameters, with an exact posterior whose predictive is fitted to its closed-form leave-one-out densities.
+
     Parameters
     ----------
     network : nn.Module
@@ -77,17 +84,24 @@ def train_with_evidence(
         By default precision 1 for each layer. Its precisions are the initial values.
     structure, curvature
         As in `laplace`.
-    optimizer : torch.optim.Optimizer or callable
+    optimizer : torch.optim.Optimizer or callable, optional
         An optimizer over the network's parameters, or a factory that takes them: ``torch.optim.Adam``,
-        ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``. Clip gradients with its `register_step_pre_hook`.
+        ``lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)``. Clip gradients with its `register_step_pre_hook`. By
+        default Adam with learning rate 0.01, which falls to 0 as a cosine over the epochs unless a scheduler is given.
     epochs : int
         Maximum number of epochs.
+    predictive : str, optional
+        "loo": after the epochs, the weights at the best evidence are trained on without minibatches, in eval mode and
+        on the data of the evidence, until the Newton decrement is at most 0.02 nats a point: leave-one-out needs an
+        optimum. The posterior is then exact ("auto", curvature "ggn") if that fits in memory, else that of the
+        training, as ``posterior.reason`` says; and ``posterior.fit_predictive("loo", strict=False)`` is called.
     scheduler : scheduler or callable, optional
         A torch learning rate scheduler over this optimizer, or a factory that takes the optimizer.
     scheduler_interval : str
         "epoch" or "batch": when the scheduler is stepped.
     schedule : EvidenceSchedule, optional
-        When the evidence is computed, how the hyperparameters are updated, and when to stop early.
+        When the evidence is computed, how the hyperparameters are updated, and when to stop early. By default
+        ``EvidenceSchedule()``, and under ``predictive="loo"`` 20 evaluations of 20 steps.
     batch_size : int, optional
         Maximum examples per minibatch of a dataset or of tensors; None means one batch of all. A loader has its own.
     evidence_data : optional
@@ -106,7 +120,7 @@ def train_with_evidence(
     Returns
     -------
     EvidenceTraining
-        The posterior at the best evidence, and the history.
+        The posterior at the best evidence, or at the optimum of its hyperparameters, and the history.
 
     Raises
     ------
@@ -115,13 +129,16 @@ def train_with_evidence(
     NTKLaplaceError
         A subclass that states what was expected, what was given and what to do.
     """
-    schedule = EvidenceSchedule() if schedule is None else schedule
+    require_predictive(predictive)
     settings = Settings.of(settings)
     settings.reducer.require_one("training with evidence", "Train first, and fit the trained network on all of them.")
     callbacks = [callbacks] if callable(callbacks) else callbacks
-    _require_kinds(schedule, callbacks)
     if not is_whole(epochs, 1):
         raise HyperparameterError("at least one epoch", f"{epochs!r}", "Pass epochs=100, for instance.")
+    if schedule is None:
+        # a step costs about as much as a minibatch of a small network
+        schedule = EvidenceSchedule() if predictive is None else EvidenceSchedule(max(1, epochs // 10), 20)
+    _require_kinds(schedule, callbacks)
     if scheduler_interval not in ("epoch", "batch"):
         raise UnsupportedError('scheduler_interval "epoch" or "batch"', repr(scheduler_interval), "Choose one of them.")
     if settings.checkpoint is not None:
@@ -141,20 +158,23 @@ def train_with_evidence(
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
     model = Model(network, likelihood, prior, read, structure, CurvatureType.of(curvature), dtype, quiet, output,
                   targets)
-    optimizer = _optimizer(optimizer, network)
     by_batch = scheduler is not None and scheduler_interval == "batch"
+    annealed = optimizer is None and scheduler is None
+    optimizer = _optimizer(partial(torch.optim.Adam, lr=_RATE) if optimizer is None else optimizer, network)
+    if annealed:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     scheduler = _scheduler(scheduler, optimizer, by_batch)
     objective = Objective(
         Caller(network, output, targets), likelihood, prior, n, frozen.num_outputs, sum_of_weights(batches)
     )
-    run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule)
+    run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule, epochs if annealed else None)
     del frozen
     _rehearse(model, few, n, run.ascent.which)
     if settings.resume is not None:
         run.restore(state.read(settings.resume, device))
     _require_length(run, epochs)
     with torch.inference_mode(False), torch.enable_grad(), in_mode(network, training=True):
-        return _go(run, epochs, list(callbacks), settings)
+        return _go(run, epochs, list(callbacks), settings, predictive)
 
 
 def _require_kinds(schedule: Any, callbacks: Any) -> None:
@@ -167,8 +187,10 @@ def _require_kinds(schedule: Any, callbacks: Any) -> None:
                                "Pass a function that takes a TrainingState.")
 
 
-def _go(run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings) -> EvidenceTraining:
-    """Run all epochs with a progress bar; the network ends at the best evidence so far, also after an error."""
+def _go(
+    run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings, predictive: str | None
+) -> EvidenceTraining:
+    """Run all epochs with a progress bar; after an error the network is left at the best evidence so far."""
     latest, taken, save = run.snapshot(), time.monotonic(), Autosave(settings.checkpoint)
     remaining = range(run.epoch, epochs)
     try:
@@ -188,7 +210,10 @@ def _go(run: Run, epochs: int, callbacks: Sequence[Callback], settings: Settings
             run.evaluate()  # a callback stopped it between two evaluations
         run.stopped = run.stopped or "all were asked for"
         save(lambda: run.snapshot() | {"stopped": ""}, now=True)
-        return run.result()
+        if predictive is None:
+            return run.result()
+        latest = run.snapshot() | {"stopped": ""}
+        return run.converged_result(predictive, settings)
     except KeyboardInterrupt as cause:
         save(lambda: latest, now=True)
         _leave(run)
@@ -228,10 +253,6 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
     with torch.no_grad():
         frozen.without_grad(take(x, slice(0, 2)))
     likelihood.bind(n, frozen.num_outputs)
-    if likelihood.at(slice(0, 1)) is not likelihood:
-        raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
-                               "Minibatches do not know the indices of their points: give one variance, or one per "
-                               "output.")
     observed = likelihood.observed(likelihood.targets(y, len(y), frozen.num_outputs))
     if observed is None:
         return take(x, slice(0, 2)), y[:2]

@@ -152,7 +152,8 @@ class SampledDensities:
     def __init__(self, likelihood: Likelihood, points: LeftOut) -> None:
         self._likelihood, self._points = likelihood, points
         n, c = points.mean.shape
-        self.samples = _GRID_SAMPLES, min(_SAMPLES, max(_FEWEST_SAMPLES, tuning.SEARCHED_OUTPUTS // (n * c)))
+        searched = min(_SAMPLES, max(_FEWEST_SAMPLES, tuning.SEARCHED_OUTPUTS // (n * c)))
+        self.samples: tuple[int | None, int | None] = _GRID_SAMPLES, searched
         self._z = normal_points(_SAMPLES, c).to(points.mean)
         self._root = covariance_root(points.covariance)
         self._share = points.weights / points.weights.sum()

@@ -11,7 +11,7 @@ from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 
-__all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
+__all__ = ["MOST_DECREMENT", "Reliability", "newton_decrement", "reliability"]
 
 # measured against retraining: examples/selection/leave_one_out.py
 MOST_DECREMENT = 0.02  # nats per point
@@ -125,20 +125,26 @@ def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None 
     """Compute the diagnostics; `leverage` are the points' leverages (N,), `unfinished` as in `Reliability`."""
     prior, precision = fitted.prior, fitted.precision
     with torch.inference_mode(False), torch.no_grad():
-        gradient = fitted.joint_gradient()
-        decrement = 0.5 * float(gradient @ precision.solve(gradient))
         by_group = prior.precision.flatten().double()
         energy = by_group * prior.group_distances(fitted.theta).double()
         used = precision.effective_parameters().double().to(energy)
     tiny = torch.finfo(torch.float64).tiny
     return Reliability(
-        decrement=decrement / float(fitted.points.counts.sum()),
+        decrement=newton_decrement(fitted),
         prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
         refitted_classes=fitted.model.refitted and fitted.likelihood.additive_noise(fitted.points.f) is None,
     )  # fmt: skip
+
+
+def newton_decrement(fitted: FittedModel) -> float:
+    """½ gᵀH⁻¹g/N, nats per point, with g the gradient of the negative log joint."""
+    with torch.inference_mode(False), torch.no_grad():
+        gradient = fitted.joint_gradient()
+        decrement = 0.5 * float(gradient @ fitted.precision.solve(gradient))
+    return decrement / float(fitted.points.counts.sum())
 
 
 def _moved(model: LinearizedModel) -> bool:

@@ -1,14 +1,14 @@
-"""The training loss: the negative log joint of a minibatch, and its gradient."""
+"""The training loss: the negative log joint of a minibatch or of all examples, and its gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.data import Inputs, num_examples
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Caller
@@ -35,12 +35,21 @@ class Objective:
         N and C.
     weight : float, optional
         Σ w_n over the data of the evidence, if they have example weights.
+
+    Raises
+    ------
+    UnsupportedError
+        If the likelihood has noise per point.
     """
 
     def __init__(
         self, caller: Caller, likelihood: Likelihood, prior: GaussianPrior, num_examples: int, num_outputs: int,
         weight: float | None = None,
     ) -> None:  # fmt: skip
+        if likelihood.at(slice(0, 1)) is not likelihood:
+            raise UnsupportedError("a likelihood that is the same for every example", "noise per point",
+                                   "Minibatches do not know the indices of their points: give one variance, or one per "
+                                   "output.")
         self._caller = caller
         self._likelihood, self._prior = likelihood, prior
         self.num_examples, self._c, self._weight = num_examples, num_outputs, weight
@@ -53,7 +62,12 @@ class Objective:
     @property
     def scale(self) -> float:
         """Divisor of the loss: N or Σ w_n, times the weight of a tempered likelihood."""
-        return (self.num_examples if self._weight is None else self._weight) * self._likelihood.weight
+        return self.total * self._likelihood.weight
+
+    @property
+    def total(self) -> float:
+        """N, or Σ w_n."""
+        return self.num_examples if self._weight is None else self._weight
 
     @property
     def words(self) -> str:
@@ -81,26 +95,65 @@ class Objective:
             raise DataError("example weights in the minibatches and in the data of the evidence, or in neither",
                             f"them in {'the evidence data' if weights is None else 'the minibatches'} alone",
                             "Pass (X, y, w) for both.")
+        loss = self._add_fit(x, y, weights, self.num_examples / num_examples(x))
+        self._add_pull()
+        return loss
+
+    def full_gradient(self, batches: Iterable[tuple[Inputs, Tensor, Tensor | None]]) -> float:
+        """Set the parameters' gradients from all examples, batch by batch; return the negative log joint, nats."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        fit = [self._add_fit(x, y, weights, 1.0).double() for x, y, weights in batches]
+        self._add_pull()
+        return float(torch.stack(fit).sum()) + float(self.energy())
+
+    def _add_fit(self, x: Inputs, y: Tensor, weights: Tensor | None, factor: float) -> Tensor:
+        """Add the gradient of a batch's negative log likelihood times `factor`; return this product, nats."""
         n = num_examples(x)
         f = self._caller(x)
         f = f.unsqueeze(1) if f.ndim == 1 else f
         targets = self._likelihood.targets(y, n, self._c)
         log_prob = self._likelihood.log_prob(f, targets)
         log_prob = log_prob if weights is None else log_prob * weights.to(log_prob)
-        loss = -(self.num_examples / n) * log_prob.sum()
-        own = list(self.parameters.values())
+        loss = -factor * log_prob.sum()
         # only the network's parameters: the gradients of the likelihood's hyperparameters must not change
-        (loss / self.scale).backward(inputs=own)
-        with torch.no_grad():
-            for parameter, mean, pull in zip(own, self._means, self._pull, strict=True):
-                away = parameter if mean is None else parameter - mean
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                if isinstance(pull, float):
-                    parameter.grad.add_(away, alpha=pull)  # the prior's gradient, P0 (θ - μ0)
-                else:
-                    parameter.grad.addcmul_(pull, away)
+        (loss / self.scale).backward(inputs=list(self.parameters.values()))
         return loss.detach()
+
+    @torch.no_grad()
+    def _add_pull(self) -> None:
+        """Add the prior's gradient, P0 (θ - μ0)."""
+        for parameter, mean, pull in zip(self.parameters.values(), self._means, self._pull, strict=True):
+            away = parameter if mean is None else parameter - mean
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if isinstance(pull, float):
+                parameter.grad.add_(away, alpha=pull)
+            else:
+                parameter.grad.addcmul_(pull, away)
+
+    # --- the weights as a flat vector, (P,), float64
+
+    def theta(self) -> Tensor:
+        """The weights θ."""
+        return self._layout.flat(self.parameters).detach().double()
+
+    @torch.no_grad()
+    def move_to(self, theta: Tensor) -> None:
+        """Set the weights."""
+        for name, value in self._layout.named(theta).items():
+            self.parameters[name].copy_(value)
+
+    def flat_gradient(self) -> Tensor:
+        """The gradient of the negative log joint that `gradient` or `full_gradient` has set, nats."""
+        named = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        return self._layout.flat(named).double() * self.scale
+
+    def units(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the prior."""
+        with torch.no_grad():
+            device = self.theta().device
+            return self._prior.flat_mean().to(device), self._prior.flat_precision().rsqrt().to(device)
 
     def energy(self) -> Tensor:
         """½ (θ-μ0)ᵀP0(θ-μ0) at the current weights, nats."""

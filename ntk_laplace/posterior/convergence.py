@@ -1,0 +1,98 @@
+"""Training to convergence: a descent of the log joint until one more Newton step would gain next to nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from ntk_laplace.errors import NTKLaplaceWarning, NumericalError
+from ntk_laplace.model.objective import Objective
+from ntk_laplace.model.optimum import Descent, Held
+from ntk_laplace.posterior.explain.reliability import newton_decrement
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.structures import FittedModel
+
+__all__ = ["converged"]
+
+_ITERATIONS = 10  # of L-BFGS between two looks
+
+
+def converged(
+    objective: Objective, data: Held, fit: Callable[[], FittedModel], steps: int, tolerance: float, aim: float,
+    progress: bool | None,
+) -> FittedModel:  # fmt: skip
+    """Train the objective's network until its Newton decrement is at most `aim`, nats per point.
+
+    The decrement needs a fit, so it is computed after 0, 10, 20, 40, ... iterations of L-BFGS, and where its upper
+    bound from the gradient alone is small enough. Where the objective no longer falls, Adam's steps are tried once.
+
+    Parameters
+    ----------
+    objective : Objective
+        Over all examples. Its network ends at the best weights found, also after an interruption.
+    data : Held
+    fit : callable
+        Fits the structure at the network's present weights.
+    steps : int
+        Iterations of L-BFGS at most.
+    tolerance : float
+        A warning is issued above it.
+    aim : float
+        At most the tolerance.
+    progress : bool, optional
+
+    Returns
+    -------
+    FittedModel
+        At these weights.
+
+    Raises
+    ------
+    NumericalError
+        If the objective does not decrease from weights that are no optimum.
+    """
+    fitted = fit()
+    decrement, due, annealed = newton_decrement(fitted), _ITERATIONS, False
+    if decrement <= aim:
+        return fitted
+    descent = Descent(objective, data)
+
+    def words() -> str:
+        return f"ntk_laplace: training, log joint {-descent.value:.6g} nats, decrement {decrement:.2g} nats a point"
+
+    try:
+        if data.num_examples > tuning.FULL_BATCH_EXAMPLES:
+            annealed = True
+            descent.anneal(tuning.ANNEALING_STEPS, tuning.MINIBATCH)
+        for done in track(range(_ITERATIONS, steps + _ITERATIONS, _ITERATIONS), words, None, progress):
+            falls = descent.advance(min(_ITERATIONS, steps - done + _ITERATIONS))
+            if falls and descent.bound > aim and done < min(due, steps):
+                continue
+            del fitted  # release its factors before new ones are allocated
+            descent.settle()
+            fitted = fit()
+            decrement, due = newton_decrement(fitted), 2 * done
+            if decrement <= aim or (not falls and annealed):
+                break
+            if not falls:
+                annealed = True
+                descent.anneal(tuning.ANNEALING_STEPS, tuning.MINIBATCH)
+    finally:
+        descent.settle()
+    if decrement > tolerance:
+        _report(descent, decrement, tolerance, steps)
+    return fitted
+
+
+def _report(descent: Descent, decrement: float, tolerance: float, steps: int) -> None:
+    """Raise an error if the weights have not moved, else warn."""
+    if not descent.value < descent.start:
+        raise NumericalError("training steps that decrease the negative log joint",
+                             f"none, at weights with a Newton decrement of {decrement:.2g} nats a point",
+                             "Use a network in float64, or look for outputs that jump or do not repeat.")
+    warnings.warn(
+        f"the network is not at its optimum after training: the Newton decrement is {decrement:.2g} nats a point, "
+        f"above {tolerance:.2g}; pass more than steps={steps}, or a network in float64; outputs with kinks may have "
+        "no such optimum", NTKLaplaceWarning, stacklevel=4,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Retraining: the network trained on to the optimum of a log joint whose hyperparameters the evidence has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ntk_laplace.errors import DataError, HyperparameterError, RetrainingInterrupted, UnsupportedError, require_whole
+from ntk_laplace.model.data import Batches
+from ntk_laplace.model.objective import Objective
+from ntk_laplace.model.optimum import Held
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior.calibration import CalibrationVerbs
+from ntk_laplace.posterior.convergence import converged
+from ntk_laplace.posterior.evidence import EvidenceVerbs
+from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
+from ntk_laplace.structures import FittedModel, LinearizedModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["RetrainingVerbs", "require_predictive"]
+
+_AIM = 0.1  # of the tolerance
+
+
+class RetrainingVerbs(EvidenceVerbs, CalibrationVerbs):
+    """A posterior of the network after more training."""
+
+    def retrain(
+        self, data: Any, *, rounds: int = 1, steps: int = 1000, tolerance: float = MOST_DECREMENT,
+        groups: str | None = "layer", evidence_steps: int = 200, predictive: str | None = "loo",
+    ) -> Self:  # fmt: skip
+        """Posterior of the network trained on at hyperparameters that the evidence chooses; for overfitted networks.
+
+        A round maximizes the evidence at fixed weights over precisions and noise (`fit_hyperparameters`), and trains a
+        copy of the network at these hyperparameters, from its present weights to an optimum of the log joint. At the
+        end the predictive is fitted by leave-one-out. Training is deterministic: L-BFGS over all examples, in the mode
+        of the fit (dropout off and batch statistics frozen under ``eval()``). Above 8,192 examples minibatches precede
+        it. The caller's network and this posterior do not change.
+
+        Parameters
+        ----------
+        data : DataLoader, Dataset, (X, y), (X, y, w), or a mapping
+            The training data, as for `laplace`.
+        rounds : int
+            Number of rounds. The first one recovers most of what overfitting has cost. Further ones can lower the noise
+            of a Gaussian and move the precisions of layers far apart; of classes, with ``groups=None`` and one
+            precision, they gain a little more.
+        steps : int
+            Iterations of L-BFGS in each round, at most.
+        tolerance : float
+            In nats per point: the largest Newton decrement ½ gᵀH⁻¹g/N that gives no warning. A gradient g that is left
+            keeps a part of each point's own label in its leave-one-out prediction. Training goes on to a tenth of it,
+            because weights that know the labels by heart take longer to forget them.
+        groups : str or None
+            Groups that the precision of a prior with only one is given to, as in `GaussianPrior`; None leaves it one.
+        evidence_steps : int
+            Steps of `fit_hyperparameters` in each round, at most; 0 leaves the prior and the noise as they are.
+        predictive : str or None
+            "loo" calls ``fit_predictive("loo", strict=False)`` where leave-one-out is exact: structure "gp" or "full",
+            curvature "ggn". None does not.
+
+        Returns
+        -------
+        Posterior
+            Of the copy, with the same structure. Its weights are ``posterior.network.theta``. Warnings tell of
+            hyperparameters at a bound, of an optimum that was not reached, and of leave-one-out that is not to be
+            trusted.
+
+        Raises
+        ------
+        DataError
+            If the data have another number of examples than those of the fit.
+        UnsupportedError
+            If a what-if has changed the posterior, or several processes share it.
+        NumericalError
+            If training does not decrease the negative log joint.
+        RetrainingInterrupted
+            On Ctrl-C, with the best network so far.
+        """
+        require_whole("rounds", rounds, 1, "Pass rounds=1.")
+        require_whole("steps", steps, 1, "Leave it out for 1000.")
+        require_whole("evidence_steps", evidence_steps, 0, "Leave it out for 200; 0 keeps the hyperparameters.")
+        _require_tolerance(tolerance)
+        require_predictive(predictive)
+        model = self._fitted.model
+        if model.displacement is not None or model.training_gradient is not None:
+            raise UnsupportedError("a posterior of unchanged training data, to retrain", f"{self!r}",
+                                   "Retrain first, and ask what if afterwards.")
+        model.settings.reducer.require_one("retraining", "Train the network, and fit it with all of them.")
+        with torch.inference_mode(False), torch.enable_grad():
+            found = self._retrained(data, rounds, steps, tolerance, groups, evidence_steps)
+        if predictive is not None and found.fitted.exact:
+            found.fit_predictive(predictive, strict=False)
+        return found
+
+    def _retrained(
+        self, data: Any, rounds: int, steps: int, tolerance: float, groups: str | None, evidence_steps: int
+    ) -> Self:
+        shown, model = self._fitted.settings.progress, self._fitted.model.copied()
+        settings = replace(model.settings, progress=False, checkpoint=None, resume=None)
+        prior = _divided(model, groups) if evidence_steps and groups is not None else model.prior
+        model = replace(model, prior=prior, settings=settings)
+        network = model.network
+        batches = Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets)
+        held = Held(batches)
+        if held.num_examples != self.num_examples:
+            raise DataError(f"the {self.num_examples:,} training examples of the fit", f"{held.num_examples:,}",
+                            "Pass the data of the fit, or fit the network to these with laplace().")
+        for _ in range(rounds):
+            if evidence_steps:
+                own = self._derived(_fit_at(model, self._fitted, batches)())
+                own.fit_hyperparameters(steps=evidence_steps)
+                model = own.fitted.model
+            network = model.network.at(model.network.theta)
+            model = replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, self.dtype))
+            fit = _fit_at(model, self._fitted, batches)
+            objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, self.num_outputs,
+                                  held.sum_of_weights)
+            try:
+                fitted = converged(objective, held, fit, steps, tolerance, _AIM * tolerance, shown)
+            except KeyboardInterrupt as cause:
+                raise RetrainingInterrupted(network.module, model.likelihood, model.prior) from cause
+            model = fitted.model
+        return self._derived(FittedModel(replace(model, settings=replace(settings, progress=shown)), fitted.structure))
+
+
+def _fit_at(model: LinearizedModel, fitted: FittedModel, batches: Batches) -> Callable[[], FittedModel]:
+    """What fits the structure of `fitted` at the present weights of the model's network."""
+    return lambda: FittedModel.of(model, fitted.structure.spec, batches)
+
+
+def _divided(model: LinearizedModel, groups: str) -> GaussianPrior:
+    """The prior; with one precision, the same in these groups."""
+    prior = model.prior
+    if len(prior.precision) > 1:
+        return prior
+    found = GaussianPrior(float(prior.precision.detach()), prior.flat_mean().detach(), groups)
+    return found.bind(model.network.shapes).to(model.network.device)
+
+
+def _require_tolerance(tolerance: object) -> None:
+    """Refuse a tolerance that is not a positive number.
+
+    Raises
+    ------
+    HyperparameterError
+    """
+    if not isinstance(tolerance, Real) or isinstance(tolerance, bool) or not float(tolerance) > 0:
+        raise HyperparameterError("a positive tolerance, nats per point", repr(tolerance),
+                                  "Leave it out for the default.")
+
+
+def require_predictive(predictive: object) -> None:
+    """Refuse a way to fit the predictive that is not known.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if predictive not in (None, "loo"):
+        raise UnsupportedError('predictive="loo" or None', repr(predictive)[:80],
+                               "For other data, call fit_predictive(data) on the posterior afterwards.")

@@ -1,0 +1,328 @@
+"""Retraining to an optimum, beside closed forms and Newton's method; and training that ends with a predictive."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.data import Batches
+from ntk_laplace.model.network import Caller
+from ntk_laplace.model.objective import Objective
+from ntk_laplace.model.optimum import Descent, Held
+from ntk_laplace.posterior.explain.reliability import newton_decrement
+from ntk_laplace.runtime import tuning
+
+F64 = torch.float64
+CPU = torch.device("cpu")
+KEPT: dict[str, Any] = {"evidence_steps": 0, "predictive": None}  # hyperparameters stay
+
+
+def mlp(*widths: int, seed: int = 0, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [(nn.Linear(a, b), activation()) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*itertools.chain(*layers))[:-1].double().eval()
+
+
+def sine(n: int = 30) -> tuple[Tensor, Tensor]:
+    x = torch.linspace(-2, 2, n, dtype=F64).unsqueeze(1)
+    return x, torch.sin(3 * x) + 0.3 * torch.randn(n, 1, generator=torch.Generator().manual_seed(1), dtype=F64)
+
+
+def classes(n: int = 40) -> tuple[Tensor, Tensor]:
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(2), dtype=F64)
+    noise = torch.randn(n, generator=torch.Generator().manual_seed(3), dtype=F64)
+    return x, (x[:, 0] + x[:, 1] + noise > 0).long()
+
+
+def theta(network: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(network.parameters()).detach()
+
+
+def posterior_of(network: nn.Module, data: Any, likelihood: ntkl.Likelihood, **options: Any) -> ntkl.Posterior:
+    options = {"prior": ntkl.GaussianPrior(0.5)} | options
+    return ntkl.laplace(network, data, likelihood, **options)
+
+
+def overfitted() -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
+    """A network trained almost without a prior, which knows the noise of its points."""
+    network, (x, y) = mlp(1, 15, 1), sine(30)
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = (network(x) - y).square().mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return network, (x, y)
+
+
+# --- the optimum
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_linear_network_ends_at_ridge_regression(weighted: bool) -> None:
+    x, y = torch.randn(25, 3, dtype=F64), torch.randn(25, 2, dtype=F64)
+    w = torch.rand(25, dtype=F64) + 0.5 if weighted else torch.ones(25, dtype=F64)
+    prior = ntkl.GaussianPrior(torch.tensor([0.3, 7.0]), mean=0.2, groups="tensor")
+    network = nn.Linear(3, 2).double()
+    data = (x, y, w) if weighted else (x, y)
+    found = posterior_of(network, data, ntkl.Gaussian(0.4), prior=prior).retrain(data, tolerance=1e-16, **KEPT)
+    design = torch.cat([x, torch.ones(25, 1, dtype=F64)], 1)
+    precision = torch.tensor([0.3, 0.3, 0.3, 7.0], dtype=F64)
+    hessian = design.T @ (w.unsqueeze(1) * design) / 0.4 + precision.diag()
+    expected = torch.linalg.solve(hessian, design.T @ (w.unsqueeze(1) * y) / 0.4 + 0.2 * precision.unsqueeze(1))
+    torch.testing.assert_close(found.network.theta, torch.cat([expected[:3].T.flatten(), expected[3]]), rtol=1e-8,
+                               atol=1e-8)
+
+
+@pytest.mark.parametrize("examples", [10**6, 8])
+def test_a_linear_classifier_ends_where_newton_does(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where minibatches begin."""
+    monkeypatch.setattr(tuning, "FULL_BATCH_EXAMPLES", examples)
+    x, y = classes()
+    network = nn.Linear(3, 1).double()
+    data = x, y.unsqueeze(1).double()
+    found = posterior_of(network, data, ntkl.Bernoulli()).retrain(data, tolerance=1e-16, **KEPT)
+    design, weights = torch.cat([x, torch.ones(40, 1, dtype=F64)], 1), torch.zeros(4, dtype=F64)
+    for _ in range(30):
+        p = torch.sigmoid(design @ weights)
+        gradient = design.T @ (p - y) + 0.5 * weights
+        weights = weights - torch.linalg.solve(design.T @ ((p * (1 - p)).unsqueeze(1) * design)
+                                               + 0.5 * torch.eye(4, dtype=F64), gradient)
+    torch.testing.assert_close(found.network.theta, weights, rtol=1e-8, atol=1e-8)
+
+
+def test_an_optimum_does_not_move() -> None:
+    data = sine()
+    first = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1)).retrain(data, **KEPT)
+    again = first.retrain(data, **KEPT)
+    assert torch.equal(again.network.theta, first.network.theta)
+    assert again.log_marginal_likelihood().item() == pytest.approx(first.log_marginal_likelihood().item(), rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:the network is not at its optimum", "ignore:leave-one-out is not to be trusted")
+@pytest.mark.parametrize(("activation", "left"), [(nn.Tanh, 1e-4), (nn.ReLU, 0.1)])
+def test_training_decreases_the_log_joint_to_an_optimum(activation: type[nn.Module], left: float) -> None:
+    """Optima of kinked networks lie on kinks, where a gradient is left on either side."""
+    x, y = classes()
+    network = mlp(3, 8, 2, activation=activation)
+    before = posterior_of(network, (x, y), ntkl.Categorical())
+    after = before.retrain((x, y), tolerance=1e-3, steps=300, **KEPT)
+    assert newton_decrement(after.fitted) <= min(left, 0.2 * newton_decrement(before.fitted))
+    joint = [-nn.functional.cross_entropy(p.network.module(x), y, reduction="sum")
+             - 0.25 * p.network.theta.square().sum() for p in (before, after)]  # fmt: skip
+    assert joint[1] > joint[0]
+    assert not after.leave_one_out().reliability.moved
+
+
+def test_exact_structures_agree() -> None:
+    data = sine()
+    found = [posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1), structure=structure).retrain(data)
+             for structure in ("gp", "full")]  # fmt: skip
+    torch.testing.assert_close(found[0].network.theta, found[1].network.theta, rtol=1e-6, atol=1e-6)
+    means = [p.predict(data[0]).mean for p in found]
+    torch.testing.assert_close(*means, rtol=1e-6, atol=1e-6)
+    assert all(p.predictive is not None for p in found)
+
+
+# --- the rescue of an overfitted network
+
+
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+def test_an_overfitted_network_is_rescued() -> None:
+    network, data = overfitted()
+    noise = (network(data[0]) - data[1]).square().mean().item()
+    posterior = posterior_of(network, data, ntkl.Gaussian(noise), prior=ntkl.GaussianPrior(1e-6))
+    found = posterior.retrain(data, steps=200)
+    x = torch.linspace(-1.9, 1.9, 200, dtype=F64).unsqueeze(1)
+    y = torch.sin(3 * x) + 0.3 * torch.randn(200, 1, dtype=F64)
+    alone = torch.distributions.Normal(network(x).detach(), noise**0.5).log_prob(y).mean()
+    scores = [alone.item(), *(p.predict(x).log_prob(y).mean().item() for p in (posterior, found))]
+    assert scores[2] > max(scores[:2]) + 0.5
+    assert found.predictive is not None and posterior.predictive is None
+    assert newton_decrement(found.fitted) <= 0.02 and found.likelihood.noise > noise
+    assert len(found.prior.precision) == 2
+    assert len(posterior.retrain(data, groups=None, steps=40, tolerance=1.0, predictive=None).prior.precision) == 1
+
+
+def test_rounds_are_calls_one_after_the_other() -> None:
+    network, data = overfitted()
+    posterior = posterior_of(network, data, ntkl.Gaussian(0.01), prior=ntkl.GaussianPrior(1e-3))
+    options = {"predictive": None, "tolerance": 1.0}
+    both = posterior.retrain(data, rounds=2, **options)
+    one = posterior.retrain(data, **options).retrain(data, **options)
+    torch.testing.assert_close(both.network.theta, one.network.theta)
+    torch.testing.assert_close(both.prior.precision, one.prior.precision)
+
+
+def test_nothing_of_the_caller_moves() -> None:
+    data = classes()
+    network = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2)).double()
+    network(data[0])  # statistics of the batches
+    network.eval()[0].bias.requires_grad_(False)
+    state, random = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+    posterior = posterior_of(network, data, ntkl.Categorical())
+    evidence = posterior.log_marginal_likelihood().item()
+    found = posterior.retrain(data, predictive=None)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    assert all(p.grad is None for p in network.parameters()) and not network.training
+    assert posterior.log_marginal_likelihood().item() == evidence and posterior.prior.precision.item() == 0.5
+    trained = dict(found.network.module.state_dict())
+    assert torch.equal(trained["0.bias"], state["0.bias"]) and not torch.equal(trained["0.weight"], state["0.weight"])
+    assert torch.equal(trained["1.running_mean"], state["1.running_mean"])  # frozen, as in the fit
+
+
+def test_structured_posteriors_retrain_from_a_loader() -> None:
+    data = classes()
+    posterior = posterior_of(mlp(3, 6, 2), data, ntkl.Categorical(), structure="kfac")
+    found = posterior.retrain(data)
+    assert found.structure == "kfac" and found.predictive is None
+    assert newton_decrement(found.fitted) < newton_decrement(posterior.fitted)
+    again = posterior.retrain(DataLoader(TensorDataset(*data), batch_size=7))
+    torch.testing.assert_close(again.network.theta, found.network.theta, rtol=1e-6, atol=1e-6)
+
+
+def test_data_that_are_not_held_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = sine()
+    posterior = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1))
+    held = posterior.retrain(data, **KEPT).network.theta
+    monkeypatch.setattr(tuning, "HELD_BYTES", 0)
+    assert torch.equal(posterior.retrain(data, **KEPT).network.theta, held)
+
+
+# --- what refuses, warns and is interrupted
+
+
+def test_an_interruption_keeps_the_best_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = sine()
+    posterior = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.1))
+    advance, calls = Descent.advance, []
+
+    def interrupted(self: Descent, iterations: int) -> bool:
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        calls.append(self)
+        return advance(self, iterations)
+
+    with monkeypatch.context() as patch, pytest.raises(ntkl.RetrainingInterrupted, match="best weights") as caught:
+        patch.setattr(Descent, "advance", interrupted)
+        posterior.retrain(data, tolerance=1e-12, **KEPT)
+    error, descent = caught.value, calls[0]
+    assert descent.value < descent.start
+    loss = (error.network(data[0]) - data[1]).square().sum() / 0.2 + 0.25 * theta(error.network).square().sum()
+    constant = 15 * torch.log(torch.tensor(0.2 * torch.pi, dtype=F64))
+    assert (loss + constant).item() == pytest.approx(descent.value, rel=1e-10)
+    rest = ntkl.laplace(error.network, data, error.likelihood, error.prior).retrain(data, **KEPT)
+    assert newton_decrement(rest.fitted) <= 2e-3
+
+
+def test_too_few_steps_are_told() -> None:
+    data = sine()
+    posterior = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.01))
+    with pytest.warns(ntkl.NTKLaplaceWarning, match=r"not at its optimum after training.* pass more than steps=1"):
+        posterior.retrain(data, steps=1, **KEPT)
+
+
+def test_weights_that_do_not_move_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = sine()
+    posterior = posterior_of(mlp(1, 6, 1), data, ntkl.Gaussian(0.01))
+    monkeypatch.setattr(Descent, "advance", lambda self, iterations: False)
+    monkeypatch.setattr(Descent, "anneal", lambda self, steps, size: None)
+    with pytest.raises(ntkl.NumericalError, match="training steps that decrease the negative log joint; got none"):
+        posterior.retrain(data, **KEPT)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [({"rounds": 0}, ntkl.HyperparameterError, "rounds as a whole number"),
+     ({"steps": 0}, ntkl.HyperparameterError, "steps as a whole number"),
+     ({"evidence_steps": -1}, ntkl.HyperparameterError, "evidence_steps as a whole number"),
+     ({"tolerance": 0.0}, ntkl.HyperparameterError, "a positive tolerance"),
+     ({"tolerance": "small"}, ntkl.HyperparameterError, "a positive tolerance"),
+     ({"predictive": "cv"}, ntkl.UnsupportedError, 'predictive="loo" or None'),
+     ({"data": sine(29)}, ntkl.DataError, "30 training examples of the fit; got 29"),
+     ({"data": 3}, ntkl.DataError, "a DataLoader")],
+)  # fmt: skip
+def test_bad_input(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    posterior = posterior_of(mlp(1, 3, 1), sine(), ntkl.Gaussian(0.1))
+    with pytest.raises(error, match=text):
+        posterior.retrain(**({"data": sine()} | options))
+
+
+def test_a_what_if_is_not_retrained() -> None:
+    posterior = posterior_of(mlp(1, 3, 1), sine(), ntkl.Gaussian(0.1)).remove([0])
+    with pytest.raises(ntkl.UnsupportedError, match="unchanged training data, to retrain"):
+        posterior.retrain(sine())
+
+
+def test_noise_per_point_is_refused() -> None:
+    data = sine()
+    posterior = posterior_of(mlp(1, 3, 1), data, ntkl.Gaussian(torch.full((30, 1), 0.1)))
+    with pytest.raises(ntkl.UnsupportedError, match="the same for every example"):
+        posterior.retrain(data, **KEPT)
+
+
+# --- the descent
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_gradient_over_batches_is_that_of_all_examples(weighted: bool) -> None:
+    x, y = sine()
+    network = mlp(1, 4, 1)
+    w = torch.linspace(0.2, 2.0, 30, dtype=F64) if weighted else torch.ones(30, dtype=F64)
+    prior = ntkl.GaussianPrior(torch.tensor([0.5, 3.0]), mean=0.1, groups="layer")
+    prior.bind({name: p.shape for name, p in network.named_parameters()})
+    held = Held(Batches((x, y, w) if weighted else (x, y), 7, CPU))
+    objective = Objective(Caller(network), ntkl.Gaussian(0.2), prior, 30, 1, held.sum_of_weights)
+    objective.settle()
+    value = objective.full_gradient(held)
+    weights = torch.cat([p.flatten() for p in network.parameters()])
+    precision = torch.tensor([0.5] * 8 + [3.0] * 5, dtype=F64)
+    log_prob = torch.distributions.Normal(network(x), 0.2**0.5).log_prob(y).squeeze(1)
+    loss = 0.5 * (precision * (weights - 0.1).square()).sum() - (w * log_prob).sum()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(network.parameters()))])
+    assert value == pytest.approx(loss.item(), rel=1e-12)
+    torch.testing.assert_close(objective.flat_gradient(), expected)
+
+
+def test_the_bound_is_above_the_decrement() -> None:
+    data = sine()
+    network = mlp(1, 5, 1)
+    posterior = posterior_of(network, data, ntkl.Gaussian(0.2))
+    objective = Objective(Caller(network), posterior.likelihood, posterior.prior, 30, 1)
+    descent = Descent(objective, Held(Batches(data, None, CPU)))
+    gradient = posterior.fitted.joint_gradient()
+    assert descent.bound == pytest.approx(float(gradient @ gradient) / 0.5 / 60, rel=1e-10)
+    assert descent.bound > newton_decrement(posterior.fitted)
+
+
+def test_a_wall_turns_the_search_back() -> None:
+    """Weights whose objective is infinite do not stop the descent."""
+
+    class Cliff(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([1.0], dtype=F64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(1.5 - self.weight) * x  # NaN above 1.5
+
+    network = Cliff()
+    x = torch.ones(4, 1, dtype=F64)
+    prior = ntkl.GaussianPrior(1e-3).bind({"weight": torch.Size([1])})
+    objective = Objective(Caller(network), ntkl.Gaussian(1e-4), prior, 4, 1)
+    descent = Descent(objective, Held(Batches((x, 0.1 * x), None, CPU)))
+    while descent.advance(10):
+        pass
+    descent.settle()
+    assert network.weight.item() == pytest.approx(1.49, abs=1e-4)
