@@ -35,6 +35,7 @@ from ntk_laplace.model.likelihoods import (
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
+from ntk_laplace.posterior.conformal import PredictionIntervals, PredictionSets
 from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.posterior.fit import laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
@@ -119,6 +120,8 @@ __all__ = [
     "Poisson",
     "Posterior",
     "PosteriorPrecision",
+    "PredictionIntervals",
+    "PredictionSets",
     "PredictiveFit",
     "Ranking",
     "Reliability",

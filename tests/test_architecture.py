@@ -36,7 +36,7 @@ ORDER = [
     ["structures"],
     ["structures.evidence", "structures.what_if"],
     ["posterior.explain", "posterior.hyperparameters", "posterior.scores"],
-    ["posterior.calibrate"],
+    ["posterior.calibrate", "posterior.conformal"],
     ["posterior"],
     ["posterior.fit", "gp.ntk"],
     ["training", "gp"],

@@ -389,6 +389,15 @@ def test_leave_one_out_beside_retraining(tmp_path: Path) -> None:
     assert chosen["gap"] > 0.1 and not chosen["trusted"] and chosen["moved"]
 
 
+def test_leave_one_out_of_some_points(tmp_path: Path) -> None:
+    printed = run("selection/leave_some_out.py", tmp_path, "--out", "out", "--structures", "diag", "--problems", "wine")
+    results = figures(tmp_path / "out" / "leave_some_out.json")["results"]
+    assert [one["training"] for one in results] == ["evidence", "weight decay"]
+    assert "mean absolute difference" in printed
+    for one in results:
+        assert one["points"]["density"] != one["narrow"]["density"] != one["kernel"]["density"]
+
+
 def test_three_optimizers_from_afar(tmp_path: Path) -> None:
     run("selection/optimizers.py", tmp_path, "--out", "out")
     results = figures(tmp_path / "out" / "optimizers.json")["results"]
@@ -482,3 +491,13 @@ def test_the_rankings_of_mnist(tmp_path: Path) -> None:
     close = {name: one["spearman"] for name, one in found["agreement"].items()}
     assert close["kfac"] > close["diag"]
     assert (tmp_path / "out" / "rankings.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_intervals_and_sets(tmp_path: Path) -> None:
+    printed = run("predictions/intervals.py", tmp_path, "--out", "out", "--alone", "--settings", "ordinary")
+    regression, classes = figures(tmp_path / "out" / "intervals.json")["results"]
+    for name in ("normalized", "absolute", "Gaussian"):
+        coverage, width = regression[name]
+        assert 0 <= coverage <= 1 and 0 < width < math.inf
+    assert all(0 <= classes[name][1] <= 3 for name in ("probability", "cumulative", "randomized"))
+    assert classes["probability"][1] <= classes["cumulative"][1] and "| diabetes | ordinary |" in printed

@@ -141,6 +141,16 @@ def test_refusals() -> None:
         posterior.refit("evidence")
 
 
+def test_points_of_leverage_one_have_no_prediction() -> None:
+    _, (x, y), likelihood = problem("one output")
+    alone = torch.cat([x, 1e6 * torch.ones(1, 2).double()]), torch.cat([y, torch.ones(1, 1).double()])
+    linear = nn.Linear(2, 1).double()
+    posterior = ntkl.laplace(linear, alone, likelihood)
+    setting = {"precision": torch.tensor(1e-10).double(), "noise": torch.tensor(1e-6).double()}
+    value = sum(LinearLeaveOneOut(posterior.fitted).parts(setting))
+    assert torch.isfinite(value) and value < -10
+
+
 def test_a_bound_is_told() -> None:
     network, x = nn.Linear(1, 1).double(), torch.linspace(-1, 1, 12).double().unsqueeze(1)
     noiseless = ntkl.laplace(network, (x, 3.0 * x + 1.0), ntkl.Gaussian(0.3))

@@ -60,6 +60,9 @@ FIGURES = {
     "model_ranking": lambda: plotting.model_ranking(
         ("evidence", [-2.0, -1.0]), ("test", [0.1, 0.3]), ["small", "large"], [10, 1000], 1.0, [True, False]
     ),
+    "prediction_intervals": lambda: plotting.prediction_intervals(
+        [1.0, 0.0], [0.5, -np.inf], [2.0, 0.3], [np.nan, 0.5], 0.9
+    ),
     "selection_curves": lambda: plotting.selection_curves({"one": ([0.1, 1.0], {"evidence": [-2.0, -1.0]})}),
     "image_explanations": lambda: plotting.image_explanations([ROW, ROW], "log odds"),
     "explanation": lambda: plotting.explanation(explained()),

@@ -49,7 +49,7 @@ class _Networks:
 
 def retrained(
     module: nn.Sequential, x: Tensor, y: Tensor, noise: float | None, precision: Tensor, left_out: Tensor,
-    steps: int = 60, tolerance: float = 1e-3,
+    steps: int = 60, tolerance: float = 1e-3, start: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weights (K, P) from those of `module`, each network without one point, and the decrements left, (K,), nats.
 
@@ -63,12 +63,14 @@ def retrained(
         Of the prior.
     left_out : Tensor, (K,)
         The points, -1 for none.
+    start : Tensor, (K, P), optional
+        Weights to start from, if not those of `module`.
     """
     networks = _Networks(module, len(left_out))
     mask = torch.ones(len(left_out), len(x), dtype=x.dtype)
     out = (left_out >= 0).nonzero().squeeze(1)
     mask[out, left_out[out]] = 0.0
-    theta = networks.theta
+    theta = networks.theta if start is None else start
     value = _objective(networks, theta, x, y, noise, precision, mask)
     for _ in range(steps):
         step, decrement = _step(networks, theta, x, y, noise, precision, mask)

@@ -58,8 +58,8 @@ class Problem:
     classes: int | None
 
     @classmethod
-    def read(cls, name: str, folder: Path | None, count: int, seed: int) -> Problem:
-        """So many training points of a table, and up to 400 others."""
+    def read(cls, name: str, folder: Path | None, count: int, seed: int, tests: int = 400) -> Problem:
+        """So many training points of a table, and up to so many others."""
         if name in BUNDLED:
             found = BUNDLED[name]()
             x, y = found.data, found.target
@@ -67,7 +67,7 @@ class Problem:
             with np.load(folder / f"{name}.npz") as found:
                 x, y = found["X"].astype(float), found["y"]
         order = np.random.default_rng(seed).permutation(len(x))
-        train, test = order[:count], order[count : count + 400]
+        train, test = order[:count], order[count : count + tests]
         spread = x[train].std(0)
         x = torch.as_tensor((x - x[train].mean(0)) / np.where(spread > 1e-8, spread, 1.0))
         if name in REGRESSION:

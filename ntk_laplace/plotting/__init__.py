@@ -9,7 +9,7 @@ from ntk_laplace.plotting.curves import learning_curve, removal_curves
 from ntk_laplace.plotting.explanations import explanation
 from ntk_laplace.plotting.histories import hyperparameter_history, training_history
 from ntk_laplace.plotting.images import ImageExplanation, image_explanations
-from ntk_laplace.plotting.predictions import Panel, predictive_1d, predictive_2d
+from ntk_laplace.plotting.predictions import Panel, prediction_intervals, predictive_1d, predictive_2d
 from ntk_laplace.plotting.selection import evidence_comparison, model_ranking, selection_curves
 from ntk_laplace.plotting.style import BLUE, GREEN, GREY, ORANGE, SERIES, VERMILION, png
 
@@ -31,6 +31,7 @@ __all__ = [
     "learning_curve",
     "model_ranking",
     "png",
+    "prediction_intervals",
     "predictive_1d",
     "predictive_2d",
     "reliability_diagram",

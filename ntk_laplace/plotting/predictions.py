@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
-from ntk_laplace.plotting.style import BLUE, GREY, flat, tidy
+from ntk_laplace.plotting.style import BLUE, GREY, VERMILION, flat, tidy
 
-__all__ = ["Panel", "predictive_1d", "predictive_2d"]
+__all__ = ["Panel", "prediction_intervals", "predictive_1d", "predictive_2d"]
 
 
 def predictive_1d(
@@ -119,4 +119,41 @@ def predictive_2d(
         axes.set(xlabel="input $x_1$", ylabel="input $x_2$" if index == 0 else "", aspect="equal")
         if index == 0:
             axes.legend(loc="lower left", fontsize=8, framealpha=0.9, handletextpad=0.2)
+    return figure
+
+
+def prediction_intervals(
+    mean: ArrayLike, lower: ArrayLike, upper: ArrayLike, targets: ArrayLike | None = None, level: float | None = None
+) -> Figure:
+    """Draw intervals as bars, ordered by the prediction, with the targets inside and outside of them.
+
+    Parameters
+    ----------
+    mean, lower, upper : array_like, (n,)
+        Predictions and the ends of their intervals; infinite ends reach the edge of the figure.
+    targets : array_like, (n,), optional
+        NaN where missing.
+    level : float, optional
+        Nominal coverage, for the title.
+    """
+    order = np.argsort(flat(mean), kind="stable")
+    mean, lower, upper = (flat(values)[order] for values in (mean, lower, upper))
+    finite = [values[np.isfinite(values)] for values in (mean, lower, upper)]
+    at, figure = np.arange(len(mean)), Figure(figsize=(8.6, 4.2), layout="constrained")
+    axes = tidy(figure.add_subplot(), "" if level is None else f"intervals of level {level:g}")
+    if targets is not None:
+        y = flat(targets)[order]
+        finite.append(y[np.isfinite(y)])
+    low, high = (pick(np.concatenate(finite)) for pick in (np.min, np.max))
+    edge = 0.05 * (high - low or 1.0)
+    axes.vlines(at, lower.clip(low - 2 * edge), upper.clip(max=high + 2 * edge), color=BLUE, alpha=0.35, lw=2.4,
+                label="interval")
+    axes.plot(at, mean, ".", ms=4, color=BLUE, label="prediction")
+    if targets is not None:
+        inside = (lower <= y) & (y <= upper)
+        outside = ~inside & np.isfinite(y)
+        axes.plot(at[inside], y[inside], "o", ms=3.6, color="black", mec="white", mew=0.4, label="target inside")
+        axes.plot(at[outside], y[outside], "x", ms=6, mew=1.6, color=VERMILION, label="target outside")
+    axes.set(xlabel="inputs, ordered by their prediction", ylabel="response", ylim=(low - edge, high + edge))
+    axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
     return figure

@@ -4,8 +4,7 @@ import inspect
 from typing import TypeVar
 
 from ntk_laplace.model.network import outside_autocast
-from ntk_laplace.posterior.calibration import CalibrationVerbs
-from ntk_laplace.posterior.prediction import PredictionVerbs
+from ntk_laplace.posterior.coverage import CoverageVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
 from ntk_laplace.posterior.what_if import WhatIfVerbs
 
@@ -29,7 +28,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 
 @_outside_autocast
-class Posterior(SelectionVerbs, CalibrationVerbs, PredictionVerbs, WhatIfVerbs):
+class Posterior(SelectionVerbs, CoverageVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every

@@ -7,11 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.explanation import ExplanationVerbs
 from ntk_laplace.posterior.scores import LearningCurve, PrequentialEvidence, average_score, orders, require_beginning
+from ntk_laplace.structures.what_if import Indices
 
 __all__ = ["SelectionVerbs"]
 
@@ -117,8 +118,14 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             sequence.increments(order) for order in orders(self.num_examples, permutations, seed)
         ]))  # fmt: skip
 
-    def loo_log_density(self) -> Tensor:
+    def loo_log_density(self, points: Indices | None = None, *, seed: int = 0) -> Tensor:
         """Σ log p(y_n given all other points), from the closed form of `leave_one_out`.
+
+        Parameters
+        ----------
+        points, seed : optional
+            As in `leave_one_out`: the sum over these points, scaled to all. Any structure supports it;
+            ``leave_one_out(points).standard_error`` times N is its standard error.
 
         Returns
         -------
@@ -129,10 +136,18 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Raises
         ------
         UnsupportedError
-            If the structure is not "gp" or "full", or the curvature is not the GGN: removal from an approximate
-            curvature ranks points (`leave_one_out`) but is not a score.
+            If the structure is not "gp" or "full" and `points` are not given, or the curvature is not the GGN: removal
+            from an approximate curvature ranks points (`leave_one_out`) but is not a score.
         """
-        score, found = leave_one_out_score(self._fitted)
+        if points is None:
+            score, found = leave_one_out_score(self._fitted)
+        else:
+            found = self._some_left_out(points, seed)
+            counts = self._fitted.points.counts
+            own = counts[found.index]
+            if not bool((own > 0).any()):
+                raise DataError("points that count, for a score", "weights that are all zero", "Leave out others.")
+            score = (own * found.log_density).sum() * (counts.sum() / own.sum())
         self._warn_of(found)
         return score
 

@@ -19,7 +19,8 @@ from ntk_laplace.runtime import tuning
 
 __all__ = ["Densities", "LeftOut", "NormalDensities", "Objective", "SampledDensities", "Setting", "densities"]
 
-_SAMPLES = (100, 1000)  # points of f, at least and at most: as many as `predict` takes, if there are few points
+_SAMPLES = 1000  # points of f, as `predict` takes them
+_GRID_SAMPLES, _FEWEST_SAMPLES = 50, 128  # of a search's grid, and of a search over many points
 
 Setting = dict[str, Tensor]
 """Positive numbers by name, such as those of a `Calibration`: tensors (), differentiable; 1 if absent."""
@@ -49,10 +50,21 @@ class LeftOut:
 
 
 class Objective(Protocol):
-    """A mean log density as a function of a few positive numbers."""
+    """A mean log density as a function of a few positive numbers.
 
-    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
-        """Terms of the weighted mean of log p(y_n), nats per point, whose sum is that mean; `coarse` is faster."""
+    Attributes
+    ----------
+    samples : tuple of int or None
+        Points of f for the grid of a search and for the search itself; None for all, or if there are none.
+    """
+
+    samples: tuple[int | None, int | None]
+
+    def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
+        """Terms of the weighted mean of log p(y_n), nats per point, whose sum is that mean.
+
+        If it is averaged over points of f, `samples` is their number at most.
+        """
         ...
 
 
@@ -92,6 +104,7 @@ class NormalDensities:
     """
 
     names: tuple[str, ...] = ("scale", "noise")
+    samples: tuple[int | None, int | None] = None, None
 
     def __init__(self, points: LeftOut, noise: Tensor, observed: Tensor | None) -> None:
         error = points.targets.reshape(points.mean.shape).to(points.mean) - points.mean
@@ -111,7 +124,7 @@ class NormalDensities:
         self._missing = there.shape[1] - observed_outputs
         self._share = points.weights / points.weights.sum()
 
-    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+    def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
         """The mean log density, in one part."""
         one = self._values.new_ones(())
         scale, noise = setting.get("scale", one), setting.get("noise", one)
@@ -139,9 +152,8 @@ class SampledDensities:
     def __init__(self, likelihood: Likelihood, points: LeftOut) -> None:
         self._likelihood, self._points = likelihood, points
         n, c = points.mean.shape
-        least, most = _SAMPLES
-        count = min(most, max(least, tuning.AVERAGED_OUTPUTS // (n * c)))
-        self._z = normal_points(count, c).to(points.mean)
+        self.samples = _GRID_SAMPLES, min(_SAMPLES, max(_FEWEST_SAMPLES, tuning.SEARCHED_OUTPUTS // (n * c)))
+        self._z = normal_points(_SAMPLES, c).to(points.mean)
         self._root = covariance_root(points.covariance)
         self._share = points.weights / points.weights.sum()
         self.names: tuple[str, ...] = ("scale", "temperature") if likelihood.classifies else ("scale",)
@@ -149,11 +161,11 @@ class SampledDensities:
         # the density of a soft label is that of the averaged response, and so is one at a temperature of the average
         self._soft = likelihood.classifies and y.is_floating_point() and bool(((y > 0) & (y < 1)).any())
 
-    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+    def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
         """The mean log density, in parts that fit in memory."""
         points = self._points
         scale = setting.get("scale", points.mean.new_ones(()))
-        z = self._z[: _SAMPLES[0] // 2 if coarse else None] if bool(scale > 0) else self._z[:1] * 0.0
+        z = self._z[:samples] if bool(scale > 0) else self._z[:1] * 0.0
         n = len(points.mean)
         step = max(1, tuning.AVERAGED_OUTPUTS // z.numel())
         for start in range(0, n, step):

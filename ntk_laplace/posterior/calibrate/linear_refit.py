@@ -38,6 +38,8 @@ class LinearLeaveOneOut:
         Exact, with a Gaussian likelihood.
     """
 
+    samples: tuple[int | None, int | None] = None, None
+
     def __init__(self, fitted: FittedModel) -> None:
         points, likelihood, model = fitted.points, fitted.likelihood, fitted.model
         with torch.no_grad():
@@ -59,12 +61,14 @@ class LinearLeaveOneOut:
             self._constant = torch.linalg.slogdet(square).logabsdet - 0.5 * kept.sum(1) * math.log(2 * math.pi)
             self._rotated = torch.einsum("nrj,nr->j", self._vectors, self._z)
 
-    def parts(self, setting: Setting, coarse: bool = False) -> Iterator[Tensor]:
+    def parts(self, setting: Setting, samples: int | None = None) -> Iterator[Tensor]:
         """The mean log density, in one part."""
         a, s = setting["precision"].to(self._z), setting["noise"].to(self._z)
         shrunk = self._values / (self._values + a * s)  # h
         eye = torch.eye(self._z.shape[1]).to(self._z)
-        blocks = (eye - torch.einsum("nrj,j,nqj->nrq", self._vectors, shrunk, self._vectors)) / s  # [G⁻¹]_nn
+        # [G⁻¹]_nn; it stays regular at a leverage of 1, where nothing predicts the point
+        slack = 1.0 + 1e3 * torch.finfo(eye.dtype).eps
+        blocks = (slack * eye - torch.einsum("nrj,j,nqj->nrq", self._vectors, shrunk, self._vectors)) / s
         solved = (self._z - torch.einsum("nrj,j->nr", self._vectors, shrunk * self._rotated)) / s  # [G⁻¹z]_n
         covariance = torch.linalg.inv(blocks)
         error = covariance @ solved.unsqueeze(-1)

@@ -81,7 +81,7 @@ def fit_calibration(found: Densities, names: Sequence[str] | None) -> tuple[Cali
 def mean_log_density(found: Densities, calibration: Calibration) -> float:
     """Weighted mean of log p(y_n) under a calibration, nats per point."""
     values = {name: value for name, value in vars(calibration).items() if value != 1.0}
-    return _value(found, values, coarse=False)
+    return _value(found, values)
 
 
 def _checked(found: Densities, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -109,11 +109,11 @@ def climb(
     """
     fixed = dict(fixed or {})
     if not axes:
-        return _value(found, fixed, coarse=False), fixed
+        return _value(found, fixed, found.samples[1]), fixed
     names = tuple(axes)
     starts = [dict(zip(names, point, strict=True)) for point in product(*(axis.grid() for axis in axes.values()))]
     starts.append(dict.fromkeys(names, 1.0))
-    start = max(starts, key=lambda values: _value(found, fixed | values, coarse=True))
+    start = max(starts, key=lambda values: _value(found, fixed | values, found.samples[0]))
     from scipy.optimize import minimize  # installed with scikit-learn
 
     def negative(logs: np.ndarray) -> tuple[float, np.ndarray]:
@@ -126,10 +126,10 @@ def climb(
     return -float(result.fun), fixed | {name: math.exp(x) for name, x in zip(names, result.x, strict=True)}
 
 
-def _value(found: Objective, values: dict[str, float], coarse: bool) -> float:
+def _value(found: Objective, values: dict[str, float], samples: int | None = None) -> float:
     with torch.no_grad():
         setting: Setting = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        return sum(float(part) for part in found.parts(setting, coarse))
+        return sum(float(part) for part in found.parts(setting, samples))
 
 
 def _value_and_gradient(
@@ -140,7 +140,7 @@ def _value_and_gradient(
     total, gradient = 0.0, torch.zeros_like(free)
     with torch.enable_grad():
         rest = {name: torch.tensor(value, dtype=torch.float64) for name, value in fixed.items()}
-        values = iter(found.parts(rest | dict(zip(names, free.exp().unbind(), strict=True))))
+        values = iter(found.parts(rest | dict(zip(names, free.exp().unbind(), strict=True)), found.samples[1]))
         for part in values:  # each part's graph is freed before the next is built
             gradient += torch.autograd.grad(part, free, retain_graph=True)[0]
             total += float(part.detach())

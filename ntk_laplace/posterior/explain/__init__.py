@@ -2,7 +2,7 @@
 
 from ntk_laplace.posterior.explain.explanation import Explanation, ExplanationRequest, bytes_of_each, explain
 from ntk_laplace.posterior.explain.joint_removal import GroupRemoval, JointRemoval
-from ntk_laplace.posterior.explain.leave_one_out import LeaveOneOut, leave_one_out, leave_one_out_score
+from ntk_laplace.posterior.explain.leave_one_out import LeaveOneOut, leave_one_out, leave_one_out_score, leave_some_out
 from ntk_laplace.posterior.explain.quantity import SPREADS
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
 from ntk_laplace.posterior.explain.ranking import Ranking, effects, rank
@@ -25,5 +25,6 @@ __all__ = [
     "joined",
     "leave_one_out",
     "leave_one_out_score",
+    "leave_some_out",
     "rank",
 ]

@@ -1,16 +1,17 @@
-"""Leave-one-out: every training point predicted from all others, from one factorization."""
+"""Leave-one-out: training points predicted from all others, in closed form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.posterior.explain.algebra import leverages, removal_terms, without_each
+from ntk_laplace.posterior.explain.conditioned import Without, conditioned
 from ntk_laplace.posterior.explain.ranked import counted
 from ntk_laplace.posterior.explain.reliability import Reliability, reliability
 from ntk_laplace.runtime import tuning
@@ -20,7 +21,7 @@ from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["LeaveOneOut", "leave_one_out", "leave_one_out_score"]
+__all__ = ["LeaveOneOut", "leave_one_out", "leave_one_out_score", "leave_some_out"]
 
 _EXACT = (
     "means, covariances and what follows from them are exact for one Newton step of the linearized model without the "
@@ -30,19 +31,24 @@ _OTHER = (
     "each point is subtracted from this posterior's own approximation of the curvature: the numbers rank, and are no "
     "refit; where the leverage exceeds 0.9 nothing is subtracted, and mean and information are of first order"
 )
+_REFITTED = (
+    "nothing is subtracted from an approximation: the structure is fitted without a group of points, and predicts them "
+    "with its own covariances; means without the group are one Newton step of the linearized model, by conjugate "
+    "gradients, after which all points of the group but one are taken back in"
+)
 _DRAWS = "log_density integrates over draws of f with a fixed seed where the likelihood has no closed form"
 
 
 @dataclass(frozen=True, repr=False)
 class LeaveOneOut:
-    """Predictions at each training point from all others, and the point's influence on the fit.
+    """Predictions at training points from all others, and each point's influence on the fit; N of all, or of some.
 
     Attributes
     ----------
     mean : Tensor, (N, C)
         Mean of f_i without point i.
     covariance : Tensor, (N, C, C)
-        Covariance of f_i without point i.
+        Covariance of f_i without point i; of an approximate structure, without the group that was left out with it.
     log_density : Tensor, (N,)
         log p(y_i | the others), f_i integrated out, in nats; 0 for a missing target. Not multiplied by example
         weights: a point is removed with all of its weight.
@@ -60,6 +66,8 @@ class LeaveOneOut:
         Norm of the residual r_i ([T20] 5.2), times the example's weight.
     targets : Tensor
         Training targets.
+    index : Tensor, (N,)
+        Numbers of the training points, ascending.
     guarantees : tuple of str
         What is exact, and what is not.
     reliability : Reliability
@@ -76,6 +84,7 @@ class LeaveOneOut:
     information: Tensor
     importance: Tensor
     targets: Tensor
+    index: Tensor
     guarantees: tuple[str, ...]
     reliability: Reliability
 
@@ -105,6 +114,11 @@ class LeaveOneOut:
         """-log p(y_i | the others), (N,): large if the label is unlikely given the others."""
         return -self.log_density
 
+    @property
+    def standard_error(self) -> float:
+        """Of the mean of `log_density` as that of all training points, nats a point; NaN for a single point."""
+        return float(self.log_density.std() / len(self.log_density) ** 0.5)
+
     def ranked(self, by: str = "suspicion", k: int | None = None) -> Tensor:
         """Training points sorted by a column, largest first, (k,): "suspicion" lists likely label errors.
 
@@ -113,11 +127,7 @@ class LeaveOneOut:
         UnsupportedError
             If there is no such column.
         """
-        columns = self._columns()
-        if not isinstance(by, str) or by not in columns:
-            raise UnsupportedError(f"one of {', '.join(columns)}", repr(by), 'Leave it out for "suspicion".')
-        values = columns[by]
-        return values.argsort(descending=True, stable=True)[: counted(k, len(values))]
+        return self.index[self._order(by, k)]
 
     def to_dataframe(self, by: str | None = None, k: int | None = None) -> pandas.DataFrame:
         """One row per training point, in the order of the data, or sorted by a column, largest first.
@@ -127,16 +137,23 @@ class LeaveOneOut:
         import pandas
 
         count = len(self.mean)
-        chosen = torch.arange(count)[: counted(k, count)] if by is None else self.ranked(by, k).cpu()
+        chosen = torch.arange(count)[: counted(k, count)] if by is None else self._order(by, k).cpu()
         numbers = {name: values.cpu()[chosen].tolist() for name, values in self._columns().items()}
         classes = {} if self.targets.ndim > 1 else {"most_likely": self.mean.argmax(1).cpu()[chosen].tolist()}
         frame = pandas.DataFrame({
-            "training_index": chosen.tolist(),
+            "training_index": self.index.cpu()[chosen].tolist(),
             "target": [t.item() if t.numel() == 1 else t.tolist() for t in self.targets.cpu()[chosen]],
             **classes, **numbers, "flagged": self.flagged.cpu()[chosen].tolist(),
         })  # fmt: skip
         frame.attrs |= {"trusted": self.trusted, "reasons": list(self.reasons)}
         return frame
+
+    def _order(self, by: str, k: int | None) -> Tensor:
+        columns = self._columns()
+        if not isinstance(by, str) or by not in columns:
+            raise UnsupportedError(f"one of {', '.join(columns)}", repr(by), 'Leave it out for "suspicion".')
+        values = columns[by]
+        return values.argsort(descending=True, stable=True)[: counted(k, len(values))]
 
     def _columns(self) -> dict[str, Tensor]:
         names = ("suspicion", "log_density", "plug_in_log_density", "self_influence", "leverage",
@@ -152,23 +169,63 @@ class LeaveOneOut:
         )
 
 
-@dataclass(frozen=True)
-class _Without:
-    """Moments without each point, and the terms of its removal, all (N, ...)."""
-
-    mean: Tensor
-    covariance: Tensor
-    leverage: Tensor
-    used: Tensor
-    information: Tensor
-
-
 def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     """Compute means, covariances, log densities and leverages, from stored rows or in a pass over the data."""
-    points, likelihood, network = fitted.points, fitted.likelihood, fitted.network
-    found = (_kept if fitted.structure.spec.keeps_jacobian else _streamed)(fitted)
-    targets = points.targets.squeeze(-1) if network.scalar and points.targets.ndim == 2 else points.targets
+    everything = torch.arange(fitted.num_examples, device=fitted.points.f.device)
+    found = _kept(fitted) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, everything)
+    measured = reliability(fitted, found.leverage)
+    return _predicted(fitted, everything, found, measured, _EXACT if fitted.exact else _OTHER, samples)
+
+
+def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> LeaveOneOut:
+    """Leave-one-out of some training points, for every structure with the GGN; all others stay in.
+
+    An exact posterior gives the numbers of `leave_one_out`. For any other, the structure is fitted without the points,
+    in groups of at most a tenth of the data; covariances are those of this fit, and the means take back all points of
+    the group but one (`conditioned`).
+
+    Parameters
+    ----------
+    fitted : FittedModel
+    index : Tensor, (m,)
+        Different training points, in any order.
+    samples : int
+        Points of f, if the predictive has no closed form.
+
+    Returns
+    -------
+    LeaveOneOut
+        Of the m points, ascending.
+
+    Raises
+    ------
+    DataError
+        If there are no points, no others remain, or the data cannot be read again.
+    MemoryBudgetError
+        If the matrices over a group's outputs do not fit in memory.
+    UnsupportedError
+        If the curvature is not the GGN, or the structure cannot be fitted to some of its points.
+    """
+    index = index.to(fitted.points.f.device).sort().values
+    if len(index) == 0:
+        raise DataError("one or more training points to leave out", "none", "Pass for example points=100.")
+    if not fitted.exact:
+        found, left = conditioned(fitted, index)
+        measured = reliability(fitted, found.leverage, left)
+        return _predicted(fitted, index, found, measured, _REFITTED, samples)
+    found = _kept(fitted).at(index) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, index)
+    return _predicted(fitted, index, found, reliability(fitted, found.leverage), _EXACT, samples)
+
+
+def _predicted(
+    fitted: FittedModel, index: Tensor, found: Without, measured: Reliability, words: str, samples: int
+) -> LeaveOneOut:
+    """Densities of the targets under the moments without each point."""
+    network, points = fitted.network, fitted.points.subset(index)
     generator = torch.Generator(device=found.mean.device).manual_seed(0)
+    with torch.no_grad():
+        likelihood = fitted.likelihood.at(index)
+    targets = points.targets.squeeze(-1) if network.scalar and points.targets.ndim == 2 else points.targets
     integrated = []
     step = max(1, tuning.DRAWN_NUMBERS // (samples * points.num_outputs))
     with torch.no_grad():
@@ -181,14 +238,13 @@ def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
         plug_in = likelihood.log_prob(found.mean, points.targets)
         own = likelihood.log_prob(points.f, points.targets)
         importance = points.residual(likelihood).norm(dim=1)
-    measured = reliability(fitted, found.leverage)
-    guarantees: tuple[str, ...] = (_EXACT if fitted.exact else _OTHER, _DRAWS)
+    guarantees: tuple[str, ...] = (words, _DRAWS)
     if measured.moved:
         guarantees += ("hyperparameters have changed since the fit: the weights are "
                        f"{measured.decrement:.2g} nats a point from the optimum, by the Newton decrement, and the "
                        "remaining gradient is kept fixed",)  # fmt: skip
     return LeaveOneOut(found.mean, found.covariance, torch.cat(integrated), plug_in, found.leverage, own - plug_in,
-                       found.used, found.information, importance, points.targets, guarantees, measured)
+                       found.used, found.information, importance, points.targets, index, guarantees, measured)
 
 
 def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
@@ -202,12 +258,13 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
     if not fitted.exact:
         raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
                                f"structure={fitted.structure.name!r}, curvature={fitted.curvature_type.kind!r}",
-                               "Fit one of them, or look at leave_one_out(), whose guarantees state what is exact.")
+                               "Fit one of them, leave out some points (any structure) with points=300, or score the "
+                               "model on held-out data.")
     found = leave_one_out(fitted)
     return (fitted.points.counts * found.log_density).sum(), found
 
 
-def _kept(fitted: FittedModel) -> _Without:
+def _kept(fitted: FittedModel) -> Without:
     """Function space: moments from the stored rows."""
     space = fitted.function_space
     mean, covariance = without_each(space, fitted.points, fitted.likelihood)
@@ -215,16 +272,16 @@ def _kept(fitted: FittedModel) -> _Without:
     # SᵀV_iiS = I - [B⁻¹]_ii
     used = blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum(1)
     information = -0.5 * torch.linalg.slogdet(blocks).logabsdet
-    return _Without(mean, covariance, leverages(blocks)[:, -1], used, information)
+    return Without(mean, covariance, leverages(blocks)[:, -1], used, information)
 
 
-def _streamed(fitted: FittedModel) -> _Without:
+def _streamed(fitted: FittedModel, index: Tensor) -> Without:
     """Weight space, batch by batch: V_-i = V_ii + V_iiS_i (I - S_iᵀV_iiS_i)⁻¹ S_iᵀV_ii."""
-    points, parts, start = fitted.points, [], 0
-    residual = fitted.residual()
+    points, parts, start = fitted.points.subset(index), [], 0
+    residual = fitted.residual()[index]
     with torch.no_grad():
-        root = points.root(fitted.curvature_type, fitted.likelihood)
-        for rows in fitted.rows_at(torch.arange(points.num_examples)):
+        root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[index]
+        for rows in fitted.rows_at(index):
             here = slice(start, start + rows.num_examples)
             moments = fitted.precision.covariance_blocks(rows)
             out = removal_terms(moments, root[here], fitted.exact)
@@ -234,6 +291,6 @@ def _streamed(fitted: FittedModel) -> _Without:
             used = out.inner.diagonal(dim1=1, dim2=2).sum(1)
             log_det = torch.linalg.slogdet(out.complement).logabsdet
             information = torch.where(out.trusted, -0.5 * log_det, 0.5 * used)
-            parts.append(_Without(mean, covariance, out.leverage, used, information))
+            parts.append(Without(mean, covariance, out.leverage, used, information))
             start = here.stop
-    return _Without(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(_Without)))
+    return Without.joined(parts)

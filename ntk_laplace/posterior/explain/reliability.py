@@ -17,10 +17,11 @@ __all__ = ["MOST_DECREMENT", "Reliability", "reliability"]
 MOST_DECREMENT = 0.02  # nats per point
 LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ
 MOST_FLAGGED = 0.5  # of the points
+MOST_LEFT = 0.1  # of a Newton step
 MOST_SPREAD = 1e3  # of precisions that the network was not optimized with
 
 _TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
-_FIT = 'fit with structure="gp" or "full" and curvature="ggn"'
+_FIT = 'fit with structure="gp" or "full" and curvature="ggn", or leave out some points with points='
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Reliability:
         Whether the curvature is exact for the linearized model.
     refitted_classes : bool
         Whether the weights are a refit of the linearized model and the targets are not Gaussian.
+    unfinished : float, optional
+        If the structure was fitted without the points, so that none is subtracted from an approximation: the share of
+        the Newton steps without them that their last passes over the data still added.
     """
 
     decrement: float
@@ -60,6 +64,7 @@ class Reliability:
     moved: bool
     exact: bool
     refitted_classes: bool = False
+    unfinished: float | None = None
 
     @property
     def trusted(self) -> bool:
@@ -70,10 +75,15 @@ class Reliability:
     def reasons(self) -> tuple[str, ...]:
         """Why the numbers are not trusted, each reason a clause in plain words."""
         found = []
-        if not self.exact:
+        if self._subtracted:
             above = f", with leverages up to {self.largest_leverage:.3g}" if self.largest_leverage > 1.0 else ""
             found.append(f"points are subtracted from an approximate curvature{above}, which ranks them and is no "
                          "score")
+        if self.unfinished is not None and self.unfinished > MOST_LEFT:
+            found.append(
+                f"the means without the points were still moving, with {self.unfinished:.2g} of a Newton step in the "
+                f"last passes over the data (at most {MOST_LEFT:g})"
+            )
         if not self.decrement <= MOST_DECREMENT:
             since = ", as hyperparameters have changed since the fit" if self.moved else ""
             found.append(
@@ -100,15 +110,19 @@ class Reliability:
             found.append("the linearized model was refitted, with features that have seen all labels")
         return tuple(found)
 
+    @property
+    def _subtracted(self) -> bool:
+        return not self.exact and self.unfinished is None
+
     def __str__(self) -> str:
         """One sentence of reasons; empty if all diagnostics pass."""
-        remedies = [*([] if self.exact else [_FIT]), *([_TRAIN] if len(self.reasons) > (not self.exact) else [])]
+        remedies = [*([_FIT] if self._subtracted else []), *([_TRAIN] if len(self.reasons) > self._subtracted else [])]
         todo = "; ".join([*remedies, "or score the model on other data"])
         return "" if self.trusted else f"leave-one-out is not to be trusted here: {'; '.join(self.reasons)}; {todo}"
 
 
-def reliability(fitted: FittedModel, leverage: Tensor) -> Reliability:
-    """Compute the diagnostics; `leverage` are the points' leverages (N,)."""
+def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None = None) -> Reliability:
+    """Compute the diagnostics; `leverage` are the points' leverages (N,), `unfinished` as in `Reliability`."""
     prior, precision = fitted.prior, fitted.precision
     with torch.inference_mode(False), torch.no_grad():
         gradient = fitted.joint_gradient()
@@ -122,7 +136,7 @@ def reliability(fitted: FittedModel, leverage: Tensor) -> Reliability:
         prior_ratio=float(energy.sum()) / max(float(used.sum()), tiny),
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
-        moved=_moved(fitted.model), exact=fitted.exact,
+        moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
         refitted_classes=fitted.model.refitted and fitted.likelihood.additive_noise(fitted.points.f) is None,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, ChangedPrecision
 from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, rows_of
-from ntk_laplace.structures.what_if.changes import Indices, positions, relabeled, require_steps, reweighted
+from ntk_laplace.structures.what_if.changes import Indices, drawn, positions, relabeled, require_steps, reweighted
 from ntk_laplace.structures.what_if.newton import refitted
 from ntk_laplace.structures.what_if.relinearize import relinearized
 from ntk_laplace.structures.what_if.steps import at_optimum, stepped, stepped_once
@@ -13,6 +13,7 @@ __all__ = [
     "ChangedStructure",
     "Indices",
     "at_optimum",
+    "drawn",
     "positions",
     "refitted",
     "relabeled",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, HyperparameterError, TargetError, is_whole
+from ntk_laplace.errors import DataError, HyperparameterError, TargetError, is_whole, require_whole
 from ntk_laplace.model.data import as_tensor
 from ntk_laplace.structures import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["Indices", "positions", "relabeled", "require_steps", "reweighted"]
+__all__ = ["Indices", "drawn", "positions", "relabeled", "require_steps", "reweighted"]
 
 Indices = int | Sequence[int] | Tensor
 """Training points: their numbers from 0, or a mask of all of them."""
@@ -48,6 +49,25 @@ def positions(indices: Indices, count: int) -> Tensor:
     if len(unique) != len(chosen):
         raise DataError("each training point once", f"{int(unique[times > 1][0])} more than once", remedy)
     return chosen
+
+
+def drawn(points: Indices, count: int, seed: int) -> Tensor:
+    """Validated indices of training points: the given ones, or so many at random.
+
+    Raises
+    ------
+    DataError
+        As `positions`, or if the number is not one from 1 to `count`.
+    HyperparameterError
+        If the seed is not an integer.
+    """
+    if not isinstance(points, Integral) or isinstance(points, bool):
+        return positions(points, count)
+    if not 1 <= int(points) <= count:
+        raise DataError(f"1 to {count:,} training points", f"points={points}",
+                        "Pass how many to draw, or a list of their numbers.")
+    require_whole("seed", seed, 0, "Pass for example seed=0.")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(int(seed)))[: int(points)]
 
 
 def reweighted(points: TrainingPoints, indices: Tensor, weights: Tensor | float) -> TrainingPoints:

@@ -1,0 +1,105 @@
+"""Means and variances of f at new inputs without each single training point, in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import cross_gram
+from ntk_laplace.posterior.explain import bytes_of_each
+from ntk_laplace.posterior.explain.algebra import SingleRemovals, removal_terms
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures import FittedModel
+
+__all__ = ["WithoutEach"]
+
+
+class WithoutEach:
+    """Moments of f at new inputs without each training point: one Newton step of the linearized model.
+
+    f_-i(x) = f(x) - V_xi (I - Λ_iV_ii)⁻¹ r_i, and V_-i(x) = V_xx + V_xi (I - Λ_iV_ii)⁻¹ Λ_i V_ix.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        With an exact curvature.
+    """
+
+    def __init__(self, fitted: FittedModel) -> None:
+        self._fitted, self._residual = fitted, fitted.residual()
+        self._stored = fitted.structure.spec.keeps_jacobian
+        with torch.no_grad():
+            self._removals = SingleRemovals(fitted.function_space, self._residual) if self._stored else None
+
+    @property
+    def bytes_of_each(self) -> int:
+        """Bytes of the tile of one input, and of its intermediate results."""
+        n, c = self._fitted.points.f.shape
+        if self._stored:
+            return bytes_of_each(self._fitted)
+        size = self._residual.element_size()
+        return c * size * (6 * n + 2 * self._fitted.network.num_parameters)
+
+    def tiles(self, chunks: Iterable[Jacobian]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """f (n, C), f_-i (n, N, C) and the diagonals of V_-i (n, N, C) at the rows of each chunk.
+
+        Without stored rows, each tile is a pass over the training data, which chunks share as memory allows.
+        """
+        for test in chunks if self._stored else self._grouped(chunks):
+            with torch.no_grad():
+                moved, widened = self._from_rows(test) if self._stored else self._from_data(test)
+                own = self._fitted.precision.covariance_blocks(test).diagonal(dim1=1, dim2=2)
+                tile = test.f, moved.add_(test.f.unsqueeze(1)), widened.add_(own.unsqueeze(1))
+            del test, moved, widened  # before the rows of the next chunk are computed
+            yield tile
+            del tile
+
+    def _from_rows(self, test: Jacobian) -> tuple[Tensor, Tensor]:
+        """Changes of f and of its variances, (n, N, C), in function space."""
+        assert self._removals is not None
+        space = self._fitted.function_space
+        own = space.rows.weighted(self._residual.unsqueeze(-1))  # rows r_iᵀJ_i
+        shares = cross_gram(test, own, space.variances).view(test.num_examples, -1, len(self._residual))
+        return self._removals.effects(test, shares.transpose(1, 2))
+
+    def _from_data(self, test: Jacobian) -> tuple[Tensor, Tensor]:
+        """The same in weight space: products of V_·x with the training points' rows, batch by batch."""
+        fitted, points = self._fitted, self._fitted.points
+        n, c = test.f.shape
+        across = []
+        for output in range(c):
+            chosen = one_hot(torch.tensor(output), c).to(test.f).expand(n, c).unsqueeze(-1)
+            across.append(fitted.precision.cross_covariance(test.weighted(chosen)))
+        moved = test.f.new_empty(n, points.num_examples, c)
+        widened, start = torch.empty_like(moved), 0
+        root = points.root(fitted.curvature_type, fitted.likelihood)
+        for rows in fitted.rows_at(torch.arange(points.num_examples)):
+            here = slice(start, start + rows.num_examples)
+            out = removal_terms(fitted.precision.covariance_blocks(rows), root[here], fitted.exact)
+            residual = self._residual[here].unsqueeze(-1)
+            bent = residual + root[here] @ torch.linalg.solve(out.complement, out.half.mT @ residual)
+            # W Wᵀ = S (I - SᵀVS)⁻¹ Sᵀ
+            half = torch.linalg.solve_triangular(torch.linalg.cholesky(out.complement), root[here].mT, upper=False).mT
+            weighted = rows.weighted(torch.cat([bent, half], -1))
+            for output, one in enumerate(across):
+                seen = one.products(weighted)  # (1 + R, m, n)
+                moved[:, here, output] = -seen[0].T
+                widened[:, here, output] = seen[1:].square().sum(0).T
+            start = here.stop
+        return moved, widened
+
+    def _grouped(self, chunks: Iterable[Jacobian]) -> Iterator[Jacobian]:
+        """Chunks concatenated while their tiles fit in memory."""
+        most = max(1, tuning.EXPLAINED_BYTES // self.bytes_of_each)
+        group: list[Jacobian] = []
+        for rows in chunks:
+            group.append(rows)
+            if sum(one.num_examples for one in group) + rows.num_examples > most:
+                yield Jacobian.concatenate(group)
+                group.clear()
+        if group:
+            yield Jacobian.concatenate(group)
