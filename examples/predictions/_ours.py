@@ -32,8 +32,8 @@ class Path:
     ----------
     epochs, rate
         Of a table's full batches; images are trained like the plain network.
-    frequency, burn_in
-        When the evidence is computed: of full batches, and of minibatches.
+    evaluations
+        The evidence is computed so often, if there were no burn-in, which is a sixth of the epochs.
     steps, learning_rate
         Of the hyperparameters, each time.
     noise
@@ -42,8 +42,7 @@ class Path:
 
     epochs: int = 300
     rate: float = 2e-2
-    frequency: tuple[int, int] = (25, 2)
-    burn_in: tuple[int, int] = (50, 4)
+    evaluations: int = 12
     steps: int = 10
     learning_rate: float = 0.3
     noise: float = 0.1
@@ -140,11 +139,11 @@ class Ours:
         At the end its exact posterior with leave-one-out, if that is cheap, else that of the training.
         """
         path, recipe, network = self.path, self.problem.recipe, self.problem.network(self.baselines.seed)
-        batches = int(recipe.batch is not None)
-        epochs, rate = (recipe.epochs, recipe.rate) if batches else (min(path.epochs, recipe.epochs), path.rate)
-        schedule = ntkl.EvidenceSchedule(
-            path.frequency[batches], path.steps, min(path.burn_in[batches], epochs // 2), path.learning_rate
-        )
+        epochs, rate = recipe.epochs, recipe.rate
+        if recipe.batch is None:
+            epochs, rate = min(path.epochs, epochs), path.rate
+        often = max(1, epochs // path.evaluations)
+        schedule = ntkl.EvidenceSchedule(often, path.steps, epochs // 6, path.learning_rate)
         data = self.data if rows is None else (self.problem.x[rows], self.problem.y[rows])
         return ntkl.train_with_evidence(
             network, data, self._likelihood(), ntkl.GaussianPrior(1.0, groups=path.groups), path.structure,
