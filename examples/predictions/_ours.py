@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from _baselines import Baselines
 from _scores import Method, Predictor, of_moments, of_probabilities
 from torch import Tensor, nn
-from torch.optim import LBFGS, Adam
+from torch.optim import Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ntk_laplace as ntkl
@@ -39,8 +38,6 @@ class Path:
         Of the hyperparameters, each time.
     noise
         Where a Gaussian's begins, of standardized responses; 1 underfits responses of little noise.
-    last
-        Calls of L-BFGS at the hyperparameters found, 20 steps each: leave-one-out wants the optimum.
     """
 
     epochs: int = 300
@@ -51,7 +48,6 @@ class Path:
     noise: float = 0.1
     groups: str = "layer"
     structure: str = "kfac"
-    last: int = 3
 
 
 class Ours:
@@ -94,17 +90,10 @@ class Ours:
         structure = "auto" if self.exact else "kfac"
         return ntkl.laplace(network, self.data, likelihood, prior, structure, settings=QUIET)
 
-    def _calibrated(self, posterior: ntkl.Posterior, seconds: float, strict: bool = False) -> Method:
-        """With scale and temperature, or noise, fitted to leave-one-out."""
-        start = time.process_time()
-        fit = posterior.fit_predictive("loo", strict=strict)
-        return self._fitted(posterior, fit, seconds + time.process_time() - start)
-
-    def _fitted(self, posterior: ntkl.Posterior, fit: ntkl.PredictiveFit, seconds: float) -> Method:
-        notes = {"scale": fit.scale, "temperature": fit.temperature, "noise": fit.noise, "before": fit.before,
-                 "after": fit.after, "alone": fit.network, "trusted": fit.trusted, "reasons": list(fit.reasons),
-                 "at_bounds": list(fit.at_bounds)}  # fmt: skip
-        return Method(self._predictor(posterior, calibrated=True), seconds, self._predictor(posterior), notes)
+    def _fitted(self, posterior: ntkl.Posterior, seconds: float, **notes: Any) -> Method:
+        """With the calibration that was fitted."""
+        own = vars(posterior.predictive) if posterior.predictive else {}
+        return Method(self._predictor(posterior, calibrated=True), seconds, self._predictor(posterior), own | notes)
 
     # --- the network as it was trained
 
@@ -123,8 +112,11 @@ class Ours:
 
     def leave_one_out(self) -> Method:
         """Scale and temperature, or noise, by leave-one-out, trusted or not."""
-        found, seconds = self._once(self._as_trained)
-        return self._calibrated(copy.copy(found), self.baselines.whole[1] + seconds)
+        start = time.process_time()
+        found = self._as_trained()
+        fit = found.fit_predictive("loo", strict=False)
+        seconds = self.baselines.whole[1] + time.process_time() - start
+        return self._fitted(found, seconds, after=fit.after, trusted=fit.trusted, reasons=fit.reasons)
 
     def hyperparameters(self) -> Method:
         """Precision and noise by the evidence at fixed weights."""
@@ -136,59 +128,32 @@ class Ours:
     def retrained(self) -> Method:
         """For the network people bring: evidence at fixed weights, training at its precisions, leave-one-out."""
         start = time.process_time()
-        network, found = self._retrain(copy.deepcopy(self.baselines.whole[0]))
-        posterior = self._laplace(network, found.posterior.likelihood, found.posterior.prior)
-        return self._calibrated(posterior, self.baselines.whole[1] + time.process_time() - start)
-
-    def _retrain(self, network: nn.Module) -> tuple[nn.Module, ntkl.EvidenceTraining]:
-        before = self._as_trained()
-        precision = float(before.prior.precision.detach().flatten()[0])
-        posterior = self._laplace(network, before.likelihood, ntkl.GaussianPrior(precision, groups="layer"))
-        posterior.fit_hyperparameters(parameters=self.moving, bounds=BOUNDS, progress=False)
-        recipe = self.problem.recipe
-        epochs = min(self.path.epochs, recipe.epochs) if recipe.batch is None else recipe.epochs
-        held = ntkl.EvidenceSchedule(frequency=epochs, steps=0)
-        own, rate = (posterior.likelihood, posterior.prior), self.path.rate / 4
-        return network, self._settled(network, self._trained(network, self.data, *own, held, epochs, rate))
+        found = self._as_trained().retrain(self.data)
+        return self._fitted(found, self.baselines.whole[1] + time.process_time() - start)
 
     # --- training with evidence
 
-    def _trained(
-        self, network: nn.Module, data: tuple[Tensor, Tensor], likelihood: ntkl.Likelihood, prior: ntkl.GaussianPrior,
-        schedule: ntkl.EvidenceSchedule, epochs: int, rate: float,
-    ) -> ntkl.EvidenceTraining:  # fmt: skip
-        return ntkl.train_with_evidence(
-            network, data, likelihood, prior, self.path.structure, epochs=epochs, schedule=schedule,
-            optimizer=partial(Adam, lr=rate), scheduler=partial(CosineAnnealingLR, T_max=epochs),
-            batch_size=self.problem.recipe.batch, settings=QUIET,
-        )  # fmt: skip
+    def _with_evidence(self, rows: Tensor | None = None) -> ntkl.EvidenceTraining:
+        """A new network, trained together with its prior and noise.
 
-    def _settled(self, network: nn.Module, found: ntkl.EvidenceTraining) -> ntkl.EvidenceTraining:
-        """Full batches to the optimum of the hyperparameters found."""
-        if self.problem.recipe.batch is not None or not self.path.last:
-            return found
-        return ntkl.train_with_evidence(
-            network, self.data, found.posterior.likelihood, found.posterior.prior, self.path.structure,
-            epochs=self.path.last, schedule=ntkl.EvidenceSchedule(self.path.last, steps=0), batch_size=None,
-            optimizer=partial(LBFGS, max_iter=20, line_search_fn="strong_wolfe"), settings=QUIET,
-        )  # fmt: skip
-
-    def _with_evidence(self, rows: Tensor | None = None) -> tuple[nn.Module, ntkl.EvidenceTraining]:
-        """A new network, trained together with its prior and noise."""
+        At the end its exact posterior with leave-one-out, if that is cheap, else that of the training.
+        """
         path, recipe, network = self.path, self.problem.recipe, self.problem.network(self.baselines.seed)
         epochs, rate = recipe.epochs, recipe.rate
         if recipe.batch is None:
             epochs, rate = min(path.epochs, epochs), path.rate
         often = max(1, epochs // path.evaluations)
         schedule = ntkl.EvidenceSchedule(often, path.steps, epochs // 6, path.learning_rate)
-        prior = ntkl.GaussianPrior(1.0, groups=path.groups)
         data = self.data if rows is None else (self.problem.x[rows], self.problem.y[rows])
-        found = self._trained(network, data, self._likelihood(), prior, schedule, epochs, rate)
-        return network, self._settled(network, found)
+        return ntkl.train_with_evidence(
+            network, data, self._likelihood(), ntkl.GaussianPrior(1.0, groups=path.groups), path.structure,
+            optimizer=partial(Adam, lr=rate), scheduler=partial(CosineAnnealingLR, T_max=epochs), epochs=epochs,
+            schedule=schedule, batch_size=recipe.batch, settings=QUIET, predictive="loo" if self.exact else None,
+        )  # fmt: skip
 
     def evidence_network(self) -> Method:
         """The network that training with evidence gives, alone."""
-        (_, found), seconds = self._once(self._with_evidence)
+        found, seconds = self._once(self._with_evidence)
         posterior = found.posterior
         notes = {"precision": posterior.prior.precision.detach().tolist(), "epoch": found.best_epoch}
         if not self.problem.classes:
@@ -197,18 +162,17 @@ class Ours:
 
     def online(self) -> Method:
         """The KFAC posterior of the training itself."""
-        (_, found), seconds = self._once(self._with_evidence)
-        return Method(self._predictor(found.posterior), seconds)
-
-    def _at_evidence(self) -> ntkl.Posterior:
-        network, found = self._once(self._with_evidence)[0]
-        return self._laplace(network, found.posterior.likelihood, found.posterior.prior)
+        found, seconds = self._once(self._with_evidence)
+        own = found.posterior
+        if self.exact:
+            network = own.network.module
+            own = ntkl.laplace(network, self.data, own.likelihood, own.prior, self.path.structure, settings=QUIET)
+        return Method(self._predictor(own), seconds)
 
     def evidence_posterior(self) -> Method:
-        """Exact, at the hyperparameters of the training."""
-        _, training = self._once(self._with_evidence)
-        found, seconds = self._once(self._at_evidence)
-        return Method(self._predictor(found), training + seconds)
+        """Exact where that is cheap, at the hyperparameters of the training."""
+        found, seconds = self._once(self._with_evidence)
+        return Method(self._predictor(found.posterior), seconds)
 
     def recommended(self) -> Method:
         """The path: training with evidence, exact posterior, leave-one-out.
@@ -216,11 +180,9 @@ class Ours:
         Where an exact posterior is too large: training on 90 %, KFAC, and the other 10 % for scale and temperature.
         """
         if self.exact:
-            _, training = self._once(self._with_evidence)
-            found, seconds = self._once(self._at_evidence)
-            return self._calibrated(copy.copy(found), training + seconds)
+            found, seconds = self._once(self._with_evidence)
+            return self._fitted(found.posterior, seconds)
         start = time.process_time()
-        _, training = self._with_evidence(self.baselines.kept)
-        posterior = training.posterior
+        posterior = self._with_evidence(self.baselines.kept).posterior
         fit = posterior.calibrate((self.problem.x[self.baselines.held], self.problem.y[self.baselines.held]))
-        return self._fitted(posterior, fit, time.process_time() - start)
+        return self._fitted(posterior, time.process_time() - start, after=fit.after)
