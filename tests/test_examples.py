@@ -282,6 +282,75 @@ def test_the_bayesian_score_of_another_fisher(monkeypatch) -> None:
     assert found["Bayes, f once"][0] == pytest.approx(-density.log_prob(2.5 * y[0, :5]).mean().item(), rel=1e-9)
 
 
+def test_the_practitioners_table(tmp_path: Path) -> None:
+    methods = ("network", "calibrated", "calibrated_ensemble", "evidence_network", "evidence_posterior", "recommended",
+               "retrained")  # fmt: skip
+    arguments = ("--problems", "diabetes", "wine", "--seeds", "1", "--settings", "wd", "--out", "out", "--methods")
+    printed = run("predictions/table.py", tmp_path, *arguments, *methods)
+    kept = (tmp_path / "out" / "table.jsonl").read_text()
+    rows = {(row["problem"], row["method"]): row for row in map(json.loads, kept.splitlines())}
+    assert len(rows) == 2 * len(methods) and not any("error" in row for row in rows.values())
+    for problem, same in (("diabetes", "rmse"), ("wine", "accuracy")):
+        own = {method: rows[problem, method] for method in methods}
+        # one number tuned on held-out data does not move the prediction, and what it costs is a second training
+        assert own["calibrated"][same] == own["network"][same]
+        assert own["calibrated"]["log_likelihood"] != own["network"]["log_likelihood"]
+        assert own["calibrated_ensemble"]["seconds"] > own["calibrated"]["seconds"] > own["network"]["seconds"] > 0
+        assert own["recommended"]["notes"]["scale"] >= 0.0 and own["retrained"]["notes"]["temperature"] > 0.0
+        assert all(0 <= row["coverage"] <= 1 and 0 <= row["auroc"] <= 1 for row in own.values())
+    assert rows["diabetes", "recommended"]["rmse"] == pytest.approx(rows["diabetes", "evidence_network"]["rmse"])
+    exact, path = (rows["diabetes", method]["auroc_uncalibrated"] for method in ("evidence_posterior", "recommended"))
+    assert exact == path  # of classes it is sampled
+    compared = figures(tmp_path / "out" / "summary.json")["path against"]
+    for kind, problem in (("classification", "wine"), ("regression", "diabetes")):
+        gain = rows[problem, "recommended"]["log_likelihood"] - rows[problem, "calibrated"]["log_likelihood"]
+        assert compared[kind]["calibrated"]["mean"] == pytest.approx(gain)
+        assert compared[kind]["calibrated"]["wins"] == int(gain > 0)
+    assert "retraining recovers" in printed or "the path against" in printed
+    run("predictions/table.py", tmp_path, *arguments, *methods)
+    assert (tmp_path / "out" / "table.jsonl").read_text() == kept  # nothing is computed again
+
+
+def test_the_tables_numbers(monkeypatch) -> None:
+    """Clustered errors against independent ones; temperature and noise against a grid; sets against a loop."""
+    for folder in ("predictions", "structures"):
+        monkeypatch.syspath_prepend(str(ROOT / "examples" / folder))
+    summary, scores, baselines = (importlib.import_module(name) for name in ("_summary", "_scores", "_baselines"))
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(6, generator=generator, dtype=torch.float64)
+    mean, error = summary.clustered(values.tolist(), list("abcdef"))
+    assert mean == pytest.approx(float(values.mean())) and error == pytest.approx(float(values.std()) / 6**0.5)
+    # three copies of each data set say nothing new
+    assert summary.clustered(values.tolist() * 3, list("abcdef") * 3) == pytest.approx((mean, error))
+
+    log_p = torch.randn(50, 3, generator=generator, dtype=torch.float64).mul(4).log_softmax(-1)
+    y = torch.randint(3, (50,), generator=generator)
+    grid = torch.linspace(-3, 3, 6001, dtype=torch.float64).exp()
+    losses = [torch.nn.functional.cross_entropy(log_p / t, y, reduction="sum") + t.log() ** 2 / 2 for t in grid]
+    best = float(grid[int(torch.stack(losses).argmin())])
+    assert scores.temperature(log_p, y) == pytest.approx(best, rel=2e-3)
+    assert scores.temperature(log_p[:5], log_p[:5].argmax(1)) > 0.1  # all right, and still no certainty
+    p = log_p.exp()
+    inside = 0
+    for row, label in zip(p.tolist(), y.tolist(), strict=True):
+        chosen, total = set(), 0.0
+        for k in sorted(range(3), key=lambda k: -row[k]):
+            if total < 0.9:
+                chosen, total = {*chosen, k}, total + row[k]
+        inside += label in chosen
+    assert scores._in_sets(p, y) == pytest.approx(inside / 50)
+
+    members = [torch.nn.Linear(2, 1).double() for _ in range(3)]
+    x, t = torch.randn(20, 2, generator=generator).double(), 9.0 * torch.randn(20, 1, generator=generator).double()
+    own = baselines.Network(members, None)
+    noise = own.tuned(x, t)
+    f = torch.stack([member(x).detach() for member in members])
+    squares = (f.mean(0) - t).square()
+    assert noise == pytest.approx(float((squares - f.var(0, correction=0)).mean()))
+    found = own.predictor(noise)(x)
+    assert torch.allclose(found.variance, (f.var(0, correction=0) + noise).flatten())
+
+
 def test_the_toys_of_t20(tmp_path: Path) -> None:
     run("toys/t20.py", tmp_path, "--out", "out")
     found = figures(tmp_path / "out" / "t20.json")
