@@ -28,6 +28,7 @@ __all__ = [
     "mean_log_likelihood",
     "reliability",
     "rmse",
+    "set_coverage",
 ]
 
 
@@ -267,9 +268,7 @@ def interval_coverage(
         A calibrated prediction has coverage equal to level.
     """
     middle, spread, truth = _array(mean).ravel(), _array(variance).ravel(), _array(targets).ravel()
-    wanted = torch.as_tensor(list(levels), dtype=torch.float64)
-    if not ((wanted > 0) & (wanted < 1)).all():
-        raise DataError("levels strictly between 0 and 1", f"{list(levels)}", "Pass probabilities such as 0.9.")
+    wanted = torch.as_tensor(_levels(levels))
     if not middle.size == spread.size == truth.size or truth.size == 0:
         raise TargetError(
             f"as many targets and variances as means, {middle.size}",
@@ -280,6 +279,43 @@ def interval_coverage(
     half_width = (2.0**0.5 * torch.erfinv(wanted)).numpy()
     score = np.abs(truth - middle) / np.sqrt(spread)
     return (score[None, :] <= half_width[:, None]).mean(1)
+
+
+def set_coverage(probabilities: ArrayLike, labels: ArrayLike, levels: Sequence[float]) -> NDArray[np.float64]:
+    """Fraction of labels in the sets of the most probable classes that hold each nominal level.
+
+    The set takes classes in the order of their probabilities until these sum to the level q, the last class with the
+    probability that makes the sum exactly q. With P the sum up to and including the label's own p, the label is in it
+    with probability (q - P + p)/p, clipped to [0, 1]; the mean of these is returned, without random numbers.
+
+    Parameters
+    ----------
+    probabilities : array_like or Tensor, (N, C), (N, 1) or (N,)
+        See `class_probabilities`.
+    labels : array_like or Tensor, (N,) or (N, 1)
+        True classes, integers from 0.
+    levels : sequence of float
+        Nominal probabilities in (0, 1).
+
+    Returns
+    -------
+    ndarray, (len(levels),)
+        A calibrated prediction has coverage equal to level.
+    """
+    table = class_probabilities(probabilities)
+    own, wanted = _labels(labels, table)[:, None], _levels(levels)
+    order = np.argsort(-table, 1, kind="stable")
+    place = np.argsort(order, 1, kind="stable")  # of each class in the order
+    until = np.take_along_axis(np.take_along_axis(table, order, 1).cumsum(1), np.take_along_axis(place, own, 1), 1)
+    p = np.take_along_axis(table, own, 1)
+    return np.clip((wanted - until + p) / np.maximum(p, np.finfo(float).tiny), 0.0, 1.0).mean(0)
+
+
+def _levels(levels: Sequence[float]) -> NDArray[np.float64]:
+    wanted = np.asarray(list(levels), dtype=np.float64)
+    if not ((wanted > 0) & (wanted < 1)).all():
+        raise DataError("levels strictly between 0 and 1", f"{list(levels)}", "Pass probabilities such as 0.9.")
+    return wanted
 
 
 def _present(predictive: Distribution, targets: torch.Tensor) -> torch.Tensor | None:

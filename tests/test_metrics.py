@@ -133,9 +133,40 @@ def test_coverage_of_gaussian_intervals() -> None:
     np.testing.assert_allclose(found, [0.5, 0.9], atol=0.01)
 
 
+def slow_set_coverage(probabilities: np.ndarray, labels: np.ndarray, level: float, draws: np.ndarray) -> float:
+    """Build each set class by class; the last one belongs to it if a uniform number is below its share."""
+    inside = 0
+    for row, label in zip(probabilities, labels, strict=True):
+        for u in draws:
+            total, members = 0.0, set()
+            for c in sorted(range(len(row)), key=lambda c: -row[c]):
+                if total + row[c] <= level or u < (level - total) / row[c]:
+                    members.add(c)
+                total += row[c]
+                if total > level:
+                    break
+            inside += label in members
+    return inside / (len(labels) * len(draws))
+
+
+def test_coverage_of_sets(table: tuple[np.ndarray, np.ndarray]) -> None:
+    probabilities, labels = table[0][:60], table[1][:60]
+    uniform = (np.arange(400) + 0.5) / 400
+    for level in (0.1, 0.5, 0.9):
+        expected = slow_set_coverage(probabilities, labels, level, uniform)
+        assert metrics.set_coverage(probabilities, labels, [level])[0] == pytest.approx(expected, abs=2e-3)
+    # labels of classes in the shares of their probabilities: coverage is the level
+    levels, p = [0.05, 0.3, 0.62, 0.99], np.array([0.5, 0.3, 0.0, 0.2])
+    shares = np.repeat(np.arange(4), (10 * p).astype(int))
+    np.testing.assert_allclose(metrics.set_coverage(np.tile(p, (10, 1)), shares, levels), levels, atol=1e-12)
+    assert metrics.set_coverage([0.9, 0.2], [1, 1], [0.8]) == pytest.approx(0.5 * 0.8 / 0.9)
+    assert metrics.set_coverage([[1.0, 0.0]], [1], [0.999]) == 0.0
+
+
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
+        (lambda: metrics.set_coverage([[0.5, 0.5]], [0], [0.0]), DataError, "strictly between 0 and 1"),
         (lambda: metrics.accuracy([[2.0, -1.0]], [0]), DataError, "sum to one.*at example 0.*not logits"),
         (lambda: metrics.accuracy([[0.5, 0.5], [np.nan, 0.5]], [0, 1]), DataError, "at example 1"),
         (lambda: metrics.accuracy([[0.5, 0.5], [0.5, 0.499]], [0, 1]), DataError, "at example 1"),

@@ -36,12 +36,14 @@ def reliability_diagram(panels: Mapping[str, Mapping[str, Reliability]]) -> Figu
             bottom.plot(bins.confidence, bins.count, marker, ms=5, color=colour)
         low = min(float(bins.confidence.min()) for bins in series.values())
         top.set(ylim=(-0.03, 1.05), xlim=(max(0.0, low - 0.08), 1.05), ylabel="fraction that is right")
-        bottom.set(yscale="log", ylim=(0.7, None), ylabel="images", xlabel="confidence of the prediction")
+        bottom.set(yscale="log", ylim=(0.7, None), ylabel="examples", xlabel="confidence of the prediction")
         top.legend(loc="lower right", fontsize=9, framealpha=0.9)
     return figure
 
 
-def coverage_diagram(levels: ArrayLike, series: Mapping[str, ArrayLike], title: str) -> Figure:
+def coverage_diagram(
+    levels: ArrayLike, series: Mapping[str, ArrayLike], title: str, region: str = "interval"
+) -> Figure:
     """Fraction of held-out targets inside central intervals, against the intervals' nominal probability.
 
     Parameters
@@ -52,13 +54,15 @@ def coverage_diagram(levels: ArrayLike, series: Mapping[str, ArrayLike], title: 
         Observed fractions.
     title : str
         Title of the figure.
+    region : str
+        What has the probability: "interval", or "set" of labels.
     """
     figure = Figure(figsize=(5.0, 4.6), layout="constrained")
     axes = tidy(figure.add_subplot(), title)
     axes.plot([0, 1], [0, 1], color=GREY, lw=1, ls=(0, (4, 2)), label="perfectly calibrated")
     for (name, found), (colour, marker, line) in zip(series.items(), SERIES, strict=False):
         axes.plot(flat(levels), flat(found), line, marker=marker, ms=6, color=colour, lw=1.7, label=name)
-    axes.set(xlabel="nominal probability of the interval", ylabel="fraction of targets inside")
+    axes.set(xlabel=f"nominal probability of the {region}", ylabel="fraction of targets inside")
     axes.set(xlim=(0, 1.02), ylim=(0, 1.02), aspect="equal")
     axes.legend(loc="upper left", fontsize=9, framealpha=0.9)
     return figure

@@ -12,9 +12,11 @@ from ntk_laplace.tools.cli.likelihood import likelihood_fault
 from ntk_laplace.tools.cli.options import (
     add_model_options,
     count,
+    csv_file,
     directory,
     html_file,
     image_shape,
+    level,
     names,
     png_file,
     seed,
@@ -111,6 +113,33 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--features", type=names, metavar="A,B,...", help="names of the inputs' columns")
     shown.add_argument("--target", default="target", metavar="NAME", help="what is predicted (default: %(default)s)")
     shown.add_argument("--title", default="Which training points made these predictions?", help="of the page")
+    predict = commands.add_parser(
+        "predict",
+        help="predictions of your own network, each with its uncertainty",
+        description="Write a table with one row per input, in their order: the prediction, its uncertainty in two "
+        "parts, and an interval, or a set of labels, of the level. Beside it a page shows whether the uncertainty is "
+        "right. Scale, temperature and noise are fitted to the training points, each predicted from all others, "
+        "without a validation set; or to held-out data, which every structure can use.",
+    )
+    add_model_options(predict)
+    predict.add_argument("--structure", default="auto", metavar="A",
+                         help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
+                         "(default: the cheaper of the exact ones, gp and full)")  # fmt: skip
+    told = predict.add_argument_group("the predictions")
+    told.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
+                      help="inputs to predict, saved with numpy.savez(NPZ, X=...), or X=... and y=... for "
+                      "scores")  # fmt: skip
+    told.add_argument("--out", type=csv_file, default=Path("predictions.csv"), metavar="OUT.csv",
+                      help="the table; the page beside it ends with .html (default: %(default)s)")  # fmt: skip
+    told.add_argument("--level", type=level, default=0.9, metavar="Q",
+                      help="of the intervals or sets: the fraction to be covered (default: %(default)s)")  # fmt: skip
+    told.add_argument("--held-out", type=Path, metavar="NPZ",
+                      help="data that training did not use, for calibration, intervals and sets in place of "
+                      "leave-one-out; needed for a structure that is not exact")  # fmt: skip
+    told.add_argument("--retrain", action="store_true",
+                      help="train a copy of the network on first, at precisions and noise that the evidence chooses: "
+                      "for weights trained with little weight decay")  # fmt: skip
+    told.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     return parser
 
 
@@ -133,10 +162,10 @@ def _demo(options: argparse.Namespace) -> int:
 def _own(options: argparse.Namespace) -> int:
     """Run a command on the user's network."""
     from ntk_laplace.errors import NTKLaplaceError
-    from ntk_laplace.tools.cli import evidence, explain
+    from ntk_laplace.tools.cli import evidence, explain, predict
 
     try:
-        {"evidence": evidence, "explain": explain}[options.command].run(options)
+        {"evidence": evidence, "explain": explain, "predict": predict}[options.command].run(options)
     except KeyboardInterrupt:
         return _complain("interrupted; no file was written", INTERRUPTED)
     except NTKLaplaceError as cause:

@@ -141,7 +141,9 @@ class _OneArray(ValueError):
     """The file contains a single array."""
 
 
-def load_data(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor]:
+def load_data(
+    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "the training data"
+) -> tuple[Inputs, Tensor]:
     """X and y of an ``.npz`` file, as tensors; floating arrays are cast to `dtype`, integers keep their dtype.
 
     Parameters
@@ -150,17 +152,21 @@ def load_data(path: Path, dtype: torch.dtype, targets: str | None = None) -> tup
     dtype : torch.dtype
     targets : str, optional
         Name of the targets' array. All other arrays are then the network's inputs by name, instead of X and y.
+    what : str
+        What the file contains, for messages.
 
     Raises
     ------
     DataError
         If the file is missing or not an ``.npz`` file, or its arrays are not numeric.
     """
-    arrays = _read(path, "an .npz file of the training data", ("X", "y") if targets is None else (targets,), targets)
+    arrays = _read(path, f"an .npz file of {what}", ("X", "y") if targets is None else (targets,), targets)
     return _inputs(arrays, dtype, targets), _tensor(targets or "y", arrays[targets or "y"], dtype)
 
 
-def load_inputs(path: Path, dtype: torch.dtype, targets: str | None = None) -> tuple[Inputs, Tensor | None]:
+def load_inputs(
+    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "inputs to explain"
+) -> tuple[Inputs, Tensor | None]:
     """X of an ``.npz`` file, and y if the file has it, read as in `load_data`.
 
     Raises
@@ -168,7 +174,7 @@ def load_inputs(path: Path, dtype: torch.dtype, targets: str | None = None) -> t
     DataError
         As in `load_data`.
     """
-    arrays = _read(path, "an .npz file of inputs to explain", ("X",) if targets is None else (), targets)
+    arrays = _read(path, f"an .npz file of {what}", ("X",) if targets is None else (), targets)
     y = arrays.get(targets or "y")
     return _inputs(arrays, dtype, targets), None if y is None else _tensor(targets or "y", y, dtype)
 

@@ -11,9 +11,11 @@ __all__ = [
     "FACTORY",
     "add_model_options",
     "count",
+    "csv_file",
     "directory",
     "html_file",
     "image_shape",
+    "level",
     "names",
     "output",
     "png_file",
@@ -110,6 +112,22 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}.")
     return int(text)
+
+
+def csv_file(text: str) -> Path:
+    """Path of a CSV file."""
+    return _file(text, ".csv")
+
+
+def level(text: str) -> float:
+    """A probability strictly between 0 and 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1.0:
+        raise argparse.ArgumentTypeError(f"expected a probability between 0 and 1, such as 0.9; got {text!r}.")
+    return value
 
 
 def html_file(text: str) -> Path:

@@ -1,0 +1,125 @@
+"""The command ``ntk-laplace predict``: a table and a page of predictions by the user's network."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import Any
+
+import pandas
+from torch import Tensor
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.data import to_device
+from ntk_laplace.posterior.fit import spec_of
+from ntk_laplace.tools.cli.inputs import check_forward, load_data, load_inputs
+from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.predictions import Judged, Predictions
+from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
+
+__all__ = ["run"]
+
+_SHOWN = 8  # precisions or noises that are told
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load, fit, calibrate, predict, write.
+
+    Raises
+    ------
+    NTKLaplaceError
+        If the network, the data or an option is invalid.
+    OSError
+        If the table or the page cannot be written; raised before the computation.
+    """
+    page_path = options.out.with_suffix(".html")
+    for path in (options.out, page_path):
+        require_writable(path)
+    model = bring(options)
+    x, y = load_inputs(options.inputs, model.dtype, options.targets, "inputs to predict")
+    held_out = None
+    if options.held_out is not None:
+        held_out = load_data(options.held_out, model.dtype, options.targets, "held-out data")
+    device = next(model.network.parameters()).device
+    for inputs in (x, *(held_out[:1] if held_out else ())):
+        check_forward(model.network, to_device(inputs, device), options.output)
+    _require_exact(options)
+    _tell("fitting the posterior")
+    posterior = ntkl.laplace(
+        model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
+        options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
+    )  # fmt: skip
+    sentences: list[str] = []
+    warned: list[str] = []
+    if options.retrain:
+        _tell("training on")
+        posterior, warned = _retrained(posterior, (model.x, model.y))
+        sentences.append(_hyperparameters(posterior))
+    _tell("calibrating on held-out data" if held_out else "predicting each training point from all others")
+    fit, judged = _calibrated(posterior, held_out)
+    _tell("predicting the inputs")
+    found = Predictions.of(posterior, x, y, options.level, held_out, options.classes)
+    sentences += summary(fit, found)
+    warned += doubts(fit, found)
+    page = build(posterior, judged, found, sentences, warned, options.out.name)
+    found.frame.to_csv(options.out, index=False)
+    page.write(page_path)
+    print("\n".join(sentences))
+    if found.judged is not None:
+        print(f"\nScores of the {len(found.frame):,} inputs")
+        table = pandas.DataFrame(found.judged.scores(options.level)).T
+        print(table.to_string(float_format="{:.4f}".format))
+    for text in warned:
+        print(f"\nWARNING: {text}")
+    print(f"\n{len(found.frame):,} predictions written to {options.out}; {page_path} is a page, which a browser opens")
+
+
+def _require_exact(options: argparse.Namespace) -> None:
+    """Refuse, before the fit, what has no intervals and sets from leave-one-out."""
+    spec = spec_of(options.structure)
+    if options.held_out is None and not ((spec is None or spec.exact) and options.curvature == "ggn"):
+        raise ntkl.UnsupportedError(
+            "--held-out, or --structure gp or full and --curvature ggn, whose leave-one-out gives intervals and sets",
+            f"--structure {options.structure} and --curvature {options.curvature} without --held-out",
+            "Pass data that training did not use: --held-out NPZ.",
+        )  # fmt: skip
+
+
+def _calibrated(posterior: ntkl.Posterior, held_out: Any) -> tuple[ntkl.PredictiveFit, Judged]:
+    """The fit of the predictive, and versions of predictions at the points that it was fitted to."""
+    with warnings.catch_warnings():  # the result has the reasons, which are told in the command's words
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        fit = posterior.fit_predictive(strict=False) if held_out is None else posterior.calibrate(held_out)
+    if held_out is None:
+        return fit, Judged.without_themselves(posterior, fit.calibration)
+    return fit, Judged.of(posterior, *held_out)
+
+
+def _retrained(posterior: ntkl.Posterior, data: Any) -> tuple[ntkl.Posterior, list[str]]:
+    """The posterior of the network trained on, and what there was to warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ntkl.NTKLaplaceWarning)
+        found = posterior.retrain(data, predictive=None)
+    return found, list(dict.fromkeys(str(one.message) for one in caught))
+
+
+def _hyperparameters(posterior: ntkl.Posterior) -> str:
+    found, noise = {"prior precision": posterior.prior.precision}, getattr(posterior.likelihood, "noise", None)
+    if isinstance(noise, Tensor):
+        found["noise variance"] = noise
+    texts = []
+    for name, tensor in found.items():
+        values = tensor.detach().flatten().tolist()
+        few = ", ".join(f"{value:.3g}" for value in values[:_SHOWN])
+        texts.append(f"{name} {few}{', ...' if len(values) > _SHOWN else ''}")
+    return (
+        "The network was trained on from the checkpoint's weights, at hyperparameters that the evidence chose: "
+        f"{'; '.join(texts)}. The checkpoint did not change."
+    )
+
+
+def _tell(what: str) -> None:
+    """Progress, on a terminal alone."""
+    if sys.stderr.isatty():
+        print(f"ntk-laplace: {what}", file=sys.stderr)
