@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,48 +12,22 @@ from _baselines import Baselines
 from _scores import Method, Predictor, of_moments, of_probabilities
 from torch import Tensor, nn
 from torch.optim import Adam
-from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import ntk_laplace as ntkl
 
-__all__ = ["Ours", "Path"]
+__all__ = ["Ours"]
 
 LARGEST = 10_000  # rows and columns of an exact posterior's matrix
 BOUNDS = (1e-6, 1e6)
+EPOCHS = 300  # of full batches, with evidence; half of the plain training's
 QUIET = ntkl.Settings(progress=False)
-
-
-@dataclass(frozen=True)
-class Path:
-    """Settings of the training with evidence, found on boston, yacht, energy, banana and ionosphere.
-
-    Attributes
-    ----------
-    epochs, rate
-        Of a table's full batches; images are trained like the plain network.
-    evaluations
-        The evidence is computed so often, if there were no burn-in, which is a sixth of the epochs.
-    steps, learning_rate
-        Of the hyperparameters, each time.
-    noise
-        Where a Gaussian's begins, of standardized responses; 1 underfits responses of little noise.
-    """
-
-    epochs: int = 300
-    rate: float = 2e-2
-    evaluations: int = 12
-    steps: int = 10
-    learning_rate: float = 0.3
-    noise: float = 0.1
-    groups: str = "layer"
-    structure: str = "kfac"
 
 
 class Ours:
     """Methods of one problem, weight decay and seed, on the networks of the baselines."""
 
-    def __init__(self, baselines: Baselines, path: Path | None = None) -> None:
-        self.baselines, self.problem, self.path = baselines, baselines.problem, path or Path()
+    def __init__(self, baselines: Baselines) -> None:
+        self.baselines, self.problem = baselines, baselines.problem
         self.data = (self.problem.x, self.problem.y)
         self.moving = ["precision"] if self.problem.classes else ["precision", "noise"]
         self._kept: dict[str, tuple[Any, float]] = {}
@@ -68,8 +41,8 @@ class Ours:
             self._kept[name] = found, time.process_time() - start
         return self._kept[name]
 
-    def _likelihood(self, noise: float | None = None) -> ntkl.Likelihood:
-        return ntkl.Categorical() if self.problem.classes else ntkl.Gaussian(noise or self.path.noise)
+    def _likelihood(self, noise: float = 1.0) -> ntkl.Likelihood:
+        return ntkl.Categorical() if self.problem.classes else ntkl.Gaussian(noise)
 
     def _predictor(self, posterior: ntkl.Posterior, calibrated: bool = False, method: str = "glm") -> Predictor:
         def predict(x: Tensor) -> torch.distributions.Distribution:
@@ -85,7 +58,7 @@ class Ours:
         rows = len(self.problem.y) * max((self.problem.classes or 2) - 1, 1)
         return min(weights, rows) <= LARGEST
 
-    def _laplace(self, network: nn.Module, likelihood: ntkl.Likelihood, prior: ntkl.GaussianPrior) -> ntkl.Posterior:
+    def laplace(self, network: nn.Module, likelihood: ntkl.Likelihood, prior: ntkl.GaussianPrior) -> ntkl.Posterior:
         """Exact if that is cheap, else KFAC."""
         structure = "auto" if self.exact else "kfac"
         return ntkl.laplace(network, self.data, likelihood, prior, structure, settings=QUIET)
@@ -97,23 +70,23 @@ class Ours:
 
     # --- the network as it was trained
 
-    def _as_trained(self) -> ntkl.Posterior:
+    def as_trained(self) -> ntkl.Posterior:
         """At the precision that its weight decay is."""
         own, count = self.baselines.whole[0], len(self.problem.y)
         with torch.no_grad():
-            noise = None if self.problem.classes else float((own(self.problem.x) - self.problem.y).square().mean())
-        precision = self.baselines.decay * count / (noise or 1.0)
-        return self._laplace(own, self._likelihood(noise), ntkl.GaussianPrior(precision))
+            noise = 1.0 if self.problem.classes else float((own(self.problem.x) - self.problem.y).square().mean())
+        precision = self.baselines.decay * count / noise
+        return self.laplace(own, self._likelihood(noise), ntkl.GaussianPrior(precision))
 
     def posterior(self) -> Method:
         """Nothing tuned."""
-        found, seconds = self._once(self._as_trained)
+        found, seconds = self._once(self.as_trained)
         return Method(self._predictor(found), self.baselines.whole[1] + seconds)
 
     def leave_one_out(self) -> Method:
         """Scale and temperature, or noise, by leave-one-out, trusted or not."""
         start = time.process_time()
-        found = self._as_trained()
+        found = self.as_trained()
         fit = found.fit_predictive("loo", strict=False)
         seconds = self.baselines.whole[1] + time.process_time() - start
         return self._fitted(found, seconds, after=fit.after, trusted=fit.trusted, reasons=fit.reasons)
@@ -121,39 +94,34 @@ class Ours:
     def hyperparameters(self) -> Method:
         """Precision and noise by the evidence at fixed weights."""
         start = time.process_time()
-        found = self._as_trained()
+        found = self.as_trained()
         found.fit_hyperparameters(parameters=self.moving, bounds=BOUNDS, progress=False)
         return Method(self._predictor(found), self.baselines.whole[1] + time.process_time() - start)
 
     def retrained(self) -> Method:
         """For the network people bring: evidence at fixed weights, training at its precisions, leave-one-out."""
         start = time.process_time()
-        found = self._as_trained().retrain(self.data)
+        found = self.as_trained().retrain(self.data)
         return self._fitted(found, self.baselines.whole[1] + time.process_time() - start)
 
     # --- training with evidence
 
-    def _with_evidence(self, rows: Tensor | None = None) -> ntkl.EvidenceTraining:
+    def with_evidence(self, rows: Tensor | None = None) -> ntkl.EvidenceTraining:
         """A new network, trained together with its prior and noise.
 
         At the end its exact posterior with leave-one-out, if that is cheap, else that of the training.
         """
-        path, recipe, network = self.path, self.problem.recipe, self.problem.network(self.baselines.seed)
-        epochs, rate = recipe.epochs, recipe.rate
-        if recipe.batch is None:
-            epochs, rate = min(path.epochs, epochs), path.rate
-        often = max(1, epochs // path.evaluations)
-        schedule = ntkl.EvidenceSchedule(often, path.steps, epochs // 6, path.learning_rate)
+        recipe, network = self.problem.recipe, self.problem.network(self.baselines.seed)
         data = self.data if rows is None else (self.problem.x[rows], self.problem.y[rows])
+        images = {"optimizer": partial(Adam, lr=recipe.rate)} if recipe.batch else {}
         return ntkl.train_with_evidence(
-            network, data, self._likelihood(), ntkl.GaussianPrior(1.0, groups=path.groups), path.structure,
-            optimizer=partial(Adam, lr=rate), scheduler=partial(CosineAnnealingLR, T_max=epochs), epochs=epochs,
-            schedule=schedule, batch_size=recipe.batch, settings=QUIET, predictive="loo" if self.exact else None,
+            network, data, self._likelihood(), epochs=recipe.epochs if images else min(EPOCHS, recipe.epochs),
+            batch_size=recipe.batch, predictive="loo" if self.exact else None, settings=QUIET, **images,
         )  # fmt: skip
 
     def evidence_network(self) -> Method:
         """The network that training with evidence gives, alone."""
-        found, seconds = self._once(self._with_evidence)
+        found, seconds = self._once(self.with_evidence)
         posterior = found.posterior
         notes = {"precision": posterior.prior.precision.detach().tolist(), "epoch": found.best_epoch}
         if not self.problem.classes:
@@ -162,16 +130,16 @@ class Ours:
 
     def online(self) -> Method:
         """The KFAC posterior of the training itself."""
-        found, seconds = self._once(self._with_evidence)
+        found, seconds = self._once(self.with_evidence)
         own = found.posterior
         if self.exact:
             network = own.network.module
-            own = ntkl.laplace(network, self.data, own.likelihood, own.prior, self.path.structure, settings=QUIET)
+            own = ntkl.laplace(network, self.data, own.likelihood, own.prior, "kfac", settings=QUIET)
         return Method(self._predictor(own), seconds)
 
     def evidence_posterior(self) -> Method:
         """Exact where that is cheap, at the hyperparameters of the training."""
-        found, seconds = self._once(self._with_evidence)
+        found, seconds = self._once(self.with_evidence)
         return Method(self._predictor(found.posterior), seconds)
 
     def recommended(self) -> Method:
@@ -180,9 +148,9 @@ class Ours:
         Where an exact posterior is too large: training on 90 %, KFAC, and the other 10 % for scale and temperature.
         """
         if self.exact:
-            found, seconds = self._once(self._with_evidence)
+            found, seconds = self._once(self.with_evidence)
             return self._fitted(found.posterior, seconds)
         start = time.process_time()
-        posterior = self._with_evidence(self.baselines.kept).posterior
+        posterior = self.with_evidence(self.baselines.kept).posterior
         fit = posterior.calibrate((self.problem.x[self.baselines.held], self.problem.y[self.baselines.held]))
         return self._fitted(posterior, time.process_time() - start, after=fit.after)
