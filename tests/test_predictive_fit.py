@@ -205,6 +205,10 @@ def test_the_average_has_a_temperature_of_its_own(classifier: ntkl.Posterior) ->
     assert torch.allclose(response.probs, expected, atol=1e-10)
     assert torch.allclose(response.variance, expected * (1 - expected), atol=1e-10)
     assert fit.after == pytest.approx(float(response.log_prob(y).mean()), abs=1e-9)
+    alone = classifier.calibrate((x, y), temperature="network")  # temperature scaling
+    assert alone.scale == 0.0 and alone.calibration.average_temperature == 1.0
+    scores = [nn.functional.cross_entropy(mean / t, y) for t in (alone.temperature * torch.tensor([0.98, 1, 1.02]))]
+    assert scores[1] == min(scores) and alone.after == pytest.approx(-float(scores[1]), abs=1e-7)
     draws = classifier.calibrate((x, y), temperature="draws")
     assert draws.calibration.average_temperature == 1.0 and draws.temperature != 1.0
 

@@ -31,6 +31,10 @@ PRIVATE = {
     "_high_water_mark": "the operating system's answer, in bytes, and replaced by others",
     "_require_length": "the bound of a scheduler at its exact step, without a training of that length",
     "_batched": "a module of examples/uci",
+    "_baselines": "a module of examples/predictions",
+    "_scores": "a module of examples/predictions",
+    "_summary": "a module of examples/predictions",
+    "_in_sets": "a function of examples/predictions, beside its definition",
 }
 # torch's, NumPy's and pytest's own
 FOREIGN = {

@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -567,10 +568,10 @@ def test_without_memory_for_an_exact_posterior_the_training_structure_stays(monk
 def test_the_default_optimizer_is_adam_with_a_cosine() -> None:
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR
     networks = [mlp(1, 5, 1) for _ in range(4)]
-    step = torch.optim.lr_scheduler.StepLR
+    step, own_adam = torch.optim.lr_scheduler.StepLR, partial(torch.optim.Adam, lr=0.02)
     options: list[dict[str, Any]] = [
-        {}, {"optimizer": adam, "scheduler": lambda o: cosine(o, 8)},
-        {"scheduler": lambda o: step(o, 2)}, {"optimizer": adam, "scheduler": lambda o: step(o, 2)},
+        {}, {"optimizer": own_adam, "scheduler": lambda o: cosine(o, 8)},
+        {"scheduler": lambda o: step(o, 2)}, {"optimizer": own_adam, "scheduler": lambda o: step(o, 2)},
     ]  # fmt: skip
     for network, own in zip(networks, options, strict=True):
         predicted(network, epochs=8, predictive=None, **own)

@@ -22,7 +22,7 @@ from ntk_laplace.structures.what_if import Indices, drawn
 __all__ = ["CalibrationVerbs"]
 
 _LEFT_OUT = 300  # training points, where the structure is fitted again without them
-_TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}
+_TEMPERATURES = {"draws": "temperature", "average": "average_temperature", "network": "temperature"}
 
 
 class CalibrationVerbs(PredictionVerbs):
@@ -91,27 +91,31 @@ class CalibrationVerbs(PredictionVerbs):
             Data that the network was not trained on.
         temperature : str
             Of classes: "draws" divides each draw of f, E softmax(f/T); "average" divides the log of the averaged
-            probabilities, softmax(log E softmax(f) / T). Without effect for other likelihoods.
+            probabilities, softmax(log E softmax(f) / T). "network" is temperature scaling of the network alone, or the
+            noise of a Gaussian alone: the scale is 0.
 
         Returns
         -------
         PredictiveFit
         """
         if temperature not in _TEMPERATURES:
-            raise UnsupportedError('temperature "draws" or "average"', repr(temperature), "Choose one of the two.")
-        own = self.likelihood.for_new_points()
-        parameters = ["scale", _TEMPERATURES[temperature]] if own.classifies else None
-        return self.fit_predictive(data, parameters)
+            raise UnsupportedError('temperature "draws", "average" or "network"', repr(temperature), "Choose one.")
+        likelihood, held_out = self.likelihood.for_new_points(), self._held_out(data)
+        names = [_TEMPERATURES[temperature]] if likelihood.classifies else ["noise"]
+        if temperature == "network" and (likelihood.classifies or likelihood.additive_noise(held_out.mean) is not None):
+            return self._fit_calibration(held_out, likelihood, "held-out data", names, None, scale=0.0)
+        parameters = ["scale", *names] if likelihood.classifies else None
+        return self._fit_calibration(held_out, likelihood, "held-out data", parameters, None)
 
     # --- inside
 
     def _fit_calibration(
         self, points: LeftOut, likelihood: Likelihood, objective: str, parameters: Sequence[str] | None,
-        reliability: Reliability | None,
+        reliability: Reliability | None, **fixed: float,
     ) -> PredictiveFit:  # fmt: skip
         with torch.inference_mode(False):
             found = densities(likelihood, points)
-            calibration, at_bounds = fit_calibration(found, parameters)
+            calibration, at_bounds = fit_calibration(found, parameters, fixed)
             compared = Calibration(), calibration, Calibration(scale=0.0)
             before, after, network = (mean_log_density(found, one) for one in compared)
             count = int((points.weights > 0).sum())

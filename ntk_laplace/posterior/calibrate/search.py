@@ -42,15 +42,17 @@ class Axis:
 
 AXES = {
     "scale": Axis(1e-7, 20.0, 1e-3, 10.0, 6),
-    "temperature": Axis(0.1, 10.0, 0.25, 6.0, 5),
-    "average_temperature": Axis(0.1, 10.0, 0.25, 6.0, 5),
+    "temperature": Axis(0.25, 10.0, 0.25, 6.0, 5),
+    "average_temperature": Axis(0.25, 10.0, 0.25, 6.0, 5),
     "noise": Axis(0.05, 1e5, 0.05, 1e3, 9),
 }
 COMMON = "common"
 """One factor for the covariance of f and the noise."""
 
 
-def fit_calibration(found: Densities, names: Sequence[str] | None) -> tuple[Calibration, tuple[str, ...]]:
+def fit_calibration(
+    found: Densities, names: Sequence[str] | None, fixed: Mapping[str, float] | None = None
+) -> tuple[Calibration, tuple[str, ...]]:
     """The calibration of the largest mean log density, and the names of what is at a bound.
 
     Parameters
@@ -59,6 +61,8 @@ def fit_calibration(found: Densities, names: Sequence[str] | None) -> tuple[Cali
     names : sequence of str, optional
         Which numbers are fitted, by default all of the likelihood; the others are 1. With "scale" among them, scale 0
         is compared as well. "common" alone: one factor for the covariance and the noise, in closed form.
+    fixed : mapping, optional
+        Values of others, if they are not 1.
 
     Raises
     ------
@@ -70,7 +74,7 @@ def fit_calibration(found: Densities, names: Sequence[str] | None) -> tuple[Cali
         factor = found.common()
         return Calibration(scale=factor, noise=factor), ()
     axes = {name: AXES[name] for name in chosen}
-    best = climb(found, axes)
+    best = climb(found, axes, fixed)
     if "scale" in chosen:
         certain = climb(found, {name: axis for name, axis in axes.items() if name != "scale"}, {"scale": 0.0})
         best = best if best[0] > certain[0] + 1e-7 else certain

@@ -35,9 +35,11 @@ class Problem:
     likelihood : callable
         Builds the likelihood from a noise variance, which only the Gaussian uses.
     precisions, noises : tuple of float
-        Candidates from which `choose` selects.
+        Candidates for the figure of the scores that choose a prior.
     compares : bool
         Whether to compute the evidence of all structures.
+    epochs : int
+        Of the training with evidence.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Problem:
     precisions: tuple[float, ...]
     noises: tuple[float, ...] = ()
     compares: bool = False
+    epochs: int = 300
 
     @property
     def classifies(self) -> bool:
@@ -66,12 +69,12 @@ def problems(seed: int) -> list[Problem]:
     return [
         Problem(
             DIGITS_PAIR, "Digits 4 and 9", "CNN, 8-16 channels",
-            data.digits(seed, 200, 161, (4, 9)), lambda: cnn((8, 16), 1), lambda noise: ntkl.Bernoulli(),
+            data.digits(seed, 120, 240, (4, 9)), lambda: cnn((8, 16), 1), lambda noise: ntkl.Bernoulli(),
             (0.3, 1.0, 3.0, 10.0),
         ),
         Problem(
             DIGITS, "Digits 0 to 9", "MLP, 64-16-10",
-            data.digits(seed, 300, 600), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
+            data.digits(seed, 300, 1400), lambda: mlp((64, 16, 10)), lambda noise: ntkl.Categorical(),
             (0.3, 1.0, 3.0, 10.0), compares=True,
         ),
         Problem(
@@ -103,4 +106,5 @@ def miniature(problem: Problem, train: int = 40, test: int = 30) -> Problem:
         x_train=split.x_train[:train], y_train=split.y_train[:train],
         x_test=split.x_test[:test], y_test=split.y_test[:test],
     )  # fmt: skip
-    return replace(problem, split=small, precisions=problem.precisions[-2:], noises=problem.noises[:1])
+    return replace(problem, split=small, precisions=problem.precisions[-2:], noises=problem.noises[:1],
+                   epochs=60)

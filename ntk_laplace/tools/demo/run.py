@@ -54,7 +54,7 @@ def run_demo(out: Path, seed: int = 0, console: Console | None = None, small: bo
     out.mkdir(parents=True, exist_ok=True)
     if not os.access(out, os.W_OK):  # checked before the computation
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(out))
-    steps = sum(len(problem.candidates) + 4 + problem.compares for problem in chosen) + 4
+    steps = sum(len(problem.candidates) + 5 + problem.compares for problem in chosen) + 4
     with Screen(console, steps) as screen:
         studies = [study(problem, seed, screen.step) for problem in chosen]
         effort = 150 if small else 1000
@@ -100,7 +100,7 @@ def _explorer(found: Study) -> ntkl.ExplorerPage:
     """Explorer page of held-out images of the pair, misclassified ones first."""
     split, classes = found.problem.split, found.problem.split.classes
     truth = split.y_test.reshape(-1).long()
-    wrong = (found.map_predictive.mean.reshape(-1) >= 0.5).long() != truth
+    wrong = (found.predictive.mean.reshape(-1) >= 0.5).long() != truth
     order = torch.cat([wrong.nonzero()[:, 0], (~wrong).nonzero()[:, 0]])[:_EXPLAINED]
     return ntkl.explore(
         found.posterior, split.x_test[order], split.x_train, truth[order], naming=ntkl.Naming(classes=classes),

@@ -72,8 +72,8 @@ def evidence_table(runs: dict[str, dict[str, Any]], titles: dict[str, str]) -> T
 
 
 def score_table(rows: Sequence[Sequence[str]], columns: Sequence[str]) -> Table:
-    """Held-out scores of the posterior and of its MAP."""
-    table = _table("Held-out scores: trained network (MAP), posterior")
+    """Held-out scores of the network, the calibrated network and the posterior."""
+    table = _table("Held-out scores: network, calibrated network, posterior")
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
     for before, row in zip([None, *rows], rows, strict=False):

@@ -1,8 +1,9 @@
-"""One study: select hyperparameters without held-out data, train to the MAP, fit in both spaces, evaluate."""
+"""One study: train with evidence, fit in both spaces, calibrate by leave-one-out, and evaluate beside the network."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from ntk_laplace.tools.demo.networks import seeded
 from ntk_laplace.tools.demo.problems import Problem
 from ntk_laplace.tools.demo.training import Training, train_map
 
-__all__ = ["Candidate", "Choice", "Study", "choose", "confidence", "settled", "study"]
+__all__ = ["Candidate", "Choice", "Study", "confidence", "score_candidates", "settled", "study"]
 
 Report = Callable[[str], None]
 LEVELS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -26,8 +27,10 @@ BINS = 10
 """Number of confidence bins; small, because there are few held-out images."""
 POINTS = 256
 """Number of quasi-Monte-Carlo points for scoring a candidate; they give three digits."""
-ROUGH, FINE = 0.05, 1e-4
-"""Gradient norms at which training stops, for candidates and for the chosen one."""
+ROUGH = 0.05
+"""Gradient norm at which training to a MAP stops."""
+PRECISION = 1.0
+"""Prior precision, that is weight decay, of the network as it is usually trained."""
 _QUIET = ntkl.Settings(progress=False)  # the demo has its own progress display
 
 
@@ -58,14 +61,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen candidate, trained to its MAP."""
+    """A network trained to its MAP at one setting of the hyperparameters."""
 
     network: nn.Module
     likelihood: ntkl.Likelihood
     precision: float
     noise: float | None
     training: Training
-    candidates: list[Candidate]
 
     def posterior(self, problem: Problem, structure: str) -> ntkl.Posterior:
         """Fit the Laplace posterior to the training data."""
@@ -73,22 +75,30 @@ class Choice:
         prior = ntkl.GaussianPrior(self.precision)
         return ntkl.laplace(self.network, data, self.likelihood, prior, structure, settings=_QUIET)
 
-    def comparison(self, problem: Problem) -> ntkl.EvidenceComparison:
-        """Compute the evidence under every structure, exact and approximate."""
-        data = (problem.split.x_train, problem.split.y_train)
-        prior = ntkl.GaussianPrior(self.precision)
-        return ntkl.compare_evidence(self.network, data, self.likelihood, prior, settings=_QUIET)
-
 
 @dataclass(frozen=True)
 class Study:
-    """Results of a study; `summary` contains the numbers, the other fields are for the figures."""
+    """Results of a study; `summary` contains the numbers, the other fields are for the figures.
+
+    Attributes
+    ----------
+    posterior : Posterior
+        Of the network trained with evidence, calibrated by leave-one-out.
+    network : Posterior
+        Of the network as it is usually trained, at prior precision `PRECISION`; used for its own outputs alone.
+    predictive, map_predictive, calibrated_predictive : Distribution
+        Predictions of the held-out data by `posterior`, by `network` alone, and by that with a temperature, or noise,
+        from a tenth of the training data.
+    candidates : list of Candidate
+    """
 
     problem: Problem
-    choice: Choice
     posterior: ntkl.Posterior
+    network: ntkl.Posterior
     predictive: Distribution
     map_predictive: Distribution
+    calibrated_predictive: Distribution
+    candidates: list[Candidate]
     comparison: ntkl.EvidenceComparison | None
     summary: dict[str, Any] = field(repr=False)
 
@@ -100,33 +110,57 @@ def settled(problem: Problem, seed: int, report: Report, max_evaluations: int = 
     network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
     data = (problem.split.x_train, problem.split.y_train)
     training = train_map(network, data, likelihood, ntkl.GaussianPrior(precision), ROUGH, max_evaluations)
-    return Choice(network, likelihood, precision, noise, training, [])
+    return Choice(network, likelihood, precision, noise, training)
 
 
-def choose(problem: Problem, seed: int, report: Report, tolerance: float = FINE) -> Choice:
-    """Train every candidate from the same initial weights; select the best by leave-one-out, and finish its training.
+def score_candidates(problem: Problem, seed: int, report: Report) -> list[Candidate]:
+    """Train every candidate from the same initial weights, and score it by evidence and leave-one-out, for the figure.
 
     Leave-one-out measures how well the posterior predicts, as the held-out scores do; the evidence measures how well
     the prior predicts ([L22]). Both use only training data, and the figures show both.
     """
     split, found = problem.split, []
-    data = (split.x_train, split.y_train)
     for precision, noise in problem.candidates:
         report(f"{problem.title}: prior precision {precision:g}" + (f", noise {noise:g}" if noise else ""))
-        network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
-        training = train_map(network, data, likelihood, ntkl.GaussianPrior(precision), max(ROUGH, tolerance))
-        candidate = Choice(network, likelihood, precision, noise, training, [])
+        candidate = _trained(problem, seed, precision, noise)
         posterior, cheaper = (candidate.posterior(problem, structure) for structure in ("gp", "auto"))
         evidence = posterior.log_marginal_likelihood().item() / posterior.num_examples
         left_out = posterior.leave_one_out().log_density.mean().item()
-        predicted = _predict(cheaper, split.x_test, seed, samples=POINTS)
-        held_out = metrics.mean_log_likelihood(predicted, split.y_test)
-        scored = Candidate(precision, noise, evidence, left_out, held_out)
-        found.append((scored, network, likelihood))
-    best, network, likelihood = max(found, key=lambda item: item[0].leave_one_out)
-    report(f"{problem.title}: training to the MAP at precision {best.precision:g}")
-    training = train_map(network, data, likelihood, ntkl.GaussianPrior(best.precision), tolerance)
-    return Choice(network, likelihood, best.precision, best.noise, training, [candidate for candidate, *_ in found])
+        held_out = metrics.mean_log_likelihood(_predict(cheaper, split.x_test, seed, samples=POINTS), split.y_test)
+        found.append(Candidate(precision, noise, evidence, left_out, held_out))
+    return found
+
+
+def _trained(
+    problem: Problem, seed: int, precision: float, noise: float | None, part: slice = slice(None)
+) -> Choice:
+    """A network trained to its MAP on a part of the training data."""
+    network, likelihood = seeded(problem.build, seed), problem.likelihood(noise or 1.0)
+    data = (problem.split.x_train[part], problem.split.y_train[part])
+    prior = ntkl.GaussianPrior(precision * len(data[0]) / len(problem.split.x_train))
+    training = train_map(network, data, likelihood, prior, ROUGH)
+    return Choice(network, likelihood, precision, noise, training)
+
+
+def _usual(problem: Problem, seed: int) -> tuple[ntkl.Posterior, ntkl.PredictiveFit]:
+    """The network as it is usually trained, and its calibration: by nine tenths of the data, on the last tenth."""
+    split = problem.split
+    kept = slice(None, -max(1, len(split.x_train) // 10))
+    held = slice(kept.stop, None)
+    found = []
+    for part in (slice(None), kept):
+        one = _trained(problem, seed, PRECISION, None, part)
+        x, y = split.x_train[part], split.y_train[part]
+        likelihood = one.likelihood
+        if not problem.classifies:  # its noise is its mean squared error
+            likelihood = problem.likelihood(float((one.network(x).detach() - y).square().mean()))
+        prior = ntkl.GaussianPrior(PRECISION)
+        found.append(ntkl.laplace(one.network, (x, y), likelihood, prior, "auto", settings=_QUIET))
+    with warnings.catch_warnings():  # few held-out examples may all be right
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        fit = found[1].calibrate((split.x_train[held], split.y_train[held]), temperature="network")
+    found[0].predictive = fit.calibration
+    return found[0], fit
 
 
 def study(problem: Problem, seed: int, report: Report) -> Study:
@@ -141,49 +175,77 @@ def study(problem: Problem, seed: int, report: Report) -> Study:
         Called with progress messages.
     """
     begin = time.perf_counter()
-    choice = choose(problem, seed, report)
-    seconds = {"selection_and_training": time.perf_counter() - begin}
+    split, seconds = problem.split, {}
+    candidates = score_candidates(problem, seed, report)
+    seconds["candidates"] = time.perf_counter() - begin
+    report(f"{problem.title}: the network as it is usually trained")
+    start = time.perf_counter()
+    network, usual = _usual(problem, seed)
+    seconds["network_and_calibration"] = time.perf_counter() - start
+    report(f"{problem.title}: training with evidence")
+    start = time.perf_counter()
+    trained = seeded(problem.build, seed)
+    with warnings.catch_warnings():  # what speaks against leave-one-out is in the summary
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        training = ntkl.train_with_evidence(
+            trained, (split.x_train, split.y_train), problem.likelihood(1.0), epochs=problem.epochs,
+            batch_size=None, predictive="loo", settings=_QUIET,
+        )  # fmt: skip
+    seconds["training_with_evidence"] = time.perf_counter() - start
+    own = training.posterior
+    fit = training.predictive or own.fit_predictive(strict=False)
     posteriors, evidences = {}, {}
     for structure, words in (("gp", "function space"), ("full", "weight space")):
         report(f"{problem.title}: evidence in {words}")
         start = time.perf_counter()
-        posteriors[structure] = choice.posterior(problem, structure)
+        posteriors[structure] = ntkl.laplace(trained.eval(), (split.x_train, split.y_train), own.likelihood, own.prior,
+                                             structure, settings=_QUIET)
         evidences[structure] = posteriors[structure].log_marginal_likelihood().item()
         seconds[f"fit_and_evidence_{structure}"] = time.perf_counter() - start
     comparison = None
     if problem.compares:
         report(f"{problem.title}: evidence under every structure")
         start = time.perf_counter()
-        comparison = choice.comparison(problem)
+        comparison = ntkl.compare_evidence(trained, (split.x_train, split.y_train), own.likelihood, own.prior,
+                                           settings=_QUIET)
         seconds["comparison"] = time.perf_counter() - start
-    report(f"{problem.title}: predicting {len(problem.split.x_test)} held-out examples")
+    report(f"{problem.title}: predicting {len(split.x_test)} held-out examples")
     start = time.perf_counter()
     posterior = posteriors["gp"]
-    predictive = _predict(posterior, problem.split.x_test, seed)
-    map_predictive = posterior.predict(problem.split.x_test, method="map")
+    posterior.predictive = own.predictive
+    predictive = _predict(posterior, split.x_test, seed)
+    map_predictive = network.predict(split.x_test, method="map")
+    calibrated = network.predict(split.x_test)
     seconds["prediction"] = time.perf_counter() - start
+    noise = float(own.likelihood.noise) if isinstance(own.likelihood, ntkl.Gaussian) else None
     summary = {
         "evidence_gp": evidences["gp"],
         "evidence_full": evidences["full"],
         "relative_difference": abs(evidences["gp"] - evidences["full"]) / abs(evidences["full"]),
-        "variance_relative_difference": _variance_difference(posteriors, problem.split.x_test[:50]),
+        "variance_relative_difference": _variance_difference(posteriors, split.x_test[:50]),
         "n": posterior.num_examples,
-        "n_held_out": len(problem.split.x_test),
+        "n_held_out": len(split.x_test),
         "outputs": posterior.num_outputs,
         "parameters": posterior.num_parameters,
         "effective_parameters": float(posterior.effective_parameters().sum()),
-        "prior_precision": choice.precision,
-        "noise_variance": choice.noise,
-        "gradient_norm": choice.training.gradient_norm,
+        "prior_precisions": own.prior.precision.tolist(),
+        "noise_variance": noise,
+        "newton_decrement": None if fit.reliability is None else fit.reliability.decrement,
+        "calibration": vars(fit.calibration),
+        "leave_one_out": fit.after,
+        "leave_one_out_before": fit.before,
+        "leave_one_out_doubts": list(fit.reasons),
+        "usual_calibration": vars(usual.calibration),
         **evaluate(problem, predictive),
         **{f"map_{name}": value for name, value in evaluate(problem, map_predictive).items()},
-        **_unseen(problem, posterior, seed),
+        **{f"calibrated_{name}": value for name, value in evaluate(problem, calibrated).items()},
+        **_unseen(problem, posterior, network, seed),
         **({} if comparison is None else {"structures": {row.structure: vars(row) for row in comparison.rows}}),
-        "candidates": [vars(candidate) for candidate in choice.candidates],
+        "candidates": [vars(candidate) for candidate in candidates],
         "seconds": time.perf_counter() - begin,
         "seconds_of_parts": seconds,
     }
-    return Study(problem, choice, posterior, predictive, map_predictive, comparison, summary)
+    return Study(problem, posterior, network, predictive, map_predictive, calibrated, candidates, comparison, summary)
 
 
 def evaluate(problem: Problem, predictive: Distribution) -> dict[str, float]:
@@ -197,28 +259,31 @@ def evaluate(problem: Problem, predictive: Distribution) -> dict[str, float]:
     return scores
 
 
-def _predict(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm", samples: int = 1000) -> Distribution:
+def _predict(
+    posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm", samples: int = 1000, calibrated: bool = True
+) -> Distribution:
     generator = torch.Generator().manual_seed(seed)
-    return posterior.predict(x, method=method, samples=samples, generator=generator)
+    return posterior.predict(x, method=method, samples=samples, generator=generator, calibrated=calibrated)
 
 
-def _unseen(problem: Problem, posterior: ntkl.Posterior, seed: int) -> dict[str, float]:
-    """Confidence on out-of-distribution inputs, and the AUROC for detecting them among held-out ones."""
+def _unseen(problem: Problem, posterior: ntkl.Posterior, network: ntkl.Posterior, seed: int) -> dict[str, float]:
+    """Confidence on out-of-distribution inputs, and the AUROC for detecting them among held-out ones.
+
+    By the posterior as it is: the scale is fitted to inputs like the training data.
+    """
     if problem.split.x_unseen is None:
         return {}
     scores = {}
-    for prefix, method in (("", "glm"), ("map_", "map")):
-        known, strange = (
-            confidence(posterior, x, seed, method) for x in (problem.split.x_test, problem.split.x_unseen)
-        )
+    for prefix, one, method in (("", posterior, "glm"), ("map_", network, "map")):
+        known, strange = (confidence(one, x, seed, method) for x in (problem.split.x_test, problem.split.x_unseen))
         scores[f"{prefix}unseen_confidence"] = float(strange.mean())
         scores[f"{prefix}unseen_auroc"] = metrics.detection_auroc(-known, -strange)
     return scores
 
 
 def confidence(posterior: ntkl.Posterior, x: Tensor, seed: int, method: str = "glm") -> np.ndarray:
-    """Probability of the predicted class at each input, (n,)."""
-    return metrics.class_probabilities(_predict(posterior, x, seed, method).mean).max(1)
+    """Probability of the predicted class at each input by the posterior as it is, (n,)."""
+    return metrics.class_probabilities(_predict(posterior, x, seed, method, calibrated=False).mean).max(1)
 
 
 def _variance_difference(posteriors: dict[str, ntkl.Posterior], x: Tensor) -> float:
