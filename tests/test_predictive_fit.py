@@ -314,6 +314,29 @@ def test_leave_one_out_that_is_not_trusted_is_refused() -> None:
     assert not fit.trusted and posterior.predictive is not None
 
 
+def test_changed_precisions_leak_labels_of_classes() -> None:
+    """At the optimum of a precision next to the trained one the decrement is small, and the fit still leaks."""
+    x, y = classes(50, seed=3)
+    network = trained(ntkl.Categorical(), x, y, 3, precision=0.1)
+    posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1))
+    posterior.prior.precision = 0.12
+    assert posterior.leave_one_out().trusted
+    with pytest.raises(ntkl.UnsupportedError, match="have changed since the fit"):
+        posterior.fit_predictive()
+
+
+def test_a_regression_with_as_many_effective_parameters_as_points_is_not_judged_by_them() -> None:
+    x, y = line(8)
+    likelihood = ntkl.Gaussian(1e-3)
+    network = trained(likelihood, x, y, 1, precision=1e-2)
+    posterior = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(1e-2))
+    share = float(posterior.effective_parameters().sum()) / 8
+    assert share > 0.65
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="effective parameters for each training output"):
+        found = posterior.leave_one_out().reliability
+    assert found.effective_share == pytest.approx(share)
+
+
 def test_what_ends_at_a_bound_is_told(regression: ntkl.Posterior) -> None:
     x = torch.linspace(-1, 1, 10).double().unsqueeze(1)
     far = 100.0 + torch.randn(10, 1).double()

@@ -5,8 +5,8 @@
 Posteriors on the networks of table.py: as trained with ordinary or almost no weight decay; after
 `fit_hyperparameters` at fixed weights; refitted by leave-one-out (regression); retrained; trained with evidence. A case
 is bad if leave-one-out is off by more than 0.1 nats a point, and by more than two standard errors of the test mean.
-The script prints how often `Reliability` speaks in bad and in good cases, and the area under the ROC curve of each
-diagnostic. Every case is added to OUT/guards.jsonl, and one that is there already is not computed again.
+The script prints how often `Reliability` (for the posterior as it is) and `PredictiveFit` (for the fitted predictive)
+speak in bad and in good cases, and the area under the ROC curve of each diagnostic. Every case is added to OUT/guards.jsonl, and one that is there already is not computed again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 
 OFF = 0.1  # nats a point
-DIAGNOSTICS = ("decrement", "low_prior_ratio", "high_leverage", "precision_spread")
+DIAGNOSTICS = ("decrement", "low_prior_ratio", "high_leverage", "precision_spread", "effective_share")
 
 
 def posteriors(ours: Ours, problem: Problem, data: tuple[torch.Tensor, torch.Tensor], first: bool) -> Iterator[
@@ -66,8 +66,9 @@ def case(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
     row: dict[str, Any] = {
         "decrement": measured.decrement, "low_prior_ratio": -measured.prior_ratio,
         "high_leverage": measured.high_leverage,
+        "effective_share": measured.effective_share,
         "precision_spread": measured.precision_spread if measured.moved else 1.0,
-        "moved": measured.moved, "speaks": not measured.trusted, "reasons": list(measured.reasons),
+        "moved": measured.moved, "posterior speaks": not measured.trusted, "fitted speaks": not fit.trusted,
     }  # fmt: skip
     for name, left_out, calibrated in (("posterior", fit.before, False), ("fitted", fit.after, True)):
         scores = posterior.predict(problem.x_test, calibrated=calibrated).log_prob(problem.y_test)
@@ -77,25 +78,28 @@ def case(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """How often the guard speaks, by kind, and the area under each diagnostic's ROC curve."""
-    lines = ["| model | posterior | cases | off | speaks if off | speaks if not | mean gap |", "|" + "---|" * 7]
-
-    def off(row: dict[str, Any]) -> bool:
-        return abs(row["posterior gap"]) > max(OFF, 2 * row["posterior error"])
-
-    for classes in (True, False):
-        own = [row for row in rows if row["classes"] == classes]
-        for kind in [*dict.fromkeys(row["kind"] for row in own), "all"]:
-            some = [row for row in own if kind in ("all", row["kind"])]
-            bad, good = ([row for row in some if off(row) == wanted] for wanted in (True, False))
-            gap = sum(row["posterior gap"] for row in some) / max(len(some), 1)
-            lines.append(f"| {'classes' if classes else 'regression'} | {kind} | {len(some)} | {len(bad)} | "
-                         f"{sum(row['speaks'] for row in bad)} | {sum(row['speaks'] for row in good)} | {gap:+.2f} |")
-        for name in DIAGNOSTICS:
-            bad, good = (torch.tensor([row[name] for row in own if off(row) == wanted]) for wanted in (True, False))
-            if len(bad) and len(good):
-                area = metrics.detection_auroc(good.numpy(), bad.numpy())
-                lines.append(f"| {'classes' if classes else 'regression'} | ROC area of {name} | {area:.2f} | | | | |")
+    """How often the guards speak, by kind, and the area under each diagnostic's ROC curve."""
+    head = "| density | model | posterior | cases | off | speaks if off | speaks if not | silent, mean size of the gap |"
+    lines = [head, "|" + "---|" * 8]
+    for density in ("posterior", "fitted"):
+        for classes in (True, False):
+            own = [row for row in rows if row["classes"] == classes]
+            words = f"{density} | {'classes' if classes else 'regression'}"
+            bad = {row["key"]: abs(row[f"{density} gap"]) > max(OFF, 2 * row[f"{density} error"]) for row in own}
+            for kind in [*dict.fromkeys(row["kind"] for row in own), "all"]:
+                some = [row for row in own if kind in ("all", row["kind"])]
+                said = {off: [row[f"{density} speaks"] for row in some if bad[row["key"]] == off]
+                        for off in (True, False)}  # fmt: skip
+                silent = [abs(row[f"{density} gap"]) for row in some if not row[f"{density} speaks"]]
+                gap = f"{sum(silent) / len(silent):.2f}" if silent else ""
+                lines.append(f"| {words} | {kind} | {len(some)} | {len(said[True])} | {sum(said[True])} | "
+                             f"{sum(said[False])} | {gap} |")
+            areas = []
+            for name in DIAGNOSTICS:
+                off, on = ([row[name] for row in own if bad[row["key"]] == wanted] for wanted in (True, False))
+                if off and on:
+                    areas.append(f"{name} {metrics.detection_auroc(on, off):.2f}")
+            lines.append(f"| {words} | ROC areas: {', '.join(areas)} | | | | | |")
     return "\n".join(lines)
 
 
@@ -131,7 +135,7 @@ def main() -> None:
                     rows.append(row)
                     with kept.open("a") as file:
                         file.write(json.dumps(row) + "\n")
-                    print(key, f"gap {row['posterior gap']:+.3f} {'speaks' if row['speaks'] else ''}", flush=True)
+                    print(key, f"gap {row['posterior gap']:+.3f}, fitted {row['fitted gap']:+.3f}", flush=True)
     print(f"\n{report(rows)}")
 
 

@@ -72,15 +72,16 @@ class CalibrationVerbs(PredictionVerbs):
                 raise UnsupportedError('objective "loo", or held-out data', repr(objective),
                                        'Pass (X, y) or a DataLoader, or "loo".')
             left_out, likelihood, found = self._left_out_moments(points, seed)
-            if strict and not found.trusted:
+            fit = self._fitted_calibration(left_out, likelihood, "loo", parameters, found)
+            if strict and not fit.trusted:
                 raise UnsupportedError(
-                    "leave-one-out predictions that approximate retraining", f"{found}",
+                    "leave-one-out predictions that approximate retraining", "; ".join(fit.reasons),
                     'Train at these hyperparameters, with retrain(data) or train_with_evidence(predictive="loo"), or '
                     "pass held-out data, calibrate(data); strict=False fits all the same.",
                 )  # fmt: skip
-            return self._fit_calibration(left_out, likelihood, "loo", parameters, found)
+            return self._used(fit)
         likelihood = self.likelihood.for_new_points()
-        return self._fit_calibration(self._held_out(objective), likelihood, "held-out data", parameters, None)
+        return self._used(self._fitted_calibration(self._held_out(objective), likelihood, "held-out data", parameters))
 
     def calibrate(self, data: Any, temperature: str = "draws") -> PredictiveFit:
         """Fit the calibration of predictions to held-out data; as `fit_predictive`, for every structure.
@@ -103,27 +104,31 @@ class CalibrationVerbs(PredictionVerbs):
         likelihood, held_out = self.likelihood.for_new_points(), self._held_out(data)
         names = [_TEMPERATURES[temperature]] if likelihood.classifies else ["noise"]
         if temperature == "network" and (likelihood.classifies or likelihood.additive_noise(held_out.mean) is not None):
-            return self._fit_calibration(held_out, likelihood, "held-out data", names, None, scale=0.0)
+            return self._used(
+                self._fitted_calibration(held_out, likelihood, "held-out data", names, scale=0.0))
         parameters = ["scale", *names] if likelihood.classifies else None
-        return self._fit_calibration(held_out, likelihood, "held-out data", parameters, None)
+        return self._used(self._fitted_calibration(held_out, likelihood, "held-out data", parameters))
 
     # --- inside
 
-    def _fit_calibration(
+    def _fitted_calibration(
         self, points: LeftOut, likelihood: Likelihood, objective: str, parameters: Sequence[str] | None,
-        reliability: Reliability | None, **fixed: float,
+        reliability: Reliability | None = None, **fixed: float,
     ) -> PredictiveFit:  # fmt: skip
         with torch.inference_mode(False):
             found = densities(likelihood, points)
             calibration, at_bounds = fit_calibration(found, parameters, fixed)
             compared = Calibration(), calibration, Calibration(scale=0.0)
             before, after, network = (mean_log_density(found, one) for one in compared)
-            count = int((points.weights > 0).sum())
-            fit = PredictiveFit(calibration, objective, before, after, network, count, at_bounds, reliability)
+        count = int((points.weights > 0).sum())
+        return PredictiveFit(calibration, objective, before, after, network, count, at_bounds, reliability)
+
+    def _used(self, fit: PredictiveFit) -> PredictiveFit:
+        """Use a calibration in predictions, with a warning if it is not to be trusted."""
         if fit.reasons:
             warnings.warn(f"the fitted predictive is not to be trusted: {'; '.join(fit.reasons)}; train with evidence, "
                           "or fit it to held-out data", NTKLaplaceWarning, stacklevel=3)
-        self.predictive = calibration
+        self.predictive = fit.calibration
         return fit
 
     def _left_out_moments(self, points: Indices | None, seed: int) -> tuple[LeftOut, Likelihood, Reliability]:

@@ -67,6 +67,9 @@ class PredictiveFit:
     def reasons(self) -> tuple[str, ...]:
         """Why the numbers are not trusted, each reason a clause."""
         found = () if self.reliability is None else self.reliability.reasons
+        if self.reliability is not None and self.reliability.moved and not self.reliability.additive:
+            found = (*found, "hyperparameters have changed since the fit, and labels that the weights were trained on "
+                     "look sure under a stronger prior")
         upper = tuple(name for name in self.at_bounds if name != "noise" or self.noise > 1.0)
         words = " and ".join(name.replace("_", " ") for name in upper)
         bound = (f"the best {words} lies at the bound of the search",) if upper else ()

@@ -19,6 +19,7 @@ LEAST_RATIO = 0.03  # of δ‖θ-μ0‖² to γ
 MOST_FLAGGED = 0.5  # of the points
 MOST_LEFT = 0.1  # of a Newton step
 MOST_SPREAD = 1e3  # of precisions that the network was not optimized with
+MOST_SHARE = 0.65  # of γ to N, Gaussian: examples/predictions/guards.py
 
 _TRAIN = "train on at these hyperparameters, for instance with train_with_evidence"
 _FIT = 'fit with structure="gp" or "full" and curvature="ggn", or leave out some points with points='
@@ -48,8 +49,12 @@ class Reliability:
         Whether hyperparameters have changed since the posterior was fitted.
     exact : bool
         Whether the curvature is exact for the linearized model.
-    refitted_classes : bool
-        Whether the weights are a refit of the linearized model and the targets are not Gaussian.
+    effective_share : float
+        γ/NC, effective parameters per training output.
+    additive : bool
+        Whether the likelihood is Gaussian noise.
+    refitted : bool
+        Whether the weights are a refit of the linearized model.
     unfinished : float, optional
         If the structure was fitted without the points, so that none is subtracted from an approximation: the share of
         the Newton steps without them that their last passes over the data still added.
@@ -63,7 +68,9 @@ class Reliability:
     precision_spread: float
     moved: bool
     exact: bool
-    refitted_classes: bool = False
+    effective_share: float
+    additive: bool
+    refitted: bool
     unfinished: float | None = None
 
     @property
@@ -106,7 +113,12 @@ class Reliability:
                 f"the precisions differ by a factor of {self.precision_spread:.2g} and training did not use them: "
                 "layers that hardly count in them have seen all labels"
             )
-        if self.refitted_classes:
+        if self.additive and self.exact and self.effective_share > MOST_SHARE:
+            found.append(
+                f"the model has {self.effective_share:.2g} effective parameters for each training output (at most "
+                f"{MOST_SHARE:g}): little is left to judge it by"
+            )
+        if self.refitted and not self.additive:
             found.append("the linearized model was refitted, with features that have seen all labels")
         return tuple(found)
 
@@ -135,7 +147,8 @@ def reliability(fitted: FittedModel, leverage: Tensor, unfinished: float | None 
         group_ratios=energy / used.clamp_min(tiny), high_leverage=float((leverage > HIGH_LEVERAGE).double().mean()),
         largest_leverage=float(leverage.max()), precision_spread=float(by_group.max() / by_group.min()),
         moved=_moved(fitted.model), exact=fitted.exact, unfinished=unfinished,
-        refitted_classes=fitted.model.refitted and fitted.likelihood.additive_noise(fitted.points.f) is None,
+        effective_share=float(used.sum()) / (float(fitted.points.counts.sum()) * fitted.points.num_outputs),
+        additive=fitted.likelihood.additive_noise(fitted.points.f) is not None, refitted=fitted.model.refitted,
     )  # fmt: skip
 
 
