@@ -311,6 +311,18 @@ def test_the_practitioners_table(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "table.jsonl").read_text() == kept  # nothing is computed again
 
 
+@pytest.mark.slow
+def test_the_guards_of_leave_one_out(tmp_path: Path) -> None:
+    arguments = ("--seeds", "1", "--problems", "diabetes", "--out", "out")
+    printed = run("predictions/guards.py", tmp_path, *arguments)
+    kept = [json.loads(line) for line in (tmp_path / "out" / "guards.jsonl").read_text().splitlines()]
+    kinds = {"as trained", "evidence precisions", "retrained", "refit", "evidence training"}
+    assert {row["kind"] for row in kept} == kinds and len(kept) == 9
+    bad = [row for row in kept if abs(row["posterior gap"]) > max(0.1, 2 * row["posterior error"])]
+    said = sum(row["posterior speaks"] for row in bad)
+    assert f"| posterior | regression | all | 9 | {len(bad)} | {said} |" in printed
+
+
 def test_the_tables_numbers(monkeypatch) -> None:
     """Clustered errors against independent ones; temperature and noise against a grid; sets against a loop."""
     for folder in ("predictions", "structures"):

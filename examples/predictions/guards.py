@@ -6,7 +6,8 @@ Posteriors on the networks of table.py: as trained with ordinary or almost no we
 `fit_hyperparameters` at fixed weights; refitted by leave-one-out (regression); retrained; trained with evidence. A case
 is bad if leave-one-out is off by more than 0.1 nats a point, and by more than two standard errors of the test mean.
 The script prints how often `Reliability` (for the posterior as it is) and `PredictiveFit` (for the fitted predictive)
-speak in bad and in good cases, and the area under the ROC curve of each diagnostic. Every case is added to OUT/guards.jsonl, and one that is there already is not computed again.
+speak in bad and in good cases, and the area under the ROC curve of each diagnostic. Every case is added to
+OUT/guards.jsonl, and one that is there already is not computed again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def case(posterior: ntkl.Posterior, problem: Problem) -> dict[str, Any]:
 
 def report(rows: list[dict[str, Any]]) -> str:
     """How often the guards speak, by kind, and the area under each diagnostic's ROC curve."""
-    head = "| density | model | posterior | cases | off | speaks if off | speaks if not | silent, mean size of the gap |"
+    columns = "density", "model", "posterior", "cases", "off", "speaks if off", "speaks if not", "silent mean gap"
+    head = f"| {' | '.join(columns)} |"
     lines = [head, "|" + "---|" * 8]
     for density in ("posterior", "fitted"):
         for classes in (True, False):
