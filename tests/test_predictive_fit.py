@@ -213,6 +213,23 @@ def test_the_average_has_a_temperature_of_its_own(classifier: ntkl.Posterior) ->
     assert draws.calibration.average_temperature == 1.0 and draws.temperature != 1.0
 
 
+@pytest.mark.parametrize("binary", [False, True])
+def test_a_temperature_of_the_average_keeps_the_shares_of_the_variance(binary: bool) -> None:
+    x, y = classes(20)
+    likelihood: ntkl.Likelihood = ntkl.Bernoulli() if binary else ntkl.Categorical()
+    y = (y > 0).double() if binary else y
+    network = trained(likelihood, x, y.unsqueeze(1) if binary else y, 1 if binary else 3)
+    posterior = ntkl.laplace(network, (x, y), likelihood)
+    plain = posterior.predict(x)
+    posterior.predictive = ntkl.Calibration(average_temperature=2.0)
+    found = posterior.predict(x)
+    powers = torch.stack([1 - plain.probs, plain.probs]).sqrt() if binary else plain.probs.sqrt()
+    expected = powers[1] / powers.sum(0) if binary else powers / powers.sum(1, keepdim=True)
+    assert torch.allclose(found.probs, expected)
+    assert torch.allclose(found.variance, expected * (1 - expected))
+    assert torch.allclose(found.epistemic / found.variance, plain.epistemic / plain.variance)
+
+
 def test_binary_labels_have_both_temperatures() -> None:
     x, y = classes()
     y = (y > 0).double()
