@@ -170,7 +170,7 @@ def _structures(page: Page, studies: Sequence[Study], picture: Picture) -> None:
 
 
 def _noise(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
+    return "none" if value is None else f"{value:.3g}"
 
 
 def _show(page: Page, *pictures: Picture) -> None:
