@@ -362,6 +362,13 @@ def test_what_ends_at_a_bound_is_told(regression: ntkl.Posterior) -> None:
     assert fit.at_bounds == ("scale",) and not fit.trusted and "bound" in str(fit)
 
 
+def test_labels_that_are_all_right_are_told(classifier: ntkl.Posterior) -> None:
+    x = classes(40, seed=7)[0]
+    fit = classifier.calibrate((x, classifier.predict(x, "map").probs.argmax(1)), temperature="network")
+    assert fit.at_bounds == ("temperature",) and fit.temperature == pytest.approx(0.25)
+    assert fit.trusted and "temperature at a bound" in str(fit)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"objective": "evidence"}, "held-out data"), ({"parameters": ["noise"]}, "parameters among"),
     ({"parameters": []}, "parameters among"), ({"parameters": ["common", "scale"]}, "parameters among"),

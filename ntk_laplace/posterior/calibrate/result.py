@@ -29,7 +29,9 @@ class PredictiveFit:
     num_points : int
         Points in these means.
     at_bounds : tuple of str
-        What ended at a bound of its search: a symptom of a prior that is too weak, or of noise that is too small.
+        What ended at a bound of its search. An upper one is a symptom of a prior that is too weak, or of noise that is
+        too small, and not to be trusted. A lower one is told: noise that vanishes, or a temperature without a scale
+        where no left-out label is wrong.
     reliability : Reliability or None
         Whether leave-one-out approximates retraining; None for held-out data.
     """
@@ -70,7 +72,7 @@ class PredictiveFit:
         if self.reliability is not None and self.reliability.moved and not self.reliability.additive:
             found = (*found, "hyperparameters have changed since the fit, and labels that the weights were trained on "
                      "look sure under a stronger prior")
-        upper = tuple(name for name in self.at_bounds if name != "noise" or self.noise > 1.0)
+        upper = tuple(name for name in self.at_bounds if getattr(self.calibration, name) > 1.0)
         words = " and ".join(name.replace("_", " ") for name in upper)
         bound = (f"the best {words} lies at the bound of the search",) if upper else ()
         return (*found, *bound)
@@ -78,7 +80,8 @@ class PredictiveFit:
     def __str__(self) -> str:
         doubt = "" if self.trusted else f"; not to be trusted: {'; '.join(self.reasons)}"
         what = "left-out training" if self.objective == "loo" else "held-out"
+        bounds = f" ({' and '.join(self.at_bounds).replace('_', ' ')} at a bound)" if self.at_bounds else ""
         return (
-            f"{self.calibration}: mean log density of {self.num_points} {what} points {self.after:.4f} nats "
+            f"{self.calibration}{bounds}: mean log density of {self.num_points} {what} points {self.after:.4f} nats "
             f"(posterior as it is {self.before:.4f}, network alone {self.network:.4f}){doubt}"
         )

@@ -152,15 +152,16 @@ def _value_and_gradient(
 
 
 def _at_bounds(names: Sequence[str], values: dict[str, float]) -> tuple[str, ...]:
-    """What ended at a bound as a symptom of a bad model.
+    """What ended at a bound as a symptom: of a bad model, of too little noise, or of points that are all right.
 
-    Others are limits of good models: a temperature of each draw near 0, whose probabilities are those of a probit
-    model, and a large scale beside a small temperature of the average.
+    Others are limits of good models: a small temperature of each draw with a scale, whose probabilities are those of a
+    probit model, and a large scale beside a small temperature of the average.
     """
     found = []
     for name in names:
         axis, value = AXES[name], values[name]
         limit = name == "scale" and "average_temperature" in names
-        if (axis.at_low(value) and name == "noise") or (axis.at_high(value) and not limit):
+        all_right = name == "temperature" and values.get("scale") == 0.0
+        if (axis.at_low(value) and (name == "noise" or all_right)) or (axis.at_high(value) and not limit):
             found.append(name)
     return tuple(found)
