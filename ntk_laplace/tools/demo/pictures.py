@@ -285,7 +285,7 @@ def _verdict(split: Split, truth: int, pair: Sequence[np.ndarray]) -> str:
     sure = [f"{probabilities[first]:.0%}" for probabilities in pair]
     return (
         f"is {split.classes[truth]}; said {split.classes[first]}, not {split.classes[second]}\n"
-        f"network {sure[0]}, posterior {sure[1]}"
+        f"net {sure[0]}, posterior {sure[1]}"
     )
 
 
