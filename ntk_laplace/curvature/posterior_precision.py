@@ -57,10 +57,13 @@ class PosteriorPrecision(ABC):
         Whether scaling Λ and P0 by c scales H by c.
     standard_error : float
         Of `log_det`, if it is a stochastic estimate; 0 if it is computed without sampling.
+    log_det_bounds : tuple of float, or None
+        Certain bounds of the exact `log_det`, if it is an estimate; None if it is not.
     """
 
     homogeneous: bool = True
     standard_error: float = 0.0
+    log_det_bounds: tuple[float, float] | None = None
 
     def __init__(self, prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor) -> None:
         self.shapes = ParameterLayout.of(shapes)
