@@ -25,7 +25,7 @@ from ntk_laplace.jacobian.gram import Variances
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos, low_rank
-from ntk_laplace.runtime.linalg import log_det_curve
+from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
 
 __all__ = ["Curvature", "IterativePrecision", "LogDet", "Sketch", "grown", "reaching", "sketched"]
 
@@ -273,6 +273,30 @@ class IterativePrecision(PosteriorPrecision):
             known = torch.log1p(self.base.values / factor) @ shares
             found[place] += 0.5 * float((below + above).mean()) - known
         return found
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + Σ_g q_g (e^(-s_g) - 1) + the rest, in changes s_g of log δ_g.
+
+        Exact in the low rank, and of first order in what it leaves, with q_g its effective parameters: a function whose
+        gradient is its own, unlike that of two estimates. None if there are too many groups for their matrices.
+        """
+        fine, r = self.refined, len(self.refined.base.values)
+        if self._num_groups * r * r * self.base.vectors.element_size() > tuning.LOCAL_BYTES:
+            return None
+        left = self._by_group.new_zeros(self._num_groups)
+        if not fine._complete:
+            left.index_add_(0, self.groups, fine._left.square().mean(0))
+        scaled = fine.sketch.factor * self.base.deviation
+        cores = torch.stack([(part := scaled[:, self.groups == g]) @ part.T for g in range(self._num_groups)]).double()
+        left, rest = left.double(), fine.estimate.value - fine.estimate.lower
+
+        def log_det(shift: Tensor) -> Tensor:
+            weights = torch.exp(-shift.to(cores))
+            inner = torch.eye(len(cores[0]), dtype=cores.dtype, device=cores.device)
+            inner = inner + (weights.view(-1, 1, 1) * cores).sum(0)
+            return cholesky_log_det(cholesky_of(inner)) + rest + (left * (weights - 1.0)).sum()
+
+        return log_det
 
     # --- solves and samples
 

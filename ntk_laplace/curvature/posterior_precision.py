@@ -127,6 +127,14 @@ class PosteriorPrecision(ABC):
         """Spectra with the prior group of all or of each eigenvalue; None if eigenvectors mix the groups."""
         return None
 
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """A smooth model of log det B for `log_det` that is a stochastic estimate; None if it is not.
+
+        It takes the changes of the log precisions of the prior groups, less that of log c if Λ becomes cΛ, (G,), and is
+        differentiable in them.
+        """
+        return None
+
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B with all prior precisions multiplied by each of `factors` (m,); (m,).
 
