@@ -615,6 +615,8 @@ def test_a_predictive_that_is_not_known() -> None:
 def trainings(network: nn.Module, kind: str) -> dict[str, Any]:
     """Arguments of trainings with much state: momentum, schedulers, loaders with generators, dropout, augmentation."""
     common: dict[str, Any] = {"schedule": ntkl.EvidenceSchedule(2, 3), "epochs": 7}
+    if kind == "subset":
+        return trainings(network, "tensors") | {"evidence": "subset", "examples": 5}
     if kind == "tensors":
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR
         return common | {"data": sine(), "likelihood": ntkl.Gaussian(0.5), "batch_size": 8,
@@ -635,7 +637,7 @@ def interrupted(state: ntkl.TrainingState) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["state", "file"])
-@pytest.mark.parametrize("kind", ["tensors", "loader"])
+@pytest.mark.parametrize("kind", ["tensors", "loader", "subset"])
 def test_resuming_is_bit_for_bit(kind: str, where: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ntk_laplace.training.train._SNAPSHOT", 0.0)
 
@@ -696,6 +698,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "curvature": {"curvature": "ef"},
     "steps": {"schedule": ntkl.EvidenceSchedule(2, 5)},
     "dtype": {"dtype": torch.float32},
+    "evidence": {"evidence": "subset", "examples": 4},
 }
 
 

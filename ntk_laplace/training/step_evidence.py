@@ -115,9 +115,10 @@ class SubsetEvidence:
                 if m == self.total and model.exact() is model:
                     return Evaluation.of(model.posterior(quietly), m)
                 part = replace(model, data=self._drawn(m), structure="auto").posterior(quietly)
-            except MemoryBudgetError:
+            except MemoryBudgetError as error:
                 if m == self.examples:
-                    raise
+                    raise MemoryBudgetError(f"an evidence of {m:,} examples that fits in memory", f"{error}",
+                                            "Pass a smaller examples=.") from error
                 self.most = max(self.examples, m // 2)
             else:
                 bound = _Bound(part, read_points(part.fitted.model, self.batches()), self.total / m)
