@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
-from test_training import classes, flat, mlp, sine, train
+from trainings import classes, flat, mlp, sine, train
 
 SUBSET: dict[str, Any] = {"evidence": "subset", "examples": 4}
 
@@ -130,3 +130,9 @@ def test_a_predictive_follows() -> None:
 def test_bad_input(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ntkl.NTKLaplaceError, match=words):
         train(mlp(1, 5, 1), **options)
+
+
+def test_bounds_of_different_sizes_are_not_compared() -> None:
+    history = ntkl.EvidenceHistory(evidence=[-1.0, -5.0, -4.0, -6.0], examples=[4, 8, 8, 8])
+    assert history.best == 2 and history.waited == 1
+    assert ntkl.EvidenceHistory(evidence=[-1.0, -5.0]).best == 0
