@@ -9,7 +9,7 @@ prints
 * the seconds of one hyperparameter step (evidence and gradient) from all examples and from M = N/10, each with a fit;
 * two trainings with the same start and minibatches: hyperparameter steps on the exact evidence, and on the bound from
   M = N/10 examples that grows at the end. Goals: a step takes at most a tenth of a whole evidence's time, and the
-  exact evidence at the end is within 2 %.
+  exact evidence after the last epoch is within 2 %. The best evidence of the training is beside it.
 ``--small`` takes 60 digits and an MLP 64-8-10.
 """
 
@@ -80,7 +80,7 @@ def trained(x: Tensor, y: Tensor, options: argparse.Namespace, **evidence: Any) 
     start = time.perf_counter()
     result = ntkl.train_with_evidence(
         network, (x, y), ntkl.Categorical(), prior(), "gp", epochs=options.epochs, batch_size=options.batch,
-        schedule=schedule, optimizer=lambda p: torch.optim.Adam(p, lr=5e-3), settings=ntkl.Settings(progress=False),
+        schedule=schedule, optimizer=lambda p: torch.optim.Adam(p, lr=2e-3), settings=ntkl.Settings(progress=False),
         **evidence,
     )  # fmt: skip
     return {
@@ -93,7 +93,7 @@ def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "bounds.json")
     arguments.add_argument("--examples", type=int, default=300, help="N (default 300)")
-    arguments.add_argument("--epochs", type=int, default=100, help="of the trainings (default 100)")
+    arguments.add_argument("--epochs", type=int, default=200, help="of the trainings (default 200)")
     arguments.add_argument("--frequency", type=int, default=10, help="F (default 10)")
     arguments.add_argument("--steps", type=int, default=10, help="K (default 10)")
     arguments.add_argument("--batch", type=int, default=64, help="minibatch (default 64)")
@@ -127,11 +127,13 @@ def main() -> None:
           "(goal: at most 0.1x)\n")  # fmt: skip
 
     runs = {"exact": trained(x, y, options), f"M = {m}": trained(x, y, options, evidence="subset", examples=m)}
-    whole = runs["exact"]["evidence"]
-    rows = [[name, f"{run['evidence']:.2f}", f"{100 * (run['evidence'] - whole) / abs(whole):+.2f} %",
-             seconds(run["seconds"]), ", ".join(f"{value:.3g}" for value in run["precisions"]),
+    ends = {name: run["history"]["evidence"][-1] for name, run in runs.items()}
+    whole = ends["exact"]
+    rows = [[name, f"{ends[name]:.2f}", f"{100 * (ends[name] - whole) / abs(whole):+.2f} %",
+             f"{run['evidence']:.2f}", seconds(run["seconds"]),
+             ", ".join(f"{value:.3g}" for value in run["precisions"]),
              ", ".join(map(str, run["history"]["examples"])) or "all"] for name, run in runs.items()]  # fmt: skip
-    print(table(["steps on", "exact evidence at the end", "above the first", "time", "precisions", "M"], rows))
+    print(table(["steps on", "exact evidence, last", "above the first", "best", "time", "precisions", "M"], rows))
     print("\ngoal: at the end within 2 % of the exact schedule")
     result = {"exact": exact, "bounds": found, "times": times, "trainings": runs, "examples": n, "m": m}
     write(options.out, {"machine": machine(options.threads)} | result)

@@ -77,8 +77,9 @@ class SubsetEvidence:
     """The lower bound from M examples that are drawn anew for each evaluation ([I23] theorem 2), M growing at the end.
 
     log joint - ½ (N/M) log det B_M: the log joint is that of all examples, and B_M that of the exact posterior of M
-    of them. With r evaluations left M is the larger of `examples` and N/2^r, so the last evaluation reads all
-    examples, and its evidence is exact. A grown M that does not fit in memory is halved until it does.
+    of them. The last tenth of the evaluations, and at least two, read all N examples: their evidence is exact. In those
+    before, M is halved from one to the one before it, down to `examples`. A grown M that does not fit in memory is
+    halved until it does.
 
     Parameters
     ----------
@@ -86,15 +87,17 @@ class SubsetEvidence:
         M of the first evaluations.
     total : int
         N.
-    epochs : int
+    epochs, evaluations : int
         Of the training; M depends on them.
     batches : callable
         Returns the data of the evidence, for one pass.
     """
 
-    def __init__(self, examples: int, total: int, epochs: int, batches: Callable[[], Batches]) -> None:
+    def __init__(
+        self, examples: int, total: int, epochs: int, evaluations: int, batches: Callable[[], Batches]
+    ) -> None:
         self.examples, self.total, self.epochs, self.batches = min(examples, total), total, epochs, batches
-        self.most = total
+        self.most, self.whole = total, max(2, -(-evaluations // 10))
 
     @property
     def words(self) -> str:
@@ -110,7 +113,7 @@ class SubsetEvidence:
             If the first M does not fit in memory.
         """
         while True:
-            m = min(self.most, max(self.examples, self.total >> left))
+            m = min(self.most, max(self.examples, self.total >> max(0, left + 1 - self.whole)))
             try:
                 if m == self.total and model.exact() is model:
                     return Evaluation.of(model.posterior(quietly), m)
@@ -198,8 +201,9 @@ def _loader(batches: list[Any]) -> DataLoader:
     return DataLoader(_Batches(batches), batch_size=None, collate_fn=lambda batch: batch)
 
 
-def step_evidence(evidence: str, examples: int | None, total: int, epochs: int,
-                  batches: Callable[[], Batches]) -> StepEvidence:  # fmt: skip
+def step_evidence(
+    evidence: str, examples: int | None, total: int, epochs: int, evaluations: int, batches: Callable[[], Batches]
+) -> StepEvidence:
     """The strategy that the arguments of `train_with_evidence` name.
 
     Raises
@@ -213,7 +217,7 @@ def step_evidence(evidence: str, examples: int | None, total: int, epochs: int,
         raise UnsupportedError('evidence="posterior" or "subset"', repr(evidence), "Choose one of them.")
     remedy = 'Pass for example evidence="subset", examples=500.'
     if evidence == "subset":
-        return SubsetEvidence(require_whole("examples", examples, 1, remedy), total, epochs, batches)
+        return SubsetEvidence(require_whole("examples", examples, 1, remedy), total, epochs, evaluations, batches)
     if examples is not None:
         raise HyperparameterError('examples= with evidence="subset" only', f"examples={examples!r}", remedy)
     return PosteriorEvidence()

@@ -110,9 +110,9 @@ def train_with_evidence(
         What the hyperparameter steps maximize. "posterior": the evidence of the posterior, from all examples.
         "subset": a lower bound of the exact evidence, from M examples drawn anew for each evaluation, whatever the
         structure: log joint of all examples - ½ (N/M) log det B of these, whose mean over the draws is at most the
-        evidence ([I23] theorem 2). M is `examples`, and doubles in the last evaluations so that the last of the
-        training reads all N, or as many as fit in memory; an early stop is followed by such an evaluation. The best
-        state is then the one of the largest M. It pays off where all N outputs are too many for function space.
+        evidence ([I23] theorem 2). M is `examples`, and doubles towards the end: the last tenth of the evaluations,
+        at least two, reads all N, or as many as fit in memory; an early stop is followed by such an evaluation. The
+        best state is the best of those of the largest M.
     examples : int, optional
         M of "subset", where it is required.
     batch_size : int, optional
@@ -167,7 +167,7 @@ def train_with_evidence(
     batches = Batches(read, settings.batch_size, device, dtype_of_inputs, targets)
     minibatches = Minibatches(data, batch_size, device, dtype_of_inputs, targets)
     n = count_examples(read, batches)
-    strategy = step_evidence(evidence, examples, n, epochs,
+    strategy = step_evidence(evidence, examples, n, epochs, schedule.left(0, epochs),
                              partial(Batches, read, settings.batch_size, device, dtype_of_inputs, targets))
     few = _probe(frozen, batches, likelihood, n)
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
