@@ -41,7 +41,10 @@ class FullPrecision(PosteriorPrecision):
 
     def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, ggn)
-        self._log_det_prior = self.prior_precision.log().sum()  # of these parameters, which may be some of the prior's
+        with torch.no_grad():  # in double precision, and of these parameters, which may be some of the prior's
+            logs = prior.precision.double().log()
+            counts = torch.zeros_like(logs).index_add_(0, self.groups, torch.ones_like(self.groups, dtype=logs.dtype))
+            self._log_det_prior = (counts * logs).sum().to(ggn)
         self._ggn = ggn
         matrix = ggn.clone()
         matrix.diagonal().add_(self.prior_precision)  # H = JᵀΛJ + P0
