@@ -93,6 +93,7 @@ def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "bounds.json")
     arguments.add_argument("--examples", type=int, default=300, help="N (default 300)")
+    arguments.add_argument("--subset", type=int, help="M of the steps (default N/10)")
     arguments.add_argument("--epochs", type=int, default=200, help="of the trainings (default 200)")
     arguments.add_argument("--frequency", type=int, default=10, help="F (default 10)")
     arguments.add_argument("--steps", type=int, default=10, help="K (default 10)")
@@ -117,7 +118,7 @@ def main() -> None:
             for each in found]  # fmt: skip
     print(table(["bound", "blocks", "nats", "below the exact evidence", "time"], rows))
 
-    m = max(1, n // 10)
+    m = options.subset or max(1, n // 10)
     times = best_times({
         "evidence": lambda: fit(network, x, y).log_det(), "step": step(network, x, y),
         "subset step": step(network, x[:m], y[:m]),
