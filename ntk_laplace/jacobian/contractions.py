@@ -190,7 +190,8 @@ class Rows(Contraction[Dense]):
             if variance is None:
                 continue
             last = runs[-1] if runs else None
-            if last and last[1] == start and isinstance(variance, float) and last[2] == variance:
+            numbers = last and isinstance(last[2], float) and isinstance(variance, float)
+            if last and numbers and last[1] == start and last[2] == variance:
                 runs[-1] = (last[0], stop, variance)
             else:
                 runs.append((start, stop, variance))

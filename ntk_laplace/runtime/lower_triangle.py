@@ -126,10 +126,9 @@ class LowerTriangle:
 
         `torch.linalg.solve_triangular` copies a view; it gets only diagonal blocks here.
         """
-        for panel in reversed(self.panels) if transpose else self.panels:
-            height, stop = panel.shape
-            start = stop - height
-            rows, diagonal = right[start:stop], panel[:, start:]
+        steps = list(self._solve_steps())
+        for start, panel in reversed(steps) if transpose else steps:
+            rows, diagonal = right[start : panel.shape[1]], panel[:, start:]
             if transpose:
                 rows.copy_(torch.linalg.solve_triangular(diagonal.mT, rows, upper=True))
                 right[:start].addmm_(panel[:, :start].mT, rows, alpha=-1.0)
@@ -137,6 +136,14 @@ class LowerTriangle:
                 rows.addmm_(panel[:, :start], right[:start], alpha=-1.0)
                 rows.copy_(torch.linalg.solve_triangular(diagonal, rows, upper=False))
         return right
+
+    def _solve_steps(self) -> Iterator[tuple[int, Tensor]]:
+        """The first row of each part of a panel that a solve takes at a time, and the part up to the diagonal."""
+        most = tuning.SOLVE_ROWS if self.like.device.type == "cpu" else tuning.PANEL_DEVICE_ROWS
+        for panel in self.panels:
+            start = panel.shape[1] - panel.shape[0]
+            for rows in _cut(len(panel), most):
+                yield start + rows.start, panel[rows, : start + rows.stop]
 
     def solve_lower(self, right: Tensor) -> Tensor:
         """``L⁻¹ right`` as a new tensor (n, k)."""

@@ -47,7 +47,7 @@ EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 PANEL_ROWS = 768  # rows of a panel of a symmetric matrix: the diagonal blocks are stored and multiplied whole
 PANEL_DEVICE_ROWS = 4096  # the same on an accelerator, where few large products are faster
-SOLVE_ROWS = 256  # rows of a panel, where a product copies them
+SOLVE_ROWS = 256  # rows of a panel at a time, where a solve or a product copies them
 LARGEST_SPECTRUM = 20_000  # rows of a matrix whose eigenvalues are computed: cuSOLVER's routine ends near 25,000
 INVERSE_COLUMNS = 1024  # columns of an inverse at a time: wide panels are half zeros and take memory
 
