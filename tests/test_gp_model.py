@@ -496,6 +496,7 @@ def test_posteriors_change_their_floating_type(structure: str) -> None:
     assert relative_error(posterior.latent_moments(case.x_new)[1], moments[1]) < 1e-5
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_devices() -> None:
     gp, x_new = build("cnn_groups", "categorical", "layer"), problem("cnn_groups").x_new
