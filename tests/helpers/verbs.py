@@ -35,6 +35,12 @@ def there_and_back(posterior: ntkl.Posterior) -> Tensor:
     return value
 
 
+def explained(posterior: ntkl.Posterior, x: Any) -> Tensor:
+    """Effects of the training points: all of them, or the largest where the structure ranks them."""
+    found = posterior.explain(x)
+    return torch.cat(list(found.effects.values())) if isinstance(found, ntkl.Ranking) else found.effect
+
+
 def shape_of_draws(posterior: ntkl.Posterior, x: Any) -> Tensor:
     """Of weights and of outputs; the draws themselves belong to the device."""
     weights, outputs = posterior.sample(3), posterior.sample(3, x)
@@ -66,7 +72,7 @@ MORE: dict[str, Verb] = {
     "used": lambda p, x, y: p.effective_parameters(),
     "curve": lambda p, x, y: p.evidence_curve(torch.tensor([0.3, 1.0, 4.0])),
     "learning curve": lambda p, x, y: p.learning_curve(2).terms,
-    "explanation": lambda p, x, y: p.explain(x).effect,
+    "explanation": lambda p, x, y: explained(p, x),
     "left out": lambda p, x, y: p.leave_one_out().mean,
     "left out density": lambda p, x, y: p.leave_one_out().log_density,
     "some left out": lambda p, x, y: p.leave_one_out(points=[0, 2]).mean,
@@ -74,7 +80,6 @@ MORE: dict[str, Verb] = {
     "removed": lambda p, x, y: p.remove([1]).latent_moments(x)[0],
     "added": lambda p, x, y: p.add(x, y).log_marginal_likelihood(),
     "relabeled": lambda p, x, y: p.relabel([0], y[:1]).latent_moments(x)[0],
-    "relinearized": lambda p, x, y: p.remove([1]).relinearize().log_marginal_likelihood(),
     "merged": lambda p, x, y: p.merge(copy.deepcopy(p)).log_det(),
     "criteria": lambda p, x, y: p.aic() + p.bic(),
     "draws": lambda p, x, y: shape_of_draws(p, x),
