@@ -140,12 +140,18 @@ class Numbers(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["deep_mlp", "cnn_groups", "transformer_tied", "direct_parameters"])
 def test_tiles_read_no_number(name, monkeypatch):
-    """As many reads for many tiles as for few."""
+    """As many reads for many tiles as for few, of one number and of several at once."""
     case = problem(name)
     rows = JacobianPass(Network(case.network), torch.float64).rows(case.x)
     root = torch.randn(*rows.f.shape, 2, dtype=torch.float64)
     delta = {key: torch.full((1,), 0.5 + i).double() for i, key in enumerate(case.parameters)}
-    weighted, counts = rows.weighted(root), []
+    weighted, counts, together = rows.weighted(root), [], Tensor.tolist
+
+    def counted(values: Tensor) -> Any:
+        numbers.count += 1
+        return together(values)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
     for height in (1024, 2):
         monkeypatch.setattr(tuning, "TILE_ROWS", height)
         monkeypatch.setattr(tuning, "PANEL_ROWS", height)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
@@ -45,7 +46,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, rows.f)
         self.rows, self.root = rows, root
-        self.variances: Variances = prior_variances(prior, shapes)
+        self.variances: Variances = read_once(prior_variances(prior, shapes))
         self._group_of = {name: prior.group_of(name) for name in shapes}
         self.weighted = rows.weighted(root)
         self.factor = self._factorized(self.variances)
