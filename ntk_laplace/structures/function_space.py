@@ -33,7 +33,7 @@ __all__ = ["FunctionSpace", "FunctionSpaceStructure"]
 @register_structure
 @dataclass(frozen=True)
 class FunctionSpace(StructureSpec):
-    """Exact inference in function space: B = I + SᵀKS, (N R, N R), over stored rows of the Jacobian."""
+    """Exact inference in function space: half of B = I + SᵀKS, (N R, N R), and stored rows of the Jacobian."""
 
     name: ClassVar[str] = "gp"
     exact: ClassVar[bool] = True
@@ -182,7 +182,7 @@ def _require_memory(model: LinearizedModel, n: int, first: Jacobian | None) -> N
     full = 2 * p * p * dtype.itemsize
     require_memory(
         matrix + rows, model.network.device,
-        f"B of {size:,} x {size:,} (N = {n:,}, C = {c}) and its rows",
+        f"B of {size:,} x {size:,} (N = {n:,}, C = {c}; half of it is stored) and its rows",
         f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
         'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
         "dtype=torch.float32.",
