@@ -330,7 +330,7 @@ def test_too_few_points_for_a_level_are_told(folder: Path, here: Path, capsys: p
         (["--held-out", "plain.npz"], 1, "expected arrays X and y in plain.npz; got 'X', and no y"),
         (["--structure", "kfac"], 1, "Pass data that training did not use: --held-out NPZ."),
         (["--curvature", "ef"], 1, "--structure auto and --curvature ef without --held-out"),
-        (["--structure", "exact"], 1, "expected structure among gp, full, kfac, ekfac, inf, diag, auto; got 'exact'"),
+        (["--structure", "exact"], 1, "expected structure among gp, full, iterative, nystrom, kfac, ekfac, inf, diag, auto; got 'exact'"),
         (["--classes", "a,b"], 1, "expected 3 names of classes or outputs; got 2"),
         (["--classes", "a,a,b"], 1, "expected different names; got 'a' twice"),
         (["--out", "nowhere/p.csv"], 1, "cannot write to nowhere/p.csv"),

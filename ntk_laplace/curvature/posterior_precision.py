@@ -58,10 +58,13 @@ class PosteriorPrecision(ABC):
         Whether scaling Λ and P0 by c scales H by c.
     standard_error : float
         Of `log_det`, if it is a stochastic estimate; 0 if it is computed without sampling.
+    log_det_bounds : tuple of float, or None
+        Certain bounds of the exact `log_det`, if it is an estimate; None if it is not.
     """
 
     homogeneous: bool = True
     standard_error: float = 0.0
+    log_det_bounds: tuple[float, float] | None = None
 
     def __init__(self, prior: GaussianPrior, shapes: Mapping[str, torch.Size], like: Tensor) -> None:
         self.shapes = ParameterLayout.of(shapes)
@@ -127,6 +130,14 @@ class PosteriorPrecision(ABC):
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
         """Spectra with the prior group of all or of each eigenvalue; None if eigenvectors mix the groups."""
+        return None
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """A smooth model of log det B for `log_det` that is a stochastic estimate; None if it is not.
+
+        It takes the changes of the log precisions of the prior groups, less that of log c if Λ becomes cΛ, (G,), and is
+        differentiable in them.
+        """
         return None
 
     def log_det_curve(self, factors: Tensor) -> Tensor:

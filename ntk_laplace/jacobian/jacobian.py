@@ -76,13 +76,18 @@ class Jacobian:
         return torch.cat(rows, -1)
 
     def products(self, vectors: Mapping[str, Tensor]) -> Tensor:
-        """J v for m parameter vectors v, flat (m, p) by name: (K, N, m). One block is written out at a time."""
+        """J v for m parameter vectors v, flat (m, p) by name: (K, N, m)."""
         count = len(next(iter(vectors.values())))
         total = self.f.new_zeros(self.num_cotangents, self.num_examples, count)
         for block in self.blocks:
-            for name, values in block.dense().items():
-                total += values @ vectors[name].T
+            total += block.push(vectors)
         return total
+
+    def transposed_products(self, cotangents: Tensor, shapes: Mapping[str, torch.Size]) -> Tensor:
+        """Jᵀ c for m cotangents c (K, N, m): flat (m, P), in the order of `shapes`."""
+        total, count = summed(block.pull(cotangents) for block in self.blocks), cotangents.shape[2]
+        flat = [total[n] if n in total else self.f.new_zeros(count, s.numel()) for n, s in shapes.items()]
+        return torch.cat(flat, 1)
 
     @staticmethod
     def concatenate(parts: Sequence[Jacobian]) -> Jacobian:

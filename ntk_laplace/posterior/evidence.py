@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,6 +110,10 @@ class EvidenceVerbs(Fitted):
             spectrum = self.spectrum()
             return None if spectrum is None else [(spectrum.flatten(), 0)]
         return self.posterior_precision.group_spectra()
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """A smooth model of log det B near the present hyperparameters, if `log_det` is a stochastic estimate."""
+        return self.posterior_precision.local_log_det()
 
     def log_scale(self) -> Tensor | None:
         """Return log c, if all that the likelihood's hyperparameters do to the curvature is to multiply it by c."""

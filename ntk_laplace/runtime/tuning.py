@@ -33,6 +33,8 @@ PANEL_COLUMNS = 4096  # columns of a layer's rows that are written out at a time
 INNER_SUMS_BYTES = 2 * MIB  # inner sums over positions that fit in a core's cache
 INNER_SUMS_DEVICE_BYTES = 64 * MIB  # the same on an accelerator, where few large products are faster
 
+PRODUCT_COLUMNS = 4096  # columns of a product of layer inputs with several vectors
+
 # --- curvature
 
 WRITTEN_BYTES = 64 * MIB  # rows of a parameter block that are written out at a time
@@ -76,7 +78,24 @@ FULL_BATCH_EXAMPLES = 8192  # with more, minibatches begin the training to an op
 MINIBATCH = 128  # examples, where minibatches train
 ANNEALING_STEPS = 500  # minibatch steps, at least: before L-BFGS for many examples, and where it finds no decrease
 
+# --- products alone: structure "iterative"
+
+FIRST_RANK = 128  # test vectors of the first sketch; it is doubled from there
+FIRST_PROBES, MOST_PROBES = 16, 128
+LANCZOS_STEPS = 60  # products with each probe, at most
+QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's bracket ends
+CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error
+REMAINDER_DRAWS = 32  # draws of what the low rank leaves of H⁻¹
+COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those of the low rank
+LEFT_SHARE = 0.02  # of log det B that the low rank of covariances leaves, at most
+LOCAL_BYTES = 1024 * MIB  # matrices of the prior groups in a local model of log det B
+ANCHORS = 12  # local models in one search for hyperparameters, at most
+ANCHOR_MOVE = 0.01  # change of a log hyperparameter between two local models, below which the search has converged
+PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products with one batch are kept at a time
+
 # --- limits that a user can notice
+
+VARIANCE_ERROR = 0.05  # expected relative error of a variance by draws, above which it is solved exactly
 
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error

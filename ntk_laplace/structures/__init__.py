@@ -4,6 +4,7 @@
 # isort: off
 from ntk_laplace.structures.function_space import FunctionSpace, FunctionSpaceStructure
 from ntk_laplace.structures.full import FullWeightSpace
+from ntk_laplace.structures.sketched import Iterative, Nystrom
 from ntk_laplace.structures.block_specifications import EKFAC, INF, KFAC, Diagonal
 # isort: on
 
@@ -39,8 +40,10 @@ __all__ = [
     "FullWeightSpace",
     "FunctionSpace",
     "FunctionSpaceStructure",
+    "Iterative",
     "LinearizedModel",
     "NewtonStep",
+    "Nystrom",
     "Saved",
     "Settings",
     "Structure",

@@ -143,8 +143,16 @@ def evidence(fitted: FittedModel, with_correction: bool = False) -> Evidence:
         added = _correction(fitted, fitted.newton_step())
         value = value + added.to(value)
     error = 0.5 * fitted.precision.standard_error
-    bounds = (float(value), float(value)) if fitted.exact else (-math.inf, math.inf)
-    return Evidence(value, error, *bounds, likelihood_term, prior_term, det, scalar(added))
+    lower, upper = _bounds(fitted, float(value), float(det))
+    return Evidence(value, error, lower, upper, likelihood_term, prior_term, det, scalar(added))
+
+
+def _bounds(fitted: FittedModel, value: float, det: float) -> tuple[float, float]:
+    """Certain bounds of the evidence."""
+    if not fitted.exact:
+        return -math.inf, math.inf
+    low, high = fitted.precision.log_det_bounds or (det, det)
+    return value - 0.5 * (high - det), value + 0.5 * (det - low)
 
 
 def _hessian(fitted: FittedModel) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,18 +19,11 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source
 from ntk_laplace.model.likelihoods import Likelihood
-from ntk_laplace.runtime import tuning
-from ntk_laplace.structures.data_passes import common_factor, jvp, per_example, read_points, read_rows, selected, vjp
+from ntk_laplace.structures.data_passes import common_factor, read_points, read_rows, selected
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
-from ntk_laplace.structures.structure import (
-    Saved,
-    Structure,
-    StructureSpec,
-    of_kind,
-    require_one_process,
-    require_unchanged,
-)
+from ntk_laplace.structures.streamed import StreamedStructure, max_batch
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, of_kind, require_unchanged
 
 __all__ = ["SummedSpec", "SummedStructure", "Sums"]
 
@@ -85,31 +77,18 @@ class _AtLikelihood:
 
 
 @dataclass
-class SummedStructure(Structure):
+class SummedStructure(StreamedStructure):
     """Sums over the training points, with the data for another pass.
 
     Attributes
     ----------
     spec : SummedSpec
-    source : Source
-        Read again when the likelihood's hyperparameters change.
-    points : TrainingPoints
-    base : TrainingPoints, optional
-        The points the network was trained on, if a what-if has changed them since.
     at : _AtLikelihood
         A cache of the sums.
     """
 
     spec: SummedSpec
-    data: Source
-    points: TrainingPoints
-    base: TrainingPoints | None = None
     at: _AtLikelihood = field(default_factory=_AtLikelihood)
-
-    @property
-    def source(self) -> Source:
-        """The training data, for another pass."""
-        return self.data
 
     def sums(self, model: LinearizedModel) -> Sums:
         """The sums at the likelihood's current hyperparameters."""
@@ -134,7 +113,7 @@ class SummedStructure(Structure):
         if not (isinstance(sums, dict) and all(isinstance(t, Tensor) and t.device == device for t in sums.values())):
             raise UnsupportedError(f"tensors by name on {device} of {type(self.spec).__name__}.zeros",
                                    f"{sums!r}"[:80], "Create them with model.theta.new_zeros(...).")
-        for rows in read_rows(model, self.data, root, _max_batch(model, root.shape[2]), "curvature"):
+        for rows in read_rows(model, self.data, root, max_batch(model, root.shape[2]), "curvature"):
             self.spec.add(sums, rows, model)
         model.settings.reducer.sum_(*sums.values())
         return sums
@@ -142,30 +121,6 @@ class SummedStructure(Structure):
     def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
         """Factorize H at the current hyperparameters."""
         return self.spec.precision(self.sums(model), model)
-
-    # --- passes over the data
-
-    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
-        """Jᵀr, (P,), in one pass with cotangent r."""
-        return vjp(model, self.data, residual, _max_batch(model, 1))
-
-    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
-        """J v, (N, C)."""
-        return jvp(model, self.data, vector, _max_batch(model, model.network.num_outputs))
-
-    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
-        """∂ log det B/∂Λ_n, (N, C, C), in one pass if the structure is exact."""
-        if not self.spec.exact:
-            return super().sensitivity(model, precision)
-        max_batch = _max_batch(model, model.network.num_outputs)
-        return per_example(model, self.data, max_batch, "Jacobians", precision.covariance_blocks)
-
-    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
-        """Rows of J, from another pass."""
-        require_one_process(model)
-        n = self.points.num_examples
-        source = self.data if len(index) == n else selected(model, self.data, index, n)
-        yield from read_rows(model, source, None, _max_batch(model, model.network.num_outputs), "Jacobians")
 
     # --- other points
 
@@ -235,10 +190,3 @@ class SummedStructure(Structure):
             base=None if self.base is None else self.base.to(device, dtype),
             at=_AtLikelihood(moved, None if likelihood is None else copy.deepcopy(likelihood).to(device)),
         )  # fmt: skip
-
-
-def _max_batch(model: LinearizedModel, cotangents: int) -> int:
-    """Examples whose dense rows fit in memory at a time."""
-    each = model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize
-    max_batch = max(1, tuning.FULL_ROWS_BYTES // each)
-    return min(max_batch, model.settings.batch_size or max_batch)

@@ -79,6 +79,28 @@ class Block(ABC):
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
         """Jᵀ c for c (K, N), flat by parameter."""
 
+    def push(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        """J v for m vectors (m, p) by parameter, (K, N, m)."""
+        k, n = self.shape
+        out = self.values.new_zeros(k, n, len(next(iter(vectors.values()))))
+        for part in self._dense_panels():
+            for name, values in self.subset(part).dense().items():
+                out[:, part] += values @ vectors[name].T
+        return out
+
+    def pull(self, cotangents: Tensor) -> dict[str, Tensor]:
+        """Jᵀ c for m cotangents (K, N, m), (m, p) by parameter."""
+        total = {name: self.values.new_zeros(cotangents.shape[2], size) for name, size in self.sizes().items()}
+        for part in self._dense_panels():
+            weights = cotangents[:, part].flatten(0, 1).T
+            for name, values in self.subset(part).dense().items():
+                total[name].addmm_(weights, values.flatten(0, 1))
+        return total
+
+    def _dense_panels(self) -> Iterator[slice]:
+        k, n = self.shape
+        yield from steps(n, k * sum(self.sizes().values()) * self.values.element_size())
+
     @abstractmethod
     def joined(self, other: Self) -> Self:
         """Rows of two uses of the same parameters; both blocks have the same `kind`."""

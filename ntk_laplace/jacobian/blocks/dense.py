@@ -107,6 +107,16 @@ class Dense(Block):
         total = weights.flatten() @ rows.flatten(0, 1)
         return {name: total[start:stop] for name, start, stop in self.spans}
 
+    def push(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        return (self.rows @ torch.cat([vectors[name] for name in self.names], 1).T).transpose(0, 1)
+
+    def pull(self, cotangents: Tensor) -> dict[str, Tensor]:
+        rows, weights = self.rows, cotangents.transpose(0, 1)
+        if rows.stride(0) < rows.stride(1):  # in the order of memory, as in `vjp`
+            rows, weights = rows.transpose(0, 1), cotangents
+        total = weights.flatten(0, 1).T @ rows.flatten(0, 1)
+        return {name: total[:, start:stop] for name, start, stop in self.spans}
+
     def joined(self, other: Dense) -> Dense:
         return replace(self, rows=self.rows + other.rows)
 

@@ -85,6 +85,13 @@ class Lookup(Factored):
         table = backward.new_zeros(self.vocabulary, backward.shape[-1])
         return {self.weight: table.index_add_(0, self.tokens.flatten(), backward.flatten(0, 1)).flatten()}
 
+    def push(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        return self.products(vectors[self.weight].view(-1, *self.entries))
+
+    def pull(self, cotangents: Tensor) -> dict[str, Tensor]:
+        tables = [self.vjp(cotangents[..., place])[self.weight] for place in range(cotangents.shape[2])]
+        return {self.weight: torch.stack(tables)}
+
     def joined(self, other: Lookup) -> Lookup:
         b, tokens = torch.cat([self.b, other.b], 2), torch.cat([self.tokens, other.tokens], 1)
         return replace(self, b=b, tokens=tokens)

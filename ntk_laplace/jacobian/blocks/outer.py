@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, steps, weigh
 from ntk_laplace.jacobian.blocks.dense import Dense
+from ntk_laplace.runtime import tuning
 
 __all__ = ["Outer"]
 
@@ -132,6 +133,69 @@ class Outer(Factored):
         if self.bias is not None:
             found[self.bias] = backward.sum((0, 2)).flatten()
         return found
+
+    def push(self, vectors: Mapping[str, Tensor]) -> Tensor:
+        """bᵀ(V a + v) for m vectors: per group one product with the inputs, and one with the output gradients."""
+        if not self._factors_are_cheaper:
+            return super().push(vectors)
+        b, count = self.full_b(), len(vectors[self.weight])
+        out = b.new_zeros(*self.shape, count)
+        for chosen in self._vector_panels(count):
+            weights = self._entries_of(vectors[self.weight][chosen])  # (m, G, o, i)
+            bias = None if self.bias is None else vectors[self.bias][chosen].unflatten(1, weights.shape[1:3])
+            for part in self._example_panels(len(weights)):
+                for g in range(b.shape[2]):
+                    a = self.a[part, g]  # (n, T, i)
+                    forward = a.flatten(0, 1) @ weights[:, g].flatten(0, 1).T
+                    forward = forward.view(*a.shape[:2], *weights[:, g].shape[:2])  # (n, T, m, o)
+                    if bias is not None:
+                        forward += bias[:, g]
+                    gradients = b[:, part, g].transpose(0, 1).flatten(2)  # (n, K, T o)
+                    out[:, part, chosen] += (gradients @ forward.transpose(2, 3).flatten(1, 2)).transpose(0, 1)
+        return out
+
+    def pull(self, cotangents: Tensor) -> dict[str, Tensor]:
+        """Σ_nt (Σ_k c_kn b_knt) a_ntᵀ for m cotangents: the products of `push` in reverse."""
+        if not self._factors_are_cheaper:
+            return super().pull(cotangents)
+        b, count = self.full_b(), cotangents.shape[2]
+        (_, _, groups, t, o), i = b.shape, self.a.shape[3]
+        weights, sums = b.new_zeros(count, groups, o, i), b.new_zeros(count, groups, o)
+        for chosen in self._vector_panels(count):
+            own, biases = weights[chosen], sums[chosen]
+            for part in self._example_panels(len(own)):
+                mixing = cotangents[:, part, chosen].permute(1, 2, 0)  # (n, m, K)
+                for g in range(groups):
+                    backward = mixing @ b[:, part, g].transpose(0, 1).flatten(2)  # (n, m, T o)
+                    backward = backward.unflatten(2, (t, o)).transpose(1, 2).flatten(0, 1)  # (n T, m, o)
+                    biases[:, g] += backward.sum(0)
+                    own[:, g] += (backward.flatten(1).T @ self.a[part, g].flatten(0, 1)).view(own[:, g].shape)
+        found = {self.weight: weights.flatten(1)}
+        if self.index is not None:
+            found[self.weight] = b.new_zeros(count, self.size)
+            found[self.weight][:, self.index] = weights.flatten(1)
+        return found if self.bias is None else found | {self.bias: sums.flatten(1)}
+
+    @property
+    def _factors_are_cheaper(self) -> bool:
+        """Whether a product with factors takes fewer multiply-adds than one with written-out rows."""
+        k, _, _, t, o = self.b.shape
+        i = self.a.shape[3]
+        return t * o * (i + k) <= k * o * i
+
+    def _entries_of(self, vectors: Tensor) -> Tensor:
+        """Vectors (m, p) of the weight as entries (m, G, o, i)."""
+        flat = vectors if self.index is None else vectors[:, self.index]
+        return flat.view(len(vectors), self.b.shape[2], self.b.shape[4], self.a.shape[3])
+
+    def _vector_panels(self, count: int) -> Iterator[slice]:
+        """Slices of vectors whose entries of one layer form a wide product that stays in the cache."""
+        width = max(1, tuning.PRODUCT_COLUMNS // self.b.shape[4])
+        return (slice(start, min(start + width, count)) for start in range(0, count, width))
+
+    def _example_panels(self, vectors: int) -> Iterator[slice]:
+        t, o = self.b.shape[3:]
+        return steps(self.shape[1], vectors * t * o * self.b.element_size())
 
     def joined(self, other: Outer) -> Outer:
         b, a = torch.cat([self.full_b(), other.full_b()], 3), torch.cat([self.a, other.a], 2)

@@ -1,0 +1,490 @@
+"""Exact weight space from products with JᵀΛJ alone: a low rank, Lanczos on what it leaves, conjugate gradients.
+
+With the low rank M = I + P0^-½FᵀFP0^-½ and FᵀF at most JᵀΛJ, in the order of semidefinite matrices,
+
+    log det B = log det M + tr log C,    C = M^-½ P0^-½ H P0^-½ M^-½,
+
+and no eigenvalue of C is below 1. Few are far above: they are what the low rank leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import Variances
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos, low_rank
+from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
+
+__all__ = ["Curvature", "IterativePrecision", "LogDet", "Sketch", "grown", "reaching", "sketched"]
+
+
+class Curvature(Protocol):
+    """JᵀΛJ over the training points, by products."""
+
+    @property
+    def rank(self) -> int:
+        """Most eigenvalues that are not zero, the smaller of P and N R."""
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """JᵀΛJ v for vectors (m, P)."""
+
+    def noise(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draws from N(0, JᵀΛJ), (count, P): JᵀSε."""
+
+    def trace(self, variances: Variances) -> float:
+        """tr P0⁻¹JᵀΛJ."""
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A low rank FᵀF of JᵀΛJ, which it does not exceed at any prior.
+
+    Attributes
+    ----------
+    factor, tests : Tensor, (r, P)
+        F, and T with F = T JᵀΛJ and T JᵀΛJ Tᵀ = I; no T where nothing is drawn.
+    exhausted : bool
+        Whether more test vectors find nothing more, up to rounding.
+    """
+
+    factor: Tensor
+    tests: Tensor | None
+    exhausted: bool = False
+
+    def scaled(self, factor: float) -> Sketch:
+        """The sketch of c JᵀΛJ."""
+        tests = None if self.tests is None else self.tests * factor**-0.5
+        return Sketch(self.factor * factor**0.5, tests, self.exhausted)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Sketch:
+        """The sketch on another device, with another dtype."""
+        tests = None if self.tests is None else self.tests.to(device, dtype)
+        return Sketch(self.factor.to(device, dtype), tests, self.exhausted)
+
+    def record(self) -> dict[str, Any]:
+        """Plain containers of tensors."""
+        return {"factor": self.factor, "tests": self.tests, "exhausted": self.exhausted}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Sketch:
+        """Restore a sketch from its record."""
+        return cls(record["factor"], record["tests"], record["exhausted"])
+
+
+@dataclass(frozen=True)
+class LogDet:
+    """An estimate of log det B with its errors.
+
+    Attributes
+    ----------
+    value : float
+    standard_error : float
+        Over the probes, times the ratio of Student's and the normal quantile, so that two of it are a 95 % interval for
+        few probes too; plus half the bracket of the quadrature. Half of upper - lower where no probe was needed.
+    lower, upper : float
+        Certain bounds.
+    probes, steps : int
+        Probes, and products with each.
+    """
+
+    value: float
+    standard_error: float
+    lower: float
+    upper: float
+    probes: int = 0
+    steps: int = 0
+
+
+def _signs(count: int, size: int, seed: int, like: Tensor) -> Tensor:
+    """Probes of random signs, (count, size); the first ones are the same for every count."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) for _ in range(count)]
+    return torch.stack(drawn).to(like) * 2 - 1
+
+
+class IterativePrecision(PosteriorPrecision):
+    """H = P0 + JᵀΛJ, never formed.
+
+    Solves and samples are exact, to the tolerance of conjugate gradients. `log_det` is an estimate by probes with fixed
+    signs. Covariances and effective parameters are those of a low rank that leaves little (`refined`), less what draws
+    estimate of the rest; where a variance could be wrong by more than `tuning.VARIANCE_ERROR`, it is solved exactly.
+
+    Parameters
+    ----------
+    curvature : Curvature
+    sketch : Sketch
+    base : LowRankPrecision
+        P0 + FᵀF.
+    prior : GaussianPrior
+    probes, seed : int
+    tolerance : float
+        Wished standard error of `log_det`, in nats: the quadrature's bracket ends at a fraction of it.
+    most : int
+        Largest rank of the sketch.
+    """
+
+    def __init__(
+        self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, prior: GaussianPrior, probes: int,
+        seed: int, tolerance: float, most: int,
+    ) -> None:  # fmt: skip
+        super().__init__(prior, base.shapes, sketch.factor)
+        self.curvature, self.sketch, self.base = curvature, sketch, base
+        self.probes, self.seed, self.tolerance, self.most = probes, seed, tolerance, most
+
+    def record(self) -> dict[str, Any]:
+        """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
+        fine = self.refined
+        own = {"probes": self.probes, "seed": self.seed, "tolerance": self.tolerance, "most": self.most}
+        return {"own": own, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
+                "trace_left": fine._trace_left, "left": None if fine._complete else fine._left}
+
+    @classmethod
+    def restored(
+        cls, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, prior: GaussianPrior,
+        record: Mapping[str, Any],
+    ) -> IterativePrecision:  # fmt: skip
+        """The precision with the estimates of a record, at the hyperparameters of the record."""
+        found, fine = (cls(curvature, sketch, base, prior, **record["own"]) for _ in range(2))
+        vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine)
+        vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _trace_left=record["trace_left"])
+        if record["left"] is not None:
+            vars(fine)["_left"] = record["left"].to(base.vectors)
+        return found
+
+    # --- products in units of the prior
+
+    def _whitened(self, vectors: Tensor) -> Tensor:
+        """P0^-½ H P0^-½ v for vectors (m, P)."""
+        scale = self.base.deviation
+        return vectors + self.curvature.products(vectors * scale) * scale
+
+    def _preconditioned(self, vectors: Tensor) -> Tensor:
+        """C v for vectors (m, P)."""
+        return self.base.whitened_half(self._whitened(self.base.whitened_half(vectors)))
+
+    def _solved_whitened(self, vectors: Tensor) -> Tensor:
+        tolerance = torch.finfo(vectors.dtype).eps ** 0.7  # 1e-11 in float64
+        best: IterativePrecision = vars(self).get("refined", self)
+        return conjugate_gradients(self._whitened, vectors, best.base.whitened_solve, tolerance,
+                                   tuning.CONJUGATE_GRADIENT_STEPS)
+
+    # --- evidence
+
+    @cached_property
+    def estimate(self) -> LogDet:
+        """log det B with its errors, from the probes."""
+        low = float(self.base.log_det())
+        upper = low + self._most_left
+        if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
+            return LogDet(0.5 * (low + upper), 0.5 * self._most_left, low, upper)
+        steps = 0
+
+        def enough(found: Quadrature) -> bool:
+            nonlocal steps
+            steps += 1
+            below, above = found.bracket(torch.log)
+            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
+
+        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)
+        found = lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, enough)
+        below, above = found.bracket(lambda t: t.clamp_min(1.0).log())  # rounding: no eigenvalue is below 1
+        middle, width = 0.5 * (below + above), float((above - below).mean())
+        error = math.inf
+        if self.probes > 1:
+            error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
+        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, steps)
+
+    @cached_property
+    def _trace_left(self) -> float:
+        """tr P0⁻¹JᵀΛJ - tr P0⁻¹FᵀF, at least tr (C - I) and every relative error of a variance of the low rank."""
+        return max(0.0, self.curvature.trace(self.base.variances) - float(self.base.values.sum()))
+
+    @property
+    def _most_left(self) -> float:
+        """Upper bound of tr log C: log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k."""
+        rank = self.curvature.rank - len(self.base.values)
+        return rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
+
+    @property
+    def _complete(self) -> bool:
+        """Whether the low rank alone gives all covariances, up to rounding."""
+        return self._trace_left <= tuning.COMPLETE
+
+    def log_det(self) -> Tensor:
+        """log det B, an estimate: see `estimate`."""
+        return self.base.values.new_tensor(self.estimate.value)
+
+    @property
+    def standard_error(self) -> float:  # type: ignore[override]
+        """Of `log_det`."""
+        return self.estimate.standard_error
+
+    @property
+    def log_det_bounds(self) -> tuple[float, float]:  # type: ignore[override]
+        """Certain bounds of log det B, from the best sketch so far."""
+        found = [one.estimate for one in (self, vars(self).get("refined", self))]
+        return max(one.lower for one in found), min(one.upper for one in found)
+
+    @property
+    def best_sketch(self) -> Sketch:
+        """The largest sketch so far."""
+        best: IterativePrecision = vars(self).get("refined", self)
+        return best.sketch
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = n_g - δ_g tr_g(H⁻¹): that of the low rank, and what the draws find of the rest, (G,)."""
+        fine = self.refined
+        found = fine.base.effective_parameters()
+        return found if fine._complete else found.index_add_(0, self.groups, fine._left.square().mean(0))
+
+    def log_det_curve(self, factors: Tensor) -> Tensor:
+        """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,).
+
+        The low rank is exact at every factor. For the rest, each probe's quadrature of the whole is compared with its
+        known value in the low rank: their difference has little variance.
+        """
+        found = log_det_curve(self.base.values, factors)
+        if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
+            return found
+        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)
+        last = float(factors.min())
+
+        def enough(rule: Quadrature) -> bool:
+            below, above = rule.bracket(lambda t: torch.log1p((t - 1.0).clamp_min(0.0) / last))
+            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
+
+        rule = lanczos(self._whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, enough)
+        shares = (probes @ self.base.vectors.T).square().mean(0)  # of each eigenvector of the low rank in the probes
+        for place, factor in enumerate(factors):
+            function = partial(_shifted_log, factor=float(factor))
+            below, above = rule.bracket(function)
+            known = torch.log1p(self.base.values / factor) @ shares
+            found[place] += 0.5 * float((below + above).mean()) - known
+        return found
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + Σ_g q_g (e^(-s_g) - 1) + the rest, in changes s_g of log δ_g.
+
+        Exact in the low rank, and of first order in what it leaves, with q_g its effective parameters: a function whose
+        gradient is its own, unlike that of two estimates. None if there are too many groups for their matrices.
+        """
+        fine, r = self.refined, len(self.refined.base.values)
+        if self._num_groups * r * r * self.base.vectors.element_size() > tuning.LOCAL_BYTES:
+            return None
+        left = self._by_group.new_zeros(self._num_groups)
+        if not fine._complete:
+            left.index_add_(0, self.groups, fine._left.square().mean(0))
+        scaled = fine.sketch.factor * self.base.deviation
+        cores = torch.stack([(part := scaled[:, self.groups == g]) @ part.T for g in range(self._num_groups)]).double()
+        left, rest = left.double(), fine.estimate.value - fine.estimate.lower
+
+        def log_det(shift: Tensor) -> Tensor:
+            weights = torch.exp(-shift.to(cores))
+            inner = torch.eye(len(cores[0]), dtype=cores.dtype, device=cores.device)
+            inner = inner + (weights.view(-1, 1, 1) * cores).sum(0)
+            return cholesky_log_det(cholesky_of(inner)) + rest + (left * (weights - 1.0)).sum()
+
+        return log_det
+
+    # --- solves and samples
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H⁻¹ v for vectors (..., P), by conjugate gradients."""
+        flat = vectors.reshape(-1, self.num_parameters) * self.base.deviation
+        width = max(1, tuning.COVARIANCE_BYTES // (flat.shape[1] * flat.element_size()))
+        parts = [self._solved_whitened(part) for part in flat.split(width)] if len(flat) else [flat]
+        return (torch.cat(parts) * self.base.deviation).view_as(vectors)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, H⁻¹), (count, P): H⁻¹(P0^½ε + JᵀSε') has the covariance H⁻¹(P0 + JᵀΛJ)H⁻¹."""
+        generator = torch.Generator().manual_seed(self.seed) if generator is None else generator
+        white = _normal(count, self.base.vectors, generator)
+        return self.solve(white * self.prior_precision.sqrt() + self.curvature.noise(count, generator))
+
+    # --- covariance of f
+
+    @cached_property
+    def _left(self) -> Tensor:
+        """Draws d (s, P) with covariance M⁻¹ - (P0^-½HP0^-½)⁻¹, which the low rank leaves of the inverse.
+
+        With E = P0^-½(JᵀΛJ - FᵀF)P0^-½, x ~ N(0, M⁻¹) and e ~ N(0, E): d = (M + E)⁻¹(E x + e).
+        """
+        scale, count = self.base.deviation, tuning.REMAINDER_DRAWS
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        x = self.base.whitened_half(_normal(count, self.base.vectors, generator)) * scale
+        noise = self.curvature.noise(count, generator)
+        sketch = self.sketch
+        assert sketch.tests is not None
+        # N(0, JᵀΛJ) less its part in the sketch is N(0, JᵀΛJ - FᵀF)
+        right = self.curvature.products(x) - (x @ sketch.factor.T) @ sketch.factor
+        right += noise - (noise @ sketch.tests.T) @ sketch.factor
+        return self._solved_whitened(right * scale)
+
+    @cached_property
+    def _left_directions(self) -> dict[str, Tensor]:
+        return self.shapes.parts(self._left * self.base.deviation / len(self._left) ** 0.5)
+
+    @cached_property
+    def refined(self) -> IterativePrecision:
+        """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows."""
+        found = self
+        while found.estimate.value - found.estimate.lower > tuning.LEFT_SHARE * found.estimate.value:
+            count = min(2 * len(found.base.values), self.most, self.curvature.rank)
+            if count <= len(found.base.values) or found.sketch.exhausted:
+                break
+            like = self.base.prior_precision
+            sketch = sketched(self.curvature, found.base, self._prior, self.shapes, count, self.seed, like)
+            base = LowRankPrecision(sketch.factor, self._prior, self.shapes)
+            found = IterativePrecision(self.curvature, sketch, base, self._prior, self.probes, self.seed,
+                                       self.tolerance, self.most)
+        return found
+
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
+        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
+        fine = self.refined
+        blocks = fine.base.covariance_blocks(rows)
+        if fine._complete:
+            return blocks
+        seen = rows.products(fine._left_directions).transpose(0, 1)  # (n, K, s)
+        rest = seen @ seen.mT
+        solved = _uncertain(blocks, rest)
+        blocks = blocks - rest
+        if len(solved):
+            blocks[solved] = PosteriorPrecision.covariance_blocks(fine, rows.subset(solved))
+        return blocks
+
+    def covariance(self, rows: Jacobian) -> Tensor:
+        """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
+        fine = self.refined
+        joint = fine.base.covariance(rows)
+        if fine._complete:
+            return joint
+        seen = rows.products(fine._left_directions).transpose(0, 1)
+        own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
+        if len(_uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1), seen @ seen.mT)):
+            return PosteriorPrecision.covariance(fine, rows)
+        flat = seen.flatten(0, 1)
+        return joint.addmm_(flat, flat.T, alpha=-1.0)
+
+
+def _uncertain(low: Tensor, rest: Tensor) -> Tensor:
+    """Examples with a variance whose expected relative error, rest/(V - rest) (2/s)^½ for s draws, is too large."""
+    before, own = (blocks.diagonal(dim1=1, dim2=2) for blocks in (low, rest))
+    allowed = tuning.VARIANCE_ERROR * (tuning.REMAINDER_DRAWS / 2) ** 0.5
+    return (own > allowed * (before - own)).any(1).nonzero().squeeze(1)
+
+
+def _shifted_log(nodes: Tensor, factor: float) -> Tensor:
+    """log(1 + (t - 1)/c)."""
+    return torch.log1p((nodes - 1.0).clamp_min(0.0) / factor)
+
+
+def _normal(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
+    """Standard normal vectors (count, P), of the generator's device."""
+    return torch.randn(count, like.shape[1], generator=generator, device=generator.device, dtype=like.dtype).to(like)
+
+
+def _student(freedom: int) -> float:
+    """Ratio of the 97.5 % quantiles of Student's t and the normal distribution (Cornish and Fisher's expansion)."""
+    z2, nu = 1.959964**2, float(freedom)
+    if freedom < 3:
+        return {1: 6.48, 2: 2.20}[freedom]
+    terms = (z2 + 1) / 4, (5 * z2**2 + 16 * z2 + 3) / 96, (3 * z2**3 + 19 * z2**2 + 17 * z2 - 15) / 384
+    return 1.0 + sum(term / nu ** (power + 1) for power, term in enumerate(terms))
+
+
+def sketched(
+    curvature: Curvature, known: Sketch | LowRankPrecision | None, prior: GaussianPrior,
+    shapes: Mapping[str, torch.Size], count: int, seed: int, like: Tensor,
+) -> Sketch:  # fmt: skip
+    """A sketch from `count` test vectors: eigenvectors that are known, and random ones.
+
+    Products with known eigenvectors are a round of subspace iteration.
+    """
+    if isinstance(known, Sketch):
+        known = LowRankPrecision(known.factor, prior, shapes)
+    with torch.no_grad():
+        scale = prior.flat_precision().to(like).rsqrt()
+    vectors = like.new_empty(0, len(like)) if known is None else known.vectors[-count:]
+    drawn = _normal(count - len(vectors), vectors, torch.Generator().manual_seed(seed + 2 + count))
+    tests = torch.cat([vectors, drawn / len(like) ** 0.5])
+    found = low_rank(curvature.products, tests * scale)
+    return Sketch(found.factor, found.tests, len(found.factor) < count)
+
+
+def reaching(
+    curvature: Curvature, prior: GaussianPrior, shapes: Mapping[str, torch.Size], ranks: tuple[int, int], seed: int,
+    tolerance: Callable[[float], float], like: Tensor,
+) -> Sketch:  # fmt: skip
+    """The sketch whose log determinant is within the tolerance, by an estimate of what it leaves; arguments as `grown`.
+
+    The rank is doubled until then.
+    """
+    most = min(ranks[1], curvature.rank)
+    sketch = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
+    while True:
+        base = LowRankPrecision(sketch.factor, prior, shapes)
+        wished = tolerance(float(base.log_det()))
+        found = IterativePrecision(curvature, sketch, base, prior, tuning.FIRST_PROBES, seed, wished, most).estimate
+        doubled = min(2 * len(base.values), most)
+        if found.value - found.lower <= wished or doubled <= len(base.values) or sketch.exhausted:
+            return sketch
+        sketch = sketched(curvature, base, prior, shapes, doubled, seed, like)
+
+
+def grown(
+    curvature: Curvature, sketch: Sketch | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
+    ranks: tuple[int, int], probes: tuple[int, int], seed: int, tolerance: Callable[[float], float], like: Tensor,
+) -> IterativePrecision:  # fmt: skip
+    """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
+
+    The rank is doubled as long as that costs less than the probes that the present rank needs.
+
+    Parameters
+    ----------
+    curvature : Curvature
+    sketch : Sketch, optional
+        What is known of the curvature, at any prior.
+    prior : GaussianPrior
+    shapes : mapping of str to torch.Size
+    ranks, probes : tuple of int
+        First and most.
+    seed : int
+    tolerance : callable
+        The wished standard error of log det B, in nats, at a value of log det B.
+    like : Tensor
+        Gives dtype and device.
+    """
+    most = min(ranks[1], curvature.rank)
+    if sketch is None:
+        sketch = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
+    while True:
+        base = LowRankPrecision(sketch.factor, prior, shapes)
+        found = IterativePrecision(curvature, sketch, base, prior, probes[0], seed, tolerance(float(base.log_det())),
+                                   most)
+        estimate = found.estimate
+        wished = tolerance(estimate.value)
+        if estimate.standard_error <= wished:
+            return found
+        needed = math.ceil(probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
+        doubled = min(2 * len(base.values), most)
+        grows = doubled > len(base.values) and not sketch.exhausted
+        if grows and (needed > probes[1] or (needed - probes[0]) * estimate.steps > doubled):
+            sketch = sketched(curvature, base, prior, shapes, doubled, seed, like)
+            continue
+        enough = min(needed, probes[1])
+        if enough <= probes[0]:
+            return found
+        return IterativePrecision(curvature, sketch, base, prior, enough, seed, wished, most)

@@ -1,0 +1,11 @@
+"""Linear algebra from products alone: solves, log determinants and low-rank factors of a matrix that is never formed.
+
+All functions take an operator, a callable that multiplies a symmetric matrix with m vectors, the rows of an (m, d)
+tensor. One call multiplies them all, because a product with a network's curvature is a pass over the data.
+"""
+
+from ntk_laplace.runtime.krylov.conjugate_gradients import conjugate_gradients
+from ntk_laplace.runtime.krylov.lanczos import Quadrature, lanczos
+from ntk_laplace.runtime.krylov.low_rank import LowRank, low_rank
+
+__all__ = ["LowRank", "Quadrature", "conjugate_gradients", "lanczos", "low_rank"]

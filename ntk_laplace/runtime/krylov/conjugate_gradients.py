@@ -1,0 +1,79 @@
+"""Preconditioned conjugate gradients for many right-hand sides that share each product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NumericalError
+
+__all__ = ["conjugate_gradients"]
+
+
+def conjugate_gradients(
+    operator: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], tolerance: float,
+    steps: int,
+) -> Tensor:  # fmt: skip
+    """Solve A x = b for each row b of `right`.
+
+    Parameters
+    ----------
+    operator : callable
+        A v for vectors (m, d); A is symmetric and positive definite.
+    right : Tensor, (m, d)
+    precondition : callable
+        M⁻¹ v for vectors (m, d), with M close to A.
+    tolerance : float
+        Each row ends where its residual, recomputed from x, is at most this share of b.
+    steps : int
+        Most products.
+
+    Returns
+    -------
+    Tensor, (m, d)
+
+    Raises
+    ------
+    NumericalError
+        If a row does not get there.
+    """
+    solution, residual, size, used = torch.zeros_like(right), right.clone(), right.norm(dim=1), 0
+    left = (size > 0).nonzero().squeeze(1)
+    while len(left):
+        before = residual[left].norm(dim=1)
+        used += _descend(operator, residual, solution, left, precondition, tolerance * size, steps - used)
+        # the recursive residual drifts from the true one: where the true one is not small enough, start again from it
+        residual[left] = right[left] - operator(solution[left])
+        now, goal, used = residual[left].norm(dim=1), tolerance * size[left], used + 1
+        if bool((now > torch.maximum(goal, 0.5 * before)).any()) or (used >= steps and bool((now > goal).any())):
+            raise NumericalError(f"a solve with a residual of {tolerance:.1g} of the right-hand side",
+                                 f"{float((now / size[left]).max()):.2g} after {used} products",
+                                 "Use dtype=torch.float64, a larger prior precision, or a larger rank.")
+        left = left[now > goal]
+    return solution
+
+
+def _descend(
+    operator: Callable[[Tensor], Tensor], residual: Tensor, solution: Tensor, left: Tensor,
+    precondition: Callable[[Tensor], Tensor], goal: Tensor, steps: int,
+) -> int:  # fmt: skip
+    """Steps of conjugate gradients from the present residuals; `solution` changes in place; the number of products."""
+    r = residual[left]
+    z = precondition(r)
+    direction, product = z.clone(), (r * z).sum(1)
+    for used in range(max(1, steps)):
+        image = operator(direction)
+        size = product / (direction * image).sum(1)
+        solution[left] += size.unsqueeze(1) * direction
+        r -= size.unsqueeze(1) * image
+        going = r.norm(dim=1) > 0.5 * goal[left]
+        if not bool(going.any()):
+            return used + 1
+        if not bool(going.all()):  # columns that have converged need no more products
+            left, r, direction, product = left[going], r[going], direction[going], product[going]
+        z = precondition(r)
+        before, product = product, (r * z).sum(1)
+        direction = z + (product / before).unsqueeze(1) * direction
+    return max(1, steps)

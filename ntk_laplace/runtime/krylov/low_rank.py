@@ -1,0 +1,45 @@
+"""A low-rank factor of a positive semidefinite matrix from products with it, which it dominates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["LowRank", "low_rank"]
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """F with FᵀF at most A, in the order of semidefinite matrices; rows of F are vectors.
+
+    With C a root of A (A = CᵀC) and Q an orthonormal basis of C Ωᵀ, F = QᵀC: the Nyström approximation of A.
+
+    Attributes
+    ----------
+    factor : Tensor, (r, d)
+        F.
+    tests : Tensor, (r, d)
+        T with F = T A and T A Tᵀ = I.
+    """
+
+    factor: Tensor
+    tests: Tensor
+
+
+def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor) -> LowRank:
+    """Nyström approximation A Ωᵀ (Ω A Ωᵀ)⁻¹ Ω A for test vectors, the rows of Ω (m, d), from one product each.
+
+    Directions in which Ω A Ωᵀ is zero up to rounding are left out, so that nothing is divided by rounding errors: r is
+    then below m.
+    """
+    images = operator(tests)
+    core = tests @ images.T
+    values, vectors = torch.linalg.eigh(0.5 * (core + core.T).double())
+    # rounding of the product: keep what stands clear of it
+    smallest = len(values) * torch.finfo(tests.dtype).eps * values[-1].clamp_min(0.0)
+    kept = values > 8.0 * smallest
+    root = (vectors[:, kept] * values[kept].rsqrt()).to(tests)
+    return LowRank(root.T @ images, root.T @ tests)

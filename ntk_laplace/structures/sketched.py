@@ -1,0 +1,433 @@
+"""Structures from products with JᵀΛJ: "iterative", exact with an error bar, and "nystrom", its low rank alone."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import PosteriorPrecision
+from ntk_laplace.curvature.iterative import IterativePrecision, Sketch, grown, reaching, sketched
+from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, require_whole
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import Joined, Source, num_examples, take
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import available_memory, format_bytes, require_memory
+from ntk_laplace.structures.data_passes import (
+    collected,
+    common_factor,
+    own_rows,
+    read_batches,
+    read_points,
+    read_rows,
+    selected,
+)
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
+from ntk_laplace.structures.products import CurvatureProducts
+from ntk_laplace.structures.streamed import StreamedStructure
+from ntk_laplace.structures.structure import (
+    Saved,
+    Structure,
+    StructureSpec,
+    of_kind,
+    register_structure,
+    require_unchanged,
+)
+
+__all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure"]
+
+_LOG = logging.getLogger("ntk_laplace")
+_COPIES = 5  # of (r, P) numbers that a sketch needs at its peak: test vectors, images, F, T and eigenvectors
+
+
+class SketchSpec(StructureSpec):
+    """Specification of a structure from products with JᵀΛJ."""
+
+    rank: int | None
+    relative_error: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.rank is not None:
+            require_whole("rank", self.rank, 1, "Leave it out to have it chosen.")
+        require_whole("seed", self.seed, 0, "Pass for instance seed=0.")
+        error = self.relative_error
+        if isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 < error < 1:
+            raise HyperparameterError("a relative_error between 0 and 1", repr(error), "Leave it out for 0.005.")
+
+    @abstractmethod
+    def precision(
+        self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
+    ) -> tuple[PosteriorPrecision, Sketch]:
+        """The posterior precision from a sketch, and the sketch, which may have grown.
+
+        `joint` is the log joint, and `saved` what `record` returned at these hyperparameters.
+        """
+
+    def fit(self, model: LinearizedModel, source: Source) -> SketchedStructure:
+        """Read outputs and targets; products follow on first use."""
+        self.require_rank(model, 1)
+        found = SketchedStructure(self, source, read_points(model, source))
+        if model.displacement is None:
+            return found
+        moved = replace(found.points, f=found.points.f + found.jvp(model, model.displacement))
+        return replace(found, points=moved)
+
+    def require_rank(self, model: LinearizedModel, rank: int) -> None:
+        """Refuse a rank whose vectors do not fit in memory.
+
+        Raises
+        ------
+        MemoryBudgetError
+        """
+        rank = self.rank or rank
+        require_memory(_COPIES * rank * _vector_bytes(model), model.network.device,
+                       f"{_COPIES} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
+                       'Use a smaller rank, dtype=torch.float32, structure="kfac" or parameters="last_layer".',
+                       model.settings.memory_budget)  # fmt: skip
+
+    def restored(self, model: LinearizedModel, saved: Saved) -> SketchedStructure:
+        """From the sketch of a checkpoint."""
+        found = SketchedStructure(self, saved.source, saved.points)
+        found.at.sketch = Sketch.from_record(saved.state["sketch"])
+        found.at.likelihood, found.at.saved = copy.deepcopy(model.likelihood), saved.state["precision"]
+        found.at.values = present_values(model.prior, model.likelihood)
+        return found
+
+    def most_rank(self, model: LinearizedModel) -> int:
+        """The largest rank whose vectors take at most half of the memory."""
+        each = 2 * _COPIES * _vector_bytes(model)
+        return max(1, memory_of(model) // each) if self.rank is None else self.rank
+
+    def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
+        """What is saved of the precision beside the sketch."""
+        return {}
+
+    def best_sketch(self, precision: PosteriorPrecision, sketch: Sketch | None) -> Sketch | None:
+        """The sketch to keep of a precision made from `sketch`."""
+        return sketch
+
+
+@register_structure
+@dataclass(frozen=True)
+class Iterative(SketchSpec):
+    """Exact inference from products with JᵀΛJ: no matrix of N R x N R or P x P, and an evidence with an error bar.
+
+    Parameters
+    ----------
+    rank : int, optional
+        Of the low rank; by default it grows until more of it is worth less than probes.
+    probes : int, optional
+        Of the log determinant; by default 16, and up to 128 if the error needs them.
+    relative_error : float
+        Wished standard error of the evidence, relative to its absolute value.
+    seed : int
+        Of test vectors, probes and draws, which stay the same when a hyperparameter changes.
+    """
+
+    rank: int | None = None
+    probes: int | None = None
+    relative_error: float = 0.005
+    seed: int = 0
+    name: ClassVar[str] = "iterative"
+    exact: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.probes is not None:
+            require_whole("probes", self.probes, 2, "Leave it out to have it chosen.")
+
+    def precision(
+        self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
+    ) -> tuple[IterativePrecision, Sketch]:
+        """Grow the sketch until the evidence has the wished standard error."""
+        model = curvature.model
+        if saved is not None and sketch is not None:
+            base = LowRankPrecision(sketch.factor, model.prior, model.network.shapes)
+            return IterativePrecision.restored(curvature, sketch, base, model.prior, saved), sketch
+        most = self.most_rank(model)
+        ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
+        probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
+        found = grown(curvature, sketch, model.prior, model.network.shapes, ranks, probes, self.seed,
+                      partial(_tolerance, self.relative_error, joint), model.theta)
+        estimate = found.estimate
+        wished = _tolerance(self.relative_error, joint, estimate.value)
+        _LOG.info(f"iterative: rank {len(found.base.values):,}, {estimate.probes} probes of {estimate.steps} products, "
+                  f"log det {estimate.value:.6g} +- {estimate.standard_error:.3g}")
+        if estimate.standard_error > 1.001 * wished and self.rank is None and self.probes is None:
+            warnings.warn(
+                f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * wished:.3g} "
+                f"were wished: a rank of {len(found.base.values):,} and {estimate.probes} probes are the most. Its "
+                "bounds hold. Raise Settings.memory_budget, probes or the prior precision, or use dtype=torch.float32.",
+                NTKLaplaceWarning, stacklevel=2)  # fmt: skip
+        return found, found.sketch
+
+    def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
+        """The estimates."""
+        return of_kind(IterativePrecision, precision).record()
+
+    def best_sketch(self, precision: PosteriorPrecision, sketch: Sketch | None) -> Sketch | None:
+        """The largest so far: predictions may have refined it."""
+        return of_kind(IterativePrecision, precision).best_sketch
+
+
+@register_structure
+@dataclass(frozen=True)
+class Nystrom(SketchSpec):
+    """Low rank H = P0 + FᵀF, FᵀF at most JᵀΛJ: evidence and variances are never below the exact ones.
+
+    Parameters
+    ----------
+    rank : int, optional
+        By default the rank at which the evidence is within `relative_error` of the exact one, by an estimate.
+    relative_error : float
+    rounds : int
+        Rounds of subspace iteration, each a product per vector; with three times the effective parameters as rank, two
+        give variances within a percent.
+    seed : int
+    """
+
+    rank: int | None = None
+    relative_error: float = 0.005
+    rounds: int = 2
+    seed: int = 0
+    name: ClassVar[str] = "nystrom"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_whole("rounds", self.rounds, 1, "Leave it out for 2.")
+
+    def precision(
+        self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
+    ) -> tuple[LowRankPrecision, Sketch]:
+        """The low rank of a sketch, which is made once."""
+        model = curvature.model
+        if sketch is None:
+            sketch = self._sketch(curvature, joint)
+        return LowRankPrecision(sketch.factor, model.prior, model.network.shapes), sketch
+
+    def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
+        model, most = curvature.model, self.most_rank(curvature.model)
+        if self.rank is None:
+            sketch = reaching(curvature, model.prior, model.network.shapes, (min(tuning.FIRST_RANK, most), most),
+                              self.seed, partial(_tolerance, self.relative_error, joint), model.theta)
+        else:
+            sketch = sketched(curvature, None, model.prior, model.network.shapes, self.rank, self.seed, model.theta)
+        for _ in range(1, self.rounds):
+            sketch = sketched(curvature, sketch, model.prior, model.network.shapes, len(sketch.factor), self.seed,
+                              model.theta)
+        return replace(sketch, tests=None)
+
+
+@dataclass
+class _AtLikelihood:
+    """What products have found, with the hyperparameters it belongs to.
+
+    Attributes
+    ----------
+    sketch : Sketch, optional
+        Of JᵀΛJ at `likelihood`; of other points, if `changed`.
+    likelihood : Likelihood, optional
+    precision : PosteriorPrecision, optional
+        At `values`, the hyperparameters of prior and likelihood.
+    saved : mapping, optional
+        The estimates of a checkpoint, at `values`.
+    changed : bool
+        Whether points changed since: the sketch is a start for another.
+    """
+
+    sketch: Sketch | None = None
+    likelihood: Likelihood | None = None
+    precision: PosteriorPrecision | None = None
+    values: tuple[Tensor, ...] = ()
+    saved: dict[str, Any] | None = None
+    changed: bool = False
+
+
+@dataclass
+class SketchedStructure(StreamedStructure):
+    """Products with JᵀΛJ over the training points, and the sketch found by them.
+
+    Attributes
+    ----------
+    spec : SketchSpec
+    rows : list of Jacobian, optional
+        Rows of J in batches, if they fit in memory; empty before the first pass, None if they do not fit.
+    at : _AtLikelihood
+        A cache.
+    """
+
+    spec: SketchSpec
+    rows: list[Jacobian] | None = field(default_factory=list)
+    at: _AtLikelihood = field(default_factory=_AtLikelihood)
+
+    def posterior_precision(self, model: LinearizedModel) -> PosteriorPrecision:
+        """From the sketch, which grows if the hyperparameters have moved so far that the error needs it."""
+        at, modules = self.at, (model.prior, model.likelihood)
+        same = unmoved(at.values, *modules)
+        if at.precision is not None and same:
+            return at.precision
+        if at.precision is not None:
+            at.sketch, at.precision = self.spec.best_sketch(at.precision, at.sketch), None
+        curvature, sketch = self.curvature(model), self._present_sketch(model)
+        saved = at.saved if same else None
+        with torch.no_grad():
+            joint = float(self.points.log_likelihood(model.likelihood) - model.prior.energy(model.theta))
+        at.precision, at.sketch = self.spec.precision(curvature, sketch, joint, saved)
+        at.likelihood, at.values, at.changed = copy.deepcopy(model.likelihood), present_values(*modules), False
+        return at.precision
+
+    def _present_sketch(self, model: LinearizedModel) -> Sketch | None:
+        """The sketch at the present likelihood; None if its curvature is no multiple of that of the sketch."""
+        at = self.at
+        if at.sketch is None or at.likelihood is None or at.changed:
+            return None
+        if unmoved(present_values(at.likelihood), model.likelihood):
+            return at.sketch
+        if isinstance(self.points, UnsavedPoints):
+            return None
+        factor = common_factor(model, at.likelihood, self.points)
+        return None if factor is None else at.sketch.scaled(factor)
+
+    # --- passes over the rows
+
+    def curvature(self, model: LinearizedModel) -> CurvatureProducts:
+        """Products with JᵀΛJ at the present likelihood."""
+        columns = model.curvature_type.columns(model.likelihood, self.points.num_outputs)
+        return CurvatureProducts(model, partial(self._weighted, model), partial(own_rows, model, self.data),
+                                 self.points.num_examples, columns)
+
+    def _weighted(self, model: LinearizedModel) -> Iterator[Jacobian]:
+        """Rows of SᵀJ, in batches."""
+        root, kept = self.points.root(model.curvature_type, model.likelihood).detach(), self._kept(model)
+        if kept is None:
+            yield from read_rows(model, self.data, root, None, "curvature")
+            return
+        root, seen = own_rows(model, self.data, root), 0
+        for rows in kept:
+            yield rows.weighted(root[seen : seen + rows.num_examples])
+            seen += rows.num_examples
+
+    def _kept(self, model: LinearizedModel) -> list[Jacobian] | None:
+        """Rows of J of the examples that this process reads, if half of the memory is enough for them."""
+        if self.rows is not None and not self.rows:
+            n = self.points.num_examples // model.settings.reducer.world_size
+            x, _ = next(iter(self.data))
+            one = model.jacobian_pass.rows(take(x, slice(0, 4)))
+            needed = one.nbytes // one.num_examples * n
+            fits = 2 * needed <= memory_of(model)
+            _LOG.info(f"{self.name}: rows of J of {n:,} examples, {format_bytes(needed)}, "
+                      f"{'are kept' if fits else 'are computed again in every pass'}")
+            self.rows = list(self._read(model)) if fits else None
+        return self.rows
+
+    def _read(self, model: LinearizedModel) -> Iterator[Jacobian]:
+        seen = 0
+        for x, _ in read_batches(model, self.data, "Jacobians"):
+            yield model.jacobian_pass.rows(x, batch_size=model.settings.batch_size, offset=seen)
+            seen += num_examples(x)
+
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
+        """Jᵀr, (P,)."""
+        if not self.rows:
+            return super().vjp(model, residual)
+        own, seen, total = own_rows(model, self.data, residual), 0, torch.zeros_like(model.theta)
+        for rows in self.rows:
+            total += rows.vjp(own[seen : seen + rows.num_examples], model.network.shapes)
+            seen += rows.num_examples
+        model.settings.reducer.sum_(total)
+        return total
+
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
+        """J v, (N, C)."""
+        if not self.rows:
+            return super().jvp(model, vector)
+        named = model.network.unflatten(vector)
+        return collected(model, self.data, torch.cat([rows.jvp(named) for rows in self.rows]))
+
+    # --- other points
+
+    def merged(self, model: LinearizedModel, other: Structure) -> SketchedStructure:
+        """Products over both data sets."""
+        other = of_kind(SketchedStructure, other)
+        points = self.points.joined(model.likelihood, other.points)
+        return self._with(points, Joined([self.data, other.data]), other, self._merged_base(model, other))
+
+    def subset(self, model: LinearizedModel, index: Tensor) -> SketchedStructure:
+        """Products over some points, from other passes."""
+        source = selected(model, self.data, index, self.points.num_examples)
+        return SketchedStructure(self.spec, source, self.points.subset(index), self._base_at(index))
+
+    def changed(
+        self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
+    ) -> SketchedStructure:
+        """The structure of changed points, those of `added` last; `base` keeps the training points."""
+        more = None if added is None else of_kind(SketchedStructure, added)
+        source = self.data if more is None else Joined([self.data, more.data])
+        return self._with(points, source, more, self.points if self.base is None else self.base)
+
+    def _with(
+        self, points: TrainingPoints, source: Source, more: SketchedStructure | None, base: TrainingPoints | None
+    ) -> SketchedStructure:
+        """Other points, with the rows that are kept, and with this sketch as the start of another."""
+        rows = self.rows
+        if more is not None:
+            rows = [*self.rows, *more.rows] if self.rows and more.rows else None if self.rows is None else []
+        at = _AtLikelihood(self.at.sketch, self.at.likelihood, changed=True)
+        return SketchedStructure(self.spec, source, points, base, rows, at)
+
+    def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
+        """H⁻¹g, (P,), with the curvature of `points`, by conjugate gradients preconditioned by this sketch."""
+        if self.at.sketch is None or not self.spec.exact:
+            return super().solve_at(model, points, gradient)
+        there = self.changed(model, points)
+        base = LowRankPrecision(self.at.sketch.factor, model.prior, model.network.shapes)
+        precision = IterativePrecision(there.curvature(model), self.at.sketch, base, model.prior, 2, 0, math.inf, 0)
+        return precision.solve(gradient)
+
+    # --- storage
+
+    def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
+        """The sketch, and what was estimated at the present hyperparameters."""
+        require_unchanged(model, self.base)
+        precision = self.posterior_precision(model)
+        sketch = self.spec.best_sketch(precision, self.at.sketch)
+        assert sketch is not None
+        return {"sketch": sketch.record(), "precision": self.spec.record(precision)}
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> SketchedStructure:
+        """The structure on another device, with another dtype."""
+        sketch, likelihood = self.at.sketch, self.at.likelihood
+        at = _AtLikelihood(None if sketch is None else sketch.to(device, dtype),
+                           None if likelihood is None else copy.deepcopy(likelihood).to(device),
+                           changed=self.at.changed)
+        rows = self.rows if self.rows is None else [rows.to(dtype, device) for rows in self.rows]
+        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), rows=rows, at=at,
+                       base=None if self.base is None else self.base.to(device, dtype))
+
+
+def _tolerance(relative_error: float, joint: float, log_det: float) -> float:
+    """Wished standard error of log det B: twice that of the evidence, at least of one nat."""
+    return 2.0 * relative_error * max(abs(joint - 0.5 * log_det), 1.0)
+
+
+def _vector_bytes(model: LinearizedModel) -> int:
+    return model.network.num_parameters * model.jacobian_pass.dtype.itemsize
+
+
+def memory_of(model: LinearizedModel) -> int:
+    """Bytes that the fit may use."""
+    budget = model.settings.memory_budget
+    return available_memory(model.network.device) if budget is None else int(budget)

@@ -1,0 +1,72 @@
+"""Structures that keep the training data for further passes, instead of rows of the Jacobian."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ntk_laplace.curvature import PosteriorPrecision
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import Source
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures.data_passes import jvp, per_example, read_rows, selected, vjp
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.structure import Structure, StructureSpec, require_one_process
+
+__all__ = ["StreamedStructure", "max_batch"]
+
+
+@dataclass
+class StreamedStructure(Structure):
+    """The training data, read again for whatever needs rows of J.
+
+    Attributes
+    ----------
+    spec : StructureSpec
+    data : Source
+    points : TrainingPoints
+    base : TrainingPoints, optional
+        The points the network was trained on, if a what-if has changed them since.
+    """
+
+    spec: StructureSpec
+    data: Source
+    points: TrainingPoints
+    base: TrainingPoints | None = None
+
+    @property
+    def source(self) -> Source:
+        """The training data, for another pass."""
+        return self.data
+
+    def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
+        """Jᵀr, (P,), in one pass with cotangent r."""
+        return vjp(model, self.data, residual, max_batch(model, 1))
+
+    def jvp(self, model: LinearizedModel, vector: Tensor) -> Tensor:
+        """J v, (N, C)."""
+        return jvp(model, self.data, vector, max_batch(model, model.network.num_outputs))
+
+    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+        """∂ log det B/∂Λ_n, (N, C, C), in one pass if the structure is exact."""
+        if not self.spec.exact:
+            return super().sensitivity(model, precision)
+        batch = max_batch(model, model.network.num_outputs)
+        return per_example(model, self.data, batch, "Jacobians", precision.covariance_blocks)
+
+    def rows_at(self, model: LinearizedModel, index: Tensor) -> Iterator[Jacobian]:
+        """Rows of J, from another pass."""
+        require_one_process(model)
+        n = self.points.num_examples
+        source = self.data if len(index) == n else selected(model, self.data, index, n)
+        yield from read_rows(model, source, None, max_batch(model, model.network.num_outputs), "Jacobians")
+
+
+def max_batch(model: LinearizedModel, cotangents: int) -> int:
+    """Examples whose dense rows fit in memory at a time."""
+    each = model.network.num_parameters * cotangents * model.jacobian_pass.dtype.itemsize
+    most = max(1, tuning.FULL_ROWS_BYTES // each)
+    return min(most, model.settings.batch_size or most)
