@@ -43,8 +43,8 @@ class Curvature(Protocol):
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, JᵀΛJ), (count, P): JᵀSε."""
 
-    def trace(self, variances: Variances) -> float:
-        """tr P0⁻¹JᵀΛJ."""
+    def diagonal(self, variances: Variances) -> tuple[float, float]:
+        """tr SᵀKS, which is tr P0⁻¹JᵀΛJ, and Σ_n log det (I + [SᵀKS]_nn) over single examples."""
 
 
 @dataclass(frozen=True)
@@ -133,22 +133,26 @@ class IterativePrecision(PosteriorPrecision):
         Wished standard error of `log_det`, in nats: the quadrature's bracket ends at a fraction of it.
     most : int
         Largest rank of the sketch.
+    earlier : Tensor, (k, 2), optional
+        `probed` of the same with fewer probes.
     """
 
     def __init__(
         self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, prior: GaussianPrior, probes: int,
-        seed: int, tolerance: float, most: int,
+        seed: int, tolerance: float, most: int, earlier: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(prior, base.shapes, sketch.factor)
+        self._steps = 0
         self.curvature, self.sketch, self.base = curvature, sketch, base
         self.probes, self.seed, self.tolerance, self.most = probes, seed, tolerance, most
+        self._earlier = sketch.factor.new_empty(0, 2, dtype=torch.float64) if earlier is None else earlier
 
     def record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
         fine = self.refined
         own = {"probes": self.probes, "seed": self.seed, "tolerance": self.tolerance, "most": self.most}
         return {"own": own, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
-                "trace_left": fine._trace_left, "left": None if fine._complete else fine._left}
+                "diagonal": fine._diagonal, "left": None if fine._complete else fine._left}
 
     @classmethod
     def restored(
@@ -158,7 +162,7 @@ class IterativePrecision(PosteriorPrecision):
         """The precision with the estimates of a record, at the hyperparameters of the record."""
         found, fine = (cls(curvature, sketch, base, prior, **record["own"]) for _ in range(2))
         vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine)
-        vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _trace_left=record["trace_left"])
+        vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
             vars(fine)["_left"] = record["left"].to(base.vectors)
         return found
@@ -189,33 +193,47 @@ class IterativePrecision(PosteriorPrecision):
         upper = low + self._most_left
         if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
             return LogDet(0.5 * (low + upper), 0.5 * self._most_left, low, upper)
-        steps = 0
-
-        def enough(found: Quadrature) -> bool:
-            nonlocal steps
-            steps += 1
-            below, above = found.bracket(torch.log)
-            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
-
-        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)
-        found = lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, enough)
-        below, above = found.bracket(lambda t: t.clamp_min(1.0).log())  # rounding: no eigenvalue is below 1
+        below, above = self.probed.unbind(1)
         middle, width = 0.5 * (below + above), float((above - below).mean())
         error = math.inf
         if self.probes > 1:
             error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
-        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, steps)
+        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, self._steps)
 
     @cached_property
+    def probed(self) -> Tensor:
+        """Lower and upper value of zᵀ log(C) z for each probe, (m, 2)."""
+        self._steps = 0
+
+        def enough(found: Quadrature) -> bool:
+            self._steps += 1
+            below, above = found.bracket(torch.log)
+            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
+
+        done = len(self._earlier)
+        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)[done:]
+        found = lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, enough)
+        # rounding: no eigenvalue is below 1
+        return torch.cat([self._earlier, torch.stack(found.bracket(lambda t: t.clamp_min(1.0).log()), 1)])
+
+    @cached_property
+    def _diagonal(self) -> tuple[float, float]:
+        return self.curvature.diagonal(self.base.variances)
+
+    @property
     def _trace_left(self) -> float:
         """tr P0⁻¹JᵀΛJ - tr P0⁻¹FᵀF, at least tr (C - I) and every relative error of a variance of the low rank."""
-        return max(0.0, self.curvature.trace(self.base.variances) - float(self.base.values.sum()))
+        return max(0.0, self._diagonal[0] - float(self.base.values.sum()))
 
     @property
     def _most_left(self) -> float:
-        """Upper bound of tr log C: log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k."""
+        """Upper bound of tr log C, by the smaller of two.
+
+        log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k; and log det B <= Σ_n log det B_nn (Fischer).
+        """
         rank = self.curvature.rank - len(self.base.values)
-        return rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
+        by_trace = rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
+        return max(0.0, min(by_trace, self._diagonal[1] - float(self.base.log_det())))
 
     @property
     def _complete(self) -> bool:
@@ -418,10 +436,11 @@ def sketched(
     with torch.no_grad():
         scale = prior.flat_precision().to(like).rsqrt()
     vectors = like.new_empty(0, len(like)) if known is None else known.vectors[-count:]
-    drawn = _normal(count - len(vectors), vectors, torch.Generator().manual_seed(seed + 2 + count))
-    tests = torch.cat([vectors, drawn / len(like) ** 0.5])
-    found = low_rank(curvature.products, tests * scale)
-    return Sketch(found.factor, found.tests, len(found.factor) < count)
+    drawn = _normal(count - len(vectors), vectors, torch.Generator().manual_seed(seed + 2 + count)) / len(like) ** 0.5
+    for _ in range(2):  # what is known must not hide what is small behind its rounding
+        drawn -= (drawn @ vectors.T) @ vectors
+    found = low_rank(curvature.products, torch.cat([vectors, drawn]) * scale)
+    return Sketch(found.factor, found.tests, 2 * (count - len(found.factor)) >= len(drawn))
 
 
 def reaching(
@@ -478,7 +497,8 @@ def grown(
         wished = tolerance(estimate.value)
         if estimate.standard_error <= wished:
             return found
-        needed = math.ceil(probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
+        # the spread of the first probes is itself an estimate: a fifth more
+        needed = math.ceil(1.2 * probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
         doubled = min(2 * len(base.values), most)
         grows = doubled > len(base.values) and not sketch.exhausted
         if grows and (needed > probes[1] or (needed - probes[0]) * estimate.steps > doubled):
@@ -487,4 +507,4 @@ def grown(
         enough = min(needed, probes[1])
         if enough <= probes[0]:
             return found
-        return IterativePrecision(curvature, sketch, base, prior, enough, seed, wished, most)
+        return IterativePrecision(curvature, sketch, base, prior, enough, seed, wished, most, found.probed)

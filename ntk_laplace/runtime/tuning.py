@@ -95,6 +95,7 @@ PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products 
 
 # --- limits that a user can notice
 
+MISSED = 1.25  # times the wished standard error of an evidence: beyond, a warning says that it was not reached
 VARIANCE_ERROR = 0.05  # expected relative error of a variance by draws, above which it is solved exactly
 
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal

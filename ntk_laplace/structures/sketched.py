@@ -166,7 +166,7 @@ class Iterative(SketchSpec):
         wished = _tolerance(self.relative_error, joint, estimate.value)
         _LOG.info(f"iterative: rank {len(found.base.values):,}, {estimate.probes} probes of {estimate.steps} products, "
                   f"log det {estimate.value:.6g} +- {estimate.standard_error:.3g}")
-        if estimate.standard_error > 1.001 * wished and self.rank is None and self.probes is None:
+        if estimate.standard_error > tuning.MISSED * wished and self.rank is None and self.probes is None:
             warnings.warn(
                 f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * wished:.3g} "
                 f"were wished: a rank of {len(found.base.values):,} and {estimate.probes} probes are the most. Its "
@@ -299,25 +299,25 @@ class SketchedStructure(StreamedStructure):
         if isinstance(self.points, UnsavedPoints):
             return None
         factor = common_factor(model, at.likelihood, self.points)
-        return None if factor is None else at.sketch.scaled(factor)
+        return None if not factor else at.sketch.scaled(factor)  # no curvature is left at 0
 
     # --- passes over the rows
 
     def curvature(self, model: LinearizedModel) -> CurvatureProducts:
         """Products with JᵀΛJ at the present likelihood."""
         columns = model.curvature_type.columns(model.likelihood, self.points.num_outputs)
-        return CurvatureProducts(model, partial(self._weighted, model), partial(own_rows, model, self.data),
+        return CurvatureProducts(model, partial(self._rows, model), partial(own_rows, model, self.data),
                                  self.points.num_examples, columns)
 
-    def _weighted(self, model: LinearizedModel) -> Iterator[Jacobian]:
-        """Rows of SᵀJ, in batches."""
+    def _rows(self, model: LinearizedModel) -> Iterator[tuple[Jacobian, Tensor | None]]:
+        """Rows of J with S, if they are kept, or rows of SᵀJ, in batches."""
         root, kept = self.points.root(model.curvature_type, model.likelihood).detach(), self._kept(model)
         if kept is None:
-            yield from read_rows(model, self.data, root, None, "curvature")
+            yield from ((rows, None) for rows in read_rows(model, self.data, root, None, "curvature"))
             return
         root, seen = own_rows(model, self.data, root), 0
         for rows in kept:
-            yield rows.weighted(root[seen : seen + rows.num_examples])
+            yield rows, root[seen : seen + rows.num_examples]
             seen += rows.num_examples
 
     def _kept(self, model: LinearizedModel) -> list[Jacobian] | None:

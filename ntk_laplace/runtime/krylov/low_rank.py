@@ -36,10 +36,11 @@ def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor) -> LowRank:
     then below m.
     """
     images = operator(tests)
-    core = tests @ images.T
-    values, vectors = torch.linalg.eigh(0.5 * (core + core.T).double())
-    # rounding of the product: keep what stands clear of it
-    smallest = len(values) * torch.finfo(tests.dtype).eps * values[-1].clamp_min(0.0)
-    kept = values > 8.0 * smallest
-    root = (vectors[:, kept] * values[kept].rsqrt()).to(tests)
+    core = (tests @ images.T).double()
+    # an image is wrong by a share of its own size: in units of these sizes rounding is the same everywhere
+    sizes = core.diagonal().clamp_min(0.0).sqrt()
+    units = torch.where(sizes > 0, sizes, torch.inf).reciprocal()
+    values, vectors = torch.linalg.eigh(0.5 * (core + core.T) * units * units.unsqueeze(1))
+    kept = values > 8.0 * len(values) * torch.finfo(tests.dtype).eps
+    root = (units.unsqueeze(1) * vectors[:, kept] * values[kept].rsqrt()).to(tests)
     return LowRank(root.T @ images, root.T @ tests)
