@@ -32,14 +32,15 @@ class FullPrecision(PosteriorPrecision):
         Lower triangle of JᵀΛJ.
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
-        The parameters, in order.
+        The parameters, in order: all of the prior's, or some.
     """
 
     def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, ggn)
-        with torch.no_grad():
-            self._log_det_prior = prior.log_det().to(ggn)
-            self._group_counts = prior.group_counts().to(ggn)
+        with torch.no_grad():  # in double precision, and of these parameters, which may be some of the prior's
+            logs = prior.precision.double().log()
+            counts = torch.zeros_like(logs).index_add_(0, self.groups, torch.ones_like(self.groups, dtype=logs.dtype))
+            self._log_det_prior = (counts * logs).sum().to(ggn)
         self._ggn = ggn
         self.factor = self._factorized(1.0)
 
@@ -57,8 +58,8 @@ class FullPrecision(PosteriorPrecision):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
-        used = self.prior_precision * LowerTriangle.of(self.factor).inverse_diagonal(1).flatten()
-        return self._group_counts - torch.zeros_like(self._group_counts).index_add_(0, self.groups, used)
+        used = 1.0 - self.prior_precision * LowerTriangle.of(self.factor).inverse_diagonal(1).flatten()
+        return torch.zeros_like(self._by_group).index_add_(0, self.groups, used)
 
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, (P,), ascending; the nonzero ones are those of SᵀKS."""

@@ -91,6 +91,7 @@ LEFT_SHARE = 0.02  # of log det B that the low rank of covariances leaves, at mo
 LOCAL_BYTES = 1024 * MIB  # matrices of the prior groups in a local model of log det B
 ANCHORS = 12  # local models in one search for hyperparameters, at most
 ANCHOR_MOVE = 0.01  # change of a log hyperparameter between two local models, below which the search has converged
+MEASURED_POINTS = 100  # training points at which the variances of a compressed posterior are measured
 PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products with one batch are kept at a time
 
 # --- limits that a user can notice

@@ -20,7 +20,7 @@ from ntk_laplace.curvature.iterative import IterativePrecision, Sketch, grown, r
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, require_whole
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Joined, Source, num_examples, take
+from ntk_laplace.model.data import Joined, Missing, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import available_memory, format_bytes, require_memory
@@ -46,7 +46,7 @@ from ntk_laplace.structures.structure import (
     require_unchanged,
 )
 
-__all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure"]
+__all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure", "compressed"]
 
 _LOG = logging.getLogger("ntk_laplace")
 _COPIES = 5  # of (r, P) numbers that a sketch needs at its peak: test vectors, images, F, T and eigenvectors
@@ -416,6 +416,17 @@ class SketchedStructure(StreamedStructure):
         rows = self.rows if self.rows is None else [rows.to(dtype, device) for rows in self.rows]
         return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), rows=rows, at=at,
                        base=None if self.base is None else self.base.to(device, dtype))
+
+
+def compressed(spec: Nystrom, structure: Structure, curvature: CurvatureProducts) -> SketchedStructure:
+    """The low rank of another structure's curvature, with its points and its data, if it keeps them."""
+    model = curvature.model
+    found = SketchedStructure(spec, structure.source or Missing(), structure.points, structure.base, None)
+    spec.require_rank(model, 1)
+    _, found.at.sketch = spec.precision(curvature, None, 0.0, None)
+    found.at.likelihood = copy.deepcopy(model.likelihood)
+    found.at.values = present_values(model.prior, model.likelihood)
+    return found
 
 
 def _tolerance(relative_error: float, joint: float, log_det: float) -> float:
