@@ -69,7 +69,7 @@ def laplace(
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
-        Exact: "gp" (function space, (NC)² memory), "full" (weight space, P²), or "auto", the cheaper of the two,
+        Exact: "gp" (function space, (NR)²/2 numbers), "full" (weight space, 2P²), or "auto", the cheaper of the two,
         explained in ``posterior.reason``. For large data: "iterative" (exact by products alone, with an error bar of
         the evidence), "nystrom" (its low rank alone), and the approximations "kfac", "ekfac", "inf", "diag". Or a
         specification with its options: `FunctionSpace`, `FullWeightSpace`, `Iterative`, `Nystrom`, `KFAC`, `EKFAC`,

@@ -35,7 +35,7 @@ class FullWeightSpace(SummedSpec):
         p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
         require_memory(
             2 * p * p * element, model.network.device, f"the {p:,} x {p:,} matrices of weight space",
-            'Use structure="gp" (memory (N C)²), structure="kfac" (approximate) or parameters="last_layer".',
+            'Use structure="gp" (memory (N R)²/2), structure="kfac" (approximate) or parameters="last_layer".',
             model.settings.memory_budget,
         )
 
