@@ -125,12 +125,13 @@ def test_the_low_rank_never_exceeds_the_matrix(count: int) -> None:
     matrix = spectrum_matrix(torch.cat([torch.logspace(3, -9, 30), torch.zeros(10)]).double())
     tests = torch.randn(count, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     found = low_rank(lambda v: v @ matrix, tests)
-    left = torch.linalg.eigvalsh(matrix - found.factor.T @ found.factor)
-    assert float(left[0]) > -1e-7
-    eye = torch.eye(len(found.factor), dtype=torch.float64)
-    assert len(found.factor) <= min(count, 30)
-    assert relative_error(found.tests @ matrix, found.factor) < 1e-6
-    assert float((found.tests @ matrix @ found.tests.T - eye).abs().max()) < 1e-2
+    factor, mixed = found.values.sqrt().unsqueeze(1) * found.vectors, found.mixing @ found.tests
+    left = torch.linalg.eigvalsh(matrix - factor.T @ factor)
+    eye = torch.eye(len(factor), dtype=torch.float64)
+    assert float(left[0]) > -1e-7 and len(factor) <= min(count, 30)
+    assert relative_error(factor @ factor.T, found.values.diag()) < 1e-12
+    assert relative_error(mixed @ matrix, factor) < 1e-6
+    assert float((mixed @ matrix @ mixed.T - eye).abs().max()) < 1e-2
     if count == 60:
         assert float(left[-1]) < 1e-6
 

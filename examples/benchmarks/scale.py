@@ -37,7 +37,7 @@ from linear_operator.operators import AddedDiagLinearOperator, ConstantDiagLinea
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.jacobian.gram import multiply
+from ntk_laplace.jacobian.gram import gram, multiply
 from ntk_laplace.jacobian.passes import JacobianPass
 from ntk_laplace.model.network import Network
 
@@ -146,8 +146,7 @@ def spread(options: argparse.Namespace) -> list[list[str]]:
     network, x, y, _ = digits_problem(options)
     exact = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="gp")
     space, value = exact.fitted.function_space, float(exact.log_marginal_likelihood())
-    factor = space.factor.tril()
-    kernel = factor @ factor.T - torch.eye(len(factor), dtype=factor.dtype)
+    kernel = gram(space.weighted, None, space.variances)
     joint, rows, seeds = float(exact.log_joint()), [], range(8)
     for rank, tolerance in ((15, 1.0), (100, 0.01)):
         found = []

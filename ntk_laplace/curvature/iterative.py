@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.curvature.low_rank import LowRankPrecision, prior_deviation
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances
@@ -53,34 +53,44 @@ class Sketch:
 
     Attributes
     ----------
-    factor, tests : Tensor, (r, P)
-        F, and T with F = T JᵀΛJ and T JᵀΛJ Tᵀ = I; no T where nothing is drawn.
+    factor : Tensor, (r, P)
+        F.
+    tests : Tensor, (m, P), optional
+        Ω, which is needed for draws of what the sketch leaves.
+    mixing : Tensor, (r, m), optional
+        W with F = W Ω JᵀΛJ and W Ω JᵀΛJ Ωᵀ Wᵀ = I.
     exhausted : bool
         Whether more test vectors find nothing more, up to rounding.
     """
 
     factor: Tensor
-    tests: Tensor | None
+    tests: Tensor | None = None
+    mixing: Tensor | None = None
     exhausted: bool = False
 
     def scaled(self, factor: float) -> Sketch:
         """The sketch of c JᵀΛJ."""
-        tests = None if self.tests is None else self.tests * factor**-0.5
-        return Sketch(self.factor * factor**0.5, tests, self.exhausted)
+        mixing = None if self.mixing is None else self.mixing * factor**-0.5
+        return replace(self, factor=self.factor * factor**0.5, mixing=mixing)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Sketch:
         """The sketch on another device, with another dtype."""
-        tests = None if self.tests is None else self.tests.to(device, dtype)
-        return Sketch(self.factor.to(device, dtype), tests, self.exhausted)
+        tests, mixing = (None if one is None else one.to(device, dtype) for one in (self.tests, self.mixing))
+        return Sketch(self.factor.to(device, dtype), tests, mixing, self.exhausted)
 
     def record(self) -> dict[str, Any]:
         """Plain containers of tensors."""
-        return {"factor": self.factor, "tests": self.tests, "exhausted": self.exhausted}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Sketch:
         """Restore a sketch from its record."""
-        return cls(record["factor"], record["tests"], record["exhausted"])
+        return cls(**record)
+
+    def left(self, noise: Tensor) -> Tensor:
+        """Draws from N(0, JᵀΛJ), (s, P), less their part in the sketch: draws from N(0, JᵀΛJ - FᵀF)."""
+        assert self.tests is not None and self.mixing is not None
+        return noise - (noise @ self.tests.T @ self.mixing.T) @ self.factor
 
 
 @dataclass(frozen=True)
@@ -343,11 +353,8 @@ class IterativePrecision(PosteriorPrecision):
         generator = torch.Generator().manual_seed(self.seed + 1)
         x = self.base.whitened_half(_normal(count, self.base.vectors, generator)) * scale
         noise = self.curvature.noise(count, generator)
-        sketch = self.sketch
-        assert sketch.tests is not None
-        # N(0, JᵀΛJ) less its part in the sketch is N(0, JᵀΛJ - FᵀF)
-        right = self.curvature.products(x) - (x @ sketch.factor.T) @ sketch.factor
-        right += noise - (noise @ sketch.tests.T) @ sketch.factor
+        factor = self.sketch.factor
+        right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
         return self._solved_whitened(right * scale)
 
     @cached_property
@@ -362,11 +369,11 @@ class IterativePrecision(PosteriorPrecision):
             count = min(2 * len(found.base.values), self.most, self.curvature.rank)
             if count <= len(found.base.values) or found.sketch.exhausted:
                 break
-            like = self.base.prior_precision
-            sketch = sketched(self.curvature, found.base, self._prior, self.shapes, count, self.seed, like)
-            base = LowRankPrecision(sketch.factor, self._prior, self.shapes)
-            found = IterativePrecision(self.curvature, sketch, base, self._prior, self.probes, self.seed,
-                                       self.tolerance, self.most)
+            sketch, base = sketched(self.curvature, found.base, self._prior, self.shapes, count, self.seed,
+                                    self.base.prior_precision)
+            probes = min(self.probes, tuning.MEASURING_PROBES)
+            found = IterativePrecision(self.curvature, sketch, base, self._prior, probes, self.seed, self.tolerance,
+                                       self.most)
         return found
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
@@ -424,43 +431,40 @@ def _student(freedom: int) -> float:
 
 
 def sketched(
-    curvature: Curvature, known: Sketch | LowRankPrecision | None, prior: GaussianPrior,
-    shapes: Mapping[str, torch.Size], count: int, seed: int, like: Tensor,
-) -> Sketch:  # fmt: skip
-    """A sketch from `count` test vectors: eigenvectors that are known, and random ones.
+    curvature: Curvature, known: LowRankPrecision | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
+    count: int, seed: int, like: Tensor,
+) -> tuple[Sketch, LowRankPrecision]:  # fmt: skip
+    """A sketch and its precision, from `count` test vectors: eigenvectors that are known, and random ones.
 
     Products with known eigenvectors are a round of subspace iteration.
     """
-    if isinstance(known, Sketch):
-        known = LowRankPrecision(known.factor, prior, shapes)
-    with torch.no_grad():
-        scale = prior.flat_precision().to(like).rsqrt()
+    scale = prior_deviation(prior, like)
     vectors = like.new_empty(0, len(like)) if known is None else known.vectors[-count:]
     drawn = _normal(count - len(vectors), vectors, torch.Generator().manual_seed(seed + 2 + count)) / len(like) ** 0.5
-    for _ in range(2):  # what is known must not hide what is small behind its rounding
-        drawn -= (drawn @ vectors.T) @ vectors
-    found = low_rank(curvature.products, torch.cat([vectors, drawn]) * scale)
-    return Sketch(found.factor, found.tests, 2 * (count - len(found.factor)) >= len(drawn))
+    drawn -= (drawn @ vectors.T) @ vectors  # what is known must not hide what is small behind its rounding
+    found = low_rank(lambda v: curvature.products(v * scale) * scale, torch.cat([vectors, drawn]))
+    factor = found.vectors * found.values.sqrt().unsqueeze(1) / scale
+    sketch = Sketch(factor, found.tests * scale, found.mixing, 2 * (count - len(factor)) >= len(drawn))
+    return sketch, LowRankPrecision(factor, prior, shapes, (found.values, found.vectors))
 
 
 def reaching(
     curvature: Curvature, prior: GaussianPrior, shapes: Mapping[str, torch.Size], ranks: tuple[int, int], seed: int,
     tolerance: Callable[[float], float], like: Tensor,
-) -> Sketch:  # fmt: skip
+) -> tuple[Sketch, LowRankPrecision]:  # fmt: skip
     """The sketch whose log determinant is within the tolerance, by an estimate of what it leaves; arguments as `grown`.
 
     The rank is doubled until then.
     """
     most = min(ranks[1], curvature.rank)
-    sketch = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
+    sketch, base = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
     while True:
-        base = LowRankPrecision(sketch.factor, prior, shapes)
         wished = tolerance(float(base.log_det()))
         found = IterativePrecision(curvature, sketch, base, prior, tuning.FIRST_PROBES, seed, wished, most).estimate
         doubled = min(2 * len(base.values), most)
         if found.value - found.lower <= wished or doubled <= len(base.values) or sketch.exhausted:
-            return sketch
-        sketch = sketched(curvature, base, prior, shapes, doubled, seed, like)
+            return sketch, base
+        sketch, base = sketched(curvature, base, prior, shapes, doubled, seed, like)
 
 
 def grown(
@@ -488,9 +492,10 @@ def grown(
     """
     most = min(ranks[1], curvature.rank)
     if sketch is None:
-        sketch = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
-    while True:
+        sketch, base = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
+    else:
         base = LowRankPrecision(sketch.factor, prior, shapes)
+    while True:
         found = IterativePrecision(curvature, sketch, base, prior, probes[0], seed, tolerance(float(base.log_det())),
                                    most)
         estimate = found.estimate
@@ -502,7 +507,7 @@ def grown(
         doubled = min(2 * len(base.values), most)
         grows = doubled > len(base.values) and not sketch.exhausted
         if grows and (needed > probes[1] or (needed - probes[0]) * estimate.steps > doubled):
-            sketch = sketched(curvature, base, prior, shapes, doubled, seed, like)
+            sketch, base = sketched(curvature, base, prior, shapes, doubled, seed, like)
             continue
         enough = min(needed, probes[1])
         if enough <= probes[0]:

@@ -220,15 +220,15 @@ class Nystrom(SketchSpec):
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
         model, most = curvature.model, self.most_rank(curvature.model)
+        prior, shapes, like = model.prior, model.network.shapes, model.theta
         if self.rank is None:
-            sketch = reaching(curvature, model.prior, model.network.shapes, (min(tuning.FIRST_RANK, most), most),
-                              self.seed, partial(_tolerance, self.relative_error, joint), model.theta)
+            sketch, base = reaching(curvature, prior, shapes, (min(tuning.FIRST_RANK, most), most), self.seed,
+                                    partial(_tolerance, self.relative_error, joint), like)
         else:
-            sketch = sketched(curvature, None, model.prior, model.network.shapes, self.rank, self.seed, model.theta)
+            sketch, base = sketched(curvature, None, prior, shapes, self.rank, self.seed, like)
         for _ in range(1, self.rounds):
-            sketch = sketched(curvature, sketch, model.prior, model.network.shapes, len(sketch.factor), self.seed,
-                              model.theta)
-        return replace(sketch, tests=None)
+            sketch, base = sketched(curvature, base, prior, shapes, len(sketch.factor), self.seed, like)
+        return replace(sketch, tests=None, mixing=None)
 
 
 @dataclass

@@ -168,6 +168,9 @@ class _Bound:
     def group_spectra(self) -> None:
         """None: a step takes a factorization of the M examples."""
 
+    def local_log_det(self) -> None:
+        """None: the bound of a draw is no estimate."""
+
     def effective_parameters(self) -> Tensor:
         """N/M γ_g of the part."""
         return self.factor * self.part.effective_parameters()
