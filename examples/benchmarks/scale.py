@@ -5,8 +5,8 @@
 DIR holds ``mnist.npz`` (X_train, y_train, X_test, y_test); without it vectors around one centre per class stand in for
 the images. Scikit-learn's digits serve where a dense reference is needed. Each part is run with ``--parts NAME,...``:
 
-* products: one product with the curvature, N=4,000, C=10, MLP 784-256-128-10 (P=235,146), blocks of 16 vectors, float32:
-  rows kept and streamed, against the product's own matmuls, and against tiles of K.
+* products: one product with the curvature, N=4,000, C=10, MLP 784-256-128-10 (P=235,146), blocks of 16 vectors,
+  float32: rows kept and streamed, against the product's own matmuls, and against tiles of K.
 * evidence: the same network and N, float64: structure "iterative" against "gp" (36,000 rows): time, memory, error.
 * spread: the standard deviation of the evidence over seeds at an equal number of products, against linear_operator's
   `inv_quad_logdet` at its defaults and at larger preconditioners; digits, N=400.
