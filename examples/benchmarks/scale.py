@@ -10,7 +10,7 @@ the images. Scikit-learn's digits serve where a dense reference is needed. Each 
 * evidence: the same network and N, float64: structure "iterative" against "gp" (36,000 rows): time, memory, error.
 * spread: the standard deviation of the evidence over seeds at an equal number of products, against linear_operator's
   `inv_quad_logdet` at its defaults and at larger preconditioners; digits, N=400.
-* hyperparameters: precisions of each layer by "iterative" and by "full", digits, N=400.
+* hyperparameters: precisions of each layer by "iterative" and by "gp", digits, N=400.
 * rank: variances and evidence of "nystrom" at 1 to 5 times the effective parameters, digits, N=400, and with ``--peers
   PYTHON`` laplace-torch's ELLA.
 * mnist: MLP 784-104-80-10 (P=90,850), 10,000 images (90,000 rows: B would take 65 GB): evidence with its bounds,
@@ -80,10 +80,11 @@ def products(options: argparse.Namespace) -> list[list[str]]:
     n, vectors = options.small or 4000, 16
     x, y, _ = images(options, n)
     torch.manual_seed(0)
-    network = Network(mlp((784, 256, 128, 10)))
+    module = mlp((784, 256, 128, 10))
+    network = Network(module)
     jacobian_pass = JacobianPass(network, torch.float32)
     with torch.no_grad():
-        root = ntkl.Categorical().root(network(x), y)
+        root = ntkl.Categorical().root(module(x), y)
     rows = jacobian_pass.rows(x)
     weighted, some = rows.weighted(root), rows.subset(slice(0, max(n // 16, 8))).weighted(root[: max(n // 16, 8)])
     w = torch.randn(vectors, network.num_parameters)
@@ -180,7 +181,7 @@ def hyperparameters(options: argparse.Namespace) -> list[list[str]]:
     """Precisions of each layer."""
     network, x, y, _ = digits_problem(options)
     rows, fits, times = [], {}, {}
-    for structure in ("full", "iterative"):
+    for structure in ("gp", "iterative"):
         prior = ntkl.GaussianPrior(1.0, groups="layer")
         start = time.perf_counter()
         fits[structure] = ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure)
@@ -284,9 +285,10 @@ def main() -> None:
     arguments.add_argument("--layers", action="store_true", help="fit precisions of each layer in the part mnist")
     arguments.add_argument("--dtype", default="float32", choices=("float32", "float64"), help="of the part mnist")
     arguments.add_argument("--peers", help="interpreter with laplace-torch")
-    arguments.add_argument("--small", type=int, default=0, help="examples of every part, to try the script")
+    arguments.add_argument("--small", action="store_true", help="40 examples in every part, to try the script")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
+    options.small = 40 if options.small else 0
     warnings.simplefilter("ignore", ntkl.errors.NTKLaplaceWarning)
     result: dict[str, Any] = {"machine": machine(options.threads)}
     print(json.dumps(result["machine"]))
@@ -294,7 +296,7 @@ def main() -> None:
         rows = globals()[part](options)
         result[part] = rows
         print(f"\n{part}\n\n{table(HEADS[part], rows)}", flush=True)
-    write(options.out, result)
+        write(options.out, result)
 
 
 if __name__ == "__main__":
