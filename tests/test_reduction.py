@@ -89,7 +89,7 @@ def compare(
     assert len({part.stop - part.start for part in parts}) > 1, "unequal shares"
 
     def run(reducer: Reducer) -> dict[str, Tensor]:
-        return fit(take_all(data, parts[reducer.rank]), reducer=reducer)
+        return fit(take_all(data, parts[reducer.rank]), reducer=reducer, sharded=True)
 
     require_same(on_ranks(world_size, run), fit(data))
 
@@ -169,7 +169,7 @@ def test_a_condition_takes_each_process_s_share(structure: str) -> None:
 
     def run(reducer: Reducer, part: slice, added: slice) -> dict[str, Tensor]:
         posterior = ntkl.laplace(small(), (inputs()[part], labels()[part]), ntkl.Categorical(), structure=structure,
-                                 settings=ntkl.Settings(reducer=reducer))
+                                 settings=ntkl.Settings(reducer=reducer, sharded=True))
         both = posterior.condition(take_all(new, added))
         return quantities(both) | {f"subset {n}": t for n, t in quantities(both.subset([0, 4, 9, 14, 18])).items()}
 
@@ -223,7 +223,7 @@ def test_kronecker_factors_of_a_layer_that_one_process_reaches_are_refused_on_al
         part = shares(N, 2)[reducer.rank]
         with pytest.raises(ntkl.UnsupportedError, match=r"rare\.bias.*first batch"):
             ntkl.laplace(Gate(), (gated(12)[part], labels()[part]), ntkl.Categorical(), structure="kfac",
-                         settings=ntkl.Settings(reducer=reducer))
+                         settings=ntkl.Settings(reducer=reducer, sharded=True))
         refused.append(reducer.rank)
 
     on_ranks(2, run)
@@ -247,7 +247,7 @@ def test_eigenvectors_are_those_of_rank_0(basis: bool, monkeypatch: pytest.Monke
 
     expected = fit()
     monkeypatch.setattr(torch.linalg, "eigh", elsewhere)
-    require_same(on_ranks(2, lambda reducer: fit(shares(N, 2)[reducer.rank], reducer=reducer)), expected)
+    require_same(on_ranks(2, lambda reducer: fit(shares(N, 2)[reducer.rank], reducer=reducer, sharded=True)), expected)
 
 
 def test_weights_on_one_process_alone() -> None:
@@ -257,7 +257,8 @@ def test_weights_on_one_process_alone() -> None:
     def run(reducer: Reducer) -> dict[str, Tensor]:
         part = parts[reducer.rank]
         data = (inputs()[part], labels()[part]) + ((weights[part],) if reducer.rank else ())
-        return quantities(ntkl.laplace(small(), data, ntkl.Categorical(), settings=ntkl.Settings(reducer=reducer)))
+        settings = ntkl.Settings(reducer=reducer, sharded=True)
+        return quantities(ntkl.laplace(small(), data, ntkl.Categorical(), settings=settings))
 
     weights = torch.where(torch.arange(N) < parts[0].stop, 1.0, weights)
     expected = quantities(ntkl.laplace(small(), (inputs(), labels(), weights), ntkl.Categorical()))
@@ -274,7 +275,7 @@ def test_a_loader_is_counted_by_reading_it() -> None:
         loader = DataLoader(whole, batch_size=4, sampler=list(mine), drop_last=True)
         likelihood = ntkl.Gaussian(noise[:8], kind="point")
         return quantities(ntkl.laplace(small(), loader, likelihood, structure="ekfac",
-                                       settings=ntkl.Settings(reducer=reducer)))
+                                       settings=ntkl.Settings(reducer=reducer, sharded=True)))
 
     orders = [list(SubsetRandomSampler(range(rank, N, 2), generator=torch.Generator().manual_seed(0)))[:4]
               for rank in range(2)]
@@ -290,7 +291,7 @@ def test_a_checkpoint_is_restored_with_each_process_s_share(tmp_path: Path) -> N
 
     def run(reducer: Reducer) -> dict[str, Tensor]:
         data = take_all((inputs(), labels()), shares(N, 2)[reducer.rank])
-        return moved(ntkl.load(path, small(), data, settings=ntkl.Settings(reducer=reducer)))
+        return moved(ntkl.load(path, small(), data, settings=ntkl.Settings(reducer=reducer, sharded=True)))
 
     require_same(on_ranks(2, run), moved(whole))
 
@@ -299,7 +300,7 @@ def test_auto_counts_the_examples_of_all_processes() -> None:
     def chosen(reducer: Reducer) -> str:
         data = take_all((inputs(21), labels(21)), shares(21, 3)[reducer.rank])
         return ntkl.laplace(small(), data, ntkl.Categorical(), structure="auto",
-                            settings=ntkl.Settings(reducer=reducer)).reason
+                            settings=ntkl.Settings(reducer=reducer, sharded=True)).reason
 
     alone = ntkl.laplace(small(), (inputs(21), labels(21)), ntkl.Categorical(), structure="auto")
     assert set(on_ranks(3, chosen)) == {alone.reason}
@@ -319,7 +320,7 @@ def test_processes_with_different_models_are_refused() -> None:
     def fit(reducer: Reducer, network: nn.Module, precision: float, noise: float) -> None:
         with pytest.raises(ntkl.UnsupportedError, match="the same model on all processes"):
             ntkl.laplace(network, (inputs(), real()), ntkl.Gaussian(noise), ntkl.GaussianPrior(precision),
-                         settings=ntkl.Settings(reducer=reducer))
+                         settings=ntkl.Settings(reducer=reducer, sharded=True))
 
     def other() -> nn.Module:
         network = small()
@@ -337,7 +338,7 @@ def test_processes_with_outputs_of_another_shape_are_refused() -> None:
         y = real(N, 3) if reducer.rank else real(N, 2)
         with pytest.raises(ntkl.DataError, match=r"rows of one shape on all processes"):
             ntkl.laplace(small(), (inputs(), y), ntkl.Gaussian(0.3), structure="full",
-                         settings=ntkl.Settings(reducer=reducer))
+                         settings=ntkl.Settings(reducer=reducer, sharded=True))
 
     on_ranks(2, run)
 
@@ -346,9 +347,7 @@ def test_what_needs_one_process_is_refused() -> None:
     x, y = inputs(), real()
 
     def run(reducer: Reducer) -> None:
-        settings = ntkl.Settings(reducer=reducer, progress=False)
-        with pytest.raises(ntkl.UnsupportedError, match="checkpoint= and resume="):
-            ntkl.Settings(reducer=reducer, checkpoint="state.pt")
+        settings = ntkl.Settings(reducer=reducer, sharded=True, progress=False)
         with pytest.raises(ntkl.UnsupportedError, match="training with evidence"):
             ntkl.train_with_evidence(small(), (x, y), ntkl.Gaussian(0.3), optimizer=torch.optim.Adam, epochs=1,
                                      settings=settings)
@@ -376,7 +375,7 @@ def test_two_processes_of_torch_distributed(tmp_path: Path) -> None:
 
 def _fits(reducer: Reducer) -> dict[str, Tensor]:
     part = slice(None) if reducer.world_size == 1 else shares(N, reducer.world_size)[reducer.rank]
-    settings = ntkl.Settings(reducer=reducer)
+    settings = ntkl.Settings(reducer=reducer, sharded=True)
     found = {}
     for structure in ("gp", "full", "ekfac", "diag"):
         posterior = ntkl.laplace(small(), (inputs()[part], real()[part]), noise_per_point(), structure=structure,

@@ -120,7 +120,7 @@ def fit_with(
     settings = Settings.of(settings)
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters are on the network's device
-    batches = Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets)
+    batches = settings.own(Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets))
     jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec is not None and spec.factored_rows)
     model = LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings)
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):

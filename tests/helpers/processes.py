@@ -1,4 +1,4 @@
-"""A reducer over torch.distributed, and functions run on several processes with it."""
+"""Functions run on several processes of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,35 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from ntk_laplace.runtime.distributed import ProcessGroupReducer
 from ntk_laplace.runtime.reduction import Reducer
-
-
-class ProcessReducer(Reducer):
-    """The default group of torch.distributed."""
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
-
-    def sum_(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-
-    def broadcast(self, value: Tensor) -> Tensor:
-        value = value.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(value, 0)
-        return value
 
 
 def on_processes(world_size: int, run: Callable[[Reducer], Any], folder: Path) -> list[Any]:
@@ -57,6 +31,6 @@ def _process(rank: int, world_size: int, run: Callable[[Reducer], Any], folder: 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=rank, world_size=world_size)
     try:
-        torch.save(run(ProcessReducer()), folder / f"{rank}.pt")
+        torch.save(run(ProcessGroupReducer()), folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
