@@ -80,7 +80,7 @@ class ProcessGroupReducer(Reducer):
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Callable[[], None]:
         """Begin to overwrite a contiguous tensor by that of the rank `source`; the result waits for the end."""
-        group = dist.group.WORLD if self.group is None else self.group
+        group: Any = dist.group.WORLD if self.group is None else self.group
         with _lost_processes():
             work = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
 

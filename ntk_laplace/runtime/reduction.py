@@ -76,7 +76,9 @@ class Reducer(ABC):
         callable
             Waits for the end; until then nobody may write the tensor, nor read it but at the source.
         """
-        tensor.copy_(self.gather(tensor if self.rank == source else None)[source])
+        found = self.gather(tensor if self.rank == source else None)[source]
+        if found is not None:
+            tensor.copy_(found)
         return lambda: None
 
     def broadcast(self, value: Tensor) -> Tensor:

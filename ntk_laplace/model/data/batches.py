@@ -240,6 +240,7 @@ class Batches:
         DataError
             If `done` ends within a batch of a loader, or beyond the data.
         """
+        self.close()
         if self._whole is not None:
             return self._whole._left(done, reducer.rank, reducer.world_size)
         return self._left(done, 0, 1)
