@@ -524,14 +524,14 @@ def test_rows_gathered_in_one_tensor():
 def test_an_interrupted_fit_resumes(structure, curvature, by_path, tmp_path):
     """Stopped twice, the second time in the second pass where there is one: the result is the uninterrupted one.
 
-    Of the examples that are done only a first batch is read again, without drawn labels.
+    Of the examples that are done only a first batch is read again, and all for drawn labels.
     """
     case = problem("deep_mlp")
     y = targets(LIKELIHOODS["categorical"], case)
     path, resume = tmp_path / "fit.pt", None
     # examples read: seven in a pass, and seven before it for drawn labels
     passes = 7 if curvature == "mc" else 0
-    stops = [passes + 5, (passes or 2) + 3 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
+    stops = [passes + 5, 2 + passes + 3 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
     for at, done in zip(stops, (4, 2 if structure in ("ekfac", "inf") else 6), strict=True):
         data = DataLoader(Interrupted(case.x, y, at), batch_size=2)
         settings = ntkl.Settings(batch_size=2, checkpoint=path if by_path else None, resume=resume)
