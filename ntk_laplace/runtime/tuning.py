@@ -45,6 +45,9 @@ EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 # --- linear algebra
 
 SOLVE_ROWS = 256  # rows of a panel, where a solve or a product copies them
+DEALT_ROWS = 384  # rows of B that are dealt to one of several processes at a time: fewer are slower, more deal unevenly
+DEALT_ROWS_DEVICE = 2048  # the same on an accelerator
+FEWEST_DEALT_ROWS = 16  # of a small B: more blocks would only be more messages
 INVERSE_COLUMNS = 1024  # columns of an inverse at a time: wide panels are half zeros and take memory
 
 # --- predictions and explanations
