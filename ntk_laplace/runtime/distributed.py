@@ -128,8 +128,9 @@ def _lost_processes() -> Iterator[None]:
     try:
         yield
     except RuntimeError as cause:  # of the backend: a closed connection, or the timeout
+        words = str(cause).strip().splitlines()[0].partition(". ")[0]
         raise ProcessLostError(
-            "an answer of all processes of the group", f"none of at least one ({str(cause).strip().splitlines()[0]})",
+            "an answer of all processes of the group", f"none of at least one ({words})",
             "Look at the messages of the others. A structured fit with Settings(checkpoint=path) continues with "
             "Settings(resume=path), with any number of processes.",
         ) from cause  # fmt: skip

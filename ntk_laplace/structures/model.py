@@ -19,6 +19,7 @@ from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.distributed import ProcessGroupReducer
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
+from ntk_laplace.runtime.resources import available_memory
 
 __all__ = ["LinearizedModel", "Settings"]
 
@@ -85,6 +86,19 @@ class Settings:
         """What this process reads of the data that it was given."""
         alone = self.sharded or self.reducer.world_size == 1
         return batches if alone else batches.shared(self.reducer)
+
+    def agreed(self, device: torch.device) -> Settings:
+        """The settings with one memory budget on all processes: what one can refuse, all refuse.
+
+        Processes on the CPU of one machine share its free memory.
+        """
+        if self.reducer.world_size == 1:
+            return self
+        budget = self.memory_budget
+        if budget is None:
+            beside = int(os.environ.get("LOCAL_WORLD_SIZE", self.reducer.world_size)) if device.type == "cpu" else 1
+            budget = available_memory(device) // beside
+        return replace(self, memory_budget=min(self.reducer.gather(budget)))
 
     @classmethod
     def of(cls, settings: Settings | None) -> Settings:
