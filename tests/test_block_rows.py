@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 import ntk_laplace as ntkl
+from group_cases import inputs, labels, quantities, require_same, small
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.block_rows import BlockRows
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from ranks import on_ranks
-from test_reduction import inputs, labels, quantities, require_same, small
 
 BOUNDS = [0, 2, 5, 9, 12, 14, 17]
 

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ntk_laplace as ntkl
+from group_cases import (
+    STRUCTURES,
+    N,
+    inputs,
+    labels,
+    noise_per_point,
+    numbers,
+    quantities,
+    real,
+    require_same,
+    small,
+)
 from ntk_laplace.model.data.parts import dealt
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import Reducer
+from processes import commands, on_processes
 from ranks import on_ranks
-from test_reduction import N, STRUCTURES, inputs, labels, noise_per_point, numbers, quantities, real, require_same, small
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def fit(data: Any, likelihood: ntkl.Likelihood, structure: Any, curvature: str = "ggn", **settings: Any) -> Any:
@@ -250,3 +259,59 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     path.with_name("fit.pt.2").write_bytes(path.read_bytes())
     with pytest.raises(ntkl.DataError, match="each example in the file of one process"):
         resumed(path, 2, "kfac")
+
+
+# --- torch.distributed
+
+
+def test_a_group_has_to_be_initialized() -> None:
+    for asked in ({"distributed": True}, {"process_group": object()}):
+        with pytest.raises(ntkl.UnsupportedError, match=r"none\. Start .* torchrun .*init_process_group"):
+            ntkl.Settings(**asked)
+    with ntkl.process_group() as group:  # runs alone
+        assert group is None and ntkl.Settings(process_group=group) == ntkl.Settings()
+
+
+@pytest.mark.slow
+def test_two_processes_share_all_data(tmp_path: Path) -> None:
+    """Tensors that are not contiguous, a group made by hand, and all structures with a collective of their own."""
+    require_same(on_processes(2, _share_all, tmp_path), _share_all(None))
+
+
+def _share_all(reducer: Reducer | None) -> dict[str, Tensor]:
+    found, asked = {}, {}
+    if reducer is not None:
+        turned = torch.arange(6.0).reshape(2, 3).T
+        reducer.sum_(turned)
+        assert torch.equal(turned, 2 * torch.arange(6.0).reshape(2, 3).T)
+        assert torch.equal(reducer.sum(turned), 2 * turned) and float(reducer.broadcast(turned[1, 1])) == 8.0
+        with ntkl.process_group() as group:  # the one that there is
+            asked = {"process_group": group}
+    for structure in ("gp", "ekfac"):
+        posterior = fit((inputs(), labels()), ntkl.Categorical(), structure, "mc", **asked)
+        found |= {f"{structure} {name}": value for name, value in quantities(posterior).items()}
+    return found
+
+
+@pytest.mark.slow
+def test_the_command_in_processes_that_torchrun_started(tmp_path: Path) -> None:
+    """The first prints and writes; the others compute. What needs one process is refused on all."""
+    (tmp_path / "net.py").write_text("from torch import nn\n\n\ndef make_network():\n    return nn.Linear(4, 3)\n")
+    torch.manual_seed(0)
+    torch.save(torch.nn.Linear(4, 3).state_dict(), tmp_path / "net.pt")
+    np.savez(tmp_path / "data.npz", X=inputs().numpy(), y=labels().numpy())
+    model = [f"{tmp_path}/net.py", "--checkpoint", f"{tmp_path}/net.pt", "--data", f"{tmp_path}/data.npz",
+             "--likelihood", "categorical"]  # fmt: skip
+    calls = [["evidence", *model, "--structures", "gp,kfac", "--json", f"{tmp_path}/found.json"],
+             ["explain", *model, "--inputs", f"{tmp_path}/data.npz"]]  # fmt: skip
+    (first, refused), (second, also) = commands(2, calls, tmp_path)
+    network = torch.nn.Linear(4, 3).double()
+    network.load_state_dict(torch.load(tmp_path / "net.pt"))
+    expected = ntkl.compare_evidence(network, (inputs(), labels()), ntkl.Categorical(), structures=["gp", "kfac"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    for row, other in zip(found["structures"], expected.rows, strict=True):
+        assert row["evidence"] == pytest.approx(other.evidence, rel=1e-12)
+    assert first[:2] == (0, second[1] + first[1]) and "kfac" in first[1] and second[:2] == (0, "")
+    for number, (code, out, err) in enumerate((refused, also)):
+        assert code == 1 and out == "" and "expected one process for explain; got 2" in err
+        assert ("(process 1)" in err) == bool(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -44,7 +45,7 @@ def problem(n: int, widths: Sequence[int], seed: int = 0) -> tuple[nn.Module, tu
     """A multilayer perceptron of float32 and data of noise: the work does not depend on them."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for inner, outer in zip(widths, widths[1:], strict=False):
+    for inner, outer in itertools.pairwise(widths):
         layers += [nn.Linear(inner, outer), nn.Tanh()]
     return nn.Sequential(*layers[:-1]).eval(), (torch.randn(n, widths[0]), torch.randint(widths[-1], (n,)))
 
@@ -132,3 +133,10 @@ def kill_one(folder: Path, structure: str, n: int, seconds: float, ranks: int = 
         if rank != victim and process.exitcode != 3:
             return None if process.exitcode == 0 else float("inf")
     return took
+
+
+def done(folder: Path) -> str:
+    """The pass of each file that is left, and how many examples of it are done."""
+    records = [torch.load(path, weights_only=True)["accumulation"] for path in sorted(folder.glob("fit.pt*"))
+               if not path.name.endswith(".block")]  # fmt: skip
+    return " and ".join(f"{record['stage']} {len(record['done'])}" for record in records)

@@ -2,9 +2,9 @@
 
 from ntk_laplace.curvature.block_summary import Products, Summary
 from ntk_laplace.curvature.curvature_type import CURVATURES, CurvatureType
+from ntk_laplace.curvature.distributed_function_space import DistributedFunctionSpacePrecision
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
-from ntk_laplace.curvature.distributed_function_space import DistributedFunctionSpacePrecision
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock, diagonal_block, find_parameter_blocks
@@ -17,10 +17,10 @@ __all__ = [
     "BlockPrecision",
     "CrossCovariance",
     "CurvatureType",
+    "DistributedFunctionSpacePrecision",
     "Eigenbasis",
     "FactorEigen",
     "FullPrecision",
-    "DistributedFunctionSpacePrecision",
     "FunctionSpacePrecision",
     "LowRank",
     "ParameterBlock",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +20,43 @@ from ntk_laplace.runtime.reduction import Reducer
 
 def on_processes(world_size: int, run: Callable[[Reducer], Any], folder: Path) -> list[Any]:
     """What `run`, a function of a module, returns on each of several processes with gloo."""
+    _start(world_size, _process, world_size, run, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def commands(world_size: int, calls: Sequence[list[str]], folder: Path) -> list[list[tuple[int, str, str]]]:
+    """Exit codes and what is printed of calls of the command, on each of several processes, as under torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    _start(world_size, _command, world_size, calls, folder, port)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def _start(world_size: int, target: Callable[..., None], *arguments: Any) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "ntk_laplace"])  # imported once for all of them
-    processes = [context.Process(target=_process, args=(rank, world_size, run, folder)) for rank in range(world_size)]
+    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(world_size)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * world_size
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def _command(rank: int, world_size: int, calls: Sequence[list[str]], folder: Path, port: int) -> None:
+    from ntk_laplace.tools import cli
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    found = []
+    for number, call in enumerate(calls):
+        os.environ["MASTER_PORT"] = str(port + number)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(call)
+        found.append((code, out.getvalue(), err.getvalue()))
+    torch.save(found, folder / f"{rank}.pt")
 
 
 def _process(rank: int, world_size: int, run: Callable[[Reducer], Any], folder: Path) -> None:

@@ -206,7 +206,7 @@ class Batches:
     # --- a part of data of which every process has all
 
     def shared(self, reducer: Reducer) -> Batches:
-        """This process's share: consecutive examples, about equally many, in whole batches of a loader.
+        """The share of this process: consecutive examples, about equally many, in whole batches of a loader.
 
         Raises
         ------
@@ -258,7 +258,7 @@ class Batches:
         return part
 
     def _layout(self) -> tuple[list[Any], list[int] | None, int]:
-        """Indices of each batch of a loader, the sizes of batches that are not to be cut, and the number of examples."""
+        """Indices of each batch of a loader, sizes of batches that are not to be cut, and the number of examples."""
         if not isinstance(self._source, DataLoader) or self._dataset is not None:
             return [], None, self._count()
         loader = index_loader(self._source)
