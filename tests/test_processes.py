@@ -302,16 +302,16 @@ def test_the_command_in_processes_that_torchrun_started(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", X=inputs().numpy(), y=labels().numpy())
     model = [f"{tmp_path}/net.py", "--checkpoint", f"{tmp_path}/net.pt", "--data", f"{tmp_path}/data.npz",
              "--likelihood", "categorical"]  # fmt: skip
-    calls = [["evidence", *model, "--structures", "gp,kfac", "--json", f"{tmp_path}/found.json"],
+    calls = [["evidence", *model, "--structures", "kfac", "--json", f"{tmp_path}/found.json"],
              ["explain", *model, "--inputs", f"{tmp_path}/data.npz"]]  # fmt: skip
     (first, refused), (second, also) = commands(2, calls, tmp_path)
     network = torch.nn.Linear(4, 3).double()
     network.load_state_dict(torch.load(tmp_path / "net.pt"))
-    expected = ntkl.compare_evidence(network, (inputs(), labels()), ntkl.Categorical(), structures=["gp", "kfac"])
+    expected = ntkl.compare_evidence(network, (inputs(), labels()), ntkl.Categorical(), structures=["kfac"])
     found = json.loads((tmp_path / "found.json").read_text())
-    for row, other in zip(found["structures"], expected.rows, strict=True):
+    for row, other in zip(found["rows"], expected.rows, strict=True):
         assert row["evidence"] == pytest.approx(other.evidence, rel=1e-12)
-    assert first[:2] == (0, second[1] + first[1]) and "kfac" in first[1] and second[:2] == (0, "")
+    assert first[0] == second[0] == 0 and "kfac" in first[1] and second[1] == ""
     for number, (code, out, err) in enumerate((refused, also)):
         assert code == 1 and out == "" and "expected one process for explain; got 2" in err
         assert ("(process 1)" in err) == bool(number)
