@@ -218,6 +218,17 @@ def test_files_of_a_resumed_run_without_its_first_one_do_not_count(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("saved_at_once")
+def test_a_resumed_run_begins_with_a_file_of_all_that_was_done(tmp_path: Path) -> None:
+    """Or its other files would take the place of earlier ones, and their work would be lost."""
+    path = tmp_path / "fit.pt"
+    disturbed(path, 2, 1, 4, "kfac")
+    files = [torch.load(one, weights_only=True)["accumulation"]["done"] for one in tmp_path.iterdir()]
+    disturbed(path, 2, 0, 2, "kfac", resume=path)  # in its first batch
+    again = torch.load(path, weights_only=True)
+    assert again["resumed"] and torch.equal(again["accumulation"]["done"].sort().values, torch.cat(files).sort().values)
+
+
+@pytest.mark.usefixtures("saved_at_once")
 def test_own_shares_are_resumed_too(tmp_path: Path) -> None:
     path, parts = tmp_path / "fit.pt", [slice(0, 5), slice(5, N)]
 
