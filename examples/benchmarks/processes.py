@@ -4,10 +4,11 @@
     python examples/benchmarks/processes.py --kill 50
 
 Without ``--kill``: two processes of one thread against one process of one thread, over gloo. KFAC, EKFAC and the
-diagonal of an MLP 784-512-256-10 (N=4,000), a whole fit; the Gram matrix and its Cholesky factor of structure "gp" of
+diagonal of an MLP 784-512-256-10 (N=20,000), a whole fit; the Gram matrix and its Cholesky factor of structure "gp" of
 an MLP 64-64-10 (N=900, B of 8,100 x 8,100). Evidence and predictive variances have to be equal. Both numbers of
 processes take turns, and the shortest of ``--repeats`` turns counts. The load of the machine before is in the file:
-other programs on the same cores make every figure of two processes meaningless.
+other programs on the same cores make the wall's figures of two processes meaningless, and the processor's time of the
+process that took most (waiting for the other aside) is the better one.
 
 With ``--kill K``, K times: an EKFAC fit on two processes, of which one is killed (SIGKILL) at a random moment of a
 pass; the seconds until the other says so; and the fit resumed with one, two and three processes in turn from the files
@@ -25,8 +26,8 @@ import torch
 from _common import machine, parser, seconds, table, write
 from _processes import done, kill_one, result, start, timed
 
-CASES = {"kfac": (4000, (784, 512, 256, 10)), "ekfac": (4000, (784, 512, 256, 10)),
-         "diag": (4000, (784, 512, 256, 10)), "gp": (900, (64, 64, 10))}  # fmt: skip
+CASES = {"kfac": (20000, (784, 512, 256, 10)), "ekfac": (20000, (784, 512, 256, 10)),
+         "diag": (20000, (784, 512, 256, 10)), "gp": (900, (64, 64, 10))}  # fmt: skip
 SMALL = {"gp": (30, (8, 6, 3))}
 GOALS = {"kfac": 1.8, "ekfac": 1.8, "diag": 1.8, "gp": 1.7}
 
@@ -35,7 +36,8 @@ def times(cases: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any]:
     """Seconds with one and two processes, and the largest relative difference of their numbers."""
     found: dict[str, Any] = {}
     for structure, (n, widths) in cases.items():
-        best, numbers = {1: float("inf"), 2: float("inf")}, {}
+        best = {1: float("inf"), 2: float("inf")}
+        processor, numbers = dict(best), {}
         for _ in range(repeats):
             for ranks in best:
                 out = folder / "timed.pt"
@@ -43,9 +45,12 @@ def times(cases: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any]:
                     process.join()
                     assert process.exitcode == 0, process.exitcode
                 own = torch.load(out)
-                best[ranks], numbers[ranks] = min(best[ranks], own["seconds"]), own["numbers"]
+                best[ranks] = min(best[ranks], own["seconds"])
+                processor[ranks] = min(processor[ranks], own["processor"])
+                numbers[ranks] = own["numbers"]
         gap = float(((numbers[1] - numbers[2]).abs() / numbers[1].abs()).max())
-        found[structure] = {"one": best[1], "two": best[2], "times": best[1] / best[2], "difference": gap}
+        found[structure] = {"one": best[1], "two": best[2], "times": best[1] / best[2], "difference": gap,
+                            "processor": processor, "processor_times": processor[1] / processor[2]}  # fmt: skip
     return found
 
 
@@ -82,9 +87,10 @@ def main() -> None:
                   f"error was {found['death']['longest_wait']:.2f} s")  # fmt: skip
         else:
             found["times"] = times(SMALL if options.small else CASES, options.repeats, Path(name))
-            rows = [[name, seconds(own["one"]), seconds(own["two"]), f"{own['times']:.2f}x", f">= {GOALS[name]}x",
-                     f"{own['difference']:.1e}"] for name, own in found["times"].items()]  # fmt: skip
-            print(table(["structure", "one process", "two", "faster", "goal", "difference"], rows))
+            rows = [[name, seconds(own["one"]), seconds(own["two"]), f"{own['times']:.2f}x",
+                     f"{own['processor_times']:.2f}x", f">= {GOALS[name]}x", f"{own['difference']:.1e}"]
+                    for name, own in found["times"].items()]  # fmt: skip
+            print(table(["structure", "one process", "two", "faster", "by processor time", "goal", "difference"], rows))
             print(f"load before: {found['machine']['load']}")
     write(options.out, found)
 
