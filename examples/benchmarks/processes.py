@@ -51,6 +51,7 @@ def times(cases: dict[str, Any], repeats: int, folder: Path) -> dict[str, Any]:
         gap = float(((numbers[1] - numbers[2]).abs() / numbers[1].abs()).max())
         found[structure] = {"one": best[1], "two": best[2], "times": best[1] / best[2], "difference": gap,
                             "processor": processor, "processor_times": processor[1] / processor[2]}  # fmt: skip
+        print(f"{structure}: {best[1]:.3g} s, {best[2]:.3g} s", flush=True)
     return found
 
 
