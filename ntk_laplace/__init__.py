@@ -14,6 +14,7 @@ from ntk_laplace.errors import (
     NTKLaplaceError,
     NTKLaplaceWarning,
     NumericalError,
+    ProcessLostError,
     RetrainingInterrupted,
     TargetError,
     TrainingInterrupted,
@@ -41,6 +42,7 @@ from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Rel
 from ntk_laplace.posterior.fit import laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
+from ntk_laplace.runtime.distributed import process_group
 from ntk_laplace.structures import (
     EKFAC,
     INF,
@@ -130,6 +132,7 @@ __all__ = [
     "PredictionIntervals",
     "PredictionSets",
     "PredictiveFit",
+    "ProcessLostError",
     "Ranking",
     "Reliability",
     "RetrainingInterrupted",
@@ -150,6 +153,7 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "process_group",
     "register_likelihood",
     "register_structure",
     "train_with_evidence",

@@ -17,6 +17,7 @@ __all__ = [
     "NonDeterministicError",
     "NonFiniteError",
     "NumericalError",
+    "ProcessLostError",
     "RetrainingInterrupted",
     "TargetError",
     "TrainingInterrupted",
@@ -83,6 +84,10 @@ class UnsupportedError(NTKLaplaceError, NotImplementedError):
 
 class NumericalError(NTKLaplaceError, ArithmeticError):
     """A factorization or another computation failed numerically; nothing was repaired silently."""
+
+
+class ProcessLostError(NTKLaplaceError, ConnectionError):
+    """Another process of the group died, or does not answer within the group's timeout."""
 
 
 class FitInterrupted(KeyboardInterrupt):

@@ -80,6 +80,18 @@ def test_a_device_benchmark_out_of_time_says_so(tmp_path: Path) -> None:
     assert figures(tmp_path / "gpu.json")["parts"]["b1"].keys() & {"skipped", "stopped"}
 
 
+def test_a_process_is_killed_and_others_go_on(tmp_path: Path) -> None:
+    printed = run("benchmarks/processes.py", tmp_path, "--kill", "1")
+    assert "1 of 1: equal to an undisturbed fit" in printed
+    assert figures(tmp_path / "processes.json")["death"]["longest_wait"] < 60
+
+
+def test_one_process_and_two(tmp_path: Path) -> None:
+    run("benchmarks/processes.py", tmp_path, "--repeats", "1")
+    for found in figures(tmp_path / "processes.json")["times"].values():
+        assert found["times"] > 0 and found["difference"] < 1e-6  # a network in single precision
+
+
 def test_the_memory_of_a_prediction(monkeypatch) -> None:
     """What the processes of the benchmark measure; they themselves take longer than a test may."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))

@@ -13,65 +13,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import ntk_laplace as ntkl
+from group_cases import (
+    STRUCTURES,
+    N,
+    inputs,
+    labels,
+    noise_per_point,
+    numbers,
+    quantities,
+    real,
+    require_same,
+    small,
+)
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
 from processes import on_processes
 from ranks import on_ranks, shares, take_all
-
-N = 13
-
-
-def small(outputs: int = 3) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs)).double()
-
-
-def inputs(n: int = N) -> Tensor:
-    return torch.randn(n, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def labels(n: int = N) -> Tensor:
-    return torch.randint(3, (n,), generator=torch.Generator().manual_seed(2))
-
-
-def real(n: int = N, outputs: int = 3) -> Tensor:
-    return torch.randn(n, outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-def numbers(n: int = N) -> Tensor:
-    return 0.5 + torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-
-
-def noise_per_point() -> ntkl.Likelihood:
-    return ntkl.Gaussian(numbers(), kind="point")
-
-
-def quantities(posterior: Any) -> dict[str, Tensor]:
-    """What must be equal: evidence and its gradients, moments, training points."""
-    evidence = posterior.log_marginal_likelihood(correction=True)
-    hyperparameters = [p for m in (posterior.prior, posterior.likelihood) for p in m.parameters() if p.requires_grad]
-    slopes = torch.autograd.grad(evidence, hyperparameters, allow_unused=True)
-    joint = posterior.latent(inputs(4) + 0.1)
-    found = {
-        "evidence": evidence.detach(), "mean": joint.mean, "covariance": joint.covariance_matrix,
-        "f": posterior.f, "targets": posterior.targets, "counts": posterior.weights,
-    }  # fmt: skip
-    if posterior.fitted.exact:
-        found["mean at the optimum"] = posterior.latent(inputs(4), mean="posterior").mean
-    saved = posterior.fitted.structure.state(posterior.fitted.model, True)
-    for i, sums in enumerate(saved["sums"] if "sums" in saved else [saved] if "ggn" in saved else []):
-        lower = {"left", "right", "block", "ggn"}
-        found |= {f"{name} {i}": v.tril() if name in lower else v for name, v in sums.items()}
-    return found | {f"slope {i}": slope for i, slope in enumerate(slopes) if slope is not None}
-
-
-def require_same(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    for own in found:
-        assert own.keys() == expected.keys()
-        for name, value in expected.items():
-            scale = float(value.detach().abs().max()) + 1e-300
-            gap = float((own[name] - value).detach().abs().max()) / scale
-            assert gap < 1e-12, f"{name}: {gap:.2g}"
 
 
 def compare(
@@ -89,12 +46,9 @@ def compare(
     assert len({part.stop - part.start for part in parts}) > 1, "unequal shares"
 
     def run(reducer: Reducer) -> dict[str, Tensor]:
-        return fit(take_all(data, parts[reducer.rank]), reducer=reducer)
+        return fit(take_all(data, parts[reducer.rank]), reducer=reducer, sharded=True)
 
     require_same(on_ranks(world_size, run), fit(data))
-
-
-STRUCTURES = ["gp", "full", "kfac", "ekfac", "diag", ntkl.INF(rank=0.4), ntkl.KFAC(sharing="reduce")]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -169,7 +123,7 @@ def test_a_condition_takes_each_process_s_share(structure: str) -> None:
 
     def run(reducer: Reducer, part: slice, added: slice) -> dict[str, Tensor]:
         posterior = ntkl.laplace(small(), (inputs()[part], labels()[part]), ntkl.Categorical(), structure=structure,
-                                 settings=ntkl.Settings(reducer=reducer))
+                                 settings=ntkl.Settings(reducer=reducer, sharded=True))
         both = posterior.condition(take_all(new, added))
         return quantities(both) | {f"subset {n}": t for n, t in quantities(both.subset([0, 4, 9, 14, 18])).items()}
 
@@ -223,7 +177,7 @@ def test_kronecker_factors_of_a_layer_that_one_process_reaches_are_refused_on_al
         part = shares(N, 2)[reducer.rank]
         with pytest.raises(ntkl.UnsupportedError, match=r"rare\.bias.*first batch"):
             ntkl.laplace(Gate(), (gated(12)[part], labels()[part]), ntkl.Categorical(), structure="kfac",
-                         settings=ntkl.Settings(reducer=reducer))
+                         settings=ntkl.Settings(reducer=reducer, sharded=True))
         refused.append(reducer.rank)
 
     on_ranks(2, run)
@@ -247,7 +201,7 @@ def test_eigenvectors_are_those_of_rank_0(basis: bool, monkeypatch: pytest.Monke
 
     expected = fit()
     monkeypatch.setattr(torch.linalg, "eigh", elsewhere)
-    require_same(on_ranks(2, lambda reducer: fit(shares(N, 2)[reducer.rank], reducer=reducer)), expected)
+    require_same(on_ranks(2, lambda reducer: fit(shares(N, 2)[reducer.rank], reducer=reducer, sharded=True)), expected)
 
 
 def test_weights_on_one_process_alone() -> None:
@@ -257,7 +211,8 @@ def test_weights_on_one_process_alone() -> None:
     def run(reducer: Reducer) -> dict[str, Tensor]:
         part = parts[reducer.rank]
         data = (inputs()[part], labels()[part]) + ((weights[part],) if reducer.rank else ())
-        return quantities(ntkl.laplace(small(), data, ntkl.Categorical(), settings=ntkl.Settings(reducer=reducer)))
+        settings = ntkl.Settings(reducer=reducer, sharded=True)
+        return quantities(ntkl.laplace(small(), data, ntkl.Categorical(), settings=settings))
 
     weights = torch.where(torch.arange(N) < parts[0].stop, 1.0, weights)
     expected = quantities(ntkl.laplace(small(), (inputs(), labels(), weights), ntkl.Categorical()))
@@ -274,7 +229,7 @@ def test_a_loader_is_counted_by_reading_it() -> None:
         loader = DataLoader(whole, batch_size=4, sampler=list(mine), drop_last=True)
         likelihood = ntkl.Gaussian(noise[:8], kind="point")
         return quantities(ntkl.laplace(small(), loader, likelihood, structure="ekfac",
-                                       settings=ntkl.Settings(reducer=reducer)))
+                                       settings=ntkl.Settings(reducer=reducer, sharded=True)))
 
     orders = [list(SubsetRandomSampler(range(rank, N, 2), generator=torch.Generator().manual_seed(0)))[:4]
               for rank in range(2)]
@@ -290,7 +245,7 @@ def test_a_checkpoint_is_restored_with_each_process_s_share(tmp_path: Path) -> N
 
     def run(reducer: Reducer) -> dict[str, Tensor]:
         data = take_all((inputs(), labels()), shares(N, 2)[reducer.rank])
-        return moved(ntkl.load(path, small(), data, settings=ntkl.Settings(reducer=reducer)))
+        return moved(ntkl.load(path, small(), data, settings=ntkl.Settings(reducer=reducer, sharded=True)))
 
     require_same(on_ranks(2, run), moved(whole))
 
@@ -299,7 +254,7 @@ def test_auto_counts_the_examples_of_all_processes() -> None:
     def chosen(reducer: Reducer) -> str:
         data = take_all((inputs(21), labels(21)), shares(21, 3)[reducer.rank])
         return ntkl.laplace(small(), data, ntkl.Categorical(), structure="auto",
-                            settings=ntkl.Settings(reducer=reducer)).reason
+                            settings=ntkl.Settings(reducer=reducer, sharded=True)).reason
 
     alone = ntkl.laplace(small(), (inputs(21), labels(21)), ntkl.Categorical(), structure="auto")
     assert set(on_ranks(3, chosen)) == {alone.reason}
@@ -319,7 +274,7 @@ def test_processes_with_different_models_are_refused() -> None:
     def fit(reducer: Reducer, network: nn.Module, precision: float, noise: float) -> None:
         with pytest.raises(ntkl.UnsupportedError, match="the same model on all processes"):
             ntkl.laplace(network, (inputs(), real()), ntkl.Gaussian(noise), ntkl.GaussianPrior(precision),
-                         settings=ntkl.Settings(reducer=reducer))
+                         settings=ntkl.Settings(reducer=reducer, sharded=True))
 
     def other() -> nn.Module:
         network = small()
@@ -337,7 +292,7 @@ def test_processes_with_outputs_of_another_shape_are_refused() -> None:
         y = real(N, 3) if reducer.rank else real(N, 2)
         with pytest.raises(ntkl.DataError, match=r"rows of one shape on all processes"):
             ntkl.laplace(small(), (inputs(), y), ntkl.Gaussian(0.3), structure="full",
-                         settings=ntkl.Settings(reducer=reducer))
+                         settings=ntkl.Settings(reducer=reducer, sharded=True))
 
     on_ranks(2, run)
 
@@ -346,9 +301,7 @@ def test_what_needs_one_process_is_refused() -> None:
     x, y = inputs(), real()
 
     def run(reducer: Reducer) -> None:
-        settings = ntkl.Settings(reducer=reducer, progress=False)
-        with pytest.raises(ntkl.UnsupportedError, match="checkpoint= and resume="):
-            ntkl.Settings(reducer=reducer, checkpoint="state.pt")
+        settings = ntkl.Settings(reducer=reducer, sharded=True, progress=False)
         with pytest.raises(ntkl.UnsupportedError, match="training with evidence"):
             ntkl.train_with_evidence(small(), (x, y), ntkl.Gaussian(0.3), optimizer=torch.optim.Adam, epochs=1,
                                      settings=settings)
@@ -376,7 +329,7 @@ def test_two_processes_of_torch_distributed(tmp_path: Path) -> None:
 
 def _fits(reducer: Reducer) -> dict[str, Tensor]:
     part = slice(None) if reducer.world_size == 1 else shares(N, reducer.world_size)[reducer.rank]
-    settings = ntkl.Settings(reducer=reducer)
+    settings = ntkl.Settings(distributed=reducer.world_size > 1, sharded=True)
     found = {}
     for structure in ("gp", "full", "ekfac", "diag"):
         posterior = ntkl.laplace(small(), (inputs()[part], real()[part]), noise_per_point(), structure=structure,

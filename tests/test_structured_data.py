@@ -522,13 +522,16 @@ def test_rows_gathered_in_one_tensor():
 @pytest.mark.parametrize("curvature", CURVATURES)
 @pytest.mark.parametrize("structure", ["kfac", "ekfac", "inf", "diag"])
 def test_an_interrupted_fit_resumes(structure, curvature, by_path, tmp_path):
-    """Stopped twice, the second time in the second pass where there is one: the result is the uninterrupted one."""
+    """Stopped twice, the second time in the second pass where there is one: the result is the uninterrupted one.
+
+    Of the examples that are done only a first batch is read again, and all for drawn labels.
+    """
     case = problem("deep_mlp")
     y = targets(LIKELIHOODS["categorical"], case)
     path, resume = tmp_path / "fit.pt", None
     # examples read: seven in a pass, and seven before it for drawn labels
     passes = 7 if curvature == "mc" else 0
-    stops = [passes + 5, passes + 7 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
+    stops = [passes + 5, 2 + passes + 3 + (passes + 3 if structure in ("ekfac", "inf") else 0)]
     for at, done in zip(stops, (4, 2 if structure in ("ekfac", "inf") else 6), strict=True):
         data = DataLoader(Interrupted(case.x, y, at), batch_size=2)
         settings = ntkl.Settings(batch_size=2, checkpoint=path if by_path else None, resume=resume)
@@ -560,7 +563,7 @@ def test_resuming_something_else_is_refused(change):
 
 
 def test_files_of_early_versions_resume_and_later_ones_are_refused(tmp_path):
-    """Early files have no entry for their format."""
+    """Early files have no entry for their format, and numbers of batches and examples for those that are done."""
     case, path = problem("deep_mlp"), tmp_path / "fit.pt"
     y = targets(LIKELIHOODS["categorical"], case)
     with pytest.raises(ntkl.FitInterrupted):
@@ -568,13 +571,14 @@ def test_files_of_early_versions_resume_and_later_ones_are_refused(tmp_path):
                   data=DataLoader(Interrupted(case.x, y, 5), batch_size=2),
                   settings=ntkl.Settings(batch_size=2, checkpoint=path))  # fmt: skip
     record = torch.load(path, weights_only=True)
-    assert record["format"] == "ntk_laplace fit" and record["version"] == 1
+    assert record["format"] == "ntk_laplace fit" and record["version"] == 2
     asked = {"data": loader(case.x, y, batch_size=2), "settings": ntkl.Settings(batch_size=2, resume=path)}
-    torch.save({"accumulation": record["accumulation"]}, path)
+    early = {name: value for name, value in record["accumulation"].items() if name != "done"}
+    torch.save({"accumulation": early | {"batches_done": 2, "examples_done": 4}}, path)
     found = fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", **asked)
     assert_same(found, fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac"), case.x_new, 1e-10)
-    torch.save(record | {"version": 2}, path)
-    with pytest.raises(ntkl.DataError, match="version 1 or older; got version 2"):
+    torch.save(record | {"version": 3}, path)
+    with pytest.raises(ntkl.DataError, match="version 2 or older; got version 3"):
         fresh_fit("deep_mlp", "categorical", "layer", "ggn", "kfac", **asked)
 
 

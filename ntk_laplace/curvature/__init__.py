@@ -2,6 +2,7 @@
 
 from ntk_laplace.curvature.block_summary import Products, Summary
 from ntk_laplace.curvature.curvature_type import CURVATURES, CurvatureType
+from ntk_laplace.curvature.distributed_function_space import DistributedFunctionSpacePrecision
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
@@ -16,6 +17,7 @@ __all__ = [
     "BlockPrecision",
     "CrossCovariance",
     "CurvatureType",
+    "DistributedFunctionSpacePrecision",
     "Eigenbasis",
     "FactorEigen",
     "FullPrecision",

@@ -119,10 +119,10 @@ def fit_with(
     if dtype not in (torch.float32, torch.float64):
         raise UnsupportedError("dtype torch.float64 or torch.float32 for the algebra", repr(dtype),
                                "Leave it out for float64; the network itself may run in any other.")
-    settings = Settings.of(settings)
+    settings = Settings.of(settings).agreed(frozen.device)
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters are on the network's device
-    batches = Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets)
+    batches = settings.own(Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets))
     jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec is not None and spec.factored_rows)
     model = LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings)
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):

@@ -249,7 +249,8 @@ class Fitted:
         """
         network, model, structure = self.network, self._fitted.model, self._fitted.structure
         settings = model.settings
-        batches = Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets)
+        batches = settings.own(
+            Batches(data, settings.batch_size, network.device, network.input_dtype, network.targets))
         with torch.inference_mode(False):
             new = structure.refit_on(model, batches)
             return self._derived(self._fitted.derived(structure.merged(model, new)))

@@ -1,11 +1,13 @@
 """Reduction: how processes that each read a share of the training data add up, collect and agree.
 
-Every place that sums over the data goes through a `Reducer`. The default is one process, which reads everything.
+Every place that sums over the data goes through a `Reducer`. The default is one process, which reads everything;
+`runtime.distributed` has the reducer of torch.distributed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,8 +24,8 @@ _Value = TypeVar("_Value")
 class Reducer(ABC):
     """Collective operations of a group of processes; each process calls them in the same order.
 
-    A subclass defines the four abstract members. `concat` and `broadcast` follow from `gather`; a subclass may replace
-    them by faster ones.
+    A subclass defines the four abstract members. The others follow from these; a subclass may replace `concat` and
+    `broadcast_` by faster ones.
     """
 
     @property
@@ -44,6 +46,12 @@ class Reducer(ABC):
     def gather(self, value: _Value) -> list[_Value]:
         """The values of all processes in rank order, on every process; a value can be pickled."""
 
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of a tensor over the processes, on every process; the argument does not change."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        self.sum_(total)
+        return total
+
     def concat(self, rows: Tensor) -> Tensor:
         """Rows (n, ...) of all processes in rank order, (Σ n, ...), on the device of `rows`.
 
@@ -60,9 +68,24 @@ class Reducer(ABC):
                             "Give targets, and network outputs, one shape on all processes.")
         return torch.cat(filled) if filled else rows
 
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> Callable[[], None]:
+        """Begin to overwrite a contiguous tensor by that of the rank `source`.
+
+        Returns
+        -------
+        callable
+            Waits for the end; until then nobody may write the tensor, nor read it but at the source.
+        """
+        found = self.gather(tensor if self.rank == source else None)[source]
+        if found is not None:
+            tensor.copy_(found)
+        return lambda: None
+
     def broadcast(self, value: Tensor) -> Tensor:
-        """The tensor of rank 0, on the device of `value`."""
-        return self.gather(value)[0].to(value.device)
+        """The tensor of rank 0, on the device of `value`; it has one shape on all processes."""
+        copied = value.clone(memory_format=torch.contiguous_format)
+        self.broadcast_(copied)()
+        return copied
 
     def share(self, count: int) -> tuple[int, int, int]:
         """Global numbers of this process's `count` examples, first and last + 1, and how many all processes have."""
@@ -78,7 +101,7 @@ class Reducer(ABC):
             If there are several.
         """
         if self.world_size > 1:
-            raise UnsupportedError(f"one process for {what}", f"a reducer over {self.world_size} processes", remedy)
+            raise UnsupportedError(f"one process for {what}", f"a group of {self.world_size}", remedy)
 
     def require_equal(self, what: str, value: Any) -> None:
         """Check that a value is the same on all processes.
@@ -90,7 +113,7 @@ class Reducer(ABC):
         """
         if any(other != value for other in self.gather(value)):
             raise UnsupportedError(f"the same {what} on all processes", "different ones",
-                                   "Give every process the same network, likelihood and prior, and its own data.")
+                                   "Run the same script, with the same arguments, in every process.")
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ PANEL_ROWS = 768  # rows of a panel of a symmetric matrix: the diagonal blocks a
 PANEL_DEVICE_ROWS = 4096  # the same on an accelerator, where few large products are faster
 SOLVE_ROWS = 256  # rows of a panel at a time, where a solve or a product copies them
 LARGEST_SPECTRUM = 20_000  # rows of a matrix whose eigenvalues are computed: cuSOLVER's routine ends near 25,000
+DEALT_ROWS = 384  # rows of B that are dealt to one of several processes at a time: fewer are slower, more deal unevenly
+DEALT_ROWS_DEVICE = 2048  # the same on an accelerator
+FEWEST_DEALT_ROWS = 16  # of a small B: more blocks would only be more messages
 INVERSE_COLUMNS = 1024  # columns of an inverse at a time: wide panels are half zeros and take memory
 
 # --- predictions and explanations

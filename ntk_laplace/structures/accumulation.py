@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -23,18 +22,20 @@ from ntk_laplace.curvature import (
 )
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
-from ntk_laplace.model.data import Inputs, RowBuffer, Source, fill_buffer, num_examples
+from ntk_laplace.model.data import Batches, Inputs, RowBuffer, Source, fill_buffer, num_examples
+from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.agreement import agreed_blocks, plain_blocks, total, unreached
 from ntk_laplace.structures.block_spec import BlockSpec
-from ntk_laplace.structures.data_passes import collected, collected_points, read_batches
+from ntk_laplace.structures.data_passes import collected, read_batches
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import of_kind, structure_of
 
-__all__ = ["FIRST", "SECOND", "Accumulation"]
+__all__ = ["FIRST", "SECOND", "SECOND_SUMS", "Accumulation"]
 
 FIRST, SECOND = "first", "second"  # passes: factors, blocks and diagonals; then second moments in the eigenbasis
+SECOND_SUMS = ("moments", "squares")  # what the second pass adds to a Kronecker block
 
 
 @dataclass
@@ -48,15 +49,16 @@ class Accumulation:
         Fingerprints of the network, the likelihood and so on.
     stage : str
         The current pass.
-    batches_done, examples_done : int
-        Batches and examples processed in that pass.
+    done : RowBuffer
+        Global numbers of the examples that this process has processed in that pass, in order.
     parameter_blocks : list of ParameterBlock
         Determined by the first batch.
     summaries : list of Summary
     eigenbases : list of Eigenbasis
         One per block, after the first pass (from the start if they are reused from another fit).
     f, targets, weights : RowBuffer
-        Outputs, canonical targets, and example weights if there are any.
+        Outputs, canonical targets, and example weights if there are any: of the examples `done` in the first pass, of
+        all examples of all processes after it.
     checkpoint : callable
         Called after each batch to save the state if it is due, and with ``now=True`` at an interruption.
     """
@@ -64,8 +66,7 @@ class Accumulation:
     spec: BlockSpec
     signature: Mapping[str, str] = field(default_factory=dict)
     stage: str = FIRST
-    batches_done: int = 0
-    examples_done: int = 0
+    done: RowBuffer = field(default_factory=RowBuffer)
     parameter_blocks: list[ParameterBlock] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)
     eigenbases: list[Eigenbasis] = field(default_factory=list)
@@ -74,90 +75,100 @@ class Accumulation:
     weights: RowBuffer = field(default_factory=RowBuffer)
     checkpoint: Callable[..., None] = field(default=lambda gathered, now=False: None, repr=False, compare=False)
 
+    @property
+    def examples_done(self) -> int:
+        """Number of examples that this process has processed in the current pass."""
+        return len(self.done)
+
     def advance(self, model: LinearizedModel, batches: Source) -> None:
         """Continue to the end of the data, through all passes.
 
         Raises
         ------
         FitInterrupted
-            On Ctrl-C, between two batches. Its `state` is this object, from which the fit resumes.
+            On Ctrl-C, or of several processes also on SIGTERM, between two batches. Its `state` is this object, from
+            which the fit resumes.
+        ProcessLostError
+            If another process died. What this one has summed is in its checkpoint.
         """
         borrowed = bool(self.eigenbases)
         self._share_eigenbases(model)
-        if self.stage == FIRST and not self.batches_done:
+        if self.stage == FIRST and not self.examples_done:
             self.forget(batches.length)
         if self.stage == FIRST:
-            self._pass(model, batches, "curvature", partial(self._first, borrowed=borrowed))
-            self._total(model)
-            self._complete(model)
+            self._first_pass(model, batches, borrowed)
             if self.spec.second_pass and not borrowed:
                 for summary in self.summaries:
                     summary.require_finite()
                 self.eigenbases = [Eigenbasis.of(summary) for summary in self.summaries]
                 self._share_eigenbases(model)
-                self.stage, self.batches_done, self.examples_done = SECOND, 0, 0
+                self.stage, self.done = SECOND, RowBuffer(batches.length or 0)
         if self.stage == SECOND:
             self._pass(model, batches, "second moments", self._second)
-            model.settings.reducer.sum_(*(
-                summary.sums[name] for summary in self.summaries if summary.block.kind == "kronecker"
-                for name in ("moments", "squares") if name in summary.sums
-            ))
+            self.summaries = total(model, self.parameter_blocks, self.summaries, SECOND_SUMS)
+
+    def _first_pass(self, model: LinearizedModel, batches: Source, borrowed: bool) -> None:
+        """The first pass, and what follows from the sums, outputs and targets of all processes."""
+        self._pass(model, batches, "curvature", partial(self._first, borrowed=borrowed))
+        self.summaries = total(model, self.parameter_blocks, self.summaries)
+        self.parameter_blocks = [summary.block for summary in self.summaries]
+        self._collect(model)
+        self._complete(model)
 
     def again(self, model: LinearizedModel, batches: Source) -> None:
         """Recompute the sums at new hyperparameters of the likelihood: in the same eigenbasis, in one pass.
 
         Call it on a `copy`: an interrupted pass loses the previous sums.
         """
-        self.stage, self.batches_done, self.examples_done = FIRST, 0, 0
+        self.stage, self.done = FIRST, RowBuffer(batches.length or 0)
         self.parameter_blocks = list(self.parameter_blocks)
         self.summaries = [Summary(block, {}) for block in self.parameter_blocks]
         self.forget(batches.length)
-        self._pass(model, batches, "curvature", partial(self._first, borrowed=self.spec.second_pass))
-        self._total(model)
-        self._complete(model)
+        self._first_pass(model, batches, self.spec.second_pass)
 
     def forget(self, expected: int | None = None) -> None:
         """Drop outputs, targets and weights, and allocate buffers for the expected number of examples."""
         self.f, self.targets, self.weights = (RowBuffer(expected or 0) for _ in range(3))
 
     def _pass(self, model: LinearizedModel, batches: Source, what: str, absorb: Callable[..., None]) -> None:
+        reducer = model.settings.reducer
+        rest = self._rest(batches, reducer)
         try:
-            roots = _Roots(model, batches)
-            for x, y in self._rest(read_batches(model, batches, what)):
-                with _uninterrupted():
-                    absorb(model, roots, x, y)
-                    self.batches_done += 1
-                    self.examples_done += num_examples(x)
-                self.checkpoint(self)
+            roots, seen = _Roots(model, batches, rest), 0
+            with _terminable(reducer):
+                for x, y in read_batches(model, rest, what):
+                    numbers = roots.numbers(seen, num_examples(x))
+                    with _uninterrupted():
+                        absorb(model, roots, x, y, seen)
+                        self.done.append(numbers)
+                    seen += len(numbers)
+                    self.checkpoint(self)
         except KeyboardInterrupt as cause:
             self.checkpoint(self, now=True)
             raise FitInterrupted(self, self.examples_done, batches.length) from cause
+        if reducer.world_size > 1:  # if another process dies, this one's sums must not be lost
+            self.checkpoint(self, now=True)
 
-    def _rest(self, reader: Iterator[tuple[Inputs, Tensor]]) -> Iterator[tuple[Inputs, Tensor]]:
-        """Batches not yet processed; the skipped ones must have as many examples as in the interrupted fit."""
-        skipped = sum(num_examples(x) for x, _ in islice(reader, self.batches_done))
-        if skipped != self.examples_done:
-            raise DataError(f"the {self.examples_done:,} examples of the interrupted fit in the first "
-                            f"{self.batches_done} batches", f"{skipped:,}",
-                            "Resume with the same data in the same batches.")
-        yield from reader
+    def _rest(self, batches: Source, reducer: Reducer) -> Source:
+        """The examples that this process still has to read."""
+        done = reducer.concat(self.done.rows.long())
+        return batches.without(done, reducer) if len(done) and isinstance(batches, Batches) else batches
 
     def copy(self) -> Accumulation:
         """An independent copy; changing it leaves this one unchanged."""
         summaries = [Summary(s.block, {name: value.clone() for name, value in s.sums.items()}) for s in self.summaries]
         return replace(self, summaries=summaries, parameter_blocks=list(self.parameter_blocks),
-                       eigenbases=list(self.eigenbases), f=self.f.copy(),
+                       eigenbases=list(self.eigenbases), done=self.done.copy(), f=self.f.copy(),
                        targets=self.targets.copy(), weights=self.weights.copy())
 
     def record(self, include_data: bool) -> dict[str, Any]:
-        """Plain containers of tensors; outputs, targets and weights only with `include_data`. Keys of version 1."""
+        """Plain containers of tensors; the numbers done, outputs, targets and weights only with `include_data`."""
         data = {"f": self.f, "targets": self.targets, "weights": self.weights}
         return {
             "form": {"name": self.spec.name, "options": self.spec.options()},
             "model": dict(self.signature),
             "stage": self.stage,
-            "batches_done": self.batches_done,
-            "examples_done": self.examples_done,
+            "done": self.done.rows.long() if include_data else torch.arange(0),
             "parts": [block.record() for block in self.parameter_blocks],
             "sums": [dict(summary.sums) for summary in self.summaries],
             "frames": [eigenbasis.record() for eigenbasis in self.eigenbases],
@@ -165,21 +176,24 @@ class Accumulation:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Accumulation:
-        """Restore an accumulation from its record."""
+        """Restore an accumulation from its record, of this version or the first."""
+        done = record["done"].cpu() if "done" in record else torch.arange(record["examples_done"])
         blocks, sums = [ParameterBlock.from_record(own) for own in record["parts"]], record["sums"]
         spec = structure_of(record["form"]["name"], record["form"]["options"])
         return cls(
             of_kind(BlockSpec, spec),  # type: ignore[type-abstract]  # the class is only compared
             dict(record["model"]),
-            record["stage"], record["batches_done"], record["examples_done"], blocks,
+            record["stage"], fill_buffer([done]), blocks,
             [Summary(block, dict(own)) for block, own in zip(blocks, sums, strict=True)] if sums else [],
             [Eigenbasis.from_record(own) for own in record["frames"]],
             fill_buffer(record["f"]), fill_buffer(record["targets"]), fill_buffer(record.get("weights", [])),
         )  # fmt: skip
 
-    def _first(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, borrowed: bool) -> None:
+    def _first(
+        self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, seen: int, borrowed: bool
+    ) -> None:
         """First pass, one batch: find the parameter blocks (first batch only), add to the sums, store outputs."""
-        n, seen = num_examples(x), self.examples_done
+        n = num_examples(x)
         targets, weights = _canonical(model, y, n, seen), roots.weights(seen, n)
         counts, done = _counts(model, targets, weights), 0
         fused_layers = NO_FUSED_LAYERS if borrowed else self._fused_layers(model)
@@ -225,10 +239,17 @@ class Accumulation:
         self.parameter_blocks += found
         self.summaries += [Summary(part, {}) for part in found] if self.summaries else []
 
-    def _total(self, model: LinearizedModel) -> None:
-        """The sums of all processes, at the end of the first pass."""
-        self.summaries = total(model, self.parameter_blocks, self.summaries)
-        self.parameter_blocks = [summary.block for summary in self.summaries]
+    def _collect(self, model: LinearizedModel) -> None:
+        """Outputs, targets and weights of all processes, by global number."""
+        reducer = model.settings.reducer
+        if reducer.world_size == 1 and torch.equal(self.done.so_far, torch.arange(len(self.done))):
+            return
+        order = reducer.concat(self.done.rows.long()).argsort()
+        if any(reducer.gather(len(self.weights) > 0)) and not len(self.weights) and len(self.f):
+            self.weights.append(self.f.rows.new_ones(len(self.f), dtype=torch.float64))
+        for name in ("f", "targets", "weights"):
+            rows = reducer.concat(getattr(self, name).rows).to(model.network.device)
+            setattr(self, name, fill_buffer([rows[order.to(rows.device)]] if len(rows) else []))
 
     def _share_eigenbases(self, model: LinearizedModel) -> None:
         """Use rank 0's eigenvectors."""
@@ -248,9 +269,8 @@ class Accumulation:
                 zeros = torch.zeros(summary.block.entries, dtype=model.jacobian_pass.dtype, device=model.network.device)
                 summary.sums["squares"] = zeros
 
-    def _second(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor) -> None:
+    def _second(self, model: LinearizedModel, roots: _Roots, x: Inputs, y: Tensor, seen: int) -> None:
         """Second pass, one batch: second moments in the eigenbasis."""
-        seen = self.examples_done
         n = num_examples(x)
         targets = _canonical(model, y, n, seen)
         counts = _counts(model, targets, roots.weights(seen, n))
@@ -280,10 +300,10 @@ class Accumulation:
             }
         return self.spec.fused_layers(layers)
 
-    def points(self, model: LinearizedModel, batches: Source) -> TrainingPoints:
-        """Outputs, targets and weights of all examples."""
-        f, targets, weights = collected_points(model, batches, self.f.rows, self.targets.rows)
-        return TrainingPoints(f, targets, None if weights is None else weights.to(f))
+    def points(self) -> TrainingPoints:
+        """Outputs, targets and weights of all examples, once all have been read."""
+        f, weights = self.f.rows, self.weights.rows
+        return TrainingPoints(f, self.targets.rows, weights.to(f) if len(weights) else None)
 
 
 @dataclass(frozen=True)
@@ -313,13 +333,15 @@ class _Roots:
     """Computes the Hessian roots S, from each batch's outputs, or from all outputs at once if labels are sampled.
 
     Sampled labels must not depend on how the data are split into batches, so they need a first pass for all outputs.
+    The roots are those of the batches of `rest`, which may be fewer.
     """
 
-    def __init__(self, model: LinearizedModel, batches: Source) -> None:
-        self.model, self._batches = model, batches
+    def __init__(self, model: LinearizedModel, batches: Source, rest: Source) -> None:
+        self.model, self._batches = model, rest
         self.whole: Tensor | None = None
         reducer = model.settings.reducer
-        self._numbers = None if reducer.world_size == 1 else batches.numbers(reducer)[0]
+        alone = rest is batches and reducer.world_size == 1
+        self._numbers = None if alone else rest.numbers(reducer)[0]
         self.columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
         if model.curvature_type.kind == "mc":
             f, targets = RowBuffer(batches.length or 0), RowBuffer(batches.length or 0)
@@ -339,10 +361,9 @@ class _Roots:
         weights = self._batches.weights
         return None if weights is None else weights[seen : seen + n].to(self.model.network.device)
 
-    def numbers(self, seen: int, n: int) -> slice | Tensor:
+    def numbers(self, seen: int, n: int) -> Tensor:
         """Global numbers of n examples, of which the first is number `seen` of those that this process reads."""
-        here = slice(seen, seen + n)
-        return here if self._numbers is None else self._numbers[here]
+        return torch.arange(seen, seen + n) if self._numbers is None else self._numbers[seen : seen + n]
 
 
 def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: LinearizedModel) -> None:
@@ -378,6 +399,20 @@ def _canonical(model: LinearizedModel, y: Tensor, n: int, seen: int) -> Tensor:
         raise kind(error.expected, f"{error.got}, counted from example {seen:,} of the data, where its batch starts",
                    error.remedy) from error
     return targets.to(model.network.device)
+
+
+@contextlib.contextmanager
+def _terminable(reducer: Reducer) -> Iterator[None]:
+    """Take SIGTERM for Ctrl-C: torchrun sends it to the others when one process dies."""
+    main = threading.current_thread() is threading.main_thread()
+    if reducer.world_size == 1 or not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from ntk_laplace.curvature import ParameterBlock, Summary, diagonal_block
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.structures.model import LinearizedModel
 
-__all__ = ["agreed_blocks", "plain_blocks", "total", "unreached"]
+__all__ = ["agreed_blocks", "joined_summaries", "plain_blocks", "total", "unreached", "without_own"]
 
 
 def agreed_blocks(model: LinearizedModel, found: list[ParameterBlock], kind: str) -> list[ParameterBlock]:
@@ -40,9 +41,18 @@ def agreed_blocks(model: LinearizedModel, found: list[ParameterBlock], kind: str
 
 
 def total(
-    model: LinearizedModel, blocks: Sequence[ParameterBlock], summaries: list[Summary]
-) -> list[Summary]:
+    model: LinearizedModel, blocks: Sequence[ParameterBlock], summaries: list[Summary],
+    names: Container[str] | None = None,
+) -> list[Summary]:  # fmt: skip
     """The sums of all processes; a block or a sum that a process never met is zero there.
+
+    Parameters
+    ----------
+    model : LinearizedModel
+    blocks : sequence of ParameterBlock
+    summaries : list of Summary
+    names : container of str, optional
+        Only these sums of Kronecker blocks are added up; the others are equal on all processes. By default all.
 
     Raises
     ------
@@ -53,19 +63,49 @@ def total(
     if reducer.world_size == 1:
         return summaries
     own = {_key(summary.block): summary.sums for summary in summaries}
-    forms = {key: {name: (value.shape, value.dtype) for name, value in sums.items()} for key, sums in own.items()}
+    parts = {key: _part(key, sums, names) for key, sums in own.items()}
+    forms = {key: {name: (value.shape, value.dtype) for name, value in sums.items()} for key, sums in parts.items()}
     shares = reducer.gather((list(blocks), forms))
     found = []
     for key, block in _union([theirs for theirs, _ in shares]).items():
         wanted = {name: form for _, theirs in shares for name, form in theirs.get(key, {}).items()}
-        known = own.get(key, {})
+        known = parts.get(key, {})
         sums = {
             name: known[name] if name in known else torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in sorted(wanted.items())
         }
         reducer.sum_(*sums.values())
-        found.append(Summary(_on(block, device), sums))
+        found.append(Summary(_on(block, device), own.get(key, {}) | sums))
     return found
+
+
+def joined_summaries(shares: Sequence[list[Summary]], names: Container[str] | None = None) -> list[Summary]:
+    """The sums of the files of several processes; `names` as in `total`."""
+    found = []
+    for key, block in _union([[summary.block for summary in share] for share in shares]).items():
+        same = [summary.sums for share in shares for summary in share if _key(summary.block) == key]
+        sums = dict(same[0])
+        for other in same[1:]:
+            for name, value in _part(key, other, names).items():
+                sums[name] = sums[name] + value if name in sums else value
+        found.append(Summary(block, sums))
+    return found
+
+
+def without_own(summaries: Sequence[Summary], names: Container[str] | None = None) -> list[Summary]:
+    """The summaries without the sums that processes add up; `names` as in `total`."""
+    found = []
+    for summary in summaries:
+        own = _part(_key(summary.block), summary.sums, names)
+        found.append(Summary(summary.block, {name: v for name, v in summary.sums.items() if name not in own}))
+    return found
+
+
+def _part(key: tuple, sums: Mapping[str, Tensor], names: Container[str] | None) -> dict[str, Tensor]:
+    """The sums that processes add up."""
+    if names is None:
+        return dict(sums)
+    return {name: value for name, value in sums.items() if key[0] == "kronecker" and name in names}
 
 
 def plain_blocks(names: Container[str], model: LinearizedModel) -> list[ParameterBlock]:

@@ -106,7 +106,8 @@ def restored_model(
                             fitted_at=saved.get("fitted_at"))
     batches = None
     if data is not None:
-        batches = Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets)
+        batches = settings.own(
+            Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets))
     points = _points(saved, model, batches)
     structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
     calibration = saved.get("calibration")  # older checkpoints do not store it

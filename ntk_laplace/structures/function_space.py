@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision
+from ntk_laplace.curvature import DistributedFunctionSpacePrecision, FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import RowBuffer, Source
@@ -100,7 +100,7 @@ class FunctionSpaceStructure(Structure):
     def posterior_precision(self, model: LinearizedModel) -> FunctionSpacePrecision:
         """Factorize B at the current hyperparameters, without a new Jacobian."""
         root = self.points.root(model.curvature_type, model.likelihood).detach()
-        return FunctionSpacePrecision(self.rows, root, model.prior, model.network.shapes)
+        return _precision(model, self.rows, root)
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr, (P,)."""
@@ -146,7 +146,7 @@ class FunctionSpaceStructure(Structure):
         everything = len(active) == len(root)
         rows = self.rows if everything else self.rows.subset(active)
         root = root if everything else root[active]
-        return FunctionSpacePrecision(rows, root, model.prior, model.network.shapes).solve(gradient)
+        return _precision(model, rows, root).solve(gradient)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> FunctionSpaceStructure:
         """The stored rows of some points; no pass over the data."""
@@ -171,12 +171,22 @@ class FunctionSpaceStructure(Structure):
                        base=None if self.base is None else self.base.to(device, dtype))
 
 
+def _precision(model: LinearizedModel, rows: Jacobian, root: Tensor) -> FunctionSpacePrecision:
+    """The factorization of B, shared by all processes."""
+    found = rows, root, model.prior, model.network.shapes
+    reducer = model.settings.reducer
+    alone = reducer.world_size == 1
+    return FunctionSpacePrecision(*found) if alone else DistributedFunctionSpacePrecision(*found, reducer)
+
+
 def _require_memory(model: LinearizedModel, n: int, first: Jacobian | None) -> None:
     """Refuse n examples if the lower triangle of B and rows like `first` for all of them do not fit in memory."""
     c = model.network.num_outputs
     columns, dtype = model.curvature_type.columns(model.likelihood, c), model.jacobian_pass.dtype
     size = columns * n
     matrix = LowerTriangle.predicted_bytes(size, columns, dtype, model.network.device)
+    processes = model.settings.reducer.world_size
+    matrix = matrix if processes == 1 else size * size * dtype.itemsize // processes
     rows = 0 if first is None else 2 * first.nbytes * n // max(1, first.num_examples)
     p = model.network.num_parameters
     full = 2 * p * p * dtype.itemsize

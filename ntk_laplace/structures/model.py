@@ -13,10 +13,13 @@ from torch import Tensor
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian, JacobianPass
+from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.distributed import ProcessGroupReducer
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess
+from ntk_laplace.runtime.resources import available_memory
 
 __all__ = ["LinearizedModel", "Settings"]
 
@@ -36,13 +39,26 @@ class Settings:
     progress : bool, optional
         Show a progress bar; by default if stderr is a terminal.
     checkpoint : path, optional
-        File to which a structured fit writes its state, every minute and when it is interrupted.
+        File to which a structured fit writes its state, every minute and when it is interrupted. Of several processes
+        each writes its own, the first this one and the others with their number after the name.
     resume : path or object, optional
-        That file, or the `state` of a `FitInterrupted`: the fit continues from it with the same data.
+        That file, or the `state` of a `FitInterrupted`: the fit continues from it with the same data. The files of
+        several processes are added up, and any number of processes continues.
+    process_group : torch.distributed.ProcessGroup, optional
+        Share the work among the processes of this group, that of `process_group()` for instance. All run the same
+        script, with the same arguments, call the same methods in the same order, and have the same posterior.
+    distributed : bool
+        Share it among the processes of the default group.
+    sharded : bool
+        Each process gives its own share of the data, and training points are numbered in the order of the ranks. By
+        default each gives all data, takes consecutive examples of them and reads no others.
     reducer : Reducer
-        Adds up over several processes. Each is given its own share of the data, with the same network, likelihood and
-        prior, and has the posterior of all data in the end. Training points are numbered in the order of the ranks.
-        One process by default.
+        How the processes add up; it follows from the group. One process by default.
+
+    Raises
+    ------
+    UnsupportedError
+        If a group is asked for and torch.distributed is not initialized.
     """
 
     batch_size: int | None = None
@@ -50,6 +66,9 @@ class Settings:
     progress: bool | None = None
     checkpoint: str | os.PathLike[str] | None = None
     resume: Any = None
+    process_group: Any = None
+    distributed: bool = False
+    sharded: bool = False
     reducer: Reducer = field(default_factory=SingleProcess)
 
     def __post_init__(self) -> None:
@@ -60,8 +79,26 @@ class Settings:
             raise HyperparameterError("a memory_budget in bytes", repr(budget), "Pass for instance 4 * 2**30.")
         if not isinstance(self.reducer, Reducer):
             raise UnsupportedError("a Reducer", repr(self.reducer), "Leave it out for one process.")
-        if self.checkpoint is not None or self.resume is not None:
-            self.reducer.require_one("checkpoint= and resume=", "Leave them out.")
+        if (self.distributed or self.process_group is not None) and isinstance(self.reducer, SingleProcess):
+            vars(self)["reducer"] = ProcessGroupReducer(self.process_group)  # the class is frozen
+
+    def own(self, batches: Batches) -> Batches:
+        """What this process reads of the data that it was given."""
+        alone = self.sharded or self.reducer.world_size == 1
+        return batches if alone else batches.shared(self.reducer)
+
+    def agreed(self, device: torch.device) -> Settings:
+        """The settings with one memory budget on all processes: what one can refuse, all refuse.
+
+        Processes on the CPU of one machine share its free memory.
+        """
+        if self.reducer.world_size == 1:
+            return self
+        budget = self.memory_budget
+        if budget is None:
+            beside = int(os.environ.get("LOCAL_WORLD_SIZE", self.reducer.world_size)) if device.type == "cpu" else 1
+            budget = available_memory(device) // beside
+        return replace(self, memory_budget=min(self.reducer.gather(budget)))
 
     @classmethod
     def of(cls, settings: Settings | None) -> Settings:

@@ -45,12 +45,14 @@ class StructuredSpec(BlockSpec):
         UnsupportedError
             If the fit to resume, or the basis, belongs to another model.
         """
-        accumulated = resumed(model.settings.resume, self, model.network.device)
+        accumulated = resumed(model.settings, self, model.network.device)
         if accumulated is None:
             accumulated = Accumulation(self, signature=ModelSignature(model))
             _reuse_eigenbasis(accumulated, self.basis, model)
+            save_regularly(accumulated, model.settings)
         else:
             require_same_model(accumulated, model)
+            save_regularly(accumulated, model.settings, resumed=True)
         return _fitted(model, source, self, accumulated)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> StructuredStructure:
@@ -70,9 +72,8 @@ def _fitted(
     count = source.length if reducer.world_size == 1 else source.numbers(reducer)[1]
     if count is not None:
         model.likelihood.bind(count, model.network.num_outputs)
-    save_regularly(accumulated, model.settings.checkpoint)
     accumulated.advance(model, source)
-    points = accumulated.points(model, source)
+    points = accumulated.points()
     accumulated.forget()
     model.likelihood.bind(*points.f.shape)
     return StructuredStructure(spec, source, points, _AtLikelihood.of(accumulated, model.likelihood))
@@ -239,7 +240,6 @@ class StructuredStructure(Structure):
         total = replace(
             ours, summaries=[a.scaled(self.at.scale).merged(b.scaled(other.at.scale)) for a, b in pairs],
             eigenbases=list(ours.eigenbases) if self.spec.second_pass else [],
-            examples_done=ours.examples_done + theirs.examples_done,
         )  # fmt: skip
         points = self.points.joined(model.likelihood, other.points)
         return StructuredStructure(self.spec, Joined([self.data, other.data]), points,

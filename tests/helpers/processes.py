@@ -1,62 +1,68 @@
-"""A reducer over torch.distributed, and functions run on several processes with it."""
+"""Functions run on several processes of torch.distributed."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from ntk_laplace.runtime.distributed import ProcessGroupReducer
 from ntk_laplace.runtime.reduction import Reducer
-
-
-class ProcessReducer(Reducer):
-    """The default group of torch.distributed."""
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    @property
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
-
-    def sum_(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-
-    def broadcast(self, value: Tensor) -> Tensor:
-        value = value.clone(memory_format=torch.contiguous_format)
-        dist.broadcast(value, 0)
-        return value
 
 
 def on_processes(world_size: int, run: Callable[[Reducer], Any], folder: Path) -> list[Any]:
     """What `run`, a function of a module, returns on each of several processes with gloo."""
+    _start(world_size, _process, world_size, run, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def commands(world_size: int, calls: Sequence[list[str]], folder: Path) -> list[list[tuple[int, str, str]]]:
+    """Exit codes and what is printed of calls of the command, on each of several processes, as under torchrun."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    _start(world_size, _command, world_size, calls, folder, port)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def _start(world_size: int, target: Callable[..., None], *arguments: Any) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "ntk_laplace"])  # imported once for all of them
-    processes = [context.Process(target=_process, args=(rank, world_size, run, folder)) for rank in range(world_size)]
+    context.set_forkserver_preload(["torch.distributed", "ntk_laplace.tools.cli.evidence"])  # imported once for all
+    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(world_size)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * world_size
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+
+
+def _command(rank: int, world_size: int, calls: Sequence[list[str]], folder: Path, port: int) -> None:
+    from ntk_laplace.tools import cli
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    found = []
+    for number, call in enumerate(calls):
+        os.environ["MASTER_PORT"] = str(port + number)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = cli.main(call)
+        found.append((code, out.getvalue(), err.getvalue()))
+    torch.save(found, folder / f"{rank}.pt")
 
 
 def _process(rank: int, world_size: int, run: Callable[[Reducer], Any], folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=rank, world_size=world_size)
     try:
-        torch.save(run(ProcessReducer()), folder / f"{rank}.pt")
+        torch.save(run(ProcessGroupReducer()), folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()

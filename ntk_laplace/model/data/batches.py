@@ -13,7 +13,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data.inputs import (
@@ -27,6 +27,7 @@ from ntk_laplace.model.data.inputs import (
     take,
     to_device,
 )
+from ntk_laplace.model.data.parts import dealt, examples_of, index_loader, only_batches, subset_of
 from ntk_laplace.model.data.row_buffer import RowBuffer
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.reduction import Reducer
@@ -109,7 +110,10 @@ class Batches:
     ) -> None:  # fmt: skip
         self._begun: Iterator[tuple[Inputs, Tensor]] | None = None
         self._total: int | None = None
-        self._share: tuple[int, int, int] | None = None  # global numbers: first, last + 1, total
+        self._share: tuple[Tensor, int] | None = None  # global numbers of these examples, and of how many
+        self._parts: dict[tuple[int, int], Batches] = {}  # shares of the data by rank and number of processes
+        self._whole: Batches | None = None  # the data of which these are a part
+        self._keep: Tensor | None = None  # which examples of a stream are read
         self._order = 0, 0  # checksums of the targets and of the weights, in reading order
         self._weights: RowBuffer | None = None
         self.read = 0
@@ -119,6 +123,7 @@ class Batches:
         self._source: DataLoader | tuple[Inputs, Tensor]
         self._length: int | None
         self._targets = targets
+        self._dataset: Dataset | None = None  # batches of it may be cut anywhere
         data, self._given = example_weights(data)
         if isinstance(data, Mapping):
             data = as_pair(data, targets)
@@ -138,6 +143,7 @@ class Batches:
             self._source, self._length = _with_own_workers(data), _length_of(data)
         elif isinstance(data, Dataset):
             self._source, self._length = DataLoader(data, batch_size=self.batch_size), _length_of(data)
+            self._dataset = None if isinstance(data, IterableDataset) else data
         else:
             raise DataError("data as a DataLoader, a Dataset, or a pair (X, y)", f"a {type(data).__name__}",
                             "Wrap it in torch.utils.data.DataLoader, or pass (X, y), or (X, y, w) with weights w (N,).")
@@ -178,14 +184,110 @@ class Batches:
         A loader that was not read to its end yet is read once to count its examples.
         """
         if self._share is None:
-            if self._total is None and isinstance(self._source, DataLoader):
-                for _ in self:
-                    pass
-            count = self._length if self._total is None else self._total
-            assert count is not None  # only a loader's length may be unknown before a pass
-            self._share = reducer.share(count)
-        start, end, total = self._share
-        return torch.arange(start, end), total
+            start, end, total = reducer.share(self._count())
+            self._share = torch.arange(start, end), total
+        return self._share
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """Global numbers of the examples, if these are a part of the data; None if they are all."""
+        return None if self._share is None else self._share[0]
+
+    def _count(self) -> int:
+        """Number of examples; a loader is read once to count them."""
+        sized = not isinstance(self._source, DataLoader) or self._dataset is not None
+        if self._total is None and not sized:
+            for _ in self:
+                pass
+        count = self._length if self._total is None else self._total
+        assert count is not None  # only a loader's length may be unknown before a pass
+        return count
+
+    # --- a part of data of which every process has all
+
+    def shared(self, reducer: Reducer) -> Batches:
+        """The share of this process: consecutive examples, about equally many, in whole batches of a loader.
+
+        Raises
+        ------
+        DataError
+            If there are fewer examples or batches than processes, or the loaders of two processes differ.
+        """
+        at = reducer.rank, reducer.world_size
+        if at not in self._parts:
+            indices, sizes, total = self._layout()
+            order = len(indices), crc32(repr(indices).encode())
+            if any(other != order for other in reducer.gather(order)):
+                raise DataError("the same batches in the same order in every process", "different ones",
+                                "Give each process the same loader, its random generator seeded alike; or its own "
+                                "share with Settings(sharded=True).")
+            parts = dealt(torch.arange(total), sizes, reducer.world_size)
+            if not all(len(part) for part in parts):
+                batches = "examples" if sizes is None else "batches"
+                raise DataError(f"at least one of the {batches} for each of {reducer.world_size} processes",
+                                f"{total if sizes is None else len(sizes)}",
+                                "Start fewer processes, or pass (X, y) or a Dataset, which may be cut anywhere.")
+            self._parts[at] = self._only(parts[reducer.rank], indices, total)
+        return self._parts[at]
+
+    def without(self, done: Tensor, reducer: Reducer) -> Batches:
+        """What this process reads of the examples other than those with the global numbers `done`.
+
+        If every process has all data, what is left is dealt anew; else it is what is left of its own.
+
+        Raises
+        ------
+        DataError
+            If `done` ends within a batch of a loader, or beyond the data.
+        """
+        self.close()
+        if self._whole is not None:
+            return self._whole._left(done, reducer.rank, reducer.world_size)
+        return self._left(done, 0, 1)
+
+    def _left(self, done: Tensor, rank: int, ranks: int) -> Batches:
+        indices, sizes, count = self._layout()
+        first, total = 0, count
+        if self._share is not None:  # one process's own data
+            first, total = int(self._share[0][0]), self._share[1]
+            done = done[(done >= first) & (done < first + count)]
+        left = (~examples_of(done - first, count)).nonzero().squeeze(1)
+        part = self._only(dealt(left, sizes, ranks)[rank], indices, count)
+        assert part._share is not None
+        part._share = part._share[0] + first, total
+        return part
+
+    def _layout(self) -> tuple[list[Any], list[int] | None, int]:
+        """Indices of each batch of a loader, sizes of batches that are not to be cut, and the number of examples."""
+        if not isinstance(self._source, DataLoader) or self._dataset is not None:
+            return [], None, self._count()
+        loader = index_loader(self._source)
+        if loader is not None:
+            indices = list(_with_own_randomness(loader))
+            sizes = list(map(len, indices))
+        else:
+            indices, sizes = [], [num_examples(x) for x, _ in self]
+        return indices, sizes, sum(sizes)
+
+    def _only(self, numbers: Tensor, indices: list[Any], total: int) -> Batches:
+        part = copy.copy(self)
+        part._begun = part._total = part._weights = None
+        part._order, part.read, part._parts, part._whole = (0, 0), 0, {}, self
+        part._share, part._length = (numbers, total), len(numbers)
+        if not isinstance(self._source, DataLoader):
+            x, y = self._source
+            few = len(numbers) and len(numbers) == int(numbers[-1] - numbers[0]) + 1  # then no copy is needed
+            own = slice(int(numbers[0]), int(numbers[-1]) + 1) if few else numbers
+            part._source = take(x, own), y[own]
+            part._given = None if self._given is None else self._given[own]
+        elif self._dataset is not None:
+            part._dataset = subset_of(self._dataset, numbers)
+            part._source = DataLoader(part._dataset, batch_size=self.batch_size)
+        elif indices:
+            part._source = only_batches(self._source, indices, numbers)
+        else:
+            part._keep = examples_of(numbers, total)
+        return part
 
     @property
     def weights(self) -> Tensor | None:
@@ -230,9 +332,10 @@ class Batches:
             seen += n
             order = _checksum(y, order[0]), _checksum(weights, order[1])
             yield to_device(x, self.device, self.dtype), y.to(self.device)
-        if self._total not in (None, seen):
-            raise _changed(self._total, seen)
-        if seen == 0:
+        expected = self._total if self._whole is None else self._length
+        if expected not in (None, seen):
+            raise _changed(expected, seen)
+        if seen == 0 and self._whole is None:
             raise _empty()
         if self._total is not None and order != self._order:
             raise DataError("the same examples in the same order in every pass over the data", "another order",
@@ -258,8 +361,10 @@ class Batches:
             for batch in _with_own_randomness(self._source):
                 pair, weights = example_weights(batch, seen)
                 x, y = as_pair(pair, self._targets)
-                seen += len(y) if y.ndim else 1
-                yield x, y, weights
+                n = len(y) if y.ndim else 1
+                seen += n
+                if self._keep is None or bool(self._keep[seen - n : seen].any()):
+                    yield x, y, weights
             return
         x, y = self._source
         for start in range(0, len(y), self.batch_size):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         help="the evidence of your own network under several structures",
         description="Print the log marginal likelihood of a trained network on its training data, exact and "
         "approximated, with the time and memory of each structure. What does not fit into memory gets a note, "
-        "and the others continue. The network is put in evaluation mode.",
+        "and the others continue. The network is put in evaluation mode. Several processes share the work: "
+        "torchrun --nproc-per-node 2 -m ntk_laplace evidence ...",
     )
     add_model_options(evidence)
     evidence.add_argument("--structures", type=structures, metavar="A,B,...",
@@ -160,12 +162,17 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _own(options: argparse.Namespace) -> int:
-    """Run a command on the user's network."""
-    from ntk_laplace.errors import NTKLaplaceError
+    """Run a command on the user's network, in one process or in those that torchrun started."""
+    from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
+    from ntk_laplace.runtime.distributed import process_group
     from ntk_laplace.tools.cli import evidence, explain, predict
 
     try:
-        {"evidence": evidence, "explain": explain, "predict": predict}[options.command].run(options)
+        with process_group() as options.group:
+            if options.group is not None and options.group.size() > 1 and options.command != "evidence":
+                raise UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
+                                       "Start it without torchrun; evidence takes several.")
+            {"evidence": evidence, "explain": explain, "predict": predict}[options.command].run(options)
     except KeyboardInterrupt:
         return _complain("interrupted; no file was written", INTERRUPTED)
     except NTKLaplaceError as cause:
@@ -176,7 +183,8 @@ def _own(options: argparse.Namespace) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"ntk-laplace: {message}", file=sys.stderr)
+    process = os.environ.get("RANK", "0")
+    print(f"ntk-laplace{f' (process {process})' if process != '0' else ''}: {message}", file=sys.stderr)
     return code
 
 

@@ -26,6 +26,7 @@ def run(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
         require_writable(path)
     model = bring(options)
+    first = model.settings.reducer.rank == 0  # of several processes one prints and writes
     try:
         found = ntkl.compare_evidence(
             model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.correction,
@@ -33,9 +34,11 @@ def run(options: argparse.Namespace) -> None:
             settings=model.settings, output=model.output,
         )  # fmt: skip
     except ntkl.ComparisonInterrupted as stop:
-        if stop.comparison.rows:
+        if stop.comparison.rows and first:
             print(stop.comparison)
         raise
+    if not first:
+        return
     print(found)
     if options.json is not None:
         options.json.write_text(found.to_json() + "\n", encoding="utf-8")

@@ -65,7 +65,7 @@ def bring(options: argparse.Namespace) -> Model:
     network.to(_device(options.device, dtype))
     budget = None if options.memory is None else int(options.memory * 2**30)
     prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
-    settings = ntkl.Settings(memory_budget=budget)
+    settings = ntkl.Settings(memory_budget=budget, process_group=options.group)
     return Model(network, x, y, build_likelihood(options), prior, dtype, settings, options.output)
 
 

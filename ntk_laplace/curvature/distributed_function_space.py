@@ -1,0 +1,251 @@
+"""Function space on several processes: B = I + SᵀKS in block rows, and right sides dealt to the processes.
+
+Every process keeps the rows of J at all training points, which are small beside B, and block rows of B. All results
+are equal on all processes, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_tiles, read_once
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.block_rows import BlockRows
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.reduction import Reducer
+from ntk_laplace.runtime.resources import require_memory
+
+__all__ = ["DistributedFunctionSpacePrecision"]
+
+
+class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
+    """Factorization of B on several processes, for one setting of the hyperparameters.
+
+    Parameters
+    ----------
+    rows : Jacobian
+        Rows of J at all training points, one cotangent per output; on every process.
+    root : Tensor, (N, C, R)
+        S with S Sᵀ = Λ.
+    prior : GaussianPrior
+    shapes : mapping of str to torch.Size
+        The parameters, in order.
+    reducer : Reducer
+
+    Attributes
+    ----------
+    matrix : BlockRows
+        L with L Lᵀ = B.
+    """
+
+    def __init__(
+        self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size], reducer: Reducer
+    ) -> None:
+        PosteriorPrecision.__init__(self, prior, shapes, rows.f)  # B is not formed in one piece
+        self.rows, self.root, self.reducer = rows, root, reducer
+        self.variances: Variances = read_once(prior_variances(prior, shapes))
+        self._group_of = {name: prior.group_of(name) for name in shapes}
+        self.weighted = rows.weighted(root)
+        self.matrix = self._block_rows(self.variances)
+        # not cached properties: in early versions of Python these hold a lock while the processes exchange data
+        self._found: dict[str, Any] = {}
+
+    def _block_rows(self, variances: Variances) -> BlockRows:
+        """L with B = L Lᵀ in block rows."""
+        n, k = self.weighted.num_examples, self.weighted.num_cotangents
+        each = _examples(n, k, self.reducer.world_size, self.rows.f.device)
+        matrix = BlockRows([*range(0, n * k, each * k), n * k], self.reducer, self.rows.f)
+        for i in matrix.own:
+            start, stop = (bound // k for bound in matrix.bounds[i : i + 2])
+            left, right = (self.weighted.subset(slice(*part)) for part in ((start, stop), (0, stop)))
+            matrix.rows[i] = cross_gram(left, right, variances)
+            matrix.rows[i][:, start * k :].diagonal().add_(1.0)  # B = I + SᵀKS
+        matrix.cholesky_()
+        return matrix
+
+    def log_det_at(self, factor: float) -> Tensor:
+        """log det B with all prior precisions multiplied by a factor, from other block rows."""
+        return self._block_rows({name: v / factor for name, v in self.variances.items()}).log_det()
+
+    def _once(self, name: str, compute: Callable[[], Any]) -> Any:
+        if name not in self._found:
+            self._found[name] = compute()
+        return self._found[name]
+
+    @property
+    def factor(self) -> LowerTriangle:  # type: ignore[override]
+        """L in one piece, (N*R, N*R), on every process: for methods that need the inverse of B.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If it does not fit in memory.
+        """
+        def whole() -> LowerTriangle:
+            like = self.rows.f
+            require_memory(self.matrix.size**2 * like.element_size(), like.device, "B in one piece, on every process",
+                           "Use a method that needs no inverse of B, or one process with more memory.")
+            return LowerTriangle.of(self.matrix.whole())
+
+        return self._once("factor", whole)
+
+    @property
+    def inverse(self) -> Tensor:
+        """B⁻¹, interleaved (n*R + r), on every process; computed only for explanations."""
+        return self._once("inverse", self.factor.inverse)
+
+    # --- evidence
+
+    def log_det(self) -> Tensor:
+        """log det B."""
+        return self.matrix.log_det()
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
+        if any(isinstance(group, slice) for group in self._group_of.values()):
+            return self._effective_by_columns()
+        if self._num_groups == 1:
+            # SᵀKS = B - I
+            return (self.matrix.size - self.inverse_blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
+        return self._once("effective", self._effective).clone()
+
+    def _effective(self) -> Tensor:
+        """γ_g for several groups: own columns of B⁻¹, each multiplied by tiles of SᵀK_gS."""
+        k, n = self.weighted.num_cotangents, self.weighted.num_examples
+        total, blocks = self.rows.f.new_zeros(self._num_groups), self.rows.f.new_zeros(n, k, k)
+        for start, panel in self._inverse_columns(factor_only=False):
+            first, width = start // k, panel.shape[1] // k
+            panel = panel.view(n - first, k, width, k)
+            blocks[first : first + width] = panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+            panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: count the upper triangle too
+            below, own = self.weighted.subset(slice(first, n)), self.weighted.subset(slice(first, first + width))
+            for group in range(self._num_groups):
+                variances = {name: v for name, v in self.variances.items() if self._group_of[name] == group}
+                for rows, columns, tile in gram_tiles(below, own, variances):
+                    total[group] += tile.mul_(panel[rows, :, columns]).sum()
+        self.reducer.sum_(total, blocks)
+        self._found["blocks"] = blocks
+        return total
+
+    def _effective_by_columns(self) -> Tensor:
+        """γ_g for one precision per parameter: own columns of L⁻¹SᵀJ."""
+        dense = self.weighted.dense(self.shapes).transpose(0, 1).flatten(0, 1)
+
+        def squares(part: slice) -> Tensor:
+            return self.matrix.solve(dense[:, part].contiguous()).square().sum(0)
+
+        return self._dealt(dense.shape[1], 1, squares) / self.prior_precision
+
+    @property
+    def inverse_blocks(self) -> Tensor:
+        """Diagonal blocks [B⁻¹]_nn, (N, R, R), from own columns of L⁻¹."""
+        return self._once("blocks", self._blocks)
+
+    def _blocks(self) -> Tensor:
+        k, n = self.weighted.num_cotangents, self.weighted.num_examples
+        blocks = self.rows.f.new_zeros(n, k, k)
+        for start, panel in self._inverse_columns(factor_only=True):
+            own = blocks[start // k : (start + panel.shape[1]) // k]
+            for rows in panel.unflatten(1, (-1, k)).split(tuning.SOLVE_ROWS):
+                own.baddbmm_(rows.permute(1, 2, 0), rows.transpose(0, 1))
+        self.reducer.sum_(blocks)
+        return blocks
+
+    def _inverse_columns(self, factor_only: bool) -> Any:
+        """First row and panel of own columns of B⁻¹ or L⁻¹; a quarter of them at a time, to bound the memory."""
+        step = -(-self.matrix.blocks // 4)
+        for first in range(0, self.matrix.blocks, step):
+            found = self.matrix.inverse_columns(first, min(first + step, self.matrix.blocks), factor_only)
+            for i in sorted(found):
+                yield self.matrix.bounds[i], found.pop(i)
+
+    def spectrum(self) -> Any:
+        """None: the eigenvalues of a matrix in block rows are not available."""
+        return None
+
+    # --- solves
+
+    def solve(self, vectors: Tensor) -> Tensor:
+        """H⁻¹ v for vectors (..., P), by the Woodbury identity: P0⁻¹(v - JᵀS B⁻¹ SᵀJ P0⁻¹ v)."""
+        scaled = vectors.reshape(-1, self.num_parameters) / self.prior_precision
+        return (scaled - self._seen_many(scaled)).view_as(vectors)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, H⁻¹), (count, P), by Matheron's rule; the first process's random numbers."""
+        like, shape = self.rows.f, (self.weighted.num_examples, self.weighted.num_cotangents)
+        white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
+        draws = self.reducer.broadcast(white(count, self.num_parameters)) * self.prior_precision.rsqrt()
+        noise = torch.stack([white(*shape) for _ in range(count)])  # as one process draws it
+        return draws - self._seen_many(draws, self.reducer.broadcast(noise))
+
+    def _seen_many(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:
+        """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (m, P), for u (m, P) and ε (m, N, R): each process takes some of the m."""
+
+        def seen(part: slice) -> Tensor:
+            inner = [self.weighted.jvp(self.shapes.named(one)) for one in scaled[part]]
+            shape = self.weighted.num_examples, self.weighted.num_cotangents
+            right = torch.stack(inner) if inner else scaled.new_zeros(0, *shape)
+            right = right if noise is None else right + noise[part]
+            right = right.flatten(1).T.contiguous()
+            solved = self.matrix.solve_transposed(self.matrix.solve(right)).T.reshape(-1, *shape)
+            found = [self.weighted.vjp(one, self.shapes) / self.prior_precision for one in solved]
+            return torch.stack(found) if found else scaled.new_zeros(0, self.num_parameters)
+
+        return self._dealt(len(scaled), self.matrix.size, seen)
+
+    # --- covariance of f
+
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
+        """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), diagonal blocks (n, C, C): each process takes some examples."""
+        k = rows.num_cotangents
+
+        def blocks(part: slice) -> Tensor:
+            own = rows.subset(part)
+            half = self.matrix.solve(self.cross(own)).view(self.matrix.size, -1, k).permute(1, 2, 0)
+            return diagonal_blocks(own, self.variances) - half @ half.mT
+
+        return self._dealt(rows.num_examples, self.matrix.size * k, blocks)
+
+    def covariance(self, rows: Jacobian) -> Tensor:
+        """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
+        k = rows.num_cotangents
+
+        def half(part: slice) -> Tensor:
+            return self.matrix.solve(self.cross(rows.subset(part))).T.unflatten(0, (-1, k))
+
+        found = self._dealt(rows.num_examples, self.matrix.size * k, half).flatten(0, 1)
+        joint = gram(rows, None, self.variances).addmm_(found, found.T, alpha=-1.0)
+        return self.reducer.broadcast(joint)
+
+    def _dealt(self, count: int, numbers: int, function: Callable[[slice], Tensor]) -> Tensor:
+        """A function of slices of 0 ... count, each by one process, concatenated.
+
+        All processes call it equally often, also with empty slices; one of `numbers` stored numbers per element bounds
+        the elements at a time.
+        """
+        ranks, rank = self.reducer.world_size, self.reducer.rank
+        kept = sum(row.nbytes for row in self.matrix.rows.values())
+        least = min(self.reducer.gather(max(tuning.COVARIANCE_BYTES, kept // 8)))
+        step = max(1, least // (numbers * self.rows.f.element_size()))
+        found = []
+        for start in range(0, count, step * ranks):
+            here = min(step * ranks, count - start)
+            first, last = (start + here * edge // ranks for edge in (rank, rank + 1))
+            found.append(self.reducer.concat(function(slice(first, last))))
+        return torch.cat(found) if found else function(slice(0, 0))
+
+
+def _examples(n: int, k: int, ranks: int, device: torch.device) -> int:
+    """Examples of a block row: many enough for efficient products, few enough for equal work."""
+    rows = tuning.DEALT_ROWS if device.type == "cpu" else tuning.DEALT_ROWS_DEVICE
+    fewest = min(tuning.FEWEST_DEALT_ROWS, rows)
+    return max(1, fewest // k, min(rows // k, -(-n // (8 * ranks))))
