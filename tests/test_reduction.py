@@ -59,18 +59,18 @@ def test_shares_are_one_data_set(structure: Any, world_size: int) -> None:
             prior=ntkl.GaussianPrior(2.0, groups="layer"))
 
 
-@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
+@pytest.mark.parametrize("structure", ["gp", "full", "iterative", "kfac", "ekfac", "diag"])
 def test_drawn_labels_have_global_numbers(structure: str) -> None:
     compare((inputs(), labels()), 3, ntkl.Categorical, structure=structure,
             curvature=CurvatureType("mc", samples=2, seed=3))
 
 
-@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
+@pytest.mark.parametrize("structure", ["gp", "full", "iterative", "kfac", "ekfac", "diag"])
 def test_noise_per_point_has_global_numbers(structure: str) -> None:
     compare((inputs(), real()), 3, noise_per_point, structure=structure)
 
 
-@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag"])
+@pytest.mark.parametrize("structure", ["gp", "full", "iterative", "kfac", "ekfac", "diag"])
 def test_example_weights_are_shared_out_too(structure: str) -> None:
     weights = torch.where(torch.arange(N) % 5 == 0, torch.zeros(()).double(), numbers())
     compare((inputs(), labels(), weights), 2, ntkl.Categorical, structure=structure)
@@ -107,7 +107,7 @@ def test_learned_hyperparameters(structure: str) -> None:
     compare((inputs(), real()), 2, lambda: ntkl.Gaussian(0.3), learned, structure=structure)
 
 
-@pytest.mark.parametrize("structure", ["full", "ekfac", "diag", "gp"])
+@pytest.mark.parametrize("structure", ["full", "iterative", "ekfac", "diag", "gp"])
 def test_a_subset_has_global_indices_even_where_a_process_has_none_of_them(structure: str) -> None:
     def part(posterior: Any) -> dict[str, Tensor]:
         chosen = posterior.subset([5, 6, 8, 11])  # none in the first share
@@ -116,7 +116,7 @@ def test_a_subset_has_global_indices_even_where_a_process_has_none_of_them(struc
     compare((inputs(), real()), 3, noise_per_point, part, structure=structure)
 
 
-@pytest.mark.parametrize("structure", ["gp", "full", "ekfac", "diag"])
+@pytest.mark.parametrize("structure", ["gp", "full", "iterative", "ekfac", "diag"])
 def test_a_condition_takes_each_process_s_share(structure: str) -> None:
     """New points follow all old ones."""
     new = inputs(20)[N:], labels(20)[N:]
@@ -132,7 +132,7 @@ def test_a_condition_takes_each_process_s_share(structure: str) -> None:
     require_same(found, run(SingleProcess(), slice(None), slice(None)))
 
 
-@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("structure", ["gp", "full", "iterative"])
 def test_reweighted_points_have_global_indices(structure: str) -> None:
     def reweighted(posterior: Any) -> dict[str, Tensor]:
         left = posterior.remove([1, 7]).reweight([12], 2.5)

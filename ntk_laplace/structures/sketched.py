@@ -109,7 +109,9 @@ class SketchSpec(StructureSpec):
     def most_rank(self, model: LinearizedModel) -> int:
         """The largest rank whose vectors take at most half of the memory."""
         each = 2 * _COPIES * _vector_bytes(model)
-        return max(1, memory_of(model) // each) if self.rank is None else self.rank
+        if self.rank is not None:
+            return self.rank
+        return min(model.settings.reducer.gather(max(1, memory_of(model) // each)))  # the same on all processes
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """What is saved of the precision beside the sketch."""
