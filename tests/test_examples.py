@@ -41,6 +41,30 @@ def test_the_structured_benchmark(tmp_path: Path) -> None:
     assert "KFAC predictive of 100" in printed
 
 
+def test_the_benchmark_of_a_device(tmp_path: Path) -> None:
+    """Every part runs on the CPU; figures that another way gives too are the same."""
+    printed = run("benchmarks/gpu.py", tmp_path, "--device", "cpu")
+    found = figures(tmp_path / "gpu.json")["parts"]
+    assert list(found) == ["potrf", "solves", "tiles", "digits", "b1", "b2", "b4", "eigenvalues", "b3"]
+    for name, part in found.items():
+        assert not {"error", "stopped"} & set(part), (name, part)
+        assert "skipped" not in part or "not registered" in part["skipped"]
+    assert found["digits"]["ieee"]["error"] < 1e-5 and found["digits"]["ieee"]["smallest eigenvalue of B"] > 0.9
+    assert found["digits"]["bf16"]["refused"] and not found["digits"]["ieee"]["refused"]
+    assert found["b1"]["n"] == 20 * 2 and found["b1"]["P"] == 12 * 8 + 8 + 8 * 6 + 6 + 6 * 3 + 3
+    assert found["b1"]["evidence"] < 0 and len(found["b1"]["slopes"]) == 3
+    report = (tmp_path / "gpu.md").read_text()
+    assert report in printed and report.count("<= ") == 9
+    assert all(f"## {name}\n" in report for name in found)
+
+
+def test_a_device_benchmark_out_of_time_says_so(tmp_path: Path) -> None:
+    run("benchmarks/gpu.py", tmp_path, "--device", "cpu", "--minutes", "0", "--parts", "b1")
+    assert figures(tmp_path / "gpu.json")["parts"]["b1"]["skipped"] == "no time was left"
+    run("benchmarks/gpu.py", tmp_path, "--device", "cpu", "--minutes", "1e-6", "--parts", "b1")
+    assert figures(tmp_path / "gpu.json")["parts"]["b1"].keys() & {"skipped", "stopped"}
+
+
 def test_the_memory_of_a_prediction(monkeypatch) -> None:
     """What the processes of the benchmark measure; they themselves take longer than a test may."""
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "benchmarks"))

@@ -337,6 +337,7 @@ def test_floating_types() -> None:
     assert relative_error(exact(x).to_dense(), ntkl.empirical_ntk(network, x, dtype=torch.float64)) < 1e-14
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_devices() -> None:
     x = torch.randn(6, 3).double()

@@ -17,9 +17,9 @@ from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
-from ntk_laplace.curvature import function_space
 from ntk_laplace.gp import LaplaceGP
 from ntk_laplace.jacobian import JacobianPass
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from pairwise import pairwise
 from reference import Dense, differentiate, jacobian, outputs, relative_error
 from registry import PRIORS, Problem, fresh
@@ -229,7 +229,7 @@ def test_one_pass_and_one_factorization(monkeypatch: pytest.MonkeyPatch) -> None
 
         monkeypatch.setattr(owner, name, wrapped)
 
-    counted(function_space, "cholesky_", "factorized", len)
+    counted(LowerTriangle, "cholesky_", "factorized", len)
     counted(JacobianPass, "rows", "rows", lambda self, x, *rest: len(x))
     gp = build("linear_model", "categorical", "tensor")
     counted(torch.linalg, "cholesky_ex", "cholesky", len)  # what GPyTorch would call
@@ -496,6 +496,7 @@ def test_posteriors_change_their_floating_type(structure: str) -> None:
     assert relative_error(posterior.latent_moments(case.x_new)[1], moments[1]) < 1e-5
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_devices() -> None:
     gp, x_new = build("cnn_groups", "categorical", "layer"), problem("cnn_groups").x_new

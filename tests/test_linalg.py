@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ntk_laplace.errors import MemoryBudgetError, NumericalError
-from ntk_laplace.runtime import linalg
+from ntk_laplace.errors import MemoryBudgetError, NumericalError, UnsupportedError
+from ntk_laplace.runtime import linalg, tuning
+from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_precision
 from ntk_laplace.runtime.meter import PeakMemory
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import available_memory, format_bytes, require_memory
@@ -23,61 +24,112 @@ def positive(n: int = 11) -> torch.Tensor:
     return root @ root.T
 
 
+def spoiled(matrix: torch.Tensor) -> torch.Tensor:
+    """The lower triangle, with NaN above it."""
+    return matrix.tril() + torch.full_like(matrix, float("nan")).triu(1)
+
+
+def packed(matrix: torch.Tensor, block: int, unit: int = 1) -> LowerTriangle:
+    """Panels of `block` rows that are stored alone."""
+    own = spoiled(matrix)
+    cuts = range(0, len(own), max(1, block // unit) * unit)
+    return LowerTriangle([own[start : start + cuts.step, : min(start + cuts.step, len(own))].clone() for start in cuts])
+
+
+STORED = {"views": lambda matrix, block: LowerTriangle.of(spoiled(matrix), block), "packed": packed}
+stored = pytest.mark.parametrize("store", STORED.values(), ids=STORED)
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_cholesky_reads_and_writes_the_lower_triangle(block):
     matrix = positive()
-    spoiled = matrix.tril() + torch.full_like(matrix, float("nan")).triu(1)
-    factor = linalg.cholesky_(spoiled, block=block)
-    assert factor.data_ptr() == spoiled.data_ptr()
+    own = spoiled(matrix)
+    factor = linalg.cholesky_(own, block=block)
+    assert factor.data_ptr() == own.data_ptr()
     assert relative_error(factor.tril(), torch.linalg.cholesky(matrix)) < 1e-13
     assert relative_error(linalg.cholesky_log_det(factor), torch.logdet(matrix)) < 1e-13
 
 
+@stored
 @pytest.mark.parametrize("block", BLOCKS)
-def test_inverse_and_solves(block):
+def test_factorization_and_solves_by_panels(store, block, monkeypatch):
+    matrix, right = positive(), torch.randn(11, 3, dtype=torch.float64)
+    monkeypatch.setattr(tuning, "SOLVE_ROWS", 4)
+    triangle = store(matrix, block)
+    assert len(triangle) == 11 and torch.equal(triangle.to_dense(), matrix.tril())
+    before = [panel.data_ptr() for panel in triangle.panels]
+    factor = triangle.cholesky_()
+    assert [panel.data_ptr() for panel in factor.panels] == before
+    want = torch.linalg.cholesky(matrix)
+    assert relative_error(factor.to_dense(), want) < 1e-13
+    assert relative_error(factor.log_det(), torch.logdet(matrix)) < 1e-13
+    assert relative_error(factor.trailing(4).to_dense(), want[4:, 4:]) < 1e-13
+    for transpose in (False, True):
+        own = right.clone()
+        assert factor.solve_lower_(own, transpose) is own
+        assert relative_error(own, torch.linalg.solve(want.T if transpose else want, right)) < 1e-11
+    assert relative_error(factor.solve(right), torch.linalg.solve(matrix, right)) < 1e-11
+    assert relative_error(factor.inverse(), torch.linalg.inv(matrix)) < 1e-11
+    shifted = store(matrix, block).add_to_diagonal_(2.0).to_dense()
+    assert torch.equal(shifted, (matrix + 2.0 * torch.eye(11)).tril())
+
+
+@stored
+@pytest.mark.parametrize("block", [1, 2, 4, 5, 12, 64])
+@pytest.mark.parametrize("size", [1, 3])
+def test_inverse_in_panels(store, block, size):
+    """Panels of blocks of rows, of widths that divide 12 and that do not; the factor keeps its values."""
+    matrix = positive(12)
+    inverse = torch.linalg.inv(matrix)
+    for height in (1, 5, 12):
+        factor = store(torch.linalg.cholesky(matrix), height)
+        before = factor.to_dense()
+        for start, panel in factor.inverse_panels(size, block):
+            assert start % size == panel.shape[1] % size == 0 and panel.shape[1] <= max(block, size)
+            assert relative_error(panel, inverse[start:, start : start + panel.shape[1]]) < 1e-11
+        assert start + panel.shape[1] == 12
+        want = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, 12, size)])
+        for own in (factor.inverse_diagonal(size, block), factor.inverse_diagonal(size)):
+            assert relative_error(own, want) < 1e-11
+        assert torch.equal(factor.to_dense(), before)
+
+
+def test_solves_with_a_square_factor():
     matrix, right = positive(), torch.randn(11, 3, dtype=torch.float64)
     factor = torch.linalg.cholesky(matrix)
-    spoiled = factor + torch.full_like(factor, float("nan")).triu(1)
-    inverse = torch.linalg.inv(matrix)
-    for own in (linalg.inverse_from_cholesky(spoiled), linalg.inverse_from_cholesky(spoiled, block)):
-        assert own.is_contiguous()
-        assert relative_error(own, inverse) < 1e-11
-    for size in (1, 11):
-        places = torch.arange(11).view(-1, size)
-        want = inverse[places[:, :, None], places[:, None]]
-        assert relative_error(linalg.inverse_diagonal(spoiled, size, block=block), want) < 1e-11
     assert relative_error(linalg.solve_spd(factor, right), torch.linalg.solve(matrix, right)) < 1e-11
     assert relative_error(linalg.solve_lower(factor, right), torch.linalg.solve(factor, right)) < 1e-11
     transposed = linalg.solve_lower(factor, right, transpose=True)
     assert relative_error(transposed, torch.linalg.solve(factor.T, right)) < 1e-11
 
 
-@pytest.mark.parametrize("block", [1, 2, 4, 5, 12, 64])
-@pytest.mark.parametrize("size", [1, 3])
-def test_inverse_in_panels(block, size):
-    """Panels of blocks of rows, of widths that divide 12 and that do not; a factor that is a view keeps its values."""
-    matrix = positive(12)
-    inverse, large = torch.linalg.inv(matrix), torch.full((15, 15), float("nan"), dtype=torch.float64)
-    factor = large[3:, 3:]
-    factor.copy_(torch.linalg.cholesky(matrix) + torch.full_like(matrix, float("nan")).triu(1))
-    before = factor.clone()
-    for start, panel in linalg.inverse_panels(factor, size, block):
-        assert start % size == panel.shape[1] % size == 0 and panel.shape[1] <= max(block, size)
-        assert relative_error(panel, inverse[start:, start : start + panel.shape[1]]) < 1e-11
-    assert start + panel.shape[1] == 12
-    want = torch.stack([inverse[i : i + size, i : i + size] for i in range(0, 12, size)])
-    assert relative_error(linalg.inverse_diagonal(factor, size, block), want) < 1e-11
-    assert torch.equal(factor.nan_to_num(), before.nan_to_num())
+@pytest.mark.parametrize("unit", [1, 3, 50])
+def test_the_bytes_of_a_triangle_are_predicted(unit, monkeypatch):
+    monkeypatch.setattr(tuning, "PANEL_ROWS", 20)
+    n, like = 150, torch.empty(0, dtype=torch.float32)
+    triangle = LowerTriangle.empty(n, unit, like)
+    assert triangle.nbytes == LowerTriangle.predicted_bytes(n, unit, like.dtype, like.device)
+    assert len(triangle) == n and triangle.like.dtype == torch.float32
+    assert all(len(panel) % unit == 0 for panel in triangle.panels)
+    height = max(20 // unit, 1) * unit
+    assert triangle.nbytes <= 4 * n * (n + height) / 2
 
 
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_triangular_solves_in_place(block, transpose):
-    factor, right = torch.linalg.cholesky(positive()), torch.randn(11, 3, dtype=torch.float64)
-    want = torch.linalg.solve(factor.T if transpose else factor, right)
-    spoiled = factor + torch.full_like(factor, float("nan")).triu(1)
-    assert linalg.solve_lower_(spoiled, right, transpose, block) is right
-    assert relative_error(right, want) < 1e-11
+@pytest.mark.slow
+@on_linux
+def test_torch_factors_in_place():
+    """What a device does instead of panels: correct, in the same storage, without a second matrix."""
+    matrix = positive(40)
+    own = spoiled(matrix)
+    assert linalg.cholesky_by_torch_(own).data_ptr() == own.data_ptr()
+    assert relative_error(own, torch.linalg.cholesky(matrix)) < 1e-13
+    with pytest.raises(NumericalError, match=r"order 3 of 11"):
+        linalg.cholesky_by_torch_(torch.eye(11, dtype=torch.float64).index_fill_(0, torch.tensor([2]), -1.0))
+    large = torch.eye(3000, dtype=torch.float64).add_(1e-4)
+    linalg.cholesky_by_torch_(large[:300, :300].clone())
+    with PeakMemory(large.device) as memory:
+        linalg.cholesky_by_torch_(large)
+    assert memory.bytes < 0.3 * large.nbytes
 
 
 @pytest.mark.slow
@@ -85,10 +137,36 @@ def test_triangular_solves_in_place(block, transpose):
 def test_no_second_matrix_for_the_diagonal_of_an_inverse():
     factor = torch.randn(3000, 3000, dtype=torch.float64).tril_().div_(3000)
     factor.diagonal().add_(2.0)
-    linalg.inverse_diagonal(factor[:600, :600], 10)
-    with PeakMemory(factor.device) as memory:
-        linalg.inverse_diagonal(factor, 10)
-    assert memory.bytes < 0.24 * factor.nbytes
+    triangle = packed(factor, 300)
+    LowerTriangle.of(factor[:1600, :1600]).inverse_diagonal(10)
+    for own in (LowerTriangle.of(factor), triangle):
+        with PeakMemory(factor.device) as memory:
+            own.inverse_diagonal(10)
+        assert memory.bytes < 0.24 * factor.nbytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "setting", "refused"),
+    [
+        (torch.float32, "cuda", "tf32", True), (torch.float32, "cpu", "bf16", True),
+        (torch.float32, "cuda", "ieee", False), (torch.float32, "cpu", "none", False),
+        (torch.float64, "cuda", "tf32", False), (torch.float64, "cpu", "bf16", False),
+    ],
+)  # fmt: skip
+def test_products_of_fewer_digits_are_refused(dtype, device, setting, refused, monkeypatch):
+    """TF32 would make B indefinite. The setting is read for the device that multiplies, and left as it is."""
+    backend = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}[device]
+    before = backend.matmul.fp32_precision
+    try:
+        backend.matmul.fp32_precision = setting
+        if refused:
+            with pytest.raises(UnsupportedError, match=rf"all digits on {device}, .*; got .*'{setting}'\. Call "):
+                require_full_precision(dtype, torch.device(device))
+        else:
+            require_full_precision(dtype, torch.device(device))
+        assert backend.matmul.fp32_precision == setting
+    finally:
+        backend.matmul.fp32_precision = before
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -10,14 +10,8 @@ from torch import Tensor
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
-from ntk_laplace.runtime.linalg import (
-    add_outer_lower_,
-    cholesky_,
-    cholesky_log_det,
-    inverse_diagonal,
-    solve_lower,
-    solve_spd,
-)
+from ntk_laplace.runtime.linalg import add_outer_lower_, cholesky_, cholesky_log_det, solve_lower, solve_spd
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 
 __all__ = ["FullPrecision", "accumulate_ggn"]
 
@@ -57,7 +51,7 @@ class FullPrecision(PosteriorPrecision):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
-        used = self.prior_precision * inverse_diagonal(self.factor, 1).flatten()
+        used = self.prior_precision * LowerTriangle.of(self.factor).inverse_diagonal(1).flatten()
         return self._group_counts - torch.zeros_like(self._group_counts).index_add_(0, self.groups, used)
 
     def spectrum(self) -> Tensor:

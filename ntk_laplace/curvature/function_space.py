@@ -16,16 +16,9 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.linalg import (
-    cholesky_,
-    cholesky_log_det,
-    inverse_diagonal,
-    inverse_from_cholesky,
-    inverse_panels,
-    solve_lower,
-    solve_spd,
-)
-from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.linalg import log_det_curve
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.resources import available_memory, require_memory
 
 __all__ = ["FunctionSpacePrecision", "prior_variances"]
 
@@ -42,6 +35,11 @@ class FunctionSpacePrecision(PosteriorPrecision):
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
         The parameters, in order.
+
+    Attributes
+    ----------
+    factor : LowerTriangle
+        L with B = L Lᵀ, (N*R, N*R), interleaved (n*R + r).
     """
 
     def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
@@ -50,15 +48,17 @@ class FunctionSpacePrecision(PosteriorPrecision):
         self.variances: Variances = prior_variances(prior, shapes)
         self._group_of = {name: prior.group_of(name) for name in shapes}
         self.weighted = rows.weighted(root)
-        matrix = gram_lower(self.weighted, self.variances)
-        matrix.diagonal().add_(1.0)  # B = I + SᵀKS
-        self.factor = cholesky_(matrix)
+        self.factor = self._factorized(self.variances)
+
+    def _factorized(self, variances: Variances) -> LowerTriangle:
+        """L with B = I + SᵀKS = L Lᵀ; only the lower triangle is ever stored."""
+        return gram_lower(self.weighted, variances).add_to_diagonal_(1.0).cholesky_()
 
     # --- evidence
 
     def log_det(self) -> Tensor:
         """log det B."""
-        return cholesky_log_det(self.factor)
+        return self.factor.log_det()
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
@@ -73,9 +73,9 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def _effective_by_group(self) -> Tensor:
         """γ_g for several groups: B⁻¹ in panels of columns, each multiplied by tiles of SᵀK_gS."""
         k, n = self.weighted.num_cotangents, self.weighted.num_examples
-        total = self.factor.new_zeros(self._num_groups)
+        total = self.weighted.f.new_zeros(self._num_groups)
         diagonal = []
-        for start, panel in inverse_panels(self.factor, k):
+        for start, panel in self.factor.inverse_panels(k):
             first, width = start // k, panel.shape[1] // k
             panel = panel.view(n - first, k, width, k)
             diagonal.append(panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone())
@@ -90,20 +90,20 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def _effective_by_columns(self) -> Tensor:
         """γ_g for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
-        total = self.factor.new_zeros(self._num_groups)
+        total = self.weighted.f.new_zeros(self._num_groups)
         dense = self.weighted.dense(self.shapes).transpose(0, 1).flatten(0, 1)
         step = max(1, tuning.COVARIANCE_BYTES // (dense.shape[0] * dense.element_size()))
         for start in range(0, dense.shape[1], step):
-            panel = solve_lower(self.factor, dense[:, start : start + step])
+            panel = self.factor.solve_lower(dense[:, start : start + step])
             total[start : start + step] = panel.square().sum(0) / self.prior_precision[start : start + step]
         return total
 
     @cached_property
     def inverse(self) -> Tensor:
-        """B⁻¹, interleaved (n*R + r); a second matrix of B's size, computed only for explanations."""
-        require_memory(self.factor.nbytes, self.factor.device, "the inverse of B",
+        """B⁻¹, interleaved (n*R + r); a square matrix, computed only for explanations."""
+        require_memory(self._square_bytes, self.weighted.f.device, "the inverse of B",
                        "Use fewer training points, or a structured posterior.")
-        return inverse_from_cholesky(self.factor)
+        return self.factor.inverse()
 
     @cached_property
     def inverse_blocks(self) -> Tensor:
@@ -111,7 +111,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         n, r = self.weighted.num_examples, self.weighted.num_cotangents
         if "inverse" in vars(self):
             return self.inverse.view(n, r, n, r).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        return inverse_diagonal(self.factor, r)
+        return self.factor.inverse_diagonal(r)
 
     def sensitivity(self, left_inverse: Tensor) -> Tensor:
         """∂ log det B/∂Λ_n for changes dΛ_n within the range of Λ_n: Lᵀ(I - [B⁻¹]_nn)L, (N, C, C).
@@ -119,13 +119,37 @@ class FunctionSpacePrecision(PosteriorPrecision):
         `left_inverse` is L (N, R, C) with L S = I. The result replaces V_nn: any dΛ_n = S E Sᵀ has E = L dΛ_n Lᵀ,
         and tr(V_nn dΛ_n) = tr(SᵀV_nnS E).
         """
-        seen = torch.eye(self.weighted.num_cotangents).to(self.factor) - self.inverse_blocks
+        seen = torch.eye(self.weighted.num_cotangents).to(self.weighted.f) - self.inverse_blocks
         return left_inverse.mT @ seen @ left_inverse
 
-    def spectrum(self) -> Tensor:
-        """Eigenvalues of SᵀKS = B - I, (N*R,), ascending. SᵀKS is recomputed, because the factor overwrote B."""
-        matrix = gram_lower(self.weighted, self.variances)
-        return torch.linalg.eigvalsh(matrix, UPLO="L")
+    @property
+    def _square_bytes(self) -> int:
+        """Bytes of a square matrix of B's order."""
+        return len(self.factor) ** 2 * self.weighted.dtype.itemsize
+
+    def spectrum(self) -> Tensor | None:
+        """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; SᵀKS is recomputed, because the factor overwrote B.
+
+        None above `tuning.LARGEST_SPECTRUM` rows, or if the two square matrices do not fit in memory: callers then take
+        one Cholesky factorization for each setting of the hyperparameters.
+        """
+        if len(self.factor) > tuning.LARGEST_SPECTRUM:
+            return None
+        if 2 * self._square_bytes > available_memory(self.weighted.f.device):
+            return None
+        return torch.linalg.eigvalsh(gram(self.weighted, None, self.variances), UPLO="L")
+
+    def log_det_curve(self, factors: Tensor) -> Tensor:
+        """log det B with all prior precisions multiplied by each of `factors` (m,); (m,).
+
+        From the spectrum, or where there is none from one factorization for each factor, with a second triangle.
+        """
+        if (spectrum := self.spectrum()) is not None:
+            return log_det_curve(spectrum, factors)
+        require_memory(self.factor.nbytes, self.weighted.f.device, "a second B for the evidence at other precisions",
+                       "Set prior.log_precision, and ask for the evidence there.")
+        scaled = ({name: v / factor for name, v in self.variances.items()} for factor in factors)
+        return torch.stack([self._factorized(variances).log_det() for variances in scaled])
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), by the Woodbury identity: P0⁻¹(v - JᵀS B⁻¹ SᵀJ P0⁻¹ v)."""
@@ -137,12 +161,12 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def _seen(self, scaled: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (P,), for u (P,) and ε (N, R)."""
         inner = self.weighted.jvp(self.shapes.named(scaled)) + noise
-        solved = solve_spd(self.factor, inner.reshape(-1, 1)).view(inner.shape)
+        solved = self.factor.solve(inner.reshape(-1, 1)).view(inner.shape)
         return self.weighted.vjp(solved, self.shapes) / self.prior_precision
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
-        like = self.factor
+        like = self.weighted.f
         white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
         draws = white(count, self.num_parameters) * self.prior_precision.rsqrt()
         shape = self.weighted.num_examples, self.weighted.num_cotangents
@@ -160,10 +184,10 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), diagonal blocks (n, C, C)."""
         blocks = diagonal_blocks(rows, self.variances)
         k, n = rows.num_cotangents, rows.num_examples
-        step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * self.factor.element_size()))
+        step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * rows.dtype.itemsize))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
-            half = solve_lower(self.factor, self.cross(rows.subset(part))).view(len(self.factor), -1, k)
+            half = self.factor.solve_lower_(self.cross(rows.subset(part))).view(len(self.factor), -1, k)
             half = half.permute(1, 2, 0)  # (m, K, N R)
             blocks[part] -= half @ half.mT
         return blocks
@@ -171,7 +195,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), joint and interleaved, (nC, nC)."""
         joint = gram(rows, None, self.variances)
-        half = solve_lower(self.factor, self.cross(rows))
+        half = self.factor.solve_lower_(self.cross(rows))
         return joint.addmm_(half.T, half, alpha=-1.0)
 
     def training_covariance_blocks(self) -> Tensor:

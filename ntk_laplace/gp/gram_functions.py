@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import prior_variances
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.contractions import Variance
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks, gram, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
@@ -148,5 +149,5 @@ def _written_out(rows: Jacobian, shapes: ParameterLayout) -> Tensor:
     return rows.dense(shapes).transpose(0, 1).flatten(0, 1)
 
 
-def _entries(variance: Tensor | None, size: int, like: Tensor) -> Tensor:
-    return like.new_zeros(size) if variance is None else variance.to(like).expand(size)
+def _entries(variance: Variance | None, size: int, like: Tensor) -> Tensor:
+    return torch.as_tensor(0.0 if variance is None else variance).to(like).expand(size)

@@ -18,7 +18,7 @@ from ntk_laplace.curvature import FunctionSpacePrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian.gram import diagonal_blocks, gram, multiply
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.runtime.linalg import solve_lower, solve_spd
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 
 __all__ = ["WhitenedGram", "WhitenedNormal"]
 
@@ -57,15 +57,15 @@ class WhitenedGram(LinearOperator):
     ) -> tuple[Tensor, Tensor]:
         """Quadratic form in B⁻¹, and log det B with its exact gradient in every hyperparameter."""
         factor = self._factor("a quadratic form or a log determinant")
-        quadratic = determinant = factor.new_zeros(())
+        quadratic = determinant = factor.like.new_zeros(())
         if inv_quad_rhs is not None:
             right = inv_quad_rhs.unsqueeze(-1) if inv_quad_rhs.dim() == 1 else inv_quad_rhs
-            quadratic = solve_lower(factor, right).square().sum(-2)
+            quadratic = factor.solve_lower(right).square().sum(-2)
             quadratic = quadratic.sum(-1) if reduce_inv_quad else quadratic
             # with the model's zero targets the quadratic form has no gradient
             quadratic = self._value_alone(quadratic) if bool(right.any()) else quadratic
         if logdet:
-            determinant = self._posterior.log_det().to(factor)
+            determinant = self._posterior.log_det().to(factor.like)
         return quadratic, determinant
 
     def logdet(self) -> Tensor:
@@ -75,7 +75,7 @@ class WhitenedGram(LinearOperator):
     def solve(self, right_tensor: Tensor, left_tensor: Tensor | None = None) -> Tensor:
         """B⁻¹ right, or left B⁻¹ right."""
         right = right_tensor.unsqueeze(-1) if right_tensor.dim() == 1 else right_tensor
-        solved = solve_spd(self._factor("a solve"), right)
+        solved = self._factor("a solve").solve(right)
         solved = self._value_alone(solved.squeeze(-1) if right_tensor.dim() == 1 else solved)
         return solved if left_tensor is None else left_tensor @ solved
 
@@ -114,7 +114,7 @@ class WhitenedGram(LinearOperator):
         return TriangularLinearOperator(lower.mT if upper else lower, upper=upper)
 
     def _lower(self) -> Tensor:
-        return self._value_alone(self._factor("a Cholesky factor").tril())
+        return self._value_alone(self._factor("a Cholesky factor").to_dense())
 
     def _matmul(self, rhs: Tensor) -> Tensor:
         right = rhs.unsqueeze(-1) if rhs.dim() == 1 else rhs
@@ -156,7 +156,7 @@ class WhitenedGram(LinearOperator):
         """Device of the factor."""
         return self._posterior.f.device
 
-    def _factor(self, what: str) -> Tensor:
+    def _factor(self, what: str) -> LowerTriangle:
         if not self._noise:
             raise UnsupportedError(f"{what} of B = I + SᵀKS", f"{what} of SᵀKS, which may be singular",
                                    "Pass the distribution through gp.likelihood first.")

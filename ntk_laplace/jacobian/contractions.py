@@ -18,12 +18,15 @@ from torch import Tensor
 from ntk_laplace.jacobian.blocks import Block, Cluster, Dense, Factored, Outer, clusters, written_out
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Contraction", "Tile", "Variances", "contractions"]
+__all__ = ["Contraction", "Tile", "Variances", "contractions", "read_once", "tile_rows"]
 
 B = TypeVar("B", bound=Block)
 
-Variances = Mapping[str, Tensor]
-"""Prior variance (one over precision) of each parameter, 0-d or one per entry. Absent parameters contribute nothing."""
+Variance = Tensor | float
+"""Prior variance (one over precision) of a parameter: a number, or a tensor with one entry or one per entry of it."""
+
+Variances = Mapping[str, Variance]
+"""Prior variance of each parameter. Absent parameters contribute nothing."""
 
 
 class Tile:
@@ -42,11 +45,11 @@ class Tile:
     def __init__(self, values: Tensor, cotangents: tuple[int, int], fresh: bool) -> None:
         self.values, self.fresh, self._cotangents = values, fresh, cotangents
 
-    def add_product(self, left: Tensor, right: Tensor, variance: Tensor) -> None:
-        """Add left diag(variance) rightᵀ for rows (n*K, p) and a variance of one entry or p."""
-        scalar = variance.numel() == 1
-        left = left if scalar else left * variance.to(left).flatten()
-        self.values.addmm_(left, right.T, beta=0.0 if self.fresh else 1.0, alpha=float(variance) if scalar else 1.0)
+    def add_product(self, left: Tensor, right: Tensor, variance: Variance) -> None:
+        """Add left diag(variance) rightᵀ for rows (n*K, p) and a variance that is a number or has p entries."""
+        scale = variance if isinstance(variance, float) else 1.0
+        left = _scaled(left, variance) if isinstance(variance, Tensor) else left
+        self.values.addmm_(left, right.T, beta=0.0 if self.fresh else 1.0, alpha=scale)
         self.fresh = False
 
     def started(self) -> Tensor:
@@ -68,7 +71,8 @@ class Contraction(ABC, Generic[B]):
     ----------
     left, right : tuple of Block
         Clusters that name the same parameters.
-    variances : mapping of str to Tensor
+    variances : mapping of str to float or Tensor
+        As `read_once` returns them: a tile that asked a device for a number would wait for all work before it.
     """
 
     left: tuple[B, ...]
@@ -98,7 +102,7 @@ class Contraction(ABC, Generic[B]):
         for name, rows in written_out(self.left).items():
             variance = self.variance(name)
             if variance is not None:
-                own = torch.einsum("knp,lnp->nkl", rows * variance.to(rows).flatten(), rows)
+                own = torch.einsum("knp,lnp->nkl", _scaled(rows, variance), rows)
                 total = own if total is None else total + own
         return self.left[0].values.new_zeros(n, k, k) if total is None else total
 
@@ -122,7 +126,7 @@ class Contraction(ABC, Generic[B]):
         """The same products for some examples of the right side."""
         return replace(self, right=_cut(self.right, examples))
 
-    def variance(self, name: str | None) -> Tensor | None:
+    def variance(self, name: str | None) -> Variance | None:
         """Prior variance of a parameter; None if it contributes nothing."""
         return None if name is None else self.variances.get(name)
 
@@ -169,24 +173,25 @@ class Rows(Contraction[Dense]):
         total = block.rows.new_zeros(n, k, k)
         for start, stop, variance in self._runs():
             rows = block.rows[:, :, start:stop]
-            total.baddbmm_(rows * variance.to(rows).flatten(), rows.mT)
+            total.baddbmm_(_scaled(rows, variance), rows.mT)
         return total
 
     def tile_shape(self, n: int, step: int) -> tuple[int, int]:
         # few wide tiles: the work above the diagonal is wasted, but narrow products of long rows are slow
         k = self.cotangents
-        step = max(1, min(tuning.TILE_ROWS // k, max(tuning.FEWEST_TILE_ROWS // k, -(-n // 4))))
+        step = max(1, min(tile_rows(self.left[0].values) // k, max(tuning.FEWEST_TILE_ROWS // k, -(-n // 4))))
         return step, 4 * step
 
-    def _runs(self) -> list[tuple[int, int, Tensor]]:
+    def _runs(self) -> list[tuple[int, int, Variance]]:
         """First and last column (exclusive) and variance of neighboring parameters with the same prior variance."""
-        runs: list[tuple[int, int, Tensor]] = []
+        runs: list[tuple[int, int, Variance]] = []
         for name, start, stop in self.left[0].spans:
             variance = self.variance(name)
             if variance is None:
                 continue
             last = runs[-1] if runs else None
-            if last and last[1] == start and last[2].numel() == variance.numel() == 1 and last[2] == variance:
+            numbers = last and isinstance(last[2], float) and isinstance(variance, float)
+            if last and numbers and last[1] == start and last[2] == variance:
                 runs[-1] = (last[0], stop, variance)
             else:
                 runs.append((start, stop, variance))
@@ -249,12 +254,12 @@ class Panels(Contraction[Outer]):
             step = max(1, tuning.PANEL_COLUMNS // (g * o))
             for start in range(0, i, step):
                 some = slice(start, min(start + step, i))
-                own = weight if weight.numel() == 1 else block.shaped(weight)[..., some]
+                own = block.shaped(weight)[..., some] if isinstance(weight, Tensor) else weight
                 yield self._panel(block.weight, partial(Outer.columns, sample=some), own)
         if block.bias is not None and bias is not None:
             yield self._panel(block.bias, Outer.sums, bias)
 
-    def _panel(self, name: str, rows: Callable[[Outer], Tensor], variance: Tensor) -> Rows:
+    def _panel(self, name: str, rows: Callable[[Outer], Tensor], variance: Variance) -> Rows:
         (left,), (right,) = self.left, self.right
 
         def matrix(block: Outer) -> tuple[Dense]:
@@ -365,6 +370,7 @@ def contractions(left: Cluster, right: Cluster, variances: Variances) -> list[Co
 
     Clusters are paired by their parameters; those without a prior variance are left out.
     """
+    variances = read_once(variances)
     ours, theirs = clusters(left), clusters(right)
     if [_names(cluster) for cluster in ours] != [_names(cluster) for cluster in theirs]:
         # sequence lengths or branches of the network differ: only parameters that both sides use contribute
@@ -394,7 +400,26 @@ def _same_factors(left: Cluster, right: Cluster) -> bool:
 
 
 def _one_variance_each(block: Block, variances: Variances) -> bool:
-    return all(variances[name].numel() == 1 for name in block.names if name in variances)
+    return all(isinstance(variances[name], float) for name in block.names if name in variances)
+
+
+def read_once(variances: Variances) -> Variances:
+    """The same variances, those of one entry as numbers; all of them come from the device together."""
+    single = {name: v for name, v in variances.items() if isinstance(v, Tensor) and v.numel() == 1}
+    if not single:
+        return variances
+    numbers = torch.stack([v.flatten()[0] for v in single.values()]).tolist()
+    return {**variances, **dict(zip(single, numbers, strict=True))}
+
+
+def tile_rows(like: Tensor) -> int:
+    """Rows of a tile on the device of `like`."""
+    return tuning.TILE_ROWS if like.device.type == "cpu" else tuning.TILE_DEVICE_ROWS
+
+
+def _scaled(rows: Tensor, variance: Variance) -> Tensor:
+    """Rows (..., p) times a variance that is a number or has p entries."""
+    return rows * (variance.to(rows).flatten() if isinstance(variance, Tensor) else variance)
 
 
 def _interleaved(b: Tensor) -> Tensor:
@@ -404,7 +429,9 @@ def _interleaved(b: Tensor) -> Tensor:
 
 def _add_kronecker(out: Tensor, inputs: Tensor, pairs: Tensor) -> None:
     """out (n1, K1, n2, K2) += inputs ⊗ pairs."""
-    if pairs.shape[0] == pairs.shape[1] and not bool((pairs - torch.diag(pairs.diagonal())).any()):
+    # elsewhere, a look at the entries would wait for the device
+    square = out.device.type == "cpu" and pairs.shape[0] == pairs.shape[1]
+    if square and not bool((pairs - torch.diag(pairs.diagonal())).any()):
         out.diagonal(dim1=1, dim2=3).addcmul_(inputs.unsqueeze(2), pairs.diagonal())
     else:
         out.addcmul_(inputs[:, None, :, None], pairs[None, :, None, :])

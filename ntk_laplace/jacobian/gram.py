@@ -6,15 +6,15 @@ to which each layer adds its product in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, groupby
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, groupby, pairwise
 
 from torch import Tensor
 
-from ntk_laplace.jacobian.contractions import Contraction, Tile, Variances, contractions
+from ntk_laplace.jacobian.contractions import Contraction, Tile, Variances, contractions, read_once, tile_rows
 from ntk_laplace.jacobian.jacobian import Jacobian
-from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import mirror_lower_
+from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_full_precision
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["Variances", "cross_gram", "diagonal_blocks", "gram", "gram_lower", "gram_tiles", "multiply"]
@@ -48,32 +48,49 @@ def gram(left: Jacobian, right: Jacobian | None, variances: Variances, budget: i
                    "Ask for tiles (gram_tiles), or for fewer examples at a time.", budget)
     if right is not None:
         return cross_gram(left, right, variances)
-    return mirror_lower_(gram_lower(left, variances))
+    out = left.f.new_empty(height, height)
+    _fill_panels(left, None, variances, [out])
+    return mirror_lower_(out)
 
 
-def gram_lower(rows: Jacobian, variances: Variances) -> Tensor:
-    """K of rows with themselves, (N*K, N*K); only the lower triangle is guaranteed to be filled."""
-    return _fill_whole(rows, None, variances)
+def gram_lower(rows: Jacobian, variances: Variances) -> LowerTriangle:
+    """K of rows with themselves, the lower triangle of (N*K, N*K) alone; each panel holds whole examples."""
+    out = LowerTriangle.empty(rows.num_examples * rows.num_cotangents, rows.num_cotangents, rows.f)
+    _fill_panels(rows, None, variances, out.panels)
+    return out
 
 
 def cross_gram(left: Jacobian, right: Jacobian, variances: Variances) -> Tensor:
     """K between two sets of rows, (N1*K1, N2*K2)."""
-    return _fill_whole(left, right, variances)
+    out = left.f.new_empty(left.num_examples * left.num_cotangents, right.num_examples * right.num_cotangents)
+    _fill_panels(left, right, variances, [out])
+    return out
 
 
-def _fill_whole(left: Jacobian, right: Jacobian | None, variances: Variances) -> Tensor:
+def _fill_panels(left: Jacobian, right: Jacobian | None, variances: Variances, panels: Sequence[Tensor]) -> None:
+    """Fill panels of rows of K, one below the other; `right` None fills the lower triangle of `left` with itself."""
     other = left if right is None else right
     k1, k2 = left.num_cotangents, other.num_cotangents
-    out = left.f.new_empty(left.num_examples * k1, other.num_examples * k2)
+    ends = accumulate((len(panel) // k1 for panel in panels), initial=0)
+    bounds = [slice(*both) for both in pairwise(ends)]  # examples of each panel
     fresh = True
-    for together in _passes(contractions(left.blocks, other.blocks, variances)):
+    for together in _passes(_contractions(left, other, variances)):
         step = _tile_examples(left, other, together)
         steps = together[0].tile_shape(left.num_examples, step)
-        for rows, columns, parts in _tiles(left, other, together, steps, lower=right is None):
-            tile = out[rows.start * k1 : rows.stop * k1, columns.start * k2 : columns.stop * k2]
-            _fill(tile, (k1, k2), parts, fresh)
+        for panel, own in zip(panels, bounds, strict=True):
+            for rows, columns, parts in _tiles(own, other, together, steps, lower=right is None):
+                here = slice((rows.start - own.start) * k1, (rows.stop - own.start) * k1)
+                _fill(panel[here, columns.start * k2 : columns.stop * k2], (k1, k2), parts, fresh)
         fresh = False
-    return out.zero_() if fresh else out
+    if fresh:
+        for panel in panels:
+            panel.zero_()
+
+
+def _contractions(left: Jacobian, right: Jacobian, variances: Variances) -> list[Contraction]:
+    """The contractions of all rows, where torch multiplies them with all digits."""
+    require_full_precision(left.dtype, left.f.device)
+    return contractions(left.blocks, right.blocks, variances)
 
 
 def _passes(found: list[Contraction]) -> Iterator[list[Contraction]]:
@@ -98,10 +115,11 @@ def gram_tiles(left: Jacobian, right: Jacobian | None, variances: Variances) -> 
     """
     other = left if right is None else right
     k1, k2 = left.num_cotangents, other.num_cotangents
-    found = contractions(left.blocks, other.blocks, variances)
+    found = _contractions(left, other, variances)
     step = _tile_examples(left, other, found)
     out = left.f.new_empty(step * k1 * step * k2)
-    for rows, columns, parts in _tiles(left, other, found, (step, step), lower=right is None):
+    whole = slice(0, left.num_examples)
+    for rows, columns, parts in _tiles(whole, other, found, (step, step), lower=right is None):
         n1, n2 = rows.stop - rows.start, columns.stop - columns.start
         tile = out[: n1 * k1 * n2 * k2].view(n1 * k1, n2 * k2)
         _fill(tile, (k1, k2), parts)
@@ -121,11 +139,11 @@ def multiply(left: Jacobian, right: Jacobian, variances: Variances, matrix: Tens
 def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
     """Diagonal blocks of K, one per example, (N, K, K)."""
     k, n = rows.num_cotangents, rows.num_examples
-    out = rows.f.new_zeros(n, k, k)
-    step = max(1, tuning.TILE_ROWS // k)
+    out, variances = rows.f.new_zeros(n, k, k), read_once(variances)
+    step = max(1, tile_rows(rows.f) // k)
     for start in range(0, n, step):
         part = rows.subset(slice(start, start + step))
-        for own in contractions(part.blocks, part.blocks, variances):
+        for own in _contractions(part, part, variances):
             out[start : start + step] += own.diagonal()
     return out
 
@@ -133,20 +151,19 @@ def diagonal_blocks(rows: Jacobian, variances: Variances) -> Tensor:
 def _tile_examples(left: Jacobian, right: Jacobian, found: list[Contraction]) -> int:
     """Examples on each side of a square tile, chosen to bound its buffers."""
     k = max(left.num_cotangents, right.num_cotangents)
-    step = tuning.TILE_ROWS // k
+    step = tile_rows(left.f) // k
     if left is right:  # at least four blocks of rows, so that symmetry saves work for few examples as well
         step = min(step, -(-left.num_examples // 4))
     return int(max(1, min([step, *(each.largest_tile() for each in found)])))
 
 
 def _tiles(
-    left: Jacobian, right: Jacobian, found: list[Contraction], steps: tuple[int, int], lower: bool
+    within: slice, right: Jacobian, found: list[Contraction], steps: tuple[int, int], lower: bool
 ) -> Iterator[tuple[slice, slice, list[Contraction]]]:
-    """Slices of examples whose tiles cover K, or its lower triangle, with the contractions of each tile."""
-    n1, n2 = left.num_examples, right.num_examples
-    for start in range(0, n1, steps[0]):
-        rows = slice(start, min(start + steps[0], n1))
-        own, last = [each.cut_rows(rows) for each in found], rows.stop if lower else n2
+    """Slices of examples whose tiles cover these rows of K, or their lower part, with the contractions of each tile."""
+    for start in range(within.start, within.stop, steps[0]):
+        rows = slice(start, min(start + steps[0], within.stop))
+        own, last = [each.cut_rows(rows) for each in found], rows.stop if lower else right.num_examples
         for first in range(0, last, steps[1]):
             columns = slice(first, min(first + steps[1], last))
             yield rows, columns, [each.cut_columns(columns) for each in own]

@@ -26,6 +26,7 @@ SEPARATE_MATRIX_ENTRIES = 512  # entries from which a parameter's rows get a sep
 # --- contractions and Gram matrices
 
 TILE_ROWS = 1024  # rows of a tile whose buffers fit in cache
+TILE_DEVICE_ROWS = 4096  # the same on an accelerator, where few large products are faster
 FEWEST_TILE_ROWS = 160  # with fewer rows, a product of long rows is slow
 TILE_BYTES = 96 * MIB  # buffers of a tile that contracts shared positions
 PANEL_COLUMNS = 4096  # columns of a layer's rows that are written out at a time
@@ -46,7 +47,10 @@ EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 # --- linear algebra
 
-SOLVE_ROWS = 256  # rows of a panel, where a solve or a product copies them
+PANEL_ROWS = 768  # rows of a panel of a symmetric matrix: the diagonal blocks are stored and multiplied whole
+PANEL_DEVICE_ROWS = 4096  # the same on an accelerator, where few large products are faster
+SOLVE_ROWS = 256  # rows of a panel at a time, where a solve or a product copies them
+LARGEST_SPECTRUM = 20_000  # rows of a matrix whose eigenvalues are computed: cuSOLVER's routine ends near 25,000
 INVERSE_COLUMNS = 1024  # columns of an inverse at a time: wide panels are half zeros and take memory
 
 # --- predictions and explanations

@@ -13,6 +13,7 @@ from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import RowBuffer, Source
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import format_bytes, require_memory
 from ntk_laplace.structures.data_passes import collected_points, read_batches
 from ntk_laplace.structures.model import LinearizedModel
@@ -171,15 +172,16 @@ class FunctionSpaceStructure(Structure):
 
 
 def _require_memory(model: LinearizedModel, n: int, first: Jacobian | None) -> None:
-    """Refuse n examples if B (n R x n R) and rows like `first` for all of them do not fit in memory."""
+    """Refuse n examples if the lower triangle of B and rows like `first` for all of them do not fit in memory."""
     c = model.network.num_outputs
-    size = model.curvature_type.columns(model.likelihood, c) * n
-    element = model.jacobian_pass.dtype.itemsize
+    columns, dtype = model.curvature_type.columns(model.likelihood, c), model.jacobian_pass.dtype
+    size = columns * n
+    matrix = LowerTriangle.predicted_bytes(size, columns, dtype, model.network.device)
     rows = 0 if first is None else 2 * first.nbytes * n // max(1, first.num_examples)
     p = model.network.num_parameters
-    full = 2 * p * p * element
+    full = 2 * p * p * dtype.itemsize
     require_memory(
-        size * size * element + rows, model.network.device,
+        matrix + rows, model.network.device,
         f"B of {size:,} x {size:,} (N = {n:,}, C = {c}) and its rows",
         f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
         'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '

@@ -6,11 +6,9 @@ torch takes note of devices once.
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-import ntk_laplace as ntkl
-from ntk_laplace.model.data import to_device
 from registry import LIKELIHOODS, fresh, targets
+from verbs import VERBS, answers, gap
 
 NAME = "elsewhere"
 aten = torch.ops.aten
@@ -129,55 +126,6 @@ class Everywhere:
     def __new__(cls, device: Any = "cpu") -> torch.Generator:
         """A generator of the CPU."""
         return _Generator()
-
-
-def slope(posterior: ntkl.Posterior) -> Tensor:
-    """Of the evidence in the prior's log precisions."""
-    return torch.autograd.grad(posterior.log_marginal_likelihood(), next(posterior.prior.parameters()))[0]
-
-
-def tuned(posterior: ntkl.Posterior) -> Tensor:
-    """The evidence after a step."""
-    posterior.fit_hyperparameters("adam", steps=1)
-    return posterior.log_marginal_likelihood()
-
-
-VERBS: dict[str, Callable[[ntkl.Posterior, Any, Tensor], Tensor]] = {
-    "evidence": lambda p, x, y: p.log_marginal_likelihood(),
-    "correction": lambda p, x, y: p.log_marginal_likelihood(correction=True),
-    "slope": lambda p, x, y: slope(p),
-    "variances": lambda p, x, y: p.latent_moments(x)[1],
-    "glm": lambda p, x, y: p.predict(x).mean,
-    "probit": lambda p, x, y: p.predict(x, method="probit").mean,
-    "removal": lambda p, x, y: p.removal_effects(x),
-    "conditional": lambda p, x, y: p.conditional_log_marginal_likelihood(3, 1, method="average").item(),
-    "subset": lambda p, x, y: p.subset(torch.arange(3)).log_marginal_likelihood(),
-    "condition": lambda p, x, y: p.condition((x, y)).log_marginal_likelihood(),
-    "reweight": lambda p, x, y: p.reweight([0, 1], [0.5, 2.0]).log_marginal_likelihood(),
-    "tuned": lambda p, x, y: tuned(p),
-}
-
-
-def answers(case: Any, y: Tensor, structure: str, device: torch.device) -> dict[str, Tensor | str]:
-    """Of all verbs on that device; errors in words."""
-    network, x, x_new = copy.deepcopy(case.network).to(device), to_device(case.x, device), to_device(case.x_new, device)
-    prior = ntkl.GaussianPrior(1.3, groups="layer")
-    posterior = ntkl.laplace(network, (x, y.to(device)), LIKELIHOODS["categorical"].build(), prior, structure)
-    found: dict[str, Tensor | str] = {}
-    for verb, ask in VERBS.items():
-        try:
-            value = torch.as_tensor(ask(posterior, x_new, y[:4].to(device)))
-            found[verb] = value.detach().cpu().double()
-        except Exception as error:
-            found[verb] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def gap(here: Tensor | str, there: Tensor | str) -> float | str:
-    """Largest difference over the largest entry; or what went wrong there."""
-    if isinstance(there, str):
-        return there
-    return float((here - there).abs().max() / here.abs().max().clamp_min(1e-12))
 
 
 def main() -> None:

@@ -30,7 +30,8 @@ from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.posterior.explain.algebra import leverages
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.linalg import cholesky_of, inverse_diagonal, solve_lower
+from ntk_laplace.runtime.linalg import cholesky_of, solve_lower
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 from ntk_laplace.structures.what_if import rows_of
@@ -126,7 +127,7 @@ def _taken_back(kernel: Tensor, f: Tensor, residual: Tensor, root: Tensor, moved
     half = torch.einsum("xjd,jdr->xjr", kernel.view(m * c, m, c), root).reshape(m * c, m * r)  # KS
     inner = torch.einsum("icr,icx->irx", root, half.view(m, c, m * r)).reshape(m * r, m * r)
     factor = cholesky_of(inner + torch.eye(m * r, dtype=kernel.dtype, device=kernel.device))  # of B
-    blocks = inverse_diagonal(factor, r)
+    blocks = LowerTriangle.of(factor).inverse_diagonal(r)
     half = solve_lower(factor, half.T)  # L⁻¹SᵀK
     own = kernel.view(m, c, m, c).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
     thin = half.view(m * r, m, c).permute(1, 2, 0)

@@ -268,4 +268,4 @@ def bytes_of_each(fitted: FittedModel) -> int:
     """Bytes of the explanation of one input, and of its intermediate results."""
     n, c = fitted.points.f.shape
     space = fitted.function_space
-    return n * c * (7 + 3 * space.weighted.num_cotangents) * space.factor.element_size()
+    return n * c * (7 + 3 * space.weighted.num_cotangents) * space.rows.dtype.itemsize

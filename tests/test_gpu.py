@@ -1,0 +1,127 @@
+"""Every structure and verb on CUDA against the CPU: `pytest -m gpu` where there is a GPU.
+
+The same bodies run here on the CPU, on one small case, so that they are known to be right before a GPU sees them.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import ntk_laplace as ntkl
+from ntk_laplace.jacobian import JacobianPass
+from ntk_laplace.jacobian import gram as engine
+from ntk_laplace.model.network import Network
+from ntk_laplace.runtime import linalg, tuning
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.meter import PeakMemory
+from ntk_laplace.structures import structure_names
+from reference import relative_error
+from registry import LIKELIHOODS, NETWORKS, fresh, targets
+from registry_cases import offered
+from verbs import MORE, VERBS, answers, gap
+
+pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
+
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")], id="cuda"
+)
+CPU = pytest.param("cpu", id="cpu")
+DEVICES = [CPU, CUDA]
+ASKED = MORE | VERBS
+DRAWN = {"glm", "left out density"}
+"""Verbs that average draws, of which each device has its own."""
+CLASSES = [name for name in NETWORKS if "categorical" in offered(name)]
+WORK = [pytest.param("deep_mlp", *CPU.values, id="deep_mlp-cpu")]
+WORK += [pytest.param(name, *CUDA.values, marks=CUDA.marks, id=f"{name}-cuda") for name in CLASSES]
+
+
+@pytest.mark.parametrize("structure", structure_names())
+@pytest.mark.parametrize(("network", "device"), WORK)
+def test_every_verb_of_every_structure(network, device, structure):
+    """Answers on the device are those on the CPU, and what one refuses the other refuses."""
+    case = fresh(network)
+    y = targets(LIKELIHOODS["categorical"], case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        here, there = (answers(case, y, structure, torch.device(name), ASKED) for name in ("cpu", device))
+    assert sum(not isinstance(value, str) for value in here.values()) >= len(ASKED) // 2, here
+    gaps = {verb: gap(here[verb], there[verb]) for verb in ASKED}
+    limits = {verb: 0.2 if verb in DRAWN else 1e-3 if verb == "float32" else 1e-7 for verb in ASKED}
+    assert not {verb: own for verb, own in gaps.items() if isinstance(own, str) or not own <= limits[verb]}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_factorizations_solves_and_inverses(device, monkeypatch):
+    """The square by torch's routine, the triangle by panels that are cut small, against float64 on the CPU."""
+    for name in ("PANEL_ROWS", "PANEL_DEVICE_ROWS"):
+        monkeypatch.setattr(tuning, name, 100)
+    monkeypatch.setattr(tuning, "SOLVE_ROWS", 30)
+    root = torch.randn(300, 400, dtype=torch.float64)
+    matrix, right = root @ root.T / 400 + torch.eye(300), torch.randn(300, 3, dtype=torch.float64)
+    inverse = torch.linalg.inv(matrix)
+    for dtype, limit in ((torch.float64, 1e-11), (torch.float32, 1e-3)):
+        own, b = matrix.to(device, dtype), right.to(device, dtype)
+        triangle = LowerTriangle.empty(300, 4, own)
+        for panel in triangle.panels:
+            panel.copy_(own[panel.shape[1] - panel.shape[0] : panel.shape[1], : panel.shape[1]])
+        triangle.cholesky_()
+        assert len(triangle.panels) == 3
+        assert relative_error(linalg.cholesky_(own.clone()).tril().cpu(), torch.linalg.cholesky(matrix)) < limit
+        assert relative_error(triangle.to_dense().cpu(), torch.linalg.cholesky(matrix)) < limit
+        assert relative_error(triangle.log_det().cpu(), torch.logdet(matrix)) < limit
+        assert relative_error(triangle.solve(b).cpu(), inverse @ right) < limit
+        assert relative_error(triangle.inverse().cpu(), inverse) < limit
+        blocks = torch.stack([inverse[i : i + 4, i : i + 4] for i in range(0, 300, 4)])
+        assert relative_error(triangle.inverse_diagonal(4, 60).cpu(), blocks) < limit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_memory_of_factorizations(device):
+    """No second matrix: neither for torch's routine in place, nor for the triangle and the diagonal of its inverse."""
+    n = 8000 if device == "cuda" else 2000
+    matrix = torch.eye(n, dtype=torch.float64, device=device).add_(1e-4)
+    triangle = LowerTriangle.of(matrix.clone(), n // 10).cholesky_()
+    linalg.cholesky_by_torch_(matrix[:500, :500].clone())
+    triangle.trailing(n // 2).inverse_diagonal(10)
+    with PeakMemory(matrix.device) as square:
+        linalg.cholesky_by_torch_(matrix)
+    with PeakMemory(matrix.device) as diagonal:
+        triangle.inverse_diagonal(10)
+    assert square.bytes < 0.4 * matrix.nbytes and diagonal.bytes < 0.6 * matrix.nbytes
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gram_tiles_of_a_device(device, monkeypatch):
+    """Tiles and panels of the device's sizes, cut small, are the whole matrix of the CPU."""
+    case = fresh("cnn_groups")
+    delta = {key: torch.full((1,), 0.5 + i).double() for i, key in enumerate(case.parameters)}
+    want = engine.gram(JacobianPass(Network(case.network), torch.float64).rows(case.x), None, delta)
+    rows = JacobianPass(Network(case.network.to(device)), torch.float64).rows(case.x.to(device))
+    own = {key: value.to(device) for key, value in delta.items()}
+    for name in ("PANEL_ROWS", "PANEL_DEVICE_ROWS", "TILE_ROWS", "TILE_DEVICE_ROWS"):
+        monkeypatch.setattr(tuning, name, 6)
+    assert relative_error(engine.gram_lower(rows, own).to_dense().cpu(), want.tril()) < 1e-10
+    assert relative_error(engine.gram(rows, None, own).cpu(), want) < 1e-10
+
+
+@pytest.mark.parametrize(("device", "setting"), [("cpu", "bf16"), pytest.param("cuda", "tf32", marks=CUDA.marks)])
+def test_fewer_digits_are_refused_at_the_fit(device, setting):
+    """And allowed in float64, which no setting rounds."""
+    case = fresh("deep_mlp")
+    y = targets(LIKELIHOODS["categorical"], case).to(device)
+    backend = torch.backends.mkldnn if device == "cpu" else torch.backends.cuda
+    before = backend.matmul.fp32_precision
+    try:
+        backend.matmul.fp32_precision = setting
+        for structure in ("gp", "full"):
+            model = case.network.to(device), (case.x.to(device), y), LIKELIHOODS["categorical"].build()
+            with pytest.raises(ntkl.UnsupportedError, match=f"{device}.*{setting}"):
+                ntkl.laplace(*model, structure=structure, dtype=torch.float32)
+            assert ntkl.laplace(*model, structure=structure).log_marginal_likelihood().isfinite()
+        assert backend.matmul.fp32_precision == setting
+    finally:
+        backend.matmul.fp32_precision = before
