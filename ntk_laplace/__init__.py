@@ -62,9 +62,12 @@ from ntk_laplace.tools.comparison import (
     EvidenceComparison,
     ModelComparison,
     ModelScores,
+    Plan,
     StructureEvidence,
+    StructurePlan,
     compare_evidence,
     compare_models,
+    plan,
 )
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.training import (
@@ -122,6 +125,7 @@ __all__ = [
     "NonFiniteError",
     "NumericalError",
     "Nystrom",
+    "Plan",
     "Poisson",
     "Posterior",
     "PosteriorPrecision",
@@ -133,6 +137,7 @@ __all__ = [
     "RetrainingInterrupted",
     "Settings",
     "StructureEvidence",
+    "StructurePlan",
     "StructureSpec",
     "SummedSpec",
     "TargetError",
@@ -148,6 +153,7 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "plan",
     "register_likelihood",
     "register_structure",
     "train_with_evidence",

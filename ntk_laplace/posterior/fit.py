@@ -33,7 +33,7 @@ from ntk_laplace.structures.checkpoint import restored_model
 from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.points import present_values
 
-__all__ = ["fit_with", "laplace", "load", "spec_of"]
+__all__ = ["fit_with", "laplace", "linearized", "load", "spec_of"]
 
 _LOG = logging.getLogger("ntk_laplace")
 
@@ -109,6 +109,19 @@ def fit_with(
 ) -> Posterior:  # fmt: skip
     """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
     spec = spec_of(structure)
+    model, batches = linearized(network, data, likelihood, prior, spec, curvature, parameters=parameters, dtype=dtype,
+                                settings=settings, output=output, targets=targets)  # fmt: skip
+    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
+        fitted, reason = _fit(model, spec, batches)
+        return Posterior(fitted, reason)
+
+
+def linearized(
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, spec: StructureSpec | None,
+    curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
+    settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
+) -> tuple[LinearizedModel, Batches]:  # fmt: skip
+    """The model that `laplace` fits a structure to, and its data; the prior is bound to the network."""
     frozen = Network(network, parameters, output, targets)
     with torch.inference_mode(False):
         prior.bind(frozen.shapes)
@@ -122,10 +135,7 @@ def fit_with(
         module.to(frozen.device)  # hyperparameters are on the network's device
     batches = Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets)
     jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec is not None and spec.factored_rows)
-    model = LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings)
-    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        fitted, reason = _fit(model, spec, batches)
-        return Posterior(fitted, reason)
+    return LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings), batches
 
 
 def load(

@@ -90,6 +90,11 @@ COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those
 LEFT_SHARE = 0.02  # of log det B that the low rank of covariances leaves, at most
 PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products with one batch are kept at a time
 
+# --- forecasts: what a probe computes
+
+PROBED_ROWS = 512  # rows of SᵀJ, whose eigenvalues are extrapolated
+PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra is timed
+
 # --- limits that a user can notice
 
 VARIANCE_ERROR = 0.05  # expected relative error of a variance by draws, above which it is solved exactly
