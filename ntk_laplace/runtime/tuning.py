@@ -92,6 +92,7 @@ PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products 
 
 # --- forecasts: what a probe computes
 
+PROBED_EXAMPLES = 256  # whose rows are timed
 PROBED_ROWS = 512  # rows of SᵀJ, whose eigenvalues are extrapolated
 PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra is timed
 

@@ -103,7 +103,7 @@ class BlockSpec(StructureSpec):
     def memory(self, blocks: Sequence[ParameterBlock], model: LinearizedModel) -> Forecast:
         """Memory of a fit with these parameter blocks, without its batches."""
         element, weights = model.jacobian_pass.dtype.itemsize, model.theta.nbytes
-        sums = vectors = 0
+        sums = vectors = largest = 0
         for block in blocks:
             g, o, i = block.entries
             sides = {"kronecker": g * ((o if block.table else o * o) + i * i), "block": block.size**2, "diagonal": 0}
@@ -111,7 +111,12 @@ class BlockSpec(StructureSpec):
             moments = (self.second_pass + self.squares) * kronecker + (block.kind == "diagonal")
             sums += sides[block.kind] + moments * block.size
             vectors += sides[block.kind] - (g * o if block.table and kronecker else 0)
-        return Forecast({"sums": sums * element, "eigenvectors": vectors * element}, _VECTORS * weights)
+            if block.kind != "diagonal":
+                largest = max(largest, i, 0 if block.table else o)
+        # LAPACK and cuSOLVER decompose a matrix beside its copy with as much memory again, twice
+        decomposed = 2 * largest**2 * element + 2 * weights
+        stored = {"sums": sums * element, "eigenvectors": vectors * element}
+        return Forecast(stored, max(_VECTORS * weights, decomposed))
 
     def forecast(self, problem: Problem) -> Forecast:
         """Sums and eigenvectors on every process; each process reads its share of the data, and sums are added."""
@@ -134,7 +139,7 @@ class BlockSpec(StructureSpec):
             elif block.kind == "block":
                 flops, cubes = flops + r * block.size**2, cubes + block.size**3
             else:
-                flops += 2 * r * t * block.size
+                flops += 2 * t * block.size
         work = Work(passes=passes * problem.share, matmul=float(flops * problem.share),
                     eigh=cubes if self.second_pass else cubes / 3)  # fmt: skip
         buffers = max(problem.batch_bytes(tuning.WORKING_SET_BYTES), problem.batch_bytes(tuning.WRITTEN_BYTES))

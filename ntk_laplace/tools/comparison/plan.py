@@ -259,15 +259,15 @@ class _Probe:
     def __init__(self, model: LinearizedModel, x: Inputs, y: Tensor, count: int) -> None:
         self.model, self._count = model, count
         columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
-        each = model.network.num_parameters * model.network.num_outputs * model.jacobian_pass.dtype.itemsize
-        most = max(2, min(tuning.PROBED_ROWS // columns, tuning.FULL_ROWS_BYTES // each))
-        n = num_examples(x)
-        index = torch.arange(n) if n <= most else torch.linspace(0, n - 1, most).round().long()
-        self._x = take(x, index)
+        each = Problem(model, count, model.jacobian_pass.rows(take(x, slice(0, 2)))).row_bytes(1)
+        most = max(2, min(tuning.PROBED_EXAMPLES, tuning.WORKING_SET_BYTES // each, num_examples(x)))
+        order = torch.randperm(num_examples(x), generator=torch.Generator().manual_seed(0))
+        self._x = take(x, order[:most])
+        index = order[: min(most, max(2, tuning.PROBED_ROWS // columns))]
         self._dense = _dense_rates(model)
         self._problems: dict[bool, tuple[Problem, Work]] = {}
         likelihood = model.likelihood.at(index)
-        f = model.network.without_grad(self._x).to(model.jacobian_pass.dtype)
+        f = model.network.without_grad(take(x, index)).to(model.jacobian_pass.dtype)
         targets = likelihood.targets(y[index.to(y.device)], len(index), model.network.num_outputs)
         points = TrainingPoints(f, targets.to(f.device))
         with torch.no_grad():
@@ -287,7 +287,7 @@ class _Probe:
         if factored not in self._problems:
             own = JacobianPass(self.model.network, self.model.jacobian_pass.dtype, factored)
             rows, each = _timed(lambda: own.rows(self._x), self.model)
-            weighted = rows.weighted(self._root)
+            weighted = rows.subset(slice(0, len(self._root))).weighted(self._root)
             problem = Problem(replace(self.model, jacobian_pass=own), self._count, rows, 1, self._spectrum(weighted),
                               self._joint)  # fmt: skip
             passes = rows.num_examples / each
@@ -304,7 +304,7 @@ class _Probe:
     def _products(self, weighted: Jacobian) -> float:
         """Examples times vectors that a product forth and back takes in a second."""
         shapes, theta = self.model.network.shapes, self.model.theta
-        many = max(1, min(tuning.PRODUCT_VECTORS, tuning.WRITTEN_BYTES // theta.nbytes))
+        many = max(1, min(tuning.PRODUCT_VECTORS, tuning.FULL_ROWS_BYTES // theta.nbytes))
         vectors = theta.expand(many, -1).clone()
 
         def product() -> Tensor:
@@ -319,12 +319,14 @@ def _dense_rates(model: LinearizedModel) -> Work:
     device, dtype = model.network.device, model.jacobian_pass.dtype
     n = tuning.PROBED_ORDER if device.type == "cpu" else tuning.PROBED_ORDER_DEVICE
     a = torch.randn(n, n, generator=torch.Generator().manual_seed(0), dtype=dtype).to(device)
-    square, matmul = _timed(lambda: a @ a.T, model)
+    _, matmul = _timed(lambda: a @ a.T, model)
+    n *= 2  # a factorization reaches its rate later
+    square = torch.full((n, n), 0.5, dtype=dtype, device=device)
     square.diagonal().add_(n)
     _, cholesky = _timed(lambda: cholesky_of(square), model)
-    few = square[: n // 4, : n // 4]
+    few = a[: n // 4, : n // 4] @ a[: n // 4, : n // 4].T
     _, eigh = _timed(lambda: torch.linalg.eigh(few), model)
-    return Work(matmul=2 * n**3 / matmul, cholesky=n**3 / 3 / cholesky, eigh=(n // 4) ** 3 / eigh)
+    return Work(matmul=2 * (n // 2) ** 3 / matmul, cholesky=n**3 / 3 / cholesky, eigh=(n // 4) ** 3 / eigh)
 
 
 def _timed(function: Callable[[], Any], model: LinearizedModel) -> tuple[Any, float]:
