@@ -12,6 +12,7 @@ measured ones. Times are estimates from a probe of a second, and have no goal.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -32,7 +33,7 @@ PRECISION = 1e3  # few effective parameters: random data would need a rank of al
 def mlp(*widths: int) -> nn.Sequential:
     """Fully connected, with tanh."""
     layers: list[nn.Module] = []
-    for before, after in zip(widths[:-1], widths[1:], strict=True):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -52,6 +53,7 @@ NETWORKS = {
     "MLP 64-3000-1000-10": lambda: mlp(64, 3000, 1000, CLASSES),
     "CNN 16": lambda: conv(16),
     "CNN 8": lambda: conv(8),
+    "CNN 64": lambda: conv(64),
     "CNN 300": lambda: conv(300),
 }
 CASES = [  # structure, network, N
@@ -61,9 +63,9 @@ CASES = [  # structure, network, N
     ("full", "MLP 64-64-32-10", 500),
     ("full", "CNN 16", 300),
     ("iterative", "MLP 64-256-256-10", 1000),
-    ("iterative", "CNN 16", 700),
+    ("iterative", "CNN 64", 300),
     ("nystrom", "MLP 64-256-256-10", 1000),
-    ("nystrom", "CNN 16", 700),
+    ("nystrom", "CNN 64", 300),
     ("kfac", "MLP 64-2000-2000-10", 400),
     ("kfac", "MLP 64-3000-1000-10", 400),
     ("kfac", "CNN 300", 200),
@@ -73,7 +75,7 @@ CASES = [  # structure, network, N
     ("diag", "MLP 64-2000-2000-10", 400),
     ("diag", "MLP 64-3000-1000-10", 400),
 ]
-SMALL = [(structure, "CNN 8", 20) for structure in ("gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag")]
+SMALL = [(name, "CNN 8", 20) for name in ("gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag")]
 
 
 def spec(structure: str) -> str | ntkl.StructureSpec:

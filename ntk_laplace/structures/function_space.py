@@ -14,8 +14,8 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.model.data import RowBuffer, Source
-from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures.data_passes import collected_points, read_batches
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
