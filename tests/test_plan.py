@@ -37,7 +37,8 @@ def mlp() -> nn.Module:
 
 def conv() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(12, 3)).double()
+    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten(),
+                         nn.Linear(12, 3)).double()  # fmt: skip
 
 
 def words() -> nn.Module:
@@ -114,7 +115,12 @@ def test_sums_and_eigenvectors(structure: str, make: Any) -> None:
 def test_a_fit_is_refused_where_the_plan_says_so(structure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     required: list[int] = []
     plain = Forecast.required.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(Forecast, "required", property(lambda self: required.append(plain(self)) or required[-1]))
+
+    def heard(forecast: Forecast) -> int:
+        required.append(plain(forecast))
+        return required[-1]
+
+    monkeypatch.setattr(Forecast, "required", property(heard))
     of(conv, structure)
     least = required[0]
     assert of(conv, structure, memory_budget=least)[1].fits
@@ -173,13 +179,15 @@ def test_shares_of_processes() -> None:
         assert other.shared_fits and other.communication > 0
     gp = shared["gp"]
     assert gp.memory is not None and gp.shared_memory is not None
-    assert gp.memory - gp.shared_memory == gp.stored["B"] - gp.stored["B"] // 4
+    # B is dealt to the processes, and each reads its share of the batches; rows and S are on all of them
+    assert gp.memory - gp.shared_memory == pytest.approx(0.75 * (gp.stored["B"] + gp.stored["rows of J"]), rel=1e-2)
     assert "each of 4" in str(shared) and "each of" not in str(alone)
 
 
 def test_seconds_are_work_over_rates() -> None:
     rates = Work(passes=10.0, products=4.0, matmul=2.0, cholesky=5.0, eigh=8.0)
-    assert Work(passes=20.0, products=2.0, matmul=3.0, cholesky=10.0, eigh=2.0).seconds(rates) == 2 + 0.5 + 1.5 + 2 + 0.25
+    work = Work(passes=20.0, products=2.0, matmul=3.0, cholesky=10.0, eigh=2.0)
+    assert work.seconds(rates) == 2 + 0.5 + 1.5 + 2 + 0.25
     assert Work().seconds(Work()) == 0.0  # no rate is needed where there is no work
 
 
@@ -243,7 +251,8 @@ def test_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     import numpy as np
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "planned_model.py").write_text("from torch import nn\n\n\ndef make_network():\n    return nn.Linear(4, 3)\n")
+    source = "from torch import nn\n\n\ndef make_network():\n    return nn.Linear(4, 3)\n"
+    (tmp_path / "planned_model.py").write_text(source)
     torch.save(nn.Linear(4, 3).state_dict(), "w.pt")
     np.savez("d.npz", X=np.random.default_rng(0).normal(size=(20, 4)), y=np.arange(20) % 3)
     arguments = ["plan", "planned_model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical",
