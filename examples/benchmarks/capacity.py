@@ -4,9 +4,14 @@ Command for both figures of docs/capacity.md:
 
     python examples/benchmarks/capacity.py
 
-Each case runs in a fresh process: `plan`, then fit, evidence and 600 predictions, under the library's meter. Sizes are
-chosen so that matrices are above 100 MB and each case takes under a minute. Goal: predicted bytes within 20 % of the
-measured ones. Times are estimates from a probe of a second, and have no goal.
+    python examples/benchmarks/capacity.py --paper
+
+Each case of the first runs in a fresh process: `plan`, then fit, evidence and 600 predictions, under the library's
+meter. Sizes are chosen so that matrices are above 100 MB and each case takes under a minute. Goal: predicted bytes
+within 20 % of the measured ones. Times are estimates from a probe of a second, and have no goal.
+
+The second prints the same formulas for problems that no machine here can hold, at the rates of an H200 as its vendor
+states them, of which a share is assumed (`SHARE`): nothing of it is measured.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +30,11 @@ from _common import machine, parser, table, write
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.posterior.fit import linearized
 from ntk_laplace.runtime.meter import PeakMemory, Stopwatch
+from ntk_laplace.runtime.resources import format_bytes
+from ntk_laplace.structures.forecast import Problem, Work
+from ntk_laplace.tools.comparison.plan import duration
 
 CLASSES, TESTED = 10, 600
 PRECISION = 1e3  # few effective parameters: random data would need a rank of all of them
@@ -112,11 +122,54 @@ def measured(structure: str, name: str, n: int, device: str) -> dict[str, float]
     return {"predicted_bytes": row.memory, "bytes": memory.bytes, "predicted_seconds": row.seconds, "seconds": seconds}
 
 
+# --- on paper
+
+PEAK, SHARE, MEMORY = 67e12, 0.5, 139 * 2**30  # flop/s of an H200 in float64 and float32; assumed; bytes
+EIGH_FLOPS, EIGH_RATE = 9.0, 1e12  # n³ of them for eigenvectors; flop/s, a guess
+GAMMA = 1000  # effective parameters, assumed: eigenvalues fall as 1/k²
+PROBLEMS = {  # widths, N
+    "9e4 rows, P = 1e7": ((3072, 2048, 1600, CLASSES), 10_000),
+    "1e6 rows, P = 1e7": ((3072, 2048, 1600, CLASSES), 111_111),
+    "N = 1e6, P = 1e8": ((3072, 8600, 8600, CLASSES), 1_000_000),
+}
+DEVICES = (1, 8, 64)
+
+
+def paper(widths: tuple[int, ...], n: int) -> list[list[str]]:
+    """Memory of each structure on one, 8 and 64 devices, and the time where it fits."""
+    network, x = mlp(*widths).eval(), torch.randn(2, widths[0])
+    settings = ntkl.Settings(memory_budget=MEMORY)
+    likelihood, prior = ntkl.Categorical(), ntkl.GaussianPrior()
+    lines = []
+    for name in ntkl.structures.structure_names():
+        one = ntkl.structures.structure_of(name, {})
+        model, _ = linearized(network, (x, torch.arange(2)), likelihood, prior, one, "ggn", dtype=torch.float32,
+                              settings=settings)  # fmt: skip
+        model.jacobian_pass.prepare(x)
+        p, c = model.network.num_parameters, CLASSES
+        k = torch.arange(1, 200_000, dtype=torch.float64)
+        given = Problem(model, n, model.jacobian_pass.rows(x), 1, (GAMMA * 2 / torch.pi / k).square(), -1e-2 * n)
+        speed = PEAK * SHARE
+        rates = Work(passes=speed / (2 * (1 + c) * p), products=speed / (4 * p), matmul=speed, cholesky=speed,
+                     eigh=EIGH_RATE / EIGH_FLOPS)  # fmt: skip
+        cells, notes = [name], []
+        for processes in DEVICES:
+            found = one.forecast(replace(given, processes=processes))
+            assert found is not None and found.work is not None
+            fits = found.bytes <= MEMORY
+            notes.append(found.note)
+            time = f", {duration(found.work.seconds(rates))}" if fits else ""
+            cells.append(f"{'' if fits else 'no: '}{format_bytes(found.bytes)}{time}")
+        lines.append([*cells, "; ".join(dict.fromkeys(filter(None, notes)))])
+    return lines
+
+
 def main() -> None:
     """Run, print, write."""
     arguments = parser(__doc__, "capacity.json")
     arguments.add_argument("--small", action="store_true", help="a few examples: seconds, no figures")
     arguments.add_argument("--device", default="cpu", help="as torch names it (default cpu)")
+    arguments.add_argument("--paper", action="store_true", help="larger problems, on paper")
     arguments.add_argument("--only", nargs="*", metavar="STRUCTURE", help="some of the structures")
     arguments.add_argument("--case", nargs=3, metavar="X", help="print the figures of one case as JSON and stop")
     options: argparse.Namespace = arguments.parse_args()
@@ -125,6 +178,12 @@ def main() -> None:
     if options.case:
         structure, name, n = options.case
         print(json.dumps(measured(structure, name, int(n), options.device)))
+        return
+    if options.paper:
+        for title, (widths, n) in PROBLEMS.items():
+            widths = (8, 6, CLASSES) if options.small else widths
+            print(f"\n{title}\n")
+            print(table(["structure", *(f"{k} H200" for k in DEVICES), "note"], paper(widths, n)), flush=True)
         return
     cases: list[dict[str, Any]] = []
     for structure, name, n in SMALL if options.small else CASES:

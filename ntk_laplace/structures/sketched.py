@@ -106,8 +106,8 @@ class SketchSpec(StructureSpec):
         return int(self.copies * rank * _vector_bytes(model))
 
     @abstractmethod
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], int]:
-        """Ranks of the sketches in their order, to that of predictions, and the products with all probes together."""
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
+        """Ranks of the sketches in their order, to that of predictions, and the probes of those of the evidence."""
 
     def forecast(self, problem: Problem) -> Forecast:
         """A sketch of the expected rank r on every process, and rows of J of its share of the examples if they fit.
@@ -117,19 +117,21 @@ class SketchSpec(StructureSpec):
         model, p, e = problem.model, problem.num_parameters, problem.element
         most = min(self.most_rank(model), p, problem.num_rows)
         ranks, probes = self.expected(problem, most)
-        rank = ranks[-1]
+        rank, tried = ranks[-1], sum(probes) * _STEPS
         rows, weighted = problem.row_bytes(problem.share), problem.weighted_bytes(problem.share)
         kept = 2 * rows <= memory_of(model)
         vectors = 3 if self.exact else 2  # F, T and eigenvectors
         stored = {"sketch": vectors * rank * p * e, "rows of J": rows if kept else 0}
-        passes = len(ranks) + (probes > 0) * _STEPS
-        work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + probes),
-                    matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * probes)  # fmt: skip
+        passes = len(ranks) + len(probes) * _STEPS
+        work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
+                    matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)  # fmt: skip
         # SᵀJ of one batch, and products with it
         batch = min(weighted, problem.weighted_bytes(_BATCH))
-        pushed = tuning.PRODUCT_VECTORS * (2 * p + min(problem.share, _BATCH) * problem.num_columns) * e
-        temporary = self.sketch_bytes(model, rank) - stored["sketch"] + problem.root_bytes + batch + pushed
-        sent = 2 * (sum(ranks) + probes) * p * e * (problem.processes - 1) // problem.processes
+        together = min(tuning.PRODUCT_VECTORS, max(rank, *probes, 1))
+        pushed = together * (2 * p + min(problem.share, _BATCH) * problem.num_columns) * e
+        basis = max(probes, default=0) * (_STEPS + 3) * p * e  # of Lanczos, while the sketch is kept
+        temporary = max(self.sketch_bytes(model, rank) - stored["sketch"], basis) + problem.root_bytes + batch + pushed
+        sent = 2 * (sum(ranks) + tried) * p * e * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
         return Forecast(stored, temporary, 0, work, sent, note, self.sketch_bytes(model, self.rank or 1))
 
@@ -210,21 +212,21 @@ class Iterative(SketchSpec):
                 NTKLaplaceWarning, stacklevel=2)  # fmt: skip
         return found, found.sketch
 
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], int]:
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """The decisions of `grown`, and of `IterativePrecision.refined` after it, at the estimate of the spectrum."""
         logs, first = _logs(problem), self.probes or tuning.FIRST_PROBES
         wished = _tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
-        ranks, probes = [most if self.rank else min(tuning.FIRST_RANK, most)], 0.0
+        ranks, probes = [most if self.rank else min(tuning.FIRST_RANK, most)], []
         while float(logs[ranks[-1] :].sum()) > tuning.QUADRATURE_SHARE * wished:
             needed = max(first, 2.0 * float(logs[ranks[-1] :].square().sum()) / wished**2)
-            probes += min(needed, tuning.MOST_PROBES)
+            probes.append(int(min(needed, tuning.MOST_PROBES)))
             few = needed <= tuning.MOST_PROBES and (needed - first) * _STEPS <= 2 * ranks[-1]
             if few or ranks[-1] == most or self.probes is not None:
                 break
             ranks.append(min(2 * ranks[-1], most))
         while float(logs[ranks[-1] :].sum()) > tuning.LEFT_SHARE * float(logs.sum()) and ranks[-1] < most:
             ranks.append(min(2 * ranks[-1], most))
-        return ranks, int(probes * _STEPS)
+        return ranks, probes
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """The estimates."""
@@ -271,14 +273,14 @@ class Nystrom(SketchSpec):
             sketch = self._sketch(curvature, joint)
         return LowRankPrecision(sketch.factor, model.prior, model.network.shapes), sketch
 
-    def expected(self, problem: Problem, most: int) -> tuple[list[int], int]:
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
         logs = _logs(problem)
         wished = _tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
         ranks = [most if self.rank else min(tuning.FIRST_RANK, most)]
         while ranks[-1] < most and float(logs[ranks[-1] :].sum()) > wished:
             ranks.append(min(2 * ranks[-1], most))
-        return ranks + ranks[-1:] * (self.rounds - 1), 0
+        return ranks + ranks[-1:] * (self.rounds - 1), []
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
         model, most = curvature.model, self.most_rank(curvature.model)

@@ -36,7 +36,7 @@ from ntk_laplace.tools.comparison.table import aligned
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Plan", "StructurePlan", "plan"]
+__all__ = ["Plan", "StructurePlan", "duration", "plan"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ class StructurePlan:
 @dataclass(frozen=True)
 class Plan:
     """Memory and time of a fit with each structure; print it for a table.
+
+    In the table, "tight" is a fit that is not refused, and whose peak with all buffers is above the memory.
 
     Attributes
     ----------
@@ -146,14 +148,19 @@ class Plan:
 
     def _columns(self) -> list[list[str]]:
         forms: list[tuple[str, str, Callable[[Any], str]]] = [
-            ("memory", "memory", format_bytes), ("fits", "fits", _yes), ("time", "seconds", _time)]
+            ("memory", "memory", format_bytes), ("fits", "fits", _yes), ("time", "seconds", duration)]
         if self.processes > 1:
             forms += [(f"each of {self.processes:,}", "shared_memory", format_bytes), ("fits", "shared_fits", _yes),
-                      ("time", "shared_seconds", _time), ("sent", "communication", format_bytes)]
+                      ("time", "shared_seconds", duration), ("sent", "communication", format_bytes)]
         columns = [["structure", *(row.structure for row in self.rows)]]
         for heading, name, form in forms:
             values = [getattr(row, name) for row in self.rows]
-            columns.append([heading, *("-" if value is None else form(value) for value in values)])
+            cells = ["-" if value is None else form(value) for value in values]
+            if heading == "fits":
+                sizes = [getattr(row, name.replace("fits", "memory")) or 0 for row in self.rows]
+                pairs = zip(cells, sizes, strict=True)
+                cells = ["tight" if cell == "yes" and size > self.memory else cell for cell, size in pairs]
+            columns.append([heading, *cells])
         return columns
 
 
@@ -161,7 +168,8 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds, with a unit that suits them."""
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
