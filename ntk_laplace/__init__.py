@@ -56,6 +56,7 @@ from ntk_laplace.structures import (
     SummedSpec,
     register_structure,
 )
+from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.evidence import Evidence
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
@@ -93,6 +94,7 @@ __all__ = [
     "DataError",
     "Diagonal",
     "Evidence",
+    "EvidenceBound",
     "EvidenceComparison",
     "EvidenceHistory",
     "EvidenceSchedule",

@@ -35,6 +35,7 @@ ORDER = [
     ["structures.points"],
     ["structures"],
     ["structures.evidence", "structures.what_if"],
+    ["structures.bounds"],
     ["posterior.explain", "posterior.hyperparameters", "posterior.scores"],
     ["posterior.calibrate", "posterior.conformal"],
     ["posterior"],

@@ -423,7 +423,8 @@ def test_wrong_options_leave_with_two(arguments: list[str], words: str, capsys: 
 
 def test_an_unknown_structure_is_refused_before_the_work(brought: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(evidence("--structures", "gp,kfak")) == 1
-    assert "expected structure among gp, full, kfac, ekfac, inf, diag, auto; got 'kfak'" in capsys.readouterr().err
+    names = "gp, full, iterative, nystrom, kfac, ekfac, inf, diag"
+    assert f"expected structure among {names}, auto; got 'kfak'" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_written_are_refused_before_the_work(
@@ -530,8 +531,8 @@ def test_a_page_of_explanations(brought: Path, capsys: pytest.CaptureFixture) ->
         (["--inputs", "d.npz", "--shape", "3"], 2, "expected HEIGHTxWIDTH, such as 28x28, or 32x32x3; got '3'"),
         (["--inputs", "d.npz", "--k", "0"], 2, "expected a whole number of at least 1; got '0'"),
         (["--inputs", "d.npz", "--classes", "a,,b"], 2, "expected names with commas between"),
-        (["--inputs", "d.npz", "--structure", "exact"], 1, "expected structure among gp, full, kfac, ekfac, inf, diag, "
-         "auto; got 'exact'"),
+        (["--inputs", "d.npz", "--structure", "exact"], 1, "expected structure among gp, full, "
+         "iterative, nystrom, kfac, ekfac, inf, diag, auto; got 'exact'"),
         (["--inputs", "d.npz", "--out", "page.txt"], 2, "expected a file name that ends with .html"),
         (["--inputs", "d.npz", "--out", "nowhere/page.html"], 1, "cannot write to nowhere/page.html"),
     ],

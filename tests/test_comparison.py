@@ -151,7 +151,8 @@ def test_labels_are_unique() -> None:
 @pytest.mark.parametrize(
     ("structures", "words"),
     [
-        (["gp", "kfak"], "expected structure among gp, full, kfac, ekfac, inf, diag, auto; got 'kfak'. Use"),
+        (["gp", "kfak"],
+         "expected structure among gp, full, iterative, nystrom, kfac, ekfac, inf, diag, auto; got 'kfak'. Use"),
         ([ntkl.KFAC], "expected a structure's name or an object; got the class KFAC. Write KFAC(), with its options."),
         ("gp", "expected a list of structures; got 'gp'. Pass one such as \\['gp', "),
         ([], "expected a list of structures; got \\[\\]"),

@@ -12,7 +12,7 @@ import pytest
 from torch.utils import backend_registration
 
 CASES = [("deep_mlp", "kfac"), ("deep_mlp", "inf"), ("deep_mlp", "full"), ("cnn_groups", "gp"), ("cnn_groups", "diag"),
-         ("embedding_bag", "ekfac")]  # fmt: skip
+         ("embedding_bag", "ekfac"), ("deep_mlp", "iterative")]  # fmt: skip
 HELPERS = Path(__file__).parent / "helpers"
 
 

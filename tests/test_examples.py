@@ -130,6 +130,20 @@ def test_training_with_evidence_beside_plain_training(tmp_path: Path) -> None:
             assert math.isclose(own["cpu_ratio"], expected)
 
 
+def test_bounds_and_a_training_with_one(tmp_path: Path) -> None:
+    printed = run("benchmarks/bounds.py", tmp_path, "--repeats", "1")
+    found = figures(tmp_path / "bounds.json")
+    values = {each["name"]: each["value"] for each in found["bounds"]}
+    assert math.isclose(values["M = N"], found["exact"], rel_tol=1e-9)
+    assert max(values.values()) == values["M = N"]
+    assert values["layers, M = N/4"] < min(values["layers"], values["M = N/4"])
+    runs = found["trainings"]
+    assert runs["M = 6"]["history"]["examples"] == [30, 60, 60]
+    ends = [run["history"]["evidence"][-1] for run in runs.values()]
+    assert math.isclose(*ends, rel_tol=0.02)
+    assert "goal: at most 0.1x" in printed
+
+
 def test_the_regression_toy(tmp_path: Path) -> None:
     run("selection/i21_regression.py", tmp_path, "--out", "out")
     results = figures(tmp_path / "out" / "regression.json")["results"]

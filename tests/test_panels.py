@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ntk_laplace as ntkl
+from ntk_laplace.curvature import posterior_precision
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.jacobian import gram as engine
 from ntk_laplace.model.network import Network
@@ -22,11 +23,11 @@ from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
 pytestmark = pytest.mark.filterwarnings("ignore::ntk_laplace.errors.NTKLaplaceWarning")
 
 
-def fit(network: str, likelihood: str, prior: str, **options: Any) -> ntkl.Posterior:
+def fit(network: str, likelihood: str, prior: str, structure: str = "gp", **options: Any) -> ntkl.Posterior:
     case = problem(network)
     y = targets(LIKELIHOODS[likelihood], case)
     return ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), prior=PRIORS[prior].build(case),
-                        structure="gp", **options)  # fmt: skip
+                        structure=structure, **options)  # fmt: skip
 
 
 def slopes(posterior: ntkl.Posterior) -> Tensor:
@@ -86,10 +87,11 @@ def test_gram_matrices_in_panels(name, monkeypatch):
 # --- without a square matrix
 
 
-def test_no_eigenvalues_above_a_size(monkeypatch):
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_no_eigenvalues_above_a_size(structure, monkeypatch):
     """Hyperparameters and curve come from factorizations, and are the same; the spectrum is not listed."""
     factors = torch.tensor([0.2, 1.0, 5.0]).double()
-    small, large = (fit("deep_mlp", "gaussian", "scalar") for _ in range(2))
+    small, large = (fit("deep_mlp", "gaussian", "scalar", structure=structure) for _ in range(2))
     rows = len(large.posterior_precision.factor)
     curve, found = small.evidence_curve(factors), small.fit_hyperparameters()
     monkeypatch.setattr(tuning, "LARGEST_SPECTRUM", rows)
@@ -103,11 +105,12 @@ def test_no_eigenvalues_above_a_size(monkeypatch):
     assert relative_error(large.prior.precision, small.prior.precision) < 1e-3
 
 
-def test_no_eigenvalues_where_two_squares_do_not_fit(monkeypatch):
-    posterior = fit("deep_mlp", "gaussian", "scalar")
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_no_eigenvalues_where_two_squares_do_not_fit(structure, monkeypatch):
+    posterior = fit("deep_mlp", "gaussian", "scalar", structure=structure)
     square = len(posterior.posterior_precision.factor) ** 2 * 8
     for free, listed in ((2 * square, True), (2 * square - 1, False)):
-        monkeypatch.setattr("ntk_laplace.curvature.function_space.available_memory", lambda device, free=free: free)
+        monkeypatch.setattr(posterior_precision, "available_memory", lambda device, free=free: free)
         assert (posterior.spectrum() is not None) is listed
 
 
@@ -140,12 +143,18 @@ class Numbers(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["deep_mlp", "cnn_groups", "transformer_tied", "direct_parameters"])
 def test_tiles_read_no_number(name, monkeypatch):
-    """As many reads for many tiles as for few."""
+    """As many reads for many tiles as for few, of one number and of several at once."""
     case = problem(name)
     rows = JacobianPass(Network(case.network), torch.float64).rows(case.x)
     root = torch.randn(*rows.f.shape, 2, dtype=torch.float64)
     delta = {key: torch.full((1,), 0.5 + i).double() for i, key in enumerate(case.parameters)}
-    weighted, counts = rows.weighted(root), []
+    weighted, counts, together = rows.weighted(root), [], Tensor.tolist
+
+    def counted(values: Tensor) -> Any:
+        numbers.count += 1
+        return together(values)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
     for height in (1024, 2):
         monkeypatch.setattr(tuning, "TILE_ROWS", height)
         monkeypatch.setattr(tuning, "PANEL_ROWS", height)

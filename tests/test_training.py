@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,46 +29,12 @@ from ntk_laplace.runtime.serialization import load_random, random_state
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.train import _require_length
+from trainings import adam, classes, flat, mlp, sine, train
 
 F64 = torch.float64
 STRUCTURES = {"gp": "gp", "full": "full", "kfac": "kfac", "ekfac": "ekfac", "inf": ntkl.INF(rank=8), "diag": "diag"}
 OPTIONS = {"reduce": ntkl.KFAC(sharing="reduce"), "damped": ntkl.KFAC(damped=True), "trace": ntkl.INF(rank="trace:0.9")}
 quiet = pytest.mark.filterwarnings("ignore:INF's low-rank part")
-
-
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2)
-
-
-def mlp(*widths: int, seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    layers: list[nn.Module] = []
-    for d_in, d_out in pairwise(widths):
-        layers += [nn.Linear(d_in, d_out), nn.Tanh()]
-    return nn.Sequential(*layers[:-1]).double()
-
-
-def sine(n: int = 24) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.linspace(-2, 2, n, dtype=F64).unsqueeze(1)
-    return x, torch.sin(3 * x) + 0.2 * torch.randn(n, 1, generator=generator, dtype=F64)
-
-
-def classes(n: int = 30) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(n, 3, generator=generator, dtype=F64)
-    return x, (x[:, 0] + 0.5 * x[:, 1].square() > 0.3).long() + (x[:, 2] > 1).long()
-
-
-def flat(network: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in network.parameters()])
-
-
-def train(network: nn.Module, data: Any = None, likelihood: ntkl.Likelihood | None = None, **options: Any):
-    options = {"optimizer": adam, "epochs": 6, "schedule": ntkl.EvidenceSchedule(2, 4)} | options
-    return ntkl.train_with_evidence(
-        network, sine() if data is None else data, ntkl.Gaussian(0.5) if likelihood is None else likelihood, **options
-    )
 
 
 # --- the algorithm
@@ -615,6 +580,8 @@ def test_a_predictive_that_is_not_known() -> None:
 def trainings(network: nn.Module, kind: str) -> dict[str, Any]:
     """Arguments of trainings with much state: momentum, schedulers, loaders with generators, dropout, augmentation."""
     common: dict[str, Any] = {"schedule": ntkl.EvidenceSchedule(2, 3), "epochs": 7}
+    if kind == "subset":
+        return trainings(network, "tensors") | {"evidence": "subset", "examples": 5}
     if kind == "tensors":
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR
         return common | {"data": sine(), "likelihood": ntkl.Gaussian(0.5), "batch_size": 8,
@@ -635,7 +602,7 @@ def interrupted(state: ntkl.TrainingState) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["state", "file"])
-@pytest.mark.parametrize("kind", ["tensors", "loader"])
+@pytest.mark.parametrize("kind", ["tensors", "loader", "subset"])
 def test_resuming_is_bit_for_bit(kind: str, where: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ntk_laplace.training.train._SNAPSHOT", 0.0)
 
@@ -696,6 +663,7 @@ CHANGED: dict[str, dict[str, Any]] = {
     "curvature": {"curvature": "ef"},
     "steps": {"schedule": ntkl.EvidenceSchedule(2, 5)},
     "dtype": {"dtype": torch.float32},
+    "evidence": {"evidence": "subset", "examples": 4},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.linalg import add_outer_lower_, cholesky_, cholesky_log_det, solve_lower, solve_spd
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["FullPrecision", "accumulate_ggn"]
 
@@ -30,18 +32,23 @@ class FullPrecision(PosteriorPrecision):
         Lower triangle of JᵀΛJ.
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
-        The parameters, in order.
+        The parameters, in order: all of the prior's, or some.
     """
 
     def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, ggn)
-        with torch.no_grad():
-            self._log_det_prior = prior.log_det().to(ggn)
-            self._group_counts = prior.group_counts().to(ggn)
+        with torch.no_grad():  # in double precision, and of these parameters, which may be some of the prior's
+            logs = prior.precision.double().log()
+            counts = torch.zeros_like(logs).index_add_(0, self.groups, torch.ones_like(self.groups, dtype=logs.dtype))
+            self._log_det_prior = (counts * logs).sum().to(ggn)
         self._ggn = ggn
-        matrix = ggn.clone()
-        matrix.diagonal().add_(self.prior_precision)  # H = JᵀΛJ + P0
-        self.factor = cholesky_(matrix)
+        self.factor = self._factorized(1.0)
+
+    def _factorized(self, factor: float) -> Tensor:
+        """L with L Lᵀ = JᵀΛJ + c P0 for a factor c of all precisions."""
+        matrix = self._ggn.clone()
+        matrix.diagonal().add_(self.prior_precision, alpha=factor)
+        return cholesky_(matrix)
 
     # --- evidence
 
@@ -51,13 +58,21 @@ class FullPrecision(PosteriorPrecision):
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹) for each prior group, (G,)."""
-        used = self.prior_precision * LowerTriangle.of(self.factor).inverse_diagonal(1).flatten()
-        return self._group_counts - torch.zeros_like(self._group_counts).index_add_(0, self.groups, used)
+        used = 1.0 - self.prior_precision * LowerTriangle.of(self.factor).inverse_diagonal(1).flatten()
+        return torch.zeros_like(self._by_group).index_add_(0, self.groups, used)
 
-    def spectrum(self) -> Tensor:
+    def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½, (P,), ascending; the nonzero ones are those of SᵀKS."""
+        if not self._lists_eigenvalues(self.num_parameters):
+            return None
         scale = self.prior_precision.rsqrt()
         return torch.linalg.eigvalsh(self._ggn * scale * scale.unsqueeze(1), UPLO="L")
+
+    def log_det_at(self, factor: float) -> Tensor:
+        """log det B with all prior precisions multiplied by a factor, from another H."""
+        require_memory(self.factor.nbytes, self.factor.device, "another H for the evidence at other precisions",
+                       "Set prior.log_precision, and ask for the evidence there.")
+        return cholesky_log_det(self._factorized(factor)) - self._log_det_prior - self.num_parameters * math.log(factor)
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P)."""

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
-from ntk_laplace.runtime.resources import available_memory, require_memory
+from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["FunctionSpacePrecision", "prior_variances"]
 
@@ -45,7 +45,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
         super().__init__(prior, shapes, rows.f)
         self.rows, self.root = rows, root
-        self.variances: Variances = prior_variances(prior, shapes)
+        self.variances: Variances = read_once(prior_variances(prior, shapes))
         self._group_of = {name: prior.group_of(name) for name in shapes}
         self.weighted = rows.weighted(root)
         self.factor = self._factorized(self.variances)
@@ -101,7 +101,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
     @cached_property
     def inverse(self) -> Tensor:
         """B⁻¹, interleaved (n*R + r); a square matrix, computed only for explanations."""
-        require_memory(self._square_bytes, self.weighted.f.device, "the inverse of B",
+        require_memory(len(self.factor) ** 2 * self.weighted.dtype.itemsize, self.weighted.f.device, "the inverse of B",
                        "Use fewer training points, or a structured posterior.")
         return self.factor.inverse()
 
@@ -122,34 +122,17 @@ class FunctionSpacePrecision(PosteriorPrecision):
         seen = torch.eye(self.weighted.num_cotangents).to(self.weighted.f) - self.inverse_blocks
         return left_inverse.mT @ seen @ left_inverse
 
-    @property
-    def _square_bytes(self) -> int:
-        """Bytes of a square matrix of B's order."""
-        return len(self.factor) ** 2 * self.weighted.dtype.itemsize
-
     def spectrum(self) -> Tensor | None:
-        """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; SᵀKS is recomputed, because the factor overwrote B.
-
-        None above `tuning.LARGEST_SPECTRUM` rows, or if the two square matrices do not fit in memory: callers then take
-        one Cholesky factorization for each setting of the hyperparameters.
-        """
-        if len(self.factor) > tuning.LARGEST_SPECTRUM:
-            return None
-        if 2 * self._square_bytes > available_memory(self.weighted.f.device):
+        """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; SᵀKS is recomputed, because the factor overwrote B."""
+        if not self._lists_eigenvalues(len(self.factor)):
             return None
         return torch.linalg.eigvalsh(gram(self.weighted, None, self.variances), UPLO="L")
 
-    def log_det_curve(self, factors: Tensor) -> Tensor:
-        """log det B with all prior precisions multiplied by each of `factors` (m,); (m,).
-
-        From the spectrum, or where there is none from one factorization for each factor, with a second triangle.
-        """
-        if (spectrum := self.spectrum()) is not None:
-            return log_det_curve(spectrum, factors)
+    def log_det_at(self, factor: float) -> Tensor:
+        """log det B with all prior precisions multiplied by a factor, from a second triangle."""
         require_memory(self.factor.nbytes, self.weighted.f.device, "a second B for the evidence at other precisions",
                        "Set prior.log_precision, and ask for the evidence there.")
-        scaled = ({name: v / factor for name, v in self.variances.items()} for factor in factors)
-        return torch.stack([self._factorized(variances).log_det() for variances in scaled])
+        return self._factorized({name: v / factor for name, v in self.variances.items()}).log_det()
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), by the Woodbury identity: P0⁻¹(v - JᵀS B⁻¹ SᵀJ P0⁻¹ v)."""

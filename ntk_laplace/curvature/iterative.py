@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.curvature.low_rank import LowRankPrecision, prior_deviation
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos, low_rank
-from ntk_laplace.runtime.linalg import log_det_curve
+from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
 
 __all__ = ["Curvature", "IterativePrecision", "LogDet", "Sketch", "grown", "reaching", "sketched"]
 
@@ -43,8 +43,8 @@ class Curvature(Protocol):
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, JᵀΛJ), (count, P): JᵀSε."""
 
-    def trace(self, variances: Variances) -> float:
-        """tr P0⁻¹JᵀΛJ."""
+    def diagonal(self, variances: Variances) -> tuple[float, float]:
+        """tr SᵀKS, which is tr P0⁻¹JᵀΛJ, and Σ_n log det (I + [SᵀKS]_nn) over single examples."""
 
 
 @dataclass(frozen=True)
@@ -53,34 +53,44 @@ class Sketch:
 
     Attributes
     ----------
-    factor, tests : Tensor, (r, P)
-        F, and T with F = T JᵀΛJ and T JᵀΛJ Tᵀ = I; no T where nothing is drawn.
+    factor : Tensor, (r, P)
+        F.
+    tests : Tensor, (m, P), optional
+        Ω, which is needed for draws of what the sketch leaves.
+    mixing : Tensor, (r, m), optional
+        W with F = W Ω JᵀΛJ and W Ω JᵀΛJ Ωᵀ Wᵀ = I.
     exhausted : bool
         Whether more test vectors find nothing more, up to rounding.
     """
 
     factor: Tensor
-    tests: Tensor | None
+    tests: Tensor | None = None
+    mixing: Tensor | None = None
     exhausted: bool = False
 
     def scaled(self, factor: float) -> Sketch:
         """The sketch of c JᵀΛJ."""
-        tests = None if self.tests is None else self.tests * factor**-0.5
-        return Sketch(self.factor * factor**0.5, tests, self.exhausted)
+        mixing = None if self.mixing is None else self.mixing * factor**-0.5
+        return replace(self, factor=self.factor * factor**0.5, mixing=mixing)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Sketch:
         """The sketch on another device, with another dtype."""
-        tests = None if self.tests is None else self.tests.to(device, dtype)
-        return Sketch(self.factor.to(device, dtype), tests, self.exhausted)
+        tests, mixing = (None if one is None else one.to(device, dtype) for one in (self.tests, self.mixing))
+        return Sketch(self.factor.to(device, dtype), tests, mixing, self.exhausted)
 
     def record(self) -> dict[str, Any]:
         """Plain containers of tensors."""
-        return {"factor": self.factor, "tests": self.tests, "exhausted": self.exhausted}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Sketch:
         """Restore a sketch from its record."""
-        return cls(record["factor"], record["tests"], record["exhausted"])
+        return cls(**record)
+
+    def left(self, noise: Tensor) -> Tensor:
+        """Draws from N(0, JᵀΛJ), (s, P), less their part in the sketch: draws from N(0, JᵀΛJ - FᵀF)."""
+        assert self.tests is not None and self.mixing is not None
+        return noise - (noise @ self.tests.T @ self.mixing.T) @ self.factor
 
 
 @dataclass(frozen=True)
@@ -133,22 +143,26 @@ class IterativePrecision(PosteriorPrecision):
         Wished standard error of `log_det`, in nats: the quadrature's bracket ends at a fraction of it.
     most : int
         Largest rank of the sketch.
+    earlier : Tensor, (k, 2), optional
+        `probed` of the same with fewer probes.
     """
 
     def __init__(
         self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, prior: GaussianPrior, probes: int,
-        seed: int, tolerance: float, most: int,
+        seed: int, tolerance: float, most: int, earlier: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(prior, base.shapes, sketch.factor)
+        self._steps = 0
         self.curvature, self.sketch, self.base = curvature, sketch, base
         self.probes, self.seed, self.tolerance, self.most = probes, seed, tolerance, most
+        self._earlier = sketch.factor.new_empty(0, 2, dtype=torch.float64) if earlier is None else earlier
 
     def record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
         fine = self.refined
         own = {"probes": self.probes, "seed": self.seed, "tolerance": self.tolerance, "most": self.most}
         return {"own": own, "estimate": asdict(self.estimate), "refined": asdict(fine.estimate),
-                "trace_left": fine._trace_left, "left": None if fine._complete else fine._left}
+                "diagonal": fine._diagonal, "left": None if fine._complete else fine._left}
 
     @classmethod
     def restored(
@@ -158,7 +172,7 @@ class IterativePrecision(PosteriorPrecision):
         """The precision with the estimates of a record, at the hyperparameters of the record."""
         found, fine = (cls(curvature, sketch, base, prior, **record["own"]) for _ in range(2))
         vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine)
-        vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _trace_left=record["trace_left"])
+        vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
             vars(fine)["_left"] = record["left"].to(base.vectors)
         return found
@@ -189,33 +203,47 @@ class IterativePrecision(PosteriorPrecision):
         upper = low + self._most_left
         if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
             return LogDet(0.5 * (low + upper), 0.5 * self._most_left, low, upper)
-        steps = 0
-
-        def enough(found: Quadrature) -> bool:
-            nonlocal steps
-            steps += 1
-            below, above = found.bracket(torch.log)
-            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
-
-        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)
-        found = lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, enough)
-        below, above = found.bracket(lambda t: t.clamp_min(1.0).log())  # rounding: no eigenvalue is below 1
+        below, above = self.probed.unbind(1)
         middle, width = 0.5 * (below + above), float((above - below).mean())
         error = math.inf
         if self.probes > 1:
             error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
-        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, steps)
+        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, self._steps)
 
     @cached_property
+    def probed(self) -> Tensor:
+        """Lower and upper value of zᵀ log(C) z for each probe, (m, 2)."""
+        self._steps = 0
+
+        def enough(found: Quadrature) -> bool:
+            self._steps += 1
+            below, above = found.bracket(torch.log)
+            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
+
+        done = len(self._earlier)
+        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)[done:]
+        found = lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, enough)
+        # rounding: no eigenvalue is below 1
+        return torch.cat([self._earlier, torch.stack(found.bracket(lambda t: t.clamp_min(1.0).log()), 1)])
+
+    @cached_property
+    def _diagonal(self) -> tuple[float, float]:
+        return self.curvature.diagonal(self.base.variances)
+
+    @property
     def _trace_left(self) -> float:
         """tr P0⁻¹JᵀΛJ - tr P0⁻¹FᵀF, at least tr (C - I) and every relative error of a variance of the low rank."""
-        return max(0.0, self.curvature.trace(self.base.variances) - float(self.base.values.sum()))
+        return max(0.0, self._diagonal[0] - float(self.base.values.sum()))
 
     @property
     def _most_left(self) -> float:
-        """Upper bound of tr log C: log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k."""
+        """Upper bound of tr log C, by the smaller of two.
+
+        log det (I + X) <= k log(1 + tr X/k) for X = C - I of rank k; and log det B <= Σ_n log det B_nn (Fischer).
+        """
         rank = self.curvature.rank - len(self.base.values)
-        return rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
+        by_trace = rank * math.log1p(self._trace_left / rank) if rank > 0 else 0.0
+        return max(0.0, min(by_trace, self._diagonal[1] - float(self.base.log_det())))
 
     @property
     def _complete(self) -> bool:
@@ -274,6 +302,30 @@ class IterativePrecision(PosteriorPrecision):
             found[place] += 0.5 * float((below + above).mean()) - known
         return found
 
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """log det (I + Σ_g e^(-s_g) F_gF_gᵀ) + Σ_g q_g (e^(-s_g) - 1) + the rest, in changes s_g of log δ_g.
+
+        Exact in the low rank, and of first order in what it leaves, with q_g its effective parameters: a function whose
+        gradient is its own, unlike that of two estimates. None if there are too many groups for their matrices.
+        """
+        fine, r = self.refined, len(self.refined.base.values)
+        if self._num_groups * r * r * self.base.vectors.element_size() > tuning.LOCAL_BYTES:
+            return None
+        left = self._by_group.new_zeros(self._num_groups)
+        if not fine._complete:
+            left.index_add_(0, self.groups, fine._left.square().mean(0))
+        scaled = fine.sketch.factor * self.base.deviation
+        cores = torch.stack([(part := scaled[:, self.groups == g]) @ part.T for g in range(self._num_groups)]).double()
+        left, rest = left.double(), fine.estimate.value - fine.estimate.lower
+
+        def log_det(shift: Tensor) -> Tensor:
+            weights = torch.exp(-shift.to(cores))
+            inner = torch.eye(len(cores[0]), dtype=cores.dtype, device=cores.device)
+            inner = inner + (weights.view(-1, 1, 1) * cores).sum(0)
+            return cholesky_log_det(cholesky_of(inner)) + rest + (left * (weights - 1.0)).sum()
+
+        return log_det
+
     # --- solves and samples
 
     def solve(self, vectors: Tensor) -> Tensor:
@@ -301,11 +353,8 @@ class IterativePrecision(PosteriorPrecision):
         generator = torch.Generator().manual_seed(self.seed + 1)
         x = self.base.whitened_half(_normal(count, self.base.vectors, generator)) * scale
         noise = self.curvature.noise(count, generator)
-        sketch = self.sketch
-        assert sketch.tests is not None
-        # N(0, JᵀΛJ) less its part in the sketch is N(0, JᵀΛJ - FᵀF)
-        right = self.curvature.products(x) - (x @ sketch.factor.T) @ sketch.factor
-        right += noise - (noise @ sketch.tests.T) @ sketch.factor
+        factor = self.sketch.factor
+        right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
         return self._solved_whitened(right * scale)
 
     @cached_property
@@ -320,11 +369,11 @@ class IterativePrecision(PosteriorPrecision):
             count = min(2 * len(found.base.values), self.most, self.curvature.rank)
             if count <= len(found.base.values) or found.sketch.exhausted:
                 break
-            like = self.base.prior_precision
-            sketch = sketched(self.curvature, found.base, self._prior, self.shapes, count, self.seed, like)
-            base = LowRankPrecision(sketch.factor, self._prior, self.shapes)
-            found = IterativePrecision(self.curvature, sketch, base, self._prior, self.probes, self.seed,
-                                       self.tolerance, self.most)
+            sketch, base = sketched(self.curvature, found.base, self._prior, self.shapes, count, self.seed,
+                                    self.base.prior_precision)
+            probes = min(self.probes, tuning.MEASURING_PROBES)
+            found = IterativePrecision(self.curvature, sketch, base, self._prior, probes, self.seed, self.tolerance,
+                                       self.most)
         return found
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
@@ -382,42 +431,40 @@ def _student(freedom: int) -> float:
 
 
 def sketched(
-    curvature: Curvature, known: Sketch | LowRankPrecision | None, prior: GaussianPrior,
-    shapes: Mapping[str, torch.Size], count: int, seed: int, like: Tensor,
-) -> Sketch:  # fmt: skip
-    """A sketch from `count` test vectors: eigenvectors that are known, and random ones.
+    curvature: Curvature, known: LowRankPrecision | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
+    count: int, seed: int, like: Tensor,
+) -> tuple[Sketch, LowRankPrecision]:  # fmt: skip
+    """A sketch and its precision, from `count` test vectors: eigenvectors that are known, and random ones.
 
     Products with known eigenvectors are a round of subspace iteration.
     """
-    if isinstance(known, Sketch):
-        known = LowRankPrecision(known.factor, prior, shapes)
-    with torch.no_grad():
-        scale = prior.flat_precision().to(like).rsqrt()
+    scale = prior_deviation(prior, like)
     vectors = like.new_empty(0, len(like)) if known is None else known.vectors[-count:]
-    drawn = _normal(count - len(vectors), vectors, torch.Generator().manual_seed(seed + 2 + count))
-    tests = torch.cat([vectors, drawn / len(like) ** 0.5])
-    found = low_rank(curvature.products, tests * scale)
-    return Sketch(found.factor, found.tests, len(found.factor) < count)
+    drawn = _normal(count - len(vectors), vectors, torch.Generator().manual_seed(seed + 2 + count)) / len(like) ** 0.5
+    drawn -= (drawn @ vectors.T) @ vectors  # what is known must not hide what is small behind its rounding
+    found = low_rank(lambda v: curvature.products(v * scale) * scale, torch.cat([vectors, drawn]))
+    factor = found.vectors * found.values.sqrt().unsqueeze(1) / scale
+    sketch = Sketch(factor, found.tests * scale, found.mixing, 2 * (count - len(factor)) >= len(drawn))
+    return sketch, LowRankPrecision(factor, prior, shapes, (found.values, found.vectors))
 
 
 def reaching(
     curvature: Curvature, prior: GaussianPrior, shapes: Mapping[str, torch.Size], ranks: tuple[int, int], seed: int,
     tolerance: Callable[[float], float], like: Tensor,
-) -> Sketch:  # fmt: skip
+) -> tuple[Sketch, LowRankPrecision]:  # fmt: skip
     """The sketch whose log determinant is within the tolerance, by an estimate of what it leaves; arguments as `grown`.
 
     The rank is doubled until then.
     """
     most = min(ranks[1], curvature.rank)
-    sketch = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
+    sketch, base = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
     while True:
-        base = LowRankPrecision(sketch.factor, prior, shapes)
         wished = tolerance(float(base.log_det()))
         found = IterativePrecision(curvature, sketch, base, prior, tuning.FIRST_PROBES, seed, wished, most).estimate
         doubled = min(2 * len(base.values), most)
         if found.value - found.lower <= wished or doubled <= len(base.values) or sketch.exhausted:
-            return sketch
-        sketch = sketched(curvature, base, prior, shapes, doubled, seed, like)
+            return sketch, base
+        sketch, base = sketched(curvature, base, prior, shapes, doubled, seed, like)
 
 
 def grown(
@@ -445,22 +492,24 @@ def grown(
     """
     most = min(ranks[1], curvature.rank)
     if sketch is None:
-        sketch = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
-    while True:
+        sketch, base = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
+    else:
         base = LowRankPrecision(sketch.factor, prior, shapes)
+    while True:
         found = IterativePrecision(curvature, sketch, base, prior, probes[0], seed, tolerance(float(base.log_det())),
                                    most)
         estimate = found.estimate
         wished = tolerance(estimate.value)
         if estimate.standard_error <= wished:
             return found
-        needed = math.ceil(probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
+        # the spread of the first probes is itself an estimate: a fifth more
+        needed = math.ceil(1.2 * probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
         doubled = min(2 * len(base.values), most)
         grows = doubled > len(base.values) and not sketch.exhausted
         if grows and (needed > probes[1] or (needed - probes[0]) * estimate.steps > doubled):
-            sketch = sketched(curvature, base, prior, shapes, doubled, seed, like)
+            sketch, base = sketched(curvature, base, prior, shapes, doubled, seed, like)
             continue
         enough = min(needed, probes[1])
         if enough <= probes[0]:
             return found
-        return IterativePrecision(curvature, sketch, base, prior, enough, seed, wished, most)
+        return IterativePrecision(curvature, sketch, base, prior, enough, seed, wished, most, found.probed)

@@ -14,7 +14,13 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks, gram
 from ntk_laplace.model.priors import GaussianPrior
 
-__all__ = ["LowRankPrecision"]
+__all__ = ["LowRankPrecision", "prior_deviation"]
+
+
+def prior_deviation(prior: GaussianPrior, like: Tensor) -> Tensor:
+    """P0^-½, (P,), with dtype and device of `like`."""
+    with torch.no_grad():
+        return prior.flat_precision().to(like).rsqrt()
 
 
 class LowRankPrecision(PosteriorPrecision):
@@ -30,6 +36,8 @@ class LowRankPrecision(PosteriorPrecision):
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
         The parameters, in order.
+    eigen : tuple of Tensor, optional
+        λ and U, if they are known.
 
     Attributes
     ----------
@@ -39,16 +47,21 @@ class LowRankPrecision(PosteriorPrecision):
         U, with orthonormal rows.
     """
 
-    def __init__(self, factor: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(
+        self, factor: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
+        eigen: tuple[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(prior, shapes, factor)
         self.variances = prior_variances(prior, shapes)
         self.deviation = self.prior_precision.rsqrt()  # P0^-½, (P,)
+        self.values, self.vectors = self._eigen(factor) if eigen is None else eigen
+        self._used = self.values / (1.0 + self.values)
+
+    def _eigen(self, factor: Tensor) -> tuple[Tensor, Tensor]:
         scaled = factor * self.deviation
         values, turn = torch.linalg.eigh(scaled @ scaled.T)
         clear = values > len(values) * torch.finfo(values.dtype).eps * values[-1:].clamp_min(0.0)
-        self.values, turn = values[clear], turn[:, clear]
-        self.vectors = (turn * self.values.rsqrt()).T @ scaled
-        self._used = self.values / (1.0 + self.values)
+        return values[clear], (turn[:, clear] * values[clear].rsqrt()).T @ scaled
 
     # --- evidence
 

@@ -16,6 +16,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.resources import available_memory
 
 __all__ = ["CrossCovariance", "PosteriorPrecision", "checked_form", "group_numbers"]
 
@@ -120,11 +121,23 @@ class PosteriorPrecision(ABC):
         return counts
 
     def spectrum(self) -> Tensor | None:
-        """Eigenvalues of P0^-½ (H - P0) P0^-½, zeros included or not; None if they are not available."""
+        """Eigenvalues of P0^-½ (H - P0) P0^-½, zeros included or not; None if they are not available.
+
+        The exact structures have none above `tuning.LARGEST_SPECTRUM` rows of their matrix, or if another two such
+        matrices do not fit in memory: callers then take one Cholesky factorization for each setting.
+        """
         return None
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
         """Spectra with the prior group of all or of each eigenvalue; None if eigenvectors mix the groups."""
+        return None
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """A smooth model of log det B for `log_det` that is a stochastic estimate; None if it is not.
+
+        It takes the changes of the log precisions of the prior groups, less that of log c if Λ becomes cΛ, (G,), and is
+        differentiable in them.
+        """
         return None
 
     def log_det_curve(self, factors: Tensor) -> Tensor:
@@ -133,14 +146,29 @@ class PosteriorPrecision(ABC):
         Raises
         ------
         UnsupportedError
-            If the spectrum is not available.
+            If the spectrum is not available, and `log_det_at` is not defined.
         """
         spectrum = self.spectrum()
-        if spectrum is None:
-            raise UnsupportedError("a structure whose eigenvalues are known, for the evidence over many precisions",
-                                   f"a {type(self).__name__} without them",
-                                   "Set prior.log_precision, and ask for the evidence there.")
-        return log_det_curve(spectrum, factors)
+        if spectrum is not None:
+            return log_det_curve(spectrum, factors)
+        return torch.stack([self.log_det_at(factor) for factor in factors.tolist()])
+
+    def log_det_at(self, factor: float) -> Tensor:
+        """log det B with all prior precisions multiplied by a factor, without the spectrum; a scalar.
+
+        Raises
+        ------
+        UnsupportedError
+            By default.
+        """
+        raise UnsupportedError("a structure whose eigenvalues are known, for the evidence over many precisions",
+                               f"a {type(self).__name__} without them",
+                               "Set prior.log_precision, and ask for the evidence there.")
+
+    def _lists_eigenvalues(self, n: int) -> bool:
+        """Whether the eigenvalues of an n x n matrix are computed: two matrices fit, and the routine takes them."""
+        like = self._by_group
+        return n <= tuning.LARGEST_SPECTRUM and 2 * n * n * like.element_size() <= available_memory(like.device)
 
     # --- terms of the correction
 

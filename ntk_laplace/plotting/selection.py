@@ -52,6 +52,7 @@ def evidence_comparison(
     seconds: Sequence[tuple[float, float] | None],
     memory: Sequence[float | None],
     exact: float | None = None,
+    errors: Sequence[float | None] = (),
 ) -> Figure:
     """Evidence, time and memory of one network under several structures, one row each.
 
@@ -67,6 +68,8 @@ def evidence_comparison(
         Peak memory in bytes.
     exact : float, optional
         Evidence of an exact structure, drawn as a line; differences from it are written at the points.
+    errors : sequence of float or None
+        Standard errors of the evidence, drawn as bars of two; 0 or None without.
     """
     figure = Figure(figsize=(10.2, 1.3 + 0.42 * len(names)), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1.5, 1, 1))
@@ -78,6 +81,9 @@ def evidence_comparison(
             continue
         away = None if exact is None or np.isclose(value, exact, rtol=1e-6) else value - exact
         left.plot(value, line, "o", ms=8, color=BLUE)
+        error = errors[line] if line < len(errors) else None
+        if error:
+            left.errorbar(value, line, xerr=2 * error, color=BLUE, capsize=4, lw=1.5)
         _beside(left, value, line, f"{value:.1f}" if away is None else f"{away:+.4g}")
         middle.barh(line, parts[0], height=0.62, fc=(BLUE, 0.55), ec=BLUE, lw=0.8)
         middle.barh(line, parts[1], left=parts[0], height=0.62, fc=(ORANGE, 0.55), ec=ORANGE, hatch="////", lw=0.8)

@@ -4,6 +4,7 @@ import inspect
 from typing import TypeVar
 
 from ntk_laplace.model.network import outside_autocast
+from ntk_laplace.posterior.compression import CompressionVerbs
 from ntk_laplace.posterior.coverage import CoverageVerbs
 from ntk_laplace.posterior.retraining import RetrainingVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
@@ -29,7 +30,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 
 @_outside_autocast
-class Posterior(SelectionVerbs, RetrainingVerbs, CoverageVerbs, WhatIfVerbs):
+class Posterior(SelectionVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every
@@ -42,7 +43,7 @@ class Posterior(SelectionVerbs, RetrainingVerbs, CoverageVerbs, WhatIfVerbs):
     likelihood : Likelihood
     prior : GaussianPrior
     structure : str
-        "gp", "full", "kfac", "ekfac", "inf" or "diag".
+        "gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag", or one of your own.
     predictive : Calibration or None
         The fitted calibration that `predict` uses.
     """

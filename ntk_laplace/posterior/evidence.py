@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
-from ntk_laplace.structures import evidence
+from ntk_laplace.structures import bounds, evidence
+from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.evidence import Evidence
 
 __all__ = ["EvidenceVerbs"]
@@ -65,6 +66,49 @@ class EvidenceVerbs(Fitted):
         """
         return evidence.evidence(self._fitted, correction)
 
+    def evidence_bound(
+        self, examples: int | None = None, parameters: str | None = None, outputs: str = "all", *,
+        blocks: int | None = None, seed: int = 0, gradient: bool = False,
+    ) -> EvidenceBound:  # fmt: skip
+        """A lower bound of the exact evidence, from blocks of examples and of parameters ([I23] theorems 1 to 3).
+
+        log det B is at most the sum of the log determinants of its diagonal blocks (Fischer's inequality), and so is
+        log det H - log det P0. The bound is one of the exact evidence of the linearized model, without correction,
+        whatever the structure of this posterior: it reads rows of the Jacobian. Without arguments it is that evidence.
+
+        Parameters
+        ----------
+        examples : int, optional
+            M: the examples are split at random into blocks of nearly equal size, at most M each (theorem 2). By
+            default all are one block. Time grows as N M² R³, memory as (M R)².
+        parameters : str, optional
+            "layers": the parameters of each module are a block; "diagonal": each parameter is one (theorem 1, and
+            theorem 3 together with `examples`). By default all are one block.
+        outputs : str
+            "one": each column of the curvature's root is a block of its own too. The root is the one of the
+            eigenvectors of Λ_n, whose bound is the tightest of those tried. A block needs one backward pass.
+        blocks : int, optional
+            Use this many blocks, drawn at random without replacement, and scale their sum to all. The value is then
+            an unbiased estimate of the bound, with a standard error. By default all blocks are used.
+        seed : int
+            Random seed of the partition and of the drawn blocks.
+        gradient : bool
+            Compute the derivative of the value in the log precisions as well.
+
+        Returns
+        -------
+        EvidenceBound
+            Its value in nats; a bound for certain where all blocks were used.
+
+        Raises
+        ------
+        UnsupportedError
+            If an option is unknown.
+        MemoryBudgetError
+            If the matrices of one block do not fit in memory.
+        """
+        return bounds.evidence_bound(self._fitted, examples, parameters, outputs, blocks, seed, gradient)
+
     def evidence_curve(self, factors: Tensor) -> Tensor:
         """Evidence with all prior precisions multiplied by each of many factors, from one eigendecomposition.
 
@@ -110,6 +154,10 @@ class EvidenceVerbs(Fitted):
             spectrum = self.spectrum()
             return None if spectrum is None else [(spectrum.flatten(), 0)]
         return self.posterior_precision.group_spectra()
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """A smooth model of log det B near the present hyperparameters, if `log_det` is a stochastic estimate."""
+        return self.posterior_precision.local_log_det()
 
     def log_scale(self) -> Tensor | None:
         """Return log c, if all that the likelihood's hyperparameters do to the curvature is to multiply it by c."""

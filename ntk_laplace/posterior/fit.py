@@ -72,9 +72,10 @@ def laplace(
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
-        Exact: "gp" (function space, (NC)² memory), "full" (weight space, P²), "iterative" (no matrix, and an evidence
-        with an error bar), or "auto", the cheaper of the first two that fits in memory and else the third, explained in
-        ``posterior.reason``. For large data: "kfac", "ekfac", "inf", "diag". `plan` says what each takes. Or a
+        Exact: "gp" (function space, (NR)²/2 numbers), "full" (weight space, 2P²), "iterative" (by products alone, with
+        an error bar of the evidence), or "auto", the cheaper of the first two that fits in memory and else the third,
+        explained in ``posterior.reason``. For large data: "nystrom" (the low rank of "iterative" alone), and the
+        approximations "kfac", "ekfac", "inf", "diag". `plan` says what each takes. Or a
         specification with its options: `FunctionSpace`, `FullWeightSpace`, `Iterative`, `Nystrom`, `KFAC`, `EKFAC`,
         `INF`, `Diagonal`, or one of your own.
     curvature : str or CurvatureType

@@ -153,10 +153,10 @@ class LowerTriangle:
         """``(L Lᵀ)⁻¹ right`` as a new tensor (n, k)."""
         return self.solve_lower_(self.solve_lower(right), transpose=True)
 
-    def inverse(self) -> Tensor:
-        """``(L Lᵀ)⁻¹`` as a new dense symmetric matrix (n, n)."""
+    def inverse(self, block: int | None = None) -> Tensor:
+        """``(L Lᵀ)⁻¹`` as a new dense symmetric matrix (n, n), computed in panels of `block` columns."""
         inverse = self.like.new_empty(len(self), len(self))
-        for start, panel in self.inverse_panels(1):
+        for start, panel in self.inverse_panels(1, block):
             columns = slice(start, start + panel.shape[1])
             inverse[start:, columns] = panel
             inverse[columns, start:] = panel.T

@@ -85,9 +85,14 @@ FIRST_PROBES, MOST_PROBES = 16, 128
 LANCZOS_STEPS = 60  # products with each probe, at most
 QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's bracket ends
 CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error
-REMAINDER_DRAWS = 32  # draws of what the low rank leaves of H⁻¹
+REMAINDER_DRAWS = 64  # draws of what the low rank leaves of H⁻¹
 COMPLETE = 1e-7  # trace left by the low rank, below which covariances are those of the low rank
-LEFT_SHARE = 0.02  # of log det B that the low rank of covariances leaves, at most
+LEFT_SHARE = 0.05  # of log det B that the low rank of covariances leaves, at most
+LOCAL_BYTES = 1024 * MIB  # matrices of the prior groups in a local model of log det B
+ANCHORS = 12  # local models in one search for hyperparameters, at most
+ANCHOR_MOVE = 0.01  # change of a log hyperparameter between two local models, below which the search has converged
+MEASURED_POINTS = 100  # training points at which the variances of a compressed posterior are measured
+MEASURING_PROBES = 4  # probes that measure what a larger sketch leaves
 PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products with one batch are kept at a time
 
 # --- forecasts: what a probe computes
@@ -98,6 +103,7 @@ PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra 
 
 # --- limits that a user can notice
 
+MISSED = 1.25  # times the wished standard error of an evidence: beyond, a warning says that it was not reached
 VARIANCE_ERROR = 0.05  # expected relative error of a variance by draws, above which it is solved exactly
 
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal

@@ -4,7 +4,7 @@
 # isort: off
 from ntk_laplace.structures.function_space import FunctionSpace, FunctionSpaceStructure
 from ntk_laplace.structures.full import FullWeightSpace
-from ntk_laplace.structures.sketched import Iterative, Nystrom
+from ntk_laplace.structures.sketched import Iterative, Nystrom, compressed
 from ntk_laplace.structures.block_specifications import EKFAC, INF, KFAC, Diagonal
 # isort: on
 
@@ -13,6 +13,7 @@ from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.block_spec import BlockBasis
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
+from ntk_laplace.structures.products import CurvatureProducts
 from ntk_laplace.structures.structure import (
     REGISTERED,
     NewtonStep,
@@ -35,6 +36,7 @@ __all__ = [
     "REGISTERED",
     "Accumulation",
     "BlockBasis",
+    "CurvatureProducts",
     "Diagonal",
     "FittedModel",
     "FullWeightSpace",
@@ -51,6 +53,7 @@ __all__ = [
     "StructuredStructure",
     "SummedSpec",
     "SummedStructure",
+    "compressed",
     "merged_batches",
     "register_structure",
     "require_name",

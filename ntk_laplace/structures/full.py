@@ -36,7 +36,7 @@ class FullWeightSpace(SummedSpec):
         p = model.network.num_parameters
         _matrices(p, model.jacobian_pass.dtype.itemsize).require(
             model, f"the {p:,} x {p:,} matrices of weight space",
-            'Use structure="gp" (memory (N C)²), structure="kfac" (approximate) or parameters="last_layer".',
+            'Use structure="gp" (memory (N R)²/2), structure="kfac" (approximate) or parameters="last_layer".',
         )  # fmt: skip
 
     def forecast(self, problem: Problem) -> Forecast:

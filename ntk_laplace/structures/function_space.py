@@ -36,7 +36,7 @@ __all__ = ["FunctionSpace", "FunctionSpaceStructure"]
 @register_structure
 @dataclass(frozen=True)
 class FunctionSpace(StructureSpec):
-    """Exact inference in function space: B = I + SᵀKS, (N R, N R), over stored rows of the Jacobian."""
+    """Exact inference in function space: half of B = I + SᵀKS, (N R, N R), and stored rows of the Jacobian."""
 
     name: ClassVar[str] = "gp"
     exact: ClassVar[bool] = True
@@ -200,7 +200,8 @@ def _require_memory(problem: Problem, held: bool = False) -> None:
     full = 2 * p * p * problem.element
     forecast = FunctionSpace().forecast(problem)
     forecast.require(
-        model, f"B of {size:,} x {size:,} (N = {problem.num_examples:,}, C = {problem.num_outputs}) and its rows",
+        model, f"B of {size:,} x {size:,} (N = {problem.num_examples:,}, C = {problem.num_outputs}; half of it is "
+        "stored) and its rows",
         f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
         'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
         "dtype=torch.float32.", forecast.stored["rows of J"] if held else 0,

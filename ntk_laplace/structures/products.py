@@ -18,13 +18,14 @@ __all__ = ["CurvatureProducts"]
 
 @dataclass(frozen=True)
 class CurvatureProducts:
-    """JᵀΛJ from rows of SᵀJ, (SᵀJ)ᵀ(SᵀJ), in passes over them.
+    """JᵀΛJ, Λ = S Sᵀ, from rows of J or of SᵀJ, in passes over them.
 
     Attributes
     ----------
     model : LinearizedModel
     rows : callable
-        Iterates over the rows of SᵀJ of the examples that this process reads, in batches.
+        Iterates over the examples that this process reads, in batches: rows of J with S (n, C, R), or rows of SᵀJ with
+        None.
     shares : callable
         The rows of values (N, ...) that belong to these examples.
     num_examples, num_columns : int
@@ -32,7 +33,7 @@ class CurvatureProducts:
     """
 
     model: LinearizedModel
-    rows: Callable[[], Iterator[Jacobian]]
+    rows: Callable[[], Iterator[tuple[Jacobian, Tensor | None]]]
     shares: Callable[[Tensor], Tensor]
     num_examples: int
     num_columns: int
@@ -45,11 +46,13 @@ class CurvatureProducts:
     def products(self, vectors: Tensor) -> Tensor:
         """JᵀΛJ v for vectors (m, P), in one pass."""
         shapes, total = self.model.network.shapes, torch.zeros_like(vectors)
-        chunks = [slice(start, start + tuning.PRODUCT_VECTORS) for start in
-                  range(0, len(vectors), tuning.PRODUCT_VECTORS)]
-        for rows in self.rows():
-            for chunk in chunks:
+        for rows, root in self.rows():
+            curvature = None if root is None else root @ root.mT
+            for start in range(0, len(vectors), tuning.PRODUCT_VECTORS):
+                chunk = slice(start, start + tuning.PRODUCT_VECTORS)
                 pushed = rows.products(shapes.parts(vectors[chunk]))
+                if curvature is not None:
+                    pushed = (curvature @ pushed.transpose(0, 1)).transpose(0, 1)
                 total[chunk] += rows.transposed_products(pushed, shapes)
         self.model.settings.reducer.sum_(total)
         return total
@@ -61,17 +64,23 @@ class CurvatureProducts:
         drawn = torch.randn(self.num_examples, self.num_columns, count, generator=generator, dtype=like.dtype,
                             device=generator.device)
         own = self.shares(drawn)
-        for rows in self.rows():
+        for rows, root in self.rows():
             part = own[seen : seen + rows.num_examples].to(like)
             seen += rows.num_examples
+            part = part if root is None else root @ part
             total += rows.transposed_products(part.transpose(0, 1), shapes)
         self.model.settings.reducer.sum_(total)
         return total
 
-    def trace(self, variances: Variances) -> float:
-        """tr P0⁻¹JᵀΛJ, from the diagonal blocks of SᵀKS."""
-        total = self.model.theta.new_zeros((), dtype=torch.float64)
-        for rows in self.rows():
-            total += diagonal_blocks(rows, variances).diagonal(dim1=1, dim2=2).sum(dtype=torch.float64)
-        self.model.settings.reducer.sum_(total)
-        return float(total)
+    def diagonal(self, variances: Variances) -> tuple[float, float]:
+        """tr SᵀKS, and Σ_n log det (I + [SᵀKS]_nn), from the blocks of single examples."""
+        found = torch.zeros(2, dtype=torch.float64, device=self.model.theta.device)
+        for rows, root in self.rows():
+            blocks = diagonal_blocks(rows, variances)
+            blocks = (blocks if root is None else root.mT @ blocks @ root).double()
+            eye = torch.eye(blocks.shape[1], dtype=blocks.dtype, device=blocks.device)
+            found[0] += blocks.diagonal(dim1=1, dim2=2).sum()
+            found[1] += torch.logdet(eye + blocks).sum()
+        self.model.settings.reducer.sum_(found)
+        trace, log_dets = found.tolist()
+        return trace, log_dets

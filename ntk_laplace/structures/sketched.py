@@ -20,7 +20,7 @@ from ntk_laplace.curvature.iterative import IterativePrecision, Sketch, grown, r
 from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, require_whole
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Joined, Source, num_examples, take
+from ntk_laplace.model.data import Joined, Missing, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import format_bytes, require_memory
@@ -47,7 +47,7 @@ from ntk_laplace.structures.structure import (
     require_unchanged,
 )
 
-__all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure"]
+__all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure", "compressed"]
 
 _LOG = logging.getLogger("ntk_laplace")
 _STEPS = 10  # products with a probe, expected
@@ -204,7 +204,7 @@ class Iterative(SketchSpec):
         wished = _tolerance(self.relative_error, joint, estimate.value)
         _LOG.info(f"iterative: rank {len(found.base.values):,}, {estimate.probes} probes of {estimate.steps} products, "
                   f"log det {estimate.value:.6g} +- {estimate.standard_error:.3g}")
-        if estimate.standard_error > 1.001 * wished and self.rank is None and self.probes is None:
+        if estimate.standard_error > tuning.MISSED * wished and self.rank is None and self.probes is None:
             warnings.warn(
                 f"the evidence's standard error is {0.5 * estimate.standard_error:.3g} nats, and {0.5 * wished:.3g} "
                 f"were wished: a rank of {len(found.base.values):,} and {estimate.probes} probes are the most. Its "
@@ -284,15 +284,15 @@ class Nystrom(SketchSpec):
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
         model, most = curvature.model, self.most_rank(curvature.model)
+        prior, shapes, like = model.prior, model.network.shapes, model.theta
         if self.rank is None:
-            sketch = reaching(curvature, model.prior, model.network.shapes, (min(tuning.FIRST_RANK, most), most),
-                              self.seed, partial(_tolerance, self.relative_error, joint), model.theta)
+            sketch, base = reaching(curvature, prior, shapes, (min(tuning.FIRST_RANK, most), most), self.seed,
+                                    partial(_tolerance, self.relative_error, joint), like)
         else:
-            sketch = sketched(curvature, None, model.prior, model.network.shapes, self.rank, self.seed, model.theta)
+            sketch, base = sketched(curvature, None, prior, shapes, self.rank, self.seed, like)
         for _ in range(1, self.rounds):
-            sketch = sketched(curvature, sketch, model.prior, model.network.shapes, len(sketch.factor), self.seed,
-                              model.theta)
-        return replace(sketch, tests=None)
+            sketch, base = sketched(curvature, base, prior, shapes, len(sketch.factor), self.seed, like)
+        return replace(sketch, tests=None, mixing=None)
 
 
 @dataclass
@@ -363,25 +363,25 @@ class SketchedStructure(StreamedStructure):
         if isinstance(self.points, UnsavedPoints):
             return None
         factor = common_factor(model, at.likelihood, self.points)
-        return None if factor is None else at.sketch.scaled(factor)
+        return None if not factor else at.sketch.scaled(factor)  # no curvature is left at 0
 
     # --- passes over the rows
 
     def curvature(self, model: LinearizedModel) -> CurvatureProducts:
         """Products with JᵀΛJ at the present likelihood."""
         columns = model.curvature_type.columns(model.likelihood, self.points.num_outputs)
-        return CurvatureProducts(model, partial(self._weighted, model), partial(own_rows, model, self.data),
+        return CurvatureProducts(model, partial(self._rows, model), partial(own_rows, model, self.data),
                                  self.points.num_examples, columns)
 
-    def _weighted(self, model: LinearizedModel) -> Iterator[Jacobian]:
-        """Rows of SᵀJ, in batches."""
+    def _rows(self, model: LinearizedModel) -> Iterator[tuple[Jacobian, Tensor | None]]:
+        """Rows of J with S, if they are kept, or rows of SᵀJ, in batches."""
         root, kept = self.points.root(model.curvature_type, model.likelihood).detach(), self._kept(model)
         if kept is None:
-            yield from read_rows(model, self.data, root, None, "curvature")
+            yield from ((rows, None) for rows in read_rows(model, self.data, root, None, "curvature"))
             return
         root, seen = own_rows(model, self.data, root), 0
         for rows in kept:
-            yield rows.weighted(root[seen : seen + rows.num_examples])
+            yield rows, root[seen : seen + rows.num_examples]
             seen += rows.num_examples
 
     def _kept(self, model: LinearizedModel) -> list[Jacobian] | None:
@@ -480,6 +480,17 @@ class SketchedStructure(StreamedStructure):
         rows = self.rows if self.rows is None else [rows.to(dtype, device) for rows in self.rows]
         return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), rows=rows, at=at,
                        base=None if self.base is None else self.base.to(device, dtype))
+
+
+def compressed(spec: Nystrom, structure: Structure, curvature: CurvatureProducts) -> SketchedStructure:
+    """The low rank of another structure's curvature, with its points and its data, if it keeps them."""
+    model = curvature.model
+    found = SketchedStructure(spec, structure.source or Missing(), structure.points, structure.base, None)
+    spec.require_rank(model, 1)
+    _, found.at.sketch = spec.precision(curvature, None, 0.0, None)
+    found.at.likelihood = copy.deepcopy(model.likelihood)
+    found.at.values = present_values(model.prior, model.likelihood)
+    return found
 
 
 def _tolerance(relative_error: float, joint: float, log_det: float) -> float:

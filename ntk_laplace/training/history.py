@@ -28,6 +28,8 @@ class EvidenceHistory:
         Evidence in nats before these steps.
     values : list of list of float
         Hyperparameters after the steps, in the order of `names`; precisions and variances, not their logarithms.
+    examples : list of int
+        M of every evaluation with ``evidence="subset"``: the evidences before the last are lower bounds. Else empty.
     loss : list of float
         For every epoch, the negative log joint in nats, averaged over the epoch's minibatches.
     """
@@ -38,11 +40,17 @@ class EvidenceHistory:
     evidence_before: list[float] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
+    examples: list[int] = field(default_factory=list)
 
     @property
     def best(self) -> int:
-        """Index of the evaluation with the largest evidence; its epoch is ``epochs[best]``."""
-        return max(range(len(self.evidence)), key=self.evidence.__getitem__)
+        """Index of the evaluation with the largest evidence; its epoch is ``epochs[best]``.
+
+        Bounds from fewer examples are lower: of several M, only evaluations of the largest are compared.
+        """
+        most = max(self.examples, default=0)
+        among = [i for i in range(len(self.evidence)) if not most or self.examples[i] == most]
+        return max(among, key=self.evidence.__getitem__)
 
     @property
     def waited(self) -> int:
@@ -61,6 +69,8 @@ class EvidenceHistory:
         frame.insert(1, "evidence", self.evidence)
         frame.insert(2, "evidence_before", self.evidence_before)
         frame.insert(3, "loss", [self.loss[epoch - 1] for epoch in self.epochs])
+        if self.examples:
+            frame.insert(4, "examples", self.examples)
         return frame
 
     def plot(self) -> Figure:

@@ -35,8 +35,8 @@ class TrainingState:
     loss : float
         Negative log joint in nats, averaged over this epoch's minibatches.
     posterior : Posterior or None
-        The posterior at these weights, if the evidence was computed after this epoch. Its prior and likelihood are
-        the ones being trained.
+        The posterior at these weights, if it was fitted after this epoch (with ``evidence="subset"`` it is not, but
+        possibly the last time). Its prior and likelihood are the ones being trained.
     history : EvidenceHistory
     stopped : str
         Why the training ends here; empty if it continues.
@@ -101,7 +101,8 @@ class EvidenceTraining:
         shown = zip(history.names[:6], history.values[history.best], strict=False)
         found = ", ".join(f"{name} = {value:.4g}" for name, value in shown)
         more = f" and {len(history.names) - 6} more" if len(history.names) > 6 else ""
+        used = f" from {history.examples[history.best]:,} examples" if history.examples else ""
         return (
-            f"{len(history.loss)} epochs ({self.stopped}); best evidence {self.evidence:.4f} nats after epoch "
+            f"{len(history.loss)} epochs ({self.stopped}); best evidence {self.evidence:.4f} nats{used} after epoch "
             f"{self.best_epoch}; {found}{more}{'' if self.predictive is None else f'; {self.predictive}'}"
         )

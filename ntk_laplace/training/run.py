@@ -3,106 +3,38 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, MemoryBudgetError, NonFiniteError, NTKLaplaceWarning, NumericalError
 from ntk_laplace.model.data import Batches
-from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.objective import Objective, in_mode
 from ntk_laplace.model.optimum import Held
-from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
-from ntk_laplace.posterior.fit import fit_with, spec_of
 from ntk_laplace.posterior.hyperparameters import Ascent, Variables
-from ntk_laplace.runtime.serialization import load_optimizer, load_random, load_tensors, module_tensors, random_state
-from ntk_laplace.structures import FittedModel, Settings, StructureSpec
+from ntk_laplace.runtime.serialization import load_optimizer, load_random, random_state
+from ntk_laplace.structures import FittedModel, Settings
 from ntk_laplace.structures.points import present_values, unmoved
 from ntk_laplace.training import state
 from ntk_laplace.training.history import EvidenceHistory
 from ntk_laplace.training.minibatches import Minibatches
+from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import EvidenceTraining
 from ntk_laplace.training.schedule import EvidenceSchedule
+from ntk_laplace.training.step_evidence import PosteriorEvidence, StepEvidence
 
-__all__ = ["Model", "Run", "required"]
+__all__ = ["Run", "required"]
 
 _STEPS = 300  # iterations of L-BFGS after the epochs, at most
-
-
-@dataclass(frozen=True)
-class Model:
-    """The network in training, and the arguments that define its posterior.
-
-    Attributes
-    ----------
-    network : nn.Module
-        The caller's network.
-    likelihood, prior
-    data : object
-        Data of the evidence.
-    structure, curvature, dtype, settings, output, targets
-        As in `laplace`.
-    """
-
-    network: nn.Module
-    likelihood: Likelihood
-    prior: GaussianPrior
-    data: Any
-    structure: str | StructureSpec
-    curvature: CurvatureType
-    dtype: torch.dtype | None
-    settings: Settings
-    output: str | int | None = None
-    targets: str | None = None
-
-    def posterior(self, quietly: bool = False) -> Posterior:
-        """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses the library's warnings."""
-        with in_mode(self.network, training=False), warnings.catch_warnings():
-            if quietly:
-                warnings.simplefilter("ignore", NTKLaplaceWarning)
-            return fit_with(
-                self.network, self.data, self.likelihood, self.prior, self.structure, self.curvature,
-                dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets,
-            )  # fmt: skip
-
-    def exact(self) -> Model:
-        """The same model with an exact posterior; this one if it has one."""
-        spec = spec_of(self.structure)
-        if spec is not None and spec.exact and self.curvature.kind == "ggn":
-            return self
-        return replace(self, structure="auto", curvature=CurvatureType.of("ggn"))
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Copies of weights, buffers and hyperparameters."""
-        return module_tensors(self.network, self.prior, self.likelihood)
-
-    def load(self, saved: dict[str, Tensor]) -> None:
-        """Restore them."""
-        load_tensors(saved, self.network, self.prior, self.likelihood)
-
-    def signature(self) -> dict[str, str]:
-        """Settings that a resumed training must share with the interrupted one."""
-        trained = ((name, p) for name, p in self.network.named_parameters() if p.requires_grad)
-        output = {} if self.output is None else {"output": repr(self.output)}
-        return output | {
-            "parameters": _listed(trained), "buffers": _listed(self.network.named_buffers()),
-            "prior groups": repr(self.prior.groups), "prior mean": _words(self.prior.flat_mean()),
-            "curvature": repr(self.curvature),
-            "likelihood": f"{' of '.join(type(m).__name__ for m in self.likelihood.modules())}, weight "
-                          f"{self.likelihood.weight:g}, {_listed(self.likelihood.named_parameters())}",
-            "structure": repr(self.structure), "dtype": repr(self.dtype),
-        }  # fmt: skip
 
 
 class Run:
@@ -119,17 +51,20 @@ class Run:
     by_batch : bool
         Whether the scheduler is stepped after every minibatch.
     schedule : EvidenceSchedule
+    step_evidence : StepEvidence
+        What the hyperparameter steps maximize.
     horizon : int, optional
         Epochs over which the default learning rate falls to 0; None for one of the caller.
     """
 
     def __init__(
         self, model: Model, objective: Objective, minibatches: Minibatches, optimizer: torch.optim.Optimizer,
-        scheduler: Any, by_batch: bool, schedule: EvidenceSchedule, horizon: int | None = None,
+        scheduler: Any, by_batch: bool, schedule: EvidenceSchedule, step_evidence: StepEvidence,
+        horizon: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.objective, self.minibatches = model, objective, minibatches
         self.optimizer, self.scheduler, self.by_batch, self.schedule = optimizer, scheduler, by_batch, schedule
-        self.horizon = horizon
+        self.step_evidence, self.horizon = step_evidence, horizon
         self.device = next(iter(objective.parameters.values())).device
         self.ascent = Ascent(schedule.moving(model.likelihood), schedule.learning_rate, schedule.bounds)
         self.history = EvidenceHistory()
@@ -186,40 +121,54 @@ class Run:
         self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's own closures return the loss as a tensor
         return losses[0]
 
-    def evaluate(self) -> None:
-        """Compute the evidence, take K hyperparameter steps, keep the best ([I21] Algorithm 1, lines 6 to 10)."""
+    def evaluate(self, left: int) -> None:
+        """Compute the evidence, take K hyperparameter steps, keep the best ([I21] Algorithm 1, lines 6 to 10).
+
+        `left` evaluations are to follow.
+        """
+        self._evaluate(left, self.epoch)
+        patience = self.schedule.patience
+        if patience is not None and self.history.waited >= patience:
+            self.stopped = f"no better evidence in {patience} evaluations"
+
+    def _evaluate(self, left: int, epoch: int) -> None:
         self.posterior = None  # release the old factors before new ones are allocated
-        posterior = self.model.posterior(quietly=bool(self.history.evidence))
+        found = self.step_evidence.at(self.model, left, quietly=bool(self.history.evidence))
         before = present_values(self.model.likelihood)
-        theta = posterior.network.theta.to(posterior.dtype)
-        first, last = self.ascent.climb(posterior, theta, self.schedule.steps)
-        history, variables = self.history, Variables(posterior, self.ascent.which)
+        first, last = self.ascent.climb(found.evidence, found.theta, self.schedule.steps)
+        history, variables = self.history, Variables(found.evidence, self.ascent.which)
         history.names = variables.names
-        history.epochs.append(self.epoch)
+        history.epochs.append(epoch)
+        if found.examples is not None:
+            history.examples.append(found.examples)
         history.evidence_before.append(first)
         history.evidence.append(last)
         history.values.append(variables.shown(variables.get()))
         if history.best == len(history) - 1:
             self.best = self.model.tensors()
         # if other likelihood hyperparameters change the fitted sums, this fit is not exact for them
-        exact = unmoved(before, self.model.likelihood) or posterior.log_scale() is not None
-        self.posterior = posterior if exact else None
-        patience = self.schedule.patience
-        if patience is not None and history.waited >= patience:
-            self.stopped = f"no better evidence in {patience} evaluations"
+        exact = unmoved(before, self.model.likelihood) or found.evidence.log_scale() is not None
+        self.posterior = found.posterior if exact else None
+
+    def _settle(self) -> None:
+        """Go to the best state. After an early stop, evaluate it from as many examples as a full training would."""
+        self.model.load(self.best)
+        if self.history.examples and self.history.examples[-1] < self.step_evidence.most:
+            self._evaluate(0, self.history.epochs[self.history.best])
+            self.model.load(self.best)
 
     def result(self) -> EvidenceTraining:
         """The result, at the best evidence."""
-        self.model.load(self.best)
+        self._settle()
         posterior = self.posterior if self.history.best == len(self.history) - 1 else None
         posterior = self.model.posterior(quietly=True) if posterior is None else posterior
         return EvidenceTraining(posterior, self.history, self.stopped)
 
     def converged_result(self, predictive: str, settings: Settings) -> EvidenceTraining:
         """The result at an optimum of the best hyperparameters, exact if that fits, with a fitted predictive."""
+        self._settle()
         self.posterior = None  # release the factors
         own, network = self.model, self.model.network
-        own.load(self.best)
         model, reason = own.exact(), ""
 
         def fit() -> FittedModel:
@@ -278,6 +227,7 @@ class Run:
             "number of examples": self.objective.words, "batch size": f"{self.minibatches}",
             "optimizer": state.optimizer_words(self.optimizer),
             "scheduler": f"{type(self.scheduler).__name__} by {interval}" if self.scheduler is not None else "none",
+            "evidence": self.step_evidence.words,
         } | ({} if self.horizon is None else {"learning rate": f"to 0 over {self.horizon} epochs"})  # fmt: skip
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -288,7 +238,8 @@ class Run:
         UnsupportedError
             If it belongs to another training.
         """
-        state.require_same(saved["signature"], self.signature())
+        # files of before there was a choice have no such entry
+        state.require_same({"evidence": PosteriorEvidence.words} | saved["signature"], self.signature())
         state.require_same(saved["schedule"], _schedule_record(self.schedule))
         saved = copy.deepcopy(saved)
         load_optimizer(saved["optimizer"], self.optimizer)  # first, as it may raise
@@ -306,20 +257,6 @@ def required(function: Callable[..., Any]) -> list[str]:
     empty, starred = inspect.Parameter.empty, (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = inspect.signature(function).parameters.values()
     return [argument.name for argument in own if argument.default is empty and argument.kind not in starred]
-
-
-def _listed(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Names, types and shapes in one line."""
-    words = (f"{name}: {str(t.dtype).removeprefix('torch.')} {'x'.join(map(str, t.shape))}" for name, t in named)
-    return ", ".join(map(str.strip, words)) or "none"
-
-
-def _words(values: Tensor) -> str:
-    """A number, or a digest that identifies many numbers."""
-    if len(values.unique()) == 1:
-        return f"{float(values[0]):g}"
-    digest = hashlib.sha256(values.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
-    return f"{len(values):,} numbers ({digest})"
 
 
 def _schedule_record(schedule: EvidenceSchedule) -> dict[str, str]:

@@ -76,6 +76,10 @@ class EvidenceSchedule:
         """Whether the evidence is computed after this epoch, counted from 1 ([I21] Algorithm 1, line 5)."""
         return epoch == last or (epoch > self.burn_in and epoch % self.frequency == 0)
 
+    def left(self, epoch: int, last: int) -> int:
+        """Number of evaluations after this epoch's."""
+        return sum(self.due(later, last) for later in range(epoch + 1, last + 1))
+
     def moving(self, likelihood: Likelihood) -> list[str]:
         """Names of the hyperparameters that are updated."""
         if self.hyperparameters is None:

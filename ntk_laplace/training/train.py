@@ -27,9 +27,11 @@ from ntk_laplace.runtime.serialization import Autosave, require_writable
 from ntk_laplace.structures import Settings, StructureSpec
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
+from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
-from ntk_laplace.training.run import Model, Run, required
+from ntk_laplace.training.run import Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
+from ntk_laplace.training.step_evidence import step_evidence
 
 __all__ = ["train_with_evidence"]
 
@@ -51,6 +53,8 @@ def train_with_evidence(
     scheduler: Any = None,
     scheduler_interval: str = "epoch",
     schedule: EvidenceSchedule | None = None,
+    evidence: str = "posterior",
+    examples: int | None = None,
     batch_size: int | None = 128,
     evidence_data: Any = None,
     callbacks: Callback | Sequence[Callback] = (),
@@ -102,6 +106,15 @@ def train_with_evidence(
     schedule : EvidenceSchedule, optional
         When the evidence is computed, how the hyperparameters are updated, and when to stop early. By default
         ``EvidenceSchedule()``, and under ``predictive="loo"`` 10 evaluations of 20 steps.
+    evidence : str
+        What the hyperparameter steps maximize. "posterior": the evidence of the posterior, from all examples.
+        "subset": a lower bound of the exact evidence, from M examples drawn anew for each evaluation, whatever the
+        structure: log joint of all examples - ½ (N/M) log det B of these, whose mean over the draws is at most the
+        evidence ([I23] theorem 2). M is `examples`, and doubles towards the end: the last tenth of the evaluations,
+        at least two, reads all N, or as many as fit in memory; an early stop is followed by such an evaluation. The
+        best state is the best of those of the largest M.
+    examples : int, optional
+        M of "subset", where it is required.
     batch_size : int, optional
         Maximum examples per minibatch of a dataset or of tensors; None means one batch of all. A loader has its own.
     evidence_data : optional
@@ -154,6 +167,8 @@ def train_with_evidence(
     batches = Batches(read, settings.batch_size, device, dtype_of_inputs, targets)
     minibatches = Minibatches(data, batch_size, device, dtype_of_inputs, targets)
     n = count_examples(read, batches)
+    strategy = step_evidence(evidence, examples, n, epochs, schedule.left(0, epochs),
+                             partial(Batches, read, settings.batch_size, device, dtype_of_inputs, targets))
     few = _probe(frozen, batches, likelihood, n)
     quiet = Settings(settings.batch_size, settings.memory_budget, progress=False)
     model = Model(network, likelihood, prior, read, structure, CurvatureType.of(curvature), dtype, quiet, output,
@@ -167,7 +182,8 @@ def train_with_evidence(
     objective = Objective(
         Caller(network, output, targets), likelihood, prior, n, frozen.num_outputs, sum_of_weights(batches)
     )
-    run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule, epochs if annealed else None)
+    run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule, strategy,
+              epochs if annealed else None)
     del frozen
     _rehearse(model, few, n, run.ascent.which)
     if settings.resume is not None:
@@ -200,14 +216,14 @@ def _go(
             run.train_epoch()
             evaluated = run.schedule.due(run.epoch, epochs)
             if evaluated:
-                run.evaluate()
+                run.evaluate(run.schedule.left(run.epoch, epochs))
             _call(run, epochs, callbacks, evaluated)
             now = time.monotonic()
             if now - taken > _SNAPSHOT:
                 latest, taken = run.snapshot(), now
             save(run.snapshot)
         if not run.history.epochs or (run.stopped and run.history.epochs[-1] != run.epoch):
-            run.evaluate()  # a callback stopped it between two evaluations
+            run.evaluate(0)  # a callback stopped it between two evaluations
         run.stopped = run.stopped or "all were asked for"
         save(lambda: run.snapshot() | {"stopped": ""}, now=True)
         if predictive is None:

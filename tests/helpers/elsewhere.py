@@ -107,13 +107,15 @@ class Operations(TorchDispatchMode):
 
 
 class Making(TorchFunctionMode):
-    """`torch.tensor` fills memory behind the dispatcher's back."""
+    """`torch.tensor` and `Tensor.new_tensor` fill memory behind the dispatcher's back."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         wanted = kwargs.get("device")
         if function in (torch.tensor, torch.as_tensor) and wanted is not None and torch.device(wanted).type == NAME:
             return function(*args, **(kwargs | {"device": "cpu"})).to(wanted)
+        if function is Tensor.new_tensor and isinstance(args[0], Elsewhere):
+            return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device)
         return function(*args, **kwargs)
 
 

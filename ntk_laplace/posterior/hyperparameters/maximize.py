@@ -16,7 +16,8 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, NumericalError, UnsupportedError, require_whole
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.posterior.hyperparameters.history import HyperparameterHistory
-from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, spectral_evidence
+from ntk_laplace.posterior.hyperparameters.variables import Evidence, Variables, local_evidence, spectral_evidence
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 
 __all__ = ["METHODS", "maximize"]
@@ -64,13 +65,19 @@ def maximize(
     if method == "mackay":
         _require_fixed_point(set(variables.parameters), posterior.likelihood, correction)
     evidence = None if correction else spectral_evidence(posterior, theta, list(variables.parameters))
+    # the gradient of an estimate is another estimate: a search needs a function and its own gradient
+    estimated = evidence is None and not correction and method != "mackay"
+    local = local_evidence(posterior, theta, list(variables.parameters)) if estimated else None
     if evidence is None:
         evidence = partial(posterior.log_marginal_likelihood, correction=correction)
     search = _Search(variables, evidence, bounds, steps, tolerance)
     history = search.history = HyperparameterHistory(method, variables.names)
     try:
         with variables.alone():
-            _run(search, method, posterior, theta, rate, progress)
+            if local is None:
+                _run(search, method, posterior, theta, rate, progress)
+            else:
+                _by_local_models(search, local, bounds, method, posterior, theta, rate, progress)
     finally:
         variables.set(search.best())  # the best values so far, also after an interruption
     search.report_bounds()
@@ -89,6 +96,30 @@ def _run(
         _adam(search, rate, progress)
     else:
         _lbfgs(search)
+
+
+def _by_local_models(
+    search: _Search, local: Callable[[], Tensor], bounds: tuple[float, float], method: str, posterior: Evidence,
+    theta: Tensor, rate: float, progress: bool | None,
+) -> None:  # fmt: skip
+    """Maximize local models in turn, each made where the one before has its maximum; a step is one of them."""
+    variables = search.variables
+    for _ in track(range(tuning.ANCHORS), "ntk_laplace: local models", tuning.ANCHORS, progress):
+        inner = _Search(variables, local, bounds, search.steps, search.tolerance)
+        inner.history = HyperparameterHistory(method, variables.names)
+        start = inner.inside(variables.get())
+        value, gradient = inner.at(start)
+        search.note(value, start, gradient)
+        _run(inner, method, posterior, theta, rate, None)
+        end = inner.best()
+        gain, move = max(inner.history.evidence) - value, float((end - start).abs().max())
+        if move <= tuning.ANCHOR_MOVE or gain <= search.tolerance * (1.0 + abs(value)):
+            return search.stop(True, f"a local model moves its hyperparameters by {move:.1g} in logarithms")
+        variables.set(end)
+        found = local_evidence(posterior, theta, list(variables.parameters))
+        assert found is not None
+        local = found
+    return search.stop(False, f"{tuning.ANCHORS} local models were not enough")
 
 
 class _Search:

@@ -15,7 +15,7 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Evidence", "Variables", "spectral_evidence"]
+__all__ = ["Evidence", "Variables", "local_evidence", "spectral_evidence"]
 
 
 class Evidence(Protocol):
@@ -53,6 +53,9 @@ class Evidence(Protocol):
 
     def group_spectra(self) -> list[tuple[Tensor, int | Tensor]] | None:
         """Eigenvalues of P0^-½ JᵀΛJ P0^-½ with their prior groups; None if not available."""
+
+    def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
+        """log det B in changes of the log precisions, near the present ones; None where it is not estimated."""
 
     def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
         """Evidence in nats, differentiable in the hyperparameters."""
@@ -191,6 +194,32 @@ def spectral_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) 
         joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
         log_det = torch.stack([_LogDet.apply(shift[group], values) for values, group in spectra]).sum()
         return joint - 0.5 * log_det.to(joint)  # [I21] Eq. 8, 9
+
+    return evidence
+
+
+def local_evidence(posterior: Evidence, theta: Tensor, which: Sequence[str]) -> Callable[[], Tensor] | None:
+    """The evidence near the present hyperparameters, for an estimated log det B; None where it is not estimated.
+
+    The likelihood may be optimized too if it only multiplies Λ by a scalar.
+    """
+    prior, scale = posterior.prior, posterior.log_scale()
+    moving = bool(set(which) - {"precision"})
+    log_det = None if moving and scale is None else posterior.local_log_det()
+    if log_det is None:
+        return None
+    with torch.no_grad():
+        log_precision, distances = prior.log_precision.detach().clone(), prior.group_distances(theta)
+        log_scale = None if scale is None else scale.detach().clone()
+
+    def evidence() -> Tensor:
+        shift = (prior.log_precision - log_precision).double()
+        now = posterior.log_scale() if moving else None
+        if now is not None and log_scale is not None:
+            shift = shift - (now - log_scale).double()
+        joint = posterior.log_likelihood()
+        joint = joint - 0.5 * (prior.precision.to(distances) * distances).sum().to(joint)
+        return joint - 0.5 * log_det(shift).to(joint)  # [I21] Eq. 8
 
     return evidence
 

@@ -83,13 +83,10 @@ def _quadrature(diagonal: Tensor, beside: list[Tensor], mass: Tensor, bound: flo
         matrix += torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     nodes, vectors = torch.linalg.eigh(matrix)
     last = beside[-1]
-    # the last diagonal entry that makes `bound` an eigenvalue: bound + d_k with (T - bound I) d = β² e_k
-    right = torch.zeros_like(diagonal)
-    right[:, -1] = last.square()
-    shifted = matrix - bound * torch.eye(k, dtype=matrix.dtype, device=matrix.device)
-    # where no eigenvalue is left above the bound, T - bound I is singular, and so is the whole remainder
-    entry = torch.linalg.lstsq(shifted, right.unsqueeze(2)).solution[:, -1, 0] if bool((last == 0).any()) else (
-        torch.linalg.solve(shifted, right.unsqueeze(2))[:, -1, 0])
+    # the last diagonal entry that makes `bound` an eigenvalue: bound + β² [(T - bound I)⁻¹]_kk; rounding may put an
+    # eigenvalue of T on the bound or below it
+    above = torch.maximum(nodes - bound, torch.finfo(nodes.dtype).eps * nodes[:, -1:].abs())
+    entry = last.square() * (vectors[:, -1].square() / above).sum(1)
     larger = torch.zeros(len(matrix), k + 1, k + 1, dtype=matrix.dtype, device=matrix.device)
     larger[:, :k, :k] = matrix
     larger[:, k, k] = bound + entry

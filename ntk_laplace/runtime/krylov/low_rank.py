@@ -15,18 +15,25 @@ __all__ = ["LowRank", "low_rank"]
 class LowRank:
     """F with FᵀF at most A, in the order of semidefinite matrices; rows of F are vectors.
 
-    With C a root of A (A = CᵀC) and Q an orthonormal basis of C Ωᵀ, F = QᵀC: the Nyström approximation of A.
+    With C a root of A (A = CᵀC) and Q an orthonormal basis of C Ωᵀ, F = QᵀC: the Nyström approximation of A. The basis
+    is that of orthogonal rows of F.
 
     Attributes
     ----------
-    factor : Tensor, (r, d)
-        F.
-    tests : Tensor, (r, d)
-        T with F = T A and T A Tᵀ = I.
+    values : Tensor, (r,)
+        Eigenvalues λ of FᵀF, ascending.
+    vectors : Tensor, (r, d)
+        Its eigenvectors: F = λ^½ times these.
+    tests : Tensor, (m, d)
+        Ω.
+    mixing : Tensor, (r, m)
+        W with F = W Ω A and W Ω A Ωᵀ Wᵀ = I.
     """
 
-    factor: Tensor
+    values: Tensor
+    vectors: Tensor
     tests: Tensor
+    mixing: Tensor
 
 
 def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor) -> LowRank:
@@ -36,10 +43,15 @@ def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor) -> LowRank:
     then below m.
     """
     images = operator(tests)
-    core = tests @ images.T
-    values, vectors = torch.linalg.eigh(0.5 * (core + core.T).double())
-    # rounding of the product: keep what stands clear of it
-    smallest = len(values) * torch.finfo(tests.dtype).eps * values[-1].clamp_min(0.0)
-    kept = values > 8.0 * smallest
-    root = (vectors[:, kept] * values[kept].rsqrt()).to(tests)
-    return LowRank(root.T @ images, root.T @ tests)
+    core = (tests @ images.T).double()
+    # an image is wrong by a share of its own size: in units of these sizes rounding is the same everywhere
+    sizes = core.diagonal().clamp_min(0.0).sqrt()
+    units = torch.where(sizes > 0, sizes, torch.inf).reciprocal()
+    values, vectors = torch.linalg.eigh(0.5 * (core + core.T) * units * units.unsqueeze(1))
+    kept = values > 8.0 * len(values) * torch.finfo(tests.dtype).eps
+    root = (units.unsqueeze(1) * vectors[:, kept] * values[kept].rsqrt()).to(tests)
+    factor = root.T @ images
+    values, turn = torch.linalg.eigh(factor @ factor.T)
+    clear = values > len(values) * torch.finfo(tests.dtype).eps * values[-1:].clamp_min(0.0)
+    values, turn = values[clear], turn[:, clear]
+    return LowRank(values, (turn * values.rsqrt()).T @ factor, tests, (root @ turn).T)

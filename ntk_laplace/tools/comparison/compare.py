@@ -267,14 +267,14 @@ def _measure(label: str, fit: Callable[[], Posterior], correction: bool, device:
         with fitting:
             posterior = fit()
         with evaluating, torch.no_grad():
-            evidence = float(posterior.log_marginal_likelihood(correction))
-    with torch.no_grad():
-        log_joint, log_det = float(posterior.log_joint()), float(posterior.log_det())
-    added = evidence - (log_joint - 0.5 * log_det) if correction else None  # [I21] A.1
+            found = posterior.evidence(correction)
     row = StructureEvidence(
-        label, evidence, None, log_det, log_joint, added, fitting.seconds, evaluating.seconds, memory.bytes
-    )
-    return _Outcome(row, posterior.num_examples, posterior.fitted.structure.spec.exact)
+        label, float(found), None, float(found.log_det), float(found.log_likelihood + found.log_prior),
+        float(found.correction) if correction else None,  # [I21] A.1
+        fitting.seconds, evaluating.seconds, memory.bytes, found.standard_error,
+    )  # fmt: skip
+    reference = posterior.fitted.structure.spec.exact and found.standard_error == 0
+    return _Outcome(row, posterior.num_examples, reference)
 
 
 def _reason(error: Exception) -> str:

@@ -161,7 +161,8 @@ def _method(conditional: str, named: dict[str, Posterior]) -> str:
 
 
 def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str, float]) -> ModelScores:
-    evidence, used = float(posterior.log_marginal_likelihood()), posterior.effective_parameters()
+    found, used = posterior.evidence(), posterior.effective_parameters()
+    evidence = float(found)
     check = check_prior(posterior, used, evidence)
     loo, note = _left_out(posterior)
     return ModelScores(
@@ -169,7 +170,7 @@ def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str,
         effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
         bic=float(posterior.bic()), aic=float(posterior.aic()), prior_gap=check.gap, vague=check.vague,
         narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
-        **tested,
+        evidence_error=found.standard_error, **tested,
     )  # fmt: skip
 
 

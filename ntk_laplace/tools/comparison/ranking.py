@@ -63,6 +63,8 @@ class ModelScores:
         Whether leave-one-out is a reliable estimate of retraining without each point; None if there is no score.
     loo_note : str
         Reasons to distrust it, or why there is no score; else empty.
+    evidence_error : float
+        Standard error of the evidence, if it is a stochastic estimate; else 0.
     test_log_likelihood : float or None
         In nats per test example; like all scores below None without test data.
     test_accuracy, test_brier, test_ece : float or None
@@ -86,6 +88,7 @@ class ModelScores:
     prior: str
     loo_trusted: bool | None = None
     loo_note: str = ""
+    evidence_error: float = 0.0
     test_log_likelihood: float | None = None
     test_accuracy: float | None = None
     test_brier: float | None = None
@@ -190,6 +193,9 @@ class ModelComparison:
             values = [getattr(row, name) for row in self.rows]
             if any(value is not None for value in values):
                 cells = ["-" if value is None else form.format(value) for value in values]
+                if name == "evidence":
+                    cells = [c + f" ± {row.evidence_error:.2g}" * bool(row.evidence_error)
+                             for c, row in zip(cells, self.rows, strict=True)]
                 if name == "loo":
                     cells = [c + "*" * (row.loo_trusted is False) for c, row in zip(cells, self.rows, strict=True)]
                 columns.append([heading, *cells])

@@ -40,6 +40,8 @@ class StructureEvidence:
     peak_memory : int or None
         Peak bytes beyond the memory before the fit: counted by torch on CUDA, elsewhere an estimate from the
         process's resident memory.
+    standard_error : float or None
+        Of the evidence, if it is a stochastic estimate; 0 if it is not.
     note : str
         Empty, or "refused: ..." or "failed: ..." with the reason, or "note: ..." with warnings of the fit that no
         earlier row reports.
@@ -54,6 +56,7 @@ class StructureEvidence:
     fit_seconds: float | None = None
     evidence_seconds: float | None = None
     peak_memory: int | None = None
+    standard_error: float | None = None
     note: str = ""
 
 
@@ -109,6 +112,7 @@ class EvidenceComparison:
              else (row.fit_seconds, row.evidence_seconds) for row in self.rows],
             [row.peak_memory for row in self.rows],
             None if self.exact is None else self[self.exact].evidence,
+            [row.standard_error for row in self.rows],
         )
 
     def __str__(self) -> str:
@@ -143,7 +147,8 @@ def _labels(rows: Sequence[StructureEvidence]) -> list[str]:
 def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[str] | None]:
     """Columns with their headings; None for an empty column."""
     forms = {
-        "evidence": ("evidence", "{:.3f}"), "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
+        "evidence": ("evidence", "{:.3f}"), "±": ("standard_error", "{:.2g}"),
+        "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
         "log joint": ("log_joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
         "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
     }  # fmt: skip
@@ -156,7 +161,10 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
             cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
         if name == "difference":
             cells = ["exact" if row.structure == exact else cell for row, cell in zip(rows, cells, strict=True)]
-        optional = name in ("difference", "correction") and all(value is None for value in values)
+        if name == "standard_error":
+            values = [value or None for value in values]  # not a column of zeros
+            cells = ["" if value is None else form.format(value) for value in values]
+        optional = name in ("difference", "correction", "standard_error") and all(value is None for value in values)
         columns.append(None if optional else [heading, *cells])
     sizes = ["-" if row.peak_memory is None else format_bytes(row.peak_memory) for row in rows]
     return [*columns, ["memory", *sizes]]

@@ -1,0 +1,259 @@
+"""Lower bounds of the evidence from blocks of examples and of parameters ([I23] theorems 1 to 3).
+
+Fischer's inequality: the determinant of a positive definite matrix is at most the product of those of its diagonal
+blocks, for B in function space and for H in weight space. Every bound here is one of the exact evidence of the
+linearized model, whatever the structure: it needs rows of the Jacobian alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
+from ntk_laplace.curvature.posterior_precision import group_numbers
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.model.priors.names import assign
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures.data_passes import read_rows, selected
+from ntk_laplace.structures.evidence import log_likelihood, log_prior
+from ntk_laplace.structures.fitted_model import FittedModel
+from ntk_laplace.structures.structure import require_one_process
+
+__all__ = ["EvidenceBound", "evidence_bound"]
+
+_PARAMETERS = (None, "layers", "diagonal")
+_OUTPUTS = ("all", "one")
+
+
+@dataclass(frozen=True, repr=False)
+class EvidenceBound:
+    """A lower bound of the evidence from blocks of examples and parameters, or an estimate of one from some blocks.
+
+    Attributes
+    ----------
+    value : Tensor, ()
+        In nats: log joint - ½ log_det. It carries no graph; `gradient` is its derivative.
+    standard_error : float
+        Of `value` as an estimate of the bound from all blocks of the partition: 0 if all were used, NaN if one was.
+    log_det : Tensor, ()
+        An upper bound of log det B.
+    gradient : Tensor, (G,), or None
+        ∂ value/∂ log δ_g for each prior group, if it was asked for.
+    used : tuple of Tensor
+        Indices of the examples of each block that was used.
+    num_blocks : int
+        Blocks of the partition.
+    examples : int
+        M, the largest number of examples in a block.
+    parameters : str or None
+        "layers" or "diagonal", if the parameters are partitioned too.
+    outputs : str
+        "one" if each output of the curvature's root is a block of its own, else "all".
+    """
+
+    value: Tensor
+    standard_error: float
+    log_det: Tensor
+    gradient: Tensor | None
+    used: tuple[Tensor, ...]
+    num_blocks: int
+    examples: int
+    parameters: str | None
+    outputs: str
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __repr__(self) -> str:
+        whole = len(self.used) == self.num_blocks
+        kind = "lower bound of the evidence" if whole else "estimate of a lower bound of the evidence"
+        error = "" if whole else f" ± {self.standard_error:.3g}"
+        columns = "" if self.outputs == "all" else ", one output each"
+        split = {None: "all parameters", "layers": "layer by layer", "diagonal": "parameter by parameter"}
+        return (
+            f"{kind}: {float(self):,.3f}{error} nats ({len(self.used)} of {self.num_blocks} block"
+            f"{'s' * (self.num_blocks > 1)}, at most {self.examples} examples each{columns}; {split[self.parameters]})"
+        )
+
+
+def evidence_bound(
+    fitted: FittedModel, examples: int | None, parameters: str | None, outputs: str, blocks: int | None, seed: int,
+    gradient: bool,
+) -> EvidenceBound:  # fmt: skip
+    """A lower bound of the evidence; see `Posterior.evidence_bound`."""
+    if parameters not in _PARAMETERS:
+        raise UnsupportedError('parameters None, "layers" or "diagonal"', repr(parameters), "Choose one of them.")
+    if outputs not in _OUTPUTS:
+        raise UnsupportedError('outputs "all" or "one"', repr(outputs), "Choose one of them.")
+    n = fitted.num_examples
+    if examples is not None:
+        require_whole("examples", examples, 1, "Leave it out for all examples in one block.")
+    count = -(-n // min(n, examples or n))
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    device = fitted.network.device
+    parts = [part.sort().values.to(device) for part in order.tensor_split(count)]
+    with torch.no_grad():
+        root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
+    if outputs == "one":
+        root = _principal(root)
+    columns = [slice(None)] if outputs == "all" else [slice(r, r + 1) for r in range(root.shape[-1])]
+    whole = [(part, own) for part in parts for own in columns]
+    if blocks is not None and not 0 < require_whole("blocks", blocks, 1, "Leave it out for all.") <= len(whole):
+        raise HyperparameterError(f"at most {len(whole)} blocks, as many as there are", f"{blocks}",
+                                  "Leave blocks= out for all of them.")
+    chosen = whole
+    if blocks is not None and blocks < len(whole):
+        drawn = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed + 1))[:blocks]
+        chosen = [whole[i] for i in drawn.tolist()]
+    layouts = _layouts(fitted, parameters)
+    with torch.inference_mode(False), torch.no_grad():
+        found = [_of_block(fitted, layouts, parameters == "diagonal", index, root[index][..., own], gradient)
+                 for index, own in chosen]  # fmt: skip
+        return _summed(fitted, found, [index for index, _ in chosen], len(whole), len(parts[0]), parameters, outputs)
+
+
+def _summed(
+    fitted: FittedModel, found: list[tuple[Tensor, Tensor | None]], used: list[Tensor], total: int, examples: int,
+    parameters: str | None, outputs: str,
+) -> EvidenceBound:  # fmt: skip
+    """The bound from log det and γ of each block used, scaled to all of them."""
+    count, log_dets = len(found), torch.stack([value for value, _ in found])
+    scale, error = total / count, 0.0
+    if count < total:  # simple random sampling without replacement
+        spread = float(log_dets.std()) if count > 1 else math.nan
+        error = 0.5 * total * spread * math.sqrt((1 - count / total) / count)
+    log_det = scale * log_dets.sum()
+    fit = log_likelihood(fitted).detach()
+    value = fit + log_prior(fitted).detach().to(fit) - 0.5 * log_det.to(fit)
+    slope, own = None, [gamma for _, gamma in found if gamma is not None]
+    if own:
+        prior = fitted.prior
+        pulled = prior.precision * prior.group_distances(fitted.theta)
+        slope = 0.5 * (scale * torch.stack(own).sum(0).to(pulled) - pulled)
+    return EvidenceBound(value, error, log_det, slope, tuple(used), total, examples, parameters, outputs)
+
+
+def _layouts(fitted: FittedModel, parameters: str | None) -> list[ParameterLayout]:
+    """The parameters of each block of the partition; all together where single parameters are blocks."""
+    shapes = fitted.network.shapes
+    group_of, names = assign("layer" if parameters == "layers" else "all", list(shapes))
+    return [ParameterLayout({name: shapes[name] for name in shapes if group_of[name] == g}) for g in range(len(names))]
+
+
+def _principal(root: Tensor) -> Tensor:
+    """S U with orthogonal columns, largest first, for UᵀSᵀS U diagonal: the eigenvectors of Λ, (N, C, R).
+
+    Any root gives a bound by columns. Columns of like curvature, in one block, leave out the least.
+    """
+    return root @ torch.linalg.eigh(root.mT @ root).eigenvectors.flip(-1)
+
+
+def _of_block(
+    fitted: FittedModel, layouts: list[ParameterLayout], diagonal: bool, index: Tensor, root: Tensor, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Σ_p log det(I + A_p P0_p⁻¹ A_pᵀ) over blocks of parameters, A the rows of SᵀJ of some examples; γ_g of it, (G,).
+
+    Each determinant is taken in the smaller of the two spaces. Rows are kept only where one is in function space.
+    """
+    prior, size, like = fitted.prior, len(index) * root.shape[-1], fitted.theta
+    in_weights = [diagonal or layout.num_parameters < size or (gradient and prior.groups == "parameter")
+                  for layout in layouts]  # fmt: skip
+    _require_memory(fitted, [] if diagonal else [w for w, own in zip(layouts, in_weights, strict=True) if own],
+                    0 if all(in_weights) else size)
+    shape = 1 if diagonal else 2
+    sums = {i: like.new_zeros([layout.num_parameters] * shape) for i, layout in enumerate(layouts) if in_weights[i]}
+    kept: list[Jacobian] = []
+    for rows in _weighted_rows(fitted, index, root):
+        if len(sums) < len(layouts):
+            kept.append(rows)
+        for i, total in sums.items():
+            for part in _pieces(rows, layouts[i]):
+                if diagonal:
+                    total += part.dense(layouts[i]).square_().sum((0, 1))
+                else:
+                    accumulate_ggn(total, part, layouts[i])
+    log_det, gammas = like.new_zeros((), dtype=torch.float64), []
+    together = Jacobian.concatenate(kept) if kept else None
+    for i, layout in enumerate(layouts):
+        precision: PosteriorPrecision | _Diagonal
+        if together is not None and i not in sums:
+            own = _restricted(together, layout)
+            eye = torch.eye(own.num_cotangents).to(own.f).expand(own.num_examples, -1, -1)  # S is in the rows already
+            precision = FunctionSpacePrecision(own, eye, prior, layout)
+        else:
+            precision = (_Diagonal if diagonal else FullPrecision)(sums.pop(i), prior, layout)
+        log_det += precision.log_det()
+        if gradient:
+            gammas.append(precision.effective_parameters())
+    return log_det, torch.stack(gammas).sum(0) if gammas else None
+
+
+class _Diagonal:
+    """P0 + diag(JᵀΛJ), as far as the evidence needs it.
+
+    Parameters
+    ----------
+    squares : Tensor, (P,)
+        The diagonal of JᵀΛJ.
+    prior : GaussianPrior
+    shapes : ParameterLayout
+    """
+
+    def __init__(self, squares: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
+        self.groups = group_numbers(prior, shapes).to(squares.device)
+        self.by_group = prior.precision.to(squares)
+        self.ratio = squares / self.by_group[self.groups]
+
+    def log_det(self) -> Tensor:
+        """Σ log(1 + h_i/δ_i)."""
+        return self.ratio.log1p().sum()
+
+    def effective_parameters(self) -> Tensor:
+        """γ_g, (G,)."""
+        return torch.zeros_like(self.by_group).index_add_(0, self.groups, self.ratio / (1 + self.ratio))
+
+
+def _weighted_rows(fitted: FittedModel, index: Tensor, root: Tensor) -> Iterator[Jacobian]:
+    """Rows of SᵀJ at some of the points, ascending: stored rows times S, or one backward pass for each column."""
+    model, structure = fitted.model, fitted.structure
+    if structure.source is None:
+        seen = 0
+        for rows in fitted.rows_at(index):
+            yield rows.weighted(root[seen : seen + rows.num_examples])
+            seen += rows.num_examples
+        return
+    require_one_process(model)
+    source = selected(model, structure.source, index, fitted.num_examples)
+    yield from read_rows(model, source, root, model.settings.batch_size, "bound of the evidence")
+
+
+def _restricted(rows: Jacobian, layout: ParameterLayout) -> Jacobian:
+    """The rows without blocks of other parameters."""
+    return replace(rows, blocks=tuple(block for block in rows.blocks if not layout.keys().isdisjoint(block.names)))
+
+
+def _pieces(rows: Jacobian, layout: ParameterLayout) -> Iterator[Jacobian]:
+    """The rows of some parameters in pieces that fit in memory when written out."""
+    own = _restricted(rows, layout)
+    step = max(1, tuning.FULL_ROWS_BYTES // (layout.num_parameters * rows.num_cotangents * rows.dtype.itemsize))
+    for start in range(0, rows.num_examples, step):
+        yield own.subset(slice(start, start + step))
+
+
+def _require_memory(fitted: FittedModel, summed: list[ParameterLayout], size: int) -> None:
+    """Refuse the matrices of a block of `size` rows, and those of the parameters in weight space, if too large."""
+    squares = [layout.num_parameters**2 for layout in summed]
+    require_memory(
+        (sum(squares) + max([size**2, *squares])) * fitted.theta.element_size(), fitted.network.device,
+        f"the matrices of a block ({size:,} rows, {len(squares)} in weight space)",
+        'Pass fewer examples=, or parameters="layers" or "diagonal".', fitted.settings.memory_budget,
+    )  # fmt: skip

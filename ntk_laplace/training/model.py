@@ -1,0 +1,103 @@
+"""The network in training, with the arguments that define its posterior."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.objective import in_mode
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.fit import fit_with, spec_of
+from ntk_laplace.runtime.serialization import load_tensors, module_tensors
+from ntk_laplace.structures import Settings, StructureSpec
+
+__all__ = ["Model"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The network in training, and the arguments that define its posterior.
+
+    Attributes
+    ----------
+    network : nn.Module
+        The caller's network.
+    likelihood, prior
+    data : object
+        Data of the evidence.
+    structure, curvature, dtype, settings, output, targets
+        As in `laplace`.
+    """
+
+    network: nn.Module
+    likelihood: Likelihood
+    prior: GaussianPrior
+    data: Any
+    structure: str | StructureSpec
+    curvature: CurvatureType
+    dtype: torch.dtype | None
+    settings: Settings
+    output: str | int | None = None
+    targets: str | None = None
+
+    def posterior(self, quietly: bool = False) -> Posterior:
+        """Fit at the current weights and hyperparameters in eval mode; `quietly` suppresses the library's warnings."""
+        with in_mode(self.network, training=False), warnings.catch_warnings():
+            if quietly:
+                warnings.simplefilter("ignore", NTKLaplaceWarning)
+            return fit_with(
+                self.network, self.data, self.likelihood, self.prior, self.structure, self.curvature,
+                dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets,
+            )  # fmt: skip
+
+    def exact(self) -> Model:
+        """The same model with an exact posterior; this one if it has one."""
+        spec = spec_of(self.structure)
+        if spec is not None and spec.exact and self.curvature.kind == "ggn":
+            return self
+        return replace(self, structure="auto", curvature=CurvatureType.of("ggn"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies of weights, buffers and hyperparameters."""
+        return module_tensors(self.network, self.prior, self.likelihood)
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        """Restore them."""
+        load_tensors(saved, self.network, self.prior, self.likelihood)
+
+    def signature(self) -> dict[str, str]:
+        """Settings that a resumed training must share with the interrupted one."""
+        trained = ((name, p) for name, p in self.network.named_parameters() if p.requires_grad)
+        output = {} if self.output is None else {"output": repr(self.output)}
+        return output | {
+            "parameters": _listed(trained), "buffers": _listed(self.network.named_buffers()),
+            "prior groups": repr(self.prior.groups), "prior mean": _words(self.prior.flat_mean()),
+            "curvature": repr(self.curvature),
+            "likelihood": f"{' of '.join(type(m).__name__ for m in self.likelihood.modules())}, weight "
+                          f"{self.likelihood.weight:g}, {_listed(self.likelihood.named_parameters())}",
+            "structure": repr(self.structure), "dtype": repr(self.dtype),
+        }  # fmt: skip
+
+
+def _listed(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Names, types and shapes in one line."""
+    words = (f"{name}: {str(t.dtype).removeprefix('torch.')} {'x'.join(map(str, t.shape))}" for name, t in named)
+    return ", ".join(map(str.strip, words)) or "none"
+
+
+def _words(values: Tensor) -> str:
+    """A number, or a digest that identifies many numbers."""
+    if len(values.unique()) == 1:
+        return f"{float(values[0]):g}"
+    digest = hashlib.sha256(values.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:8]
+    return f"{len(values):,} numbers ({digest})"

@@ -1,0 +1,226 @@
+"""What the hyperparameter steps of a training maximize: a posterior's evidence, or a lower bound from some examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, UnsupportedError, require_whole
+from ntk_laplace.model.data import Batches, Selected
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.hyperparameters import Evidence
+from ntk_laplace.runtime.scalars import scalar
+from ntk_laplace.structures.data_passes import read_points
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.training.model import Model
+
+__all__ = ["Evaluation", "PosteriorEvidence", "StepEvidence", "SubsetEvidence", "step_evidence"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evidence as a function of the hyperparameters.
+
+    Attributes
+    ----------
+    evidence : Evidence
+    theta : Tensor, (P,)
+        The weights.
+    posterior : Posterior or None
+        That of all examples with the training's structure, if it was fitted.
+    examples : int or None
+        M, the number of examples in the log determinant; None for all, at every evaluation.
+    """
+
+    evidence: Evidence
+    theta: Tensor
+    posterior: Posterior | None
+    examples: int | None
+
+    @classmethod
+    def of(cls, posterior: Posterior, examples: int | None = None) -> Evaluation:
+        """The evidence of a posterior of all examples."""
+        return cls(posterior, posterior.network.theta.to(posterior.dtype), posterior, examples)
+
+
+class StepEvidence(Protocol):
+    """The evidence of an evaluation, a function of the hyperparameters at fixed weights."""
+
+    @property
+    def words(self) -> str:
+        """What a resumed training must share with the interrupted one."""
+
+    @property
+    def most(self) -> int:
+        """The most examples that an evaluation may read; 0 if every evaluation reads all."""
+
+    def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
+        """The evidence at the present weights; `left` evaluations follow."""
+
+
+class PosteriorEvidence:
+    """The evidence of the posterior itself, with its structure, from all examples."""
+
+    words, most = "posterior", 0
+
+    def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
+        """Fit to all examples."""
+        return Evaluation.of(model.posterior(quietly))
+
+
+class SubsetEvidence:
+    """The lower bound from M examples that are drawn anew for each evaluation ([I23] theorem 2), M growing at the end.
+
+    log joint - ½ (N/M) log det B_M: the log joint is that of all examples, and B_M that of the exact posterior of M
+    of them. The last tenth of the evaluations, and at least two, read all N examples: their evidence is exact. In those
+    before, M is halved from one to the one before it, down to `examples`. A grown M that does not fit in memory is
+    halved until it does.
+
+    Parameters
+    ----------
+    examples : int
+        M of the first evaluations.
+    total : int
+        N.
+    epochs, evaluations : int
+        Of the training; M depends on them.
+    batches : callable
+        Returns the data of the evidence, for one pass.
+    """
+
+    def __init__(
+        self, examples: int, total: int, epochs: int, evaluations: int, batches: Callable[[], Batches]
+    ) -> None:
+        self.examples, self.total, self.epochs, self.batches = min(examples, total), total, epochs, batches
+        self.most, self.whole = total, max(2, -(-evaluations // 10))
+
+    @property
+    def words(self) -> str:
+        """M, and over how many epochs it grows."""
+        return f"subset of {self.examples:,} examples, growing over {self.epochs} epochs"
+
+    def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
+        """Fit the cheaper exact structure to M examples, and read the outputs at all of them.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If the first M does not fit in memory.
+        """
+        while True:
+            m = min(self.most, max(self.examples, self.total >> max(0, left + 1 - self.whole)))
+            try:
+                if m == self.total and model.exact() is model:
+                    return Evaluation.of(model.posterior(quietly), m)
+                part = replace(model, data=self._drawn(m), structure="auto").posterior(quietly)
+            except MemoryBudgetError as error:
+                if m == self.examples:
+                    raise MemoryBudgetError(f"an evidence of {m:,} examples that fits in memory", f"{error}",
+                                            "Pass a smaller examples=.") from error
+                self.most = max(self.examples, m // 2)
+            else:
+                bound = _Bound(part, read_points(part.fitted.model, self.batches()), self.total / m)
+                return Evaluation(bound, part.network.theta.to(part.dtype), None, m)
+
+    def _drawn(self, m: int) -> DataLoader:
+        """M examples by torch's global random state, in batches as they are read."""
+        keep = torch.zeros(self.total, dtype=torch.bool)
+        keep[torch.randperm(self.total)[:m]] = True
+        chosen = Selected(self.batches(), keep)
+        pairs = list(chosen)
+        if chosen.weights is None:
+            return _loader(pairs)
+        weights = chosen.weights.split([len(y) for _, y in pairs])
+        return _loader([(x, y, w) for (x, y), w in zip(pairs, weights, strict=True)])
+
+
+class _Bound:
+    """The bound as a function of the hyperparameters, with the interface of a posterior that `Ascent` uses.
+
+    Parameters
+    ----------
+    part : Posterior
+        Of M examples.
+    points : TrainingPoints
+        Of all examples.
+    factor : float
+        N/M.
+    """
+
+    def __init__(self, part: Posterior, points: TrainingPoints, factor: float) -> None:
+        self.part, self.points, self.factor = part, points, factor
+        self.prior, self.likelihood, self.dtype = part.prior, part.likelihood, part.dtype
+        self.f, self.targets, self.weights = points.f, points.targets, points.counts
+
+    def log_likelihood(self) -> Tensor:
+        """Σ log p(y_n given f_n) of all examples."""
+        return scalar(self.points.log_likelihood(self.likelihood))
+
+    def log_scale(self) -> Tensor | None:
+        """As of the part."""
+        return self.part.log_scale()
+
+    def group_spectra(self) -> None:
+        """None: a step takes a factorization of the M examples."""
+
+    def local_log_det(self) -> None:
+        """None: the bound of a draw is no estimate."""
+
+    def effective_parameters(self) -> Tensor:
+        """N/M γ_g of the part."""
+        return self.factor * self.part.effective_parameters()
+
+    def log_marginal_likelihood(self, correction: bool = False) -> Tensor:
+        """Log joint - ½ (N/M) log det B_M, differentiable in the hyperparameters.
+
+        Raises
+        ------
+        UnsupportedError
+            With a correction.
+        """
+        if correction:
+            raise UnsupportedError("a bound without correction", "correction=True", "Leave it out.")
+        fit = self.log_likelihood()
+        log_prior = -self.prior.energy(self.part.fitted.theta)
+        return fit + log_prior.to(fit) - 0.5 * self.factor * self.part.log_det().to(fit)
+
+
+class _Batches(IterableDataset):
+    """Batches in memory; without a length, which is that of batches and not of examples."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def _loader(batches: list[Any]) -> DataLoader:
+    return DataLoader(_Batches(batches), batch_size=None, collate_fn=lambda batch: batch)
+
+
+def step_evidence(
+    evidence: str, examples: int | None, total: int, epochs: int, evaluations: int, batches: Callable[[], Batches]
+) -> StepEvidence:
+    """The strategy that the arguments of `train_with_evidence` name.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none of this name.
+    HyperparameterError
+        If `examples` is missing, is not a whole number, or has no use.
+    """
+    if evidence not in ("posterior", "subset"):
+        raise UnsupportedError('evidence="posterior" or "subset"', repr(evidence), "Choose one of them.")
+    remedy = 'Pass for example evidence="subset", examples=500.'
+    if evidence == "subset":
+        return SubsetEvidence(require_whole("examples", examples, 1, remedy), total, epochs, evaluations, batches)
+    if examples is not None:
+        raise HyperparameterError('examples= with evidence="subset" only', f"examples={examples!r}", remedy)
+    return PosteriorEvidence()

@@ -1,0 +1,438 @@
+"""Structures from products with the curvature: "iterative" is exact, its error bars hold, and "nystrom" bounds it.
+
+References are dense: H and its inverse, log determinants by Cholesky, and a fit with structure="full".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids
+from ntk_laplace.curvature.iterative import IterativePrecision
+from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, NTKLaplaceWarning, NumericalError
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import conjugate_gradients, lanczos, low_rank
+from reference import relative_error
+from registry import LIKELIHOODS, NETWORKS, PRIORS, problem, targets
+
+pytestmark = pytest.mark.filterwarnings("ignore:no factor rule covers")
+COMPLETE = ntkl.Iterative(relative_error=1e-9)  # the rank grows until it is complete
+
+
+def iterative(network: str, likelihood: str, prior: str, structure: Any = COMPLETE, **settings: Any) -> ntkl.Posterior:
+    """A fit that is not kept: its sketches would change with the order of the tests."""
+    case = problem(network)
+    y = targets(LIKELIHOODS[likelihood], case)
+    return ntkl.laplace(case.network, (case.x, y), LIKELIHOODS[likelihood].build(), PRIORS[prior].build(case),
+                        structure, settings=ntkl.Settings(**settings))  # fmt: skip
+
+
+@functools.cache
+def digits_like(num_examples: int = 150, seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
+    """Classes of noisy prototypes and a trained network whose curvature has more directions than a small sketch."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.randn(5, 12, generator=generator, dtype=torch.float64)
+    y = torch.randint(5, (num_examples,), generator=generator)
+    x = centers[y] + 0.8 * torch.randn(num_examples, 12, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)).double()
+    optimizer = torch.optim.LBFGS(network.parameters(), max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        decay = 0.05 * sum(p.square().sum() for p in network.parameters())
+        value = nn.functional.cross_entropy(network(x), y, reduction="sum") + decay
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return network, x, y
+
+
+def classes(structure: Any, prior: ntkl.GaussianPrior | None = None, **settings: Any) -> ntkl.Posterior:
+    network, x, y = digits_like()
+    prior = ntkl.GaussianPrior(0.1) if prior is None else prior
+    return ntkl.laplace(network, (x, y), ntkl.Categorical(), prior, structure, settings=ntkl.Settings(**settings))
+
+
+# --- linear algebra
+
+
+def spectrum_matrix(values: Tensor, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator, dtype=torch.float64))[0]
+    return (basis * values) @ basis.T
+
+
+def test_gauss_and_radau_bracket_every_probe() -> None:
+    matrix = spectrum_matrix(1.0 + torch.logspace(3, -6, 60, dtype=torch.float64))
+    probes = torch.randn(7, 60, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(matrix)
+    exact = ((probes @ vectors).square() * values.log()).sum(1)
+    widths = []
+    for steps in (1, 3, 8, 20):
+        found = lanczos(lambda v: v @ matrix, probes, 1.0, steps, lambda _: False)
+        below, above = found.bracket(torch.log)
+        assert found.nodes.shape == (7, steps)
+        assert bool((below <= exact + 1e-9).all()) and bool((exact <= above + 1e-9).all())
+        widths.append(float((above - below).mean()))
+    assert widths == sorted(widths, reverse=True) and widths[-1] < 1e-3 * widths[0]
+
+
+def test_an_invariant_subspace_ends_lanczos_with_exact_values() -> None:
+    matrix = spectrum_matrix(torch.tensor([1.0, 1.0, 1.0, 4.0, 9.0], dtype=torch.float64))
+    probes = torch.ones(2, 5, dtype=torch.float64)
+    found = lanczos(lambda v: v @ matrix, probes, 1.0, 50, lambda _: False)
+    below, above = found.bracket(torch.log)
+    exact = torch.einsum("mi,ij,mj->m", probes, _log(matrix), probes)
+    assert found.nodes.shape[1] <= 4
+    assert relative_error(below, exact) < 1e-12 and relative_error(above, exact) < 1e-12
+
+
+def _log(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.log()) @ vectors.T
+
+
+def test_conjugate_gradients_reach_the_tolerance_of_every_row() -> None:
+    matrix = spectrum_matrix(torch.logspace(4, 0, 50, dtype=torch.float64))
+    right = torch.randn(6, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    right[3] = 0.0
+    right[4] *= 1e-8
+    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 500)
+    left = (right - found @ matrix).norm(dim=1)
+    assert bool((left <= 1e-11 * right.norm(dim=1)).all()) and not bool(found[3].any())
+
+
+def test_conjugate_gradients_say_where_they_end() -> None:
+    matrix = spectrum_matrix(torch.logspace(8, 0, 50, dtype=torch.float64))
+    right = torch.ones(2, 50, dtype=torch.float64)
+    with pytest.raises(NumericalError, match=r"expected a solve with a residual of 1e-11 .* after \d+ products"):
+        conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 8)
+
+
+@pytest.mark.parametrize("count", [5, 20, 60])
+def test_the_low_rank_never_exceeds_the_matrix(count: int) -> None:
+    matrix = spectrum_matrix(torch.cat([torch.logspace(3, -9, 30), torch.zeros(10)]).double())
+    tests = torch.randn(count, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    found = low_rank(lambda v: v @ matrix, tests)
+    factor, mixed = found.values.sqrt().unsqueeze(1) * found.vectors, found.mixing @ found.tests
+    left = torch.linalg.eigvalsh(matrix - factor.T @ factor)
+    eye = torch.eye(len(factor), dtype=torch.float64)
+    assert float(left[0]) > -1e-7 and len(factor) <= min(count, 30)
+    assert relative_error(factor @ factor.T, found.values.diag()) < 1e-12
+    assert relative_error(mixed @ matrix, factor) < 1e-6
+    assert float((mixed @ matrix @ mixed.T - eye).abs().max()) < 1e-2
+    if count == 60:
+        assert float(left[-1]) < 1e-6
+
+
+# --- laws over the registry
+
+
+@pytest.mark.parametrize("case", TURNS, ids=ids)
+def test_a_complete_sketch_is_full_weight_space(case: tuple[str, str, str]) -> None:
+    found, exact = iterative(*case), fit(*case, "full")
+    limit = 1e-8 if NETWORKS[case[0]].dtype == torch.float64 else 1e-5
+    value = exact.evidence()
+    assert relative_error(found.evidence().value, value.value) < limit
+    assert relative_error(found.effective_parameters(), exact.effective_parameters()) < limit
+    new = problem(case[0]).x_new
+    for one, other in zip(found.latent_moments(new), exact.latent_moments(new), strict=True):
+        assert relative_error(one, other) < limit
+    gradient = exact.fitted.joint_gradient()
+    assert relative_error(found.posterior_precision.solve(gradient), exact.posterior_precision.solve(gradient)) < limit
+
+
+@pytest.mark.parametrize("case", TURNS, ids=ids)
+def test_the_bounds_hold_for_any_sketch(case: tuple[str, str, str]) -> None:
+    exact = float(fit(*case, "full").log_marginal_likelihood())
+    slack = (1e-9 if NETWORKS[case[0]].dtype == torch.float64 else 1e-5) * (1.0 + abs(exact))
+    for rank in (1, 4):
+        found = iterative(*case, ntkl.Iterative(rank=rank, probes=4)).evidence()
+        assert found.lower - slack <= exact <= found.upper + slack
+        bound = iterative(*case, ntkl.Nystrom(rank=rank, rounds=1))
+        assert float(bound.log_marginal_likelihood()) >= exact - slack
+
+
+@pytest.mark.parametrize("case", TURNS[::3], ids=ids)
+def test_streamed_rows_are_kept_rows(case: tuple[str, str, str]) -> None:
+    vectors = torch.randn(3, problem(case[0]).theta.numel(), generator=torch.Generator().manual_seed(4)).double()
+    posterior, found = iterative(*case, ntkl.Iterative(rank=2, probes=2), batch_size=3), []
+    structure, model = posterior.fitted.structure, posterior.fitted.model
+    assert structure.rows
+    for rows in (structure.rows, None):
+        structure.rows = rows
+        curvature = structure.curvature(model)
+        noise = curvature.noise(2, torch.Generator().manual_seed(5))
+        found.append(torch.cat([curvature.products(vectors).flatten(), noise.flatten()]))
+    assert relative_error(found[1], found[0]) < (1e-12 if NETWORKS[case[0]].dtype == torch.float64 else 1e-6)
+
+
+# --- error bars
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "poisson", "bernoulli"])
+def test_two_standard_errors_cover(likelihood: str) -> None:
+    """20 seeds: at least 18 within two standard errors, all within the bounds, with a sketch of little help."""
+    network, x, y = digits_like(60)
+    one = nn.Sequential(*network[:2], nn.Linear(16, 1).double())
+    with torch.no_grad():
+        one[2].weight.copy_(network[2].weight[:1])
+        one[2].bias.zero_()
+    build, module, given = {
+        "categorical": (ntkl.Categorical, network, y), "gaussian": (lambda: ntkl.Gaussian(0.05), one, x[:, 0]),
+        "poisson": (ntkl.Poisson, one, (y % 3).double()), "bernoulli": (ntkl.Bernoulli, one, (y % 2).double()),
+    }[likelihood]  # fmt: skip
+    x = x[: len(given)]
+    exact = float(ntkl.laplace(module, (x, given), build(), structure="full").log_marginal_likelihood())
+    inside = 0
+    for seed in range(20):
+        spec = ntkl.Iterative(rank=5, probes=16, seed=seed)
+        found = ntkl.laplace(module, (x, given), build(), structure=spec).evidence()
+        assert found.standard_error > 0 and found.lower <= exact <= found.upper
+        inside += abs(float(found) - exact) <= 2 * found.standard_error
+    assert inside >= 18
+
+
+def test_a_saturated_network_has_error_bars_too() -> None:
+    network, x, y = digits_like()
+    sure = nn.Sequential(network, nn.Linear(5, 5, bias=False).double())
+    with torch.no_grad():
+        sure[1].weight.copy_(40 * torch.eye(5))
+    exact = float(ntkl.laplace(sure, (x, y), ntkl.Categorical(), structure="full").log_marginal_likelihood())
+    found = ntkl.laplace(sure, (x, y), ntkl.Categorical(), structure=ntkl.Iterative(rank=3, probes=8)).evidence()
+    assert found.lower <= exact <= found.upper and abs(float(found) - exact) <= 4 * found.standard_error
+
+
+def test_the_wished_error_is_reached_or_a_warning_says_not() -> None:
+    exact = float(classes("full").log_marginal_likelihood())
+    for wished in (0.05, 0.002):
+        found = classes(ntkl.Iterative(relative_error=wished)).evidence()
+        assert found.standard_error <= tuning.MISSED * wished * abs(float(found))
+        assert abs(float(found) - exact) <= 4 * found.standard_error
+    p = 12 * 16 + 16 + 16 * 5 + 5
+    with pytest.warns(NTKLaplaceWarning, match="standard error is .* nats, and .* were wished"):
+        # the budget holds five vectors of two copies and no rows
+        classes(ntkl.Iterative(relative_error=1e-6), memory_budget=5 * 2 * 5 * p * 8)
+
+
+def test_the_evidence_is_a_fixed_function_of_the_hyperparameters() -> None:
+    values = []
+    for _ in range(2):
+        posterior = classes(ntkl.Iterative(rank=10, probes=4))
+        with torch.no_grad():
+            posterior.prior.log_precision += 0.3
+        values.append(float(posterior.log_marginal_likelihood()))
+    assert values[0] == values[1]
+    step = 1e-4
+    with torch.no_grad():
+        posterior.prior.log_precision += step
+    near = float(posterior.log_marginal_likelihood())
+    # new probes would move it by about its standard error
+    assert abs(near - values[0]) < 0.01 < 0.1 * posterior.evidence().standard_error
+
+
+# --- hyperparameters
+
+
+def test_the_gradient_of_a_local_model_is_its_own() -> None:
+    precision = classes(ntkl.Iterative(rank=10, probes=4), ntkl.GaussianPrior(0.1, groups="layer")).posterior_precision
+    log_det = precision.local_log_det()
+    assert log_det is not None
+    shift = torch.tensor([0.2, -0.3], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(log_det, (shift,), atol=1e-6)
+    zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(log_det(zero), zero)
+    assert relative_error(-slope, precision.effective_parameters()) < 1e-10
+
+
+@pytest.mark.parametrize("which", ["layer", "all"])
+def test_learned_precisions_are_those_of_full_weight_space(which: str) -> None:
+    found, exact = (classes(s, ntkl.GaussianPrior(2.0, groups=which)) for s in ("iterative", "full"))
+    history, _ = found.fit_hyperparameters(), exact.fit_hyperparameters()
+    assert history.converged
+    assert relative_error(found.prior.precision, exact.prior.precision) < 0.03
+    assert relative_error(found.evidence().value, exact.evidence().value) < 0.005
+
+
+def test_noise_and_precision_together() -> None:
+    network, x, _ = digits_like()
+    head = nn.Sequential(*network[:2], nn.Linear(16, 2).double())
+    y = x[:, :2] + 0.1 * torch.randn(len(x), 2, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    fits = [ntkl.laplace(head, (x, y), ntkl.Gaussian(1.0), structure=s) for s in ("iterative", "full")]
+    for one in fits:
+        one.fit_hyperparameters()
+    assert relative_error(fits[0].likelihood.noise, fits[1].likelihood.noise) < 0.03
+    assert relative_error(fits[0].prior.precision, fits[1].prior.precision) < 0.03
+
+
+def test_the_curve_over_precisions_from_one_run() -> None:
+    found, exact = classes(ntkl.Iterative(rank=40, probes=16)), classes("full")
+    factors = torch.tensor([0.1, 1.0, 30.0])
+    one, other = found.evidence_curve(factors), exact.evidence_curve(factors)
+    # without the remainder the low rank alone is further away
+    low = torch.log1p(found.posterior_precision.base.values / factors.unsqueeze(1)).sum(1)
+    full = torch.log1p(exact.spectrum().clamp_min(0) / factors.unsqueeze(1)).sum(1)
+    assert bool(((one - other).abs() < 0.5 * 0.25 * (full - low)).all())
+
+
+# --- covariances and samples
+
+
+def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 4000)
+    _, x, y = digits_like(40)
+    small = nn.Sequential(nn.Linear(12, 5).double())
+    found = ntkl.laplace(small, (x, y), ntkl.Categorical(), structure=ntkl.Iterative(rank=20, probes=2))
+    precision = found.posterior_precision
+    eye = torch.eye(found.num_parameters, dtype=torch.float64)
+    left = precision.base.whitened_solve(eye) - precision.solve(eye)  # the prior precision is 1
+    draws = precision._left
+    assert relative_error(draws.T @ draws / len(draws), left) < 0.1
+
+
+@pytest.mark.parametrize("rank", [10, 40, 160])
+def test_variances_are_right_at_any_rank(rank: int) -> None:
+    found, exact = classes(ntkl.Iterative(rank=rank, probes=4)), classes("full")
+    x = digits_like(20, seed=1)[1]
+    one, other = found.latent_moments(x)[1], exact.latent_moments(x)[1]
+    ratio = (one / other).diagonal(dim1=1, dim2=2) - 1.0
+    assert float(ratio.abs().max()) < 4 * tuning.VARIANCE_ERROR
+    joint, whole = (p.latent(x).covariance_matrix for p in (found, exact))
+    assert relative_error(joint, whole) < 4 * tuning.VARIANCE_ERROR
+    low = found.posterior_precision.base
+    for rows in found.fitted.rows_at(torch.arange(20)):
+        above = low.covariance_blocks(rows) - exact.posterior_precision.covariance_blocks(rows)
+        assert float(torch.linalg.eigvalsh(above).min()) > -1e-9  # the low rank alone is an upper bound
+
+
+def test_samples_have_the_exact_covariance() -> None:
+    found, exact = classes(ntkl.Iterative(rank=10, probes=2)), classes("full")
+    draws = found.posterior_precision.sample(1000, torch.Generator().manual_seed(7))
+    rows = next(iter(exact.fitted.rows_at(torch.arange(6))))
+    seen = rows.products(exact.network.shapes.parts(draws)).flatten(0, 1)
+    variance = exact.posterior_precision.covariance_blocks(rows).diagonal(dim1=1, dim2=2).T.flatten()
+    assert float((seen.square().mean(1) / variance - 1).abs().max()) < 5 * (2 / 1000) ** 0.5
+
+
+# --- other verbs
+
+
+def test_what_ifs_equal_those_of_full_weight_space() -> None:
+    x, y = digits_like(8, seed=2)[1:]
+    found, exact = classes(COMPLETE), classes("full")
+    new = digits_like(5, seed=3)[1]
+
+    def check(one: ntkl.Posterior, other: ntkl.Posterior) -> None:
+        a, b = one.latent_moments(new), other.latent_moments(new)
+        assert relative_error(a[0], b[0]) < 1e-7 and relative_error(a[1], b[1]) < 1e-6
+        assert relative_error(one.log_marginal_likelihood(), other.log_marginal_likelihood()) < 1e-7
+
+    check(found.remove([1, 5]), exact.remove([1, 5]))
+    check(found.remove([1, 5], steps=None), exact.remove([1, 5], steps=None))
+    check(found.relabel([3], torch.tensor([2])), exact.relabel([3], torch.tensor([2])))
+    check(found.add(x, y), exact.add(x, y))
+    check(found.condition((x, y)), exact.condition((x, y)))
+    check(found.refit(), exact.refit())
+    index = torch.arange(0, 100, 2)
+    check(found.subset(index), exact.subset(index))
+
+
+def test_explanations_and_leave_one_out_of_named_points() -> None:
+    found, exact = classes(COMPLETE), classes("full")
+    x = digits_like(3, seed=4)[1]
+    one, other = (p.removal_effects(x) for p in (found, exact))
+    assert relative_error(one, other) < 1e-6
+    one, other = (p.leave_one_out(points=[0, 7, 30]) for p in (found, exact))
+    assert relative_error(one.log_density, other.log_density) < 1e-6
+
+
+@pytest.mark.parametrize("structure", [ntkl.Iterative(probes=4), ntkl.Nystrom(rank=20)], ids=str)
+def test_a_checkpoint_without_data_gives_the_same(structure: Any, tmp_path: Any) -> None:
+    posterior, path = classes(structure), tmp_path / "posterior.pt"
+    posterior.save(path, include_data=False)
+    network, x, _ = digits_like()
+    loaded = ntkl.load(path, network)
+    one, other = posterior.evidence(), loaded.evidence()
+    assert (float(one), one.standard_error) == (float(other), other.standard_error)
+    assert torch.allclose(posterior.predict(x[:9]).probs, loaded.predict(x[:9]).probs, rtol=1e-9)
+    assert torch.allclose(posterior.effective_parameters(), loaded.effective_parameters(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "iterative"])
+def test_compression_says_what_it_costs(structure: str) -> None:
+    posterior, exact = classes(structure), classes("full")
+    small = posterior.compress(60)
+    assert small.structure == "nystrom" and "rank 60" in small.reason and "nats too large" in small.reason
+    assert float(small.log_marginal_likelihood()) >= float(exact.log_marginal_likelihood())
+    whole = posterior.compress(exact.num_parameters)
+    assert relative_error(whole.log_marginal_likelihood(), exact.log_marginal_likelihood()) < 1e-8
+    x = digits_like(5, seed=3)[1]
+    assert relative_error(whole.latent_moments(x)[1], exact.latent_moments(x)[1]) < 1e-7
+
+
+def test_three_times_the_effective_parameters_are_the_posterior() -> None:
+    exact = classes("full")
+    rank = math.ceil(3 * float(exact.effective_parameters().sum()))
+    small = classes(ntkl.Nystrom(rank=rank))
+    x = digits_like(40, seed=3)[1]
+    ratio = (small.latent_moments(x)[1] / exact.latent_moments(x)[1]).diagonal(dim1=1, dim2=2) - 1.0
+    assert 0 <= float(ratio.min()) + 1e-9 and float(ratio.max()) < 0.005
+    assert relative_error(small.log_marginal_likelihood(), exact.log_marginal_likelihood()) < 0.005
+
+
+def test_the_other_precision_of_the_algebra() -> None:
+    network, x, y = digits_like()
+    found = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), "iterative", dtype=torch.float32)
+    exact = classes("full")
+    assert abs(float(found.evidence()) - float(exact.evidence())) <= 4 * found.evidence().standard_error + 1e-3
+    new = digits_like(20, seed=1)[1]
+    ratio = (found.latent_moments(new)[1].double() / exact.latent_moments(new)[1])
+    assert float((ratio.diagonal(dim1=1, dim2=2) - 1).abs().max()) < 4 * tuning.VARIANCE_ERROR
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ntkl.Iterative(rank=0), "rank"),
+        (lambda: ntkl.Iterative(probes=1), "probes"),
+        (lambda: ntkl.Iterative(relative_error=0), "a relative_error between 0 and 1; got 0"),
+        (lambda: ntkl.Iterative(relative_error=True), "a relative_error between 0 and 1; got True"),
+        (lambda: ntkl.Iterative(seed=-1), "seed"),
+        (lambda: ntkl.Nystrom(rounds=0), "rounds"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(HyperparameterError, match=message):
+        build()
+
+
+def test_a_rank_that_does_not_fit_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"5 x 1,000 vectors of 293 parameters"):
+        classes(ntkl.Iterative(rank=1000), memory_budget=10**6)
+    with pytest.raises(HyperparameterError, match="rank"):
+        classes("full").compress(0)
+    with pytest.raises(ntkl.UnsupportedError, match="an exact structure to compress"):
+        classes("kfac").compress(5)
+
+
+def test_a_likelihood_without_curvature_left_is_no_error() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network, x, y = digits_like()
+        posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure=ntkl.Iterative(rank=5, probes=2))
+        precision = posterior.posterior_precision
+    assert isinstance(precision, IterativePrecision) and precision.base.values.min() > 0
