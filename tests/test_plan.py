@@ -19,6 +19,7 @@ from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.tools.cli import main
 
 QUIET = ntkl.Settings(progress=False)
+ntkl.structures.REGISTERED.pop(Eigen.name, None)  # other tests go through all registered structures
 EXACT = ["gp", "full", ntkl.Iterative(rank=8), ntkl.Nystrom(rank=8)]
 SUMMED = ["kfac", "ekfac", "inf", "diag"]
 pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part", "ignore:the evidence's standard error")
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part", "ignore:th
 def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are not tested."""
     monkeypatch.setattr(tuning, "PROBED_ORDER", 16)
+    monkeypatch.setitem(ntkl.structures.REGISTERED, Eigen.name, Eigen)
 
 
 def mlp() -> nn.Module:

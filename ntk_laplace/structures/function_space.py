@@ -92,7 +92,8 @@ class FunctionSpace(StructureSpec):
         chunk = max(1, tuning.CHUNK_BYTES // max(1, problem.row_bytes(1)))
         seen = min(chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
         tiles = min(size, tuning.TILE_ROWS) ** 2 * e
-        buffers = max(3 * tiles, 3 * seen // 2) + problem.batch_bytes(tuning.CHUNK_BYTES)
+        shared = any(isinstance(block, Factored) and block.b.shape[-2] > 1 for block in problem.sample.blocks)
+        buffers = max(3 * tiles, 3 * seen // 2) + problem.batch_bytes(tuning.CHUNK_BYTES) + shared * tuning.TILE_BYTES
         sent = 0 if share == 1 else size * size // 2 * e + rows
         work = Work(passes=problem.share, matmul=_pair_flops(problem) * n**2 / share, cholesky=size**3 / 3 / share)
         return Forecast(stored, temporary, buffers, work, sent)

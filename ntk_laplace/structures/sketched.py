@@ -133,7 +133,10 @@ class SketchSpec(StructureSpec):
         temporary = max(self.sketch_bytes(model, rank) - stored["sketch"], basis) + problem.root_bytes + batch + pushed
         sent = 2 * (sum(ranks) + tried) * p * e * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
-        return Forecast(stored, temporary, 0, work, sent, note, self.sketch_bytes(model, self.rank or 1))
+        # conjugate gradients of predictions: right sides, and four such tensors more
+        solves = self.exact * 4 * tuning.COVARIANCE_BYTES
+        least = self.sketch_bytes(model, self.rank or 1)
+        return Forecast(stored, temporary, max(0, solves - temporary), work, sent, note, least)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> SketchedStructure:
         """From the sketch of a checkpoint."""
