@@ -65,9 +65,12 @@ from ntk_laplace.tools.comparison import (
     EvidenceComparison,
     ModelComparison,
     ModelScores,
+    Plan,
     StructureEvidence,
+    StructurePlan,
     compare_evidence,
     compare_models,
+    plan,
 )
 from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 from ntk_laplace.training import (
@@ -126,6 +129,7 @@ __all__ = [
     "NonFiniteError",
     "NumericalError",
     "Nystrom",
+    "Plan",
     "Poisson",
     "Posterior",
     "PosteriorPrecision",
@@ -138,6 +142,7 @@ __all__ = [
     "RetrainingInterrupted",
     "Settings",
     "StructureEvidence",
+    "StructurePlan",
     "StructureSpec",
     "SummedSpec",
     "TargetError",
@@ -153,6 +158,7 @@ __all__ = [
     "gp",
     "laplace",
     "load",
+    "plan",
     "process_group",
     "register_likelihood",
     "register_structure",

@@ -73,6 +73,14 @@ def test_the_benchmark_of_a_device(tmp_path: Path) -> None:
     assert all(f"## {name}\n" in report for name in found)
 
 
+@pytest.mark.filterwarnings("ignore::ntk_laplace.NTKLaplaceWarning")
+def test_the_benchmark_of_forecasts(tmp_path: Path) -> None:
+    run("benchmarks/capacity.py", tmp_path)
+    cases = figures(tmp_path / "capacity.json")["cases"]
+    assert {case["structure"] for case in cases} >= STRUCTURES | {"gp", "full", "iterative", "nystrom"}
+    assert all(case["predicted_bytes"] > 0 and case["seconds"] > 0 for case in cases)
+
+
 def test_a_device_benchmark_out_of_time_says_so(tmp_path: Path) -> None:
     run("benchmarks/gpu.py", tmp_path, "--device", "cpu", "--minutes", "0", "--parts", "b1")
     assert figures(tmp_path / "gpu.json")["parts"]["b1"]["skipped"] == "no time was left"

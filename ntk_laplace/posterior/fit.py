@@ -14,15 +14,17 @@ from torch import nn
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import JacobianPass
-from ntk_laplace.model.data import Batches
+from ntk_laplace.model.data import Batches, Inputs, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures import (
     FittedModel,
     FullWeightSpace,
     FunctionSpace,
+    Iterative,
     LinearizedModel,
     Settings,
     StructureSpec,
@@ -31,9 +33,10 @@ from ntk_laplace.structures import (
 )
 from ntk_laplace.structures.checkpoint import restored_model
 from ntk_laplace.structures.data_passes import ModelSignature, digest
+from ntk_laplace.structures.forecast import Problem, memory_of
 from ntk_laplace.structures.points import present_values
 
-__all__ = ["fit_with", "laplace", "load", "spec_of"]
+__all__ = ["fit_with", "laplace", "linearized", "load", "spec_of"]
 
 _LOG = logging.getLogger("ntk_laplace")
 
@@ -69,9 +72,10 @@ def laplace(
     prior : GaussianPrior, optional
         By default precision 1 and mean 0; its precision is the weight decay of the summed loss.
     structure : str or StructureSpec
-        Exact: "gp" (function space, (NR)²/2 numbers), "full" (weight space, 2P²), or "auto", the cheaper of the two,
-        explained in ``posterior.reason``. For large data: "iterative" (exact by products alone, with an error bar of
-        the evidence), "nystrom" (its low rank alone), and the approximations "kfac", "ekfac", "inf", "diag". Or a
+        Exact: "gp" (function space, (NR)²/2 numbers), "full" (weight space, 2P²), "iterative" (by products alone, with
+        an error bar of the evidence), or "auto", the cheaper of the first two that fits in memory and else the third,
+        explained in ``posterior.reason``. For large data: "nystrom" (the low rank of "iterative" alone), and the
+        approximations "kfac", "ekfac", "inf", "diag". `plan` says what each takes. Or a
         specification with its options: `FunctionSpace`, `FullWeightSpace`, `Iterative`, `Nystrom`, `KFAC`, `EKFAC`,
         `INF`, `Diagonal`, or one of your own.
     curvature : str or CurvatureType
@@ -111,6 +115,19 @@ def fit_with(
 ) -> Posterior:  # fmt: skip
     """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
     spec = spec_of(structure)
+    model, batches = linearized(network, data, likelihood, prior, spec, curvature, parameters=parameters, dtype=dtype,
+                                settings=settings, output=output, targets=targets)  # fmt: skip
+    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
+        fitted, reason = _fit(model, spec, batches)
+        return Posterior(fitted, reason)
+
+
+def linearized(
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, spec: StructureSpec | None,
+    curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
+    settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
+) -> tuple[LinearizedModel, Batches]:  # fmt: skip
+    """The model that `laplace` fits a structure to, and its data; the prior is bound to the network."""
     frozen = Network(network, parameters, output, targets)
     with torch.inference_mode(False):
         prior.bind(frozen.shapes)
@@ -124,10 +141,7 @@ def fit_with(
         module.to(frozen.device)  # hyperparameters are on the network's device
     batches = settings.own(Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets))
     jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec is not None and spec.factored_rows)
-    model = LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings)
-    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        fitted, reason = _fit(model, spec, batches)
-        return Posterior(fitted, reason)
+    return LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings), batches
 
 
 def load(
@@ -186,7 +200,7 @@ def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -
     """Fit the structure and factorize, so that errors appear at the fit; without a spec the cheaper exact one."""
     first, _ = batches.first()
     model.jacobian_pass.prepare(first)
-    spec, reason = _cheaper(model, batches) if spec is None else (spec, "")
+    spec, reason = _cheaper(model, batches, first) if spec is None else (spec, "")
     if model.settings.resume is not None and not spec.resumable:
         raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
                                repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
@@ -197,8 +211,8 @@ def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -
     return FittedModel.of(model, spec, batches), reason
 
 
-def _cheaper(model: LinearizedModel, batches: Batches) -> tuple[StructureSpec, str]:
-    """The exact structure with the smaller matrix, and why."""
+def _cheaper(model: LinearizedModel, batches: Batches, x: Inputs) -> tuple[StructureSpec, str]:
+    """The exact structure with the smaller matrix that fits in memory, or the one without a matrix; and why."""
     reducer = model.settings.reducer
     if reducer.world_size > 1:
         n = batches.numbers(reducer)[1]
@@ -206,7 +220,16 @@ def _cheaper(model: LinearizedModel, batches: Batches) -> tuple[StructureSpec, s
         n = batches.length or sum(len(y) for _, y in batches)
     size = n * model.curvature_type.columns(model.likelihood, model.network.num_outputs)
     p = model.network.num_parameters
-    spec = FunctionSpace() if size <= p else FullWeightSpace()
+    sample = model.jacobian_pass.rows(take(x, slice(0, 2)))
+    problem, memory = Problem(model, n, sample, reducer.world_size), min(reducer.gather(memory_of(model)))
+    ordered: tuple[FunctionSpace | FullWeightSpace, ...] = FunctionSpace(), FullWeightSpace()
+    found = [(spec, spec.forecast(problem).required) for spec in (ordered if size <= p else ordered[::-1])]
+    needs = " and ".join(f"{spec.name!r} {format_bytes(needed)}" for spec, needed in found)
+    fitting = [spec for spec, needed in found if needed <= memory]
+    spec: StructureSpec = fitting[0] if fitting else Iterative()
     reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {spec.name!r} factors the smaller matrix"
+    if spec is not found[0][0]:
+        reason = (f"auto: N x R = {size:,} rows and P = {p:,} parameters; of {format_bytes(memory)}, {needs} would be "
+                  f"needed, so {spec.name!r} " + ("factors the larger matrix" if fitting else "factors none of both"))
     _LOG.info(reason)
     return spec, reason

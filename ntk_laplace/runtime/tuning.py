@@ -98,6 +98,12 @@ MEASURED_POINTS = 100  # training points at which the variances of a compressed 
 MEASURING_PROBES = 4  # probes that measure what a larger sketch leaves
 PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products with one batch are kept at a time
 
+# --- forecasts: what a probe computes
+
+PROBED_EXAMPLES = 256  # whose rows are timed
+PROBED_ROWS = 512  # rows of SᵀJ, whose eigenvalues are extrapolated
+PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra is timed
+
 # --- limits that a user can notice
 
 MISSED = 1.25  # times the wished standard error of an evidence: beyond, a warning says that it was not reached

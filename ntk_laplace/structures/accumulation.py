@@ -24,7 +24,6 @@ from ntk_laplace.errors import DataError, FitInterrupted, TargetError
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.model.data import Batches, Inputs, RowBuffer, Source, fill_buffer, num_examples
 from ntk_laplace.runtime.reduction import Reducer
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures.agreement import agreed_blocks, plain_blocks, total, unreached
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import collected, read_batches
@@ -371,11 +370,8 @@ def _require_memory(parts: list[ParameterBlock], spec: BlockSpec, model: Lineari
     largest = max(parts, key=lambda part: part.numbers, default=None)
     ways = ['structure="diag", which keeps one number per parameter'] * (spec.kind != "diagonal")
     ways += ['parameters="last_layer"', *["dtype=torch.float32"] * (model.jacobian_pass.dtype != torch.float32)]
-    require_memory(
-        sum(part.numbers for part in parts) * model.jacobian_pass.dtype.itemsize, model.network.device,
-        f"the sums of structure={spec.name!r}, most of them for {largest}",
-        f"Use {', or '.join(ways)}.",
-        model.settings.memory_budget,
+    spec.memory(parts, model).require(
+        model, f"the sums of structure={spec.name!r}, most of them for {largest}", f"Use {', or '.join(ways)}.",
     )  # fmt: skip
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -11,13 +12,20 @@ from torch import Tensor
 from ntk_laplace.curvature import BlockPrecision, Eigenbasis, ParameterBlock, Summary
 from ntk_laplace.curvature.block_summary import Basis
 from ntk_laplace.curvature.eigenbases import FactorEigen
+from ntk_laplace.curvature.parameter_blocks import find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
+from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers
+from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.model.data import Batches, Inputs, Source
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import StructureSpec
 
 __all__ = ["BlockBasis", "BlockSpec", "HasEigenbasis"]
+
+_VECTORS = 6  # of P numbers, measured: the network's copy, its gradients, eigenvalues and their inverses
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,52 @@ class BlockSpec(StructureSpec):
         columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
         if isinstance(source, Batches):
             source.limit_batch_size(model.jacobian_pass.examples_at_once(x, columns, fused))
+
+    def memory(self, blocks: Sequence[ParameterBlock], model: LinearizedModel) -> Forecast:
+        """Memory of a fit with these parameter blocks, without its batches."""
+        element, weights = model.jacobian_pass.dtype.itemsize, model.theta.nbytes
+        sums = vectors = largest = 0
+        for block in blocks:
+            g, o, i = block.entries
+            sides = {"kronecker": g * ((o if block.table else o * o) + i * i), "block": block.size**2, "diagonal": 0}
+            kronecker = block.kind == "kronecker"
+            moments = (self.second_pass + self.squares) * kronecker + (block.kind == "diagonal")
+            sums += sides[block.kind] + moments * block.size
+            vectors += sides[block.kind] - (g * o if block.table and kronecker else 0)
+            if block.kind != "diagonal":
+                largest = max(largest, i, 0 if block.table else o)
+        # LAPACK and cuSOLVER decompose a matrix beside its copy with as much memory again, twice
+        decomposed = 2 * largest**2 * element + 2 * weights
+        stored = {"sums": sums * element, "eigenvectors": vectors * element}
+        return Forecast(stored, max(_VECTORS * weights, decomposed))
+
+    def forecast(self, problem: Problem) -> Forecast:
+        """Sums and eigenvectors on every process; each process reads its share of the data, and sums are added."""
+        model, passes = problem.model, 1 + self.second_pass
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NTKLaplaceWarning)  # the fit says it
+            blocks = find_parameter_blocks(problem.sample, model.prior, self.kind, self.squares)
+        found, r = self.memory(blocks, model), problem.num_columns
+        flops = cubes = 0
+        for block in blocks:
+            g, o, i = block.entries
+            rows = block.rows(problem.sample)
+            t = rows.b.shape[-2] if isinstance(rows, Factored) else 1
+            if block.kind == "kronecker":
+                o2 = 0 if block.table else o * o
+                flops += g * t * (i * i + r * o2)
+                # rows in the eigenvectors, and their squares, or their sum over positions first
+                flops += self.second_pass * 2 * g * t * (i * i + r * (o2 + o * i))
+                cubes += g * (i**3 + (0 if block.table else o**3))
+            elif block.kind == "block":
+                flops, cubes = flops + r * block.size**2, cubes + block.size**3
+            else:
+                flops += 2 * t * block.size
+        work = Work(passes=passes * problem.share, matmul=float(flops * problem.share),
+                    eigh=cubes if self.second_pass else cubes / 3)  # fmt: skip
+        buffers = max(problem.batch_bytes(tuning.WORKING_SET_BYTES), problem.batch_bytes(tuning.WRITTEN_BYTES))
+        sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
+        return replace(found, buffers=buffers, work=work, communication=sent)
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None]) -> FusedLayers:
         """Layers of these weights, with the fused sums that are sufficient for the first pass."""

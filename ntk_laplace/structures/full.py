@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
 from ntk_laplace.curvature import FullPrecision, accumulate_ggn
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.structure import register_structure
 from ntk_laplace.structures.summed import SummedSpec, Sums
@@ -32,12 +33,25 @@ class FullWeightSpace(SummedSpec):
         ------
         MemoryBudgetError
         """
-        p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
-        require_memory(
-            2 * p * p * element, model.network.device, f"the {p:,} x {p:,} matrices of weight space",
+        p = model.network.num_parameters
+        _matrices(p, model.jacobian_pass.dtype.itemsize).require(
+            model, f"the {p:,} x {p:,} matrices of weight space",
             'Use structure="gp" (memory (N R)²/2), structure="kfac" (approximate) or parameters="last_layer".',
-            model.settings.memory_budget,
-        )
+        )  # fmt: skip
+
+    def forecast(self, problem: Problem) -> Forecast:
+        """JᵀΛJ and the factor of H, P² numbers each, on every process; JᵀΛJ takes N R P² flops and H P³/3."""
+        p = problem.num_parameters
+        dense = p * problem.num_outputs * problem.element  # rows of one example
+        batch = min(problem.share * dense, max(dense, tuning.FULL_ROWS_BYTES))
+        seen = min(problem.share * dense, max(dense, tuning.COVARIANCE_BYTES))
+        rows = problem.num_rows / problem.processes
+        work = Work(passes=problem.share, matmul=rows * p * p, cholesky=p**3 / 3)
+        # JᵀΛJ and a batch's rows with their copy, before the factor is allocated; then a prediction's solves
+        matrix = p * p * problem.element
+        buffers = max(2 * batch - matrix, 2 * seen)
+        sent = 2 * matrix * (problem.processes - 1) // problem.processes
+        return replace(_matrices(p, problem.element), buffers=buffers, work=work, communication=sent)
 
     def zeros(self, model: LinearizedModel) -> Sums:
         """JᵀΛJ of no points."""
@@ -51,3 +65,7 @@ class FullWeightSpace(SummedSpec):
     def precision(self, sums: Sums, model: LinearizedModel) -> FullPrecision:
         """Factorize H."""
         return FullPrecision(sums["ggn"], model.prior, model.network.shapes)
+
+
+def _matrices(p: int, element: int) -> Forecast:
+    return Forecast({"JᵀΛJ": p * p * element, "factor of H": p * p * element})

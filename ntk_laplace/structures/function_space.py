@@ -12,10 +12,13 @@ from torch import Tensor
 from ntk_laplace.curvature import DistributedFunctionSpacePrecision, FunctionSpacePrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.model.data import RowBuffer, Source
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
-from ntk_laplace.runtime.resources import format_bytes, require_memory
+from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures.data_passes import collected_points, read_batches
+from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import (
@@ -56,13 +59,13 @@ class FunctionSpace(StructureSpec):
             targets.append(y)
             count += parts[-1].num_examples
             if len(parts) == 1:
-                _require_memory(model, total or count, parts[0])
+                _require_memory(Problem(model, total or count, parts[0], reducer.world_size))
         rows = Jacobian.concatenate(parts)
         parts.clear()
         _, every, weights = collected_points(model, source, rows.f, targets.rows)
         rows = Jacobian.concatenate([part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)])
         points = TrainingPoints.checked(model.likelihood, model.outputs(rows), every, weights)
-        _require_memory(model, rows.num_examples, None)
+        _require_memory(Problem(model, rows.num_examples, rows, reducer.world_size), held=True)
         return FunctionSpaceStructure(self, rows, points)
 
     def require_memory(self, model: LinearizedModel, n: int, first: Structure) -> None:
@@ -72,7 +75,28 @@ class FunctionSpace(StructureSpec):
         ------
         MemoryBudgetError
         """
-        _require_memory(model, n, of_kind(FunctionSpaceStructure, first).rows)
+        rows = of_kind(FunctionSpaceStructure, first).rows
+        _require_memory(Problem(model, n, rows, model.settings.reducer.world_size))
+
+    def forecast(self, problem: Problem) -> Forecast:
+        """The lower triangle of B, shared by all processes; rows of J and SᵀJ of all points and S, on each of them."""
+        n, size, e = problem.num_examples, problem.num_rows, problem.element
+        model, share = problem.model, problem.processes
+        matrix = LowerTriangle.predicted_bytes(size, problem.num_columns, model.jacobian_pass.dtype,
+                                               model.network.device) // share  # fmt: skip
+        rows = problem.row_bytes(n)
+        stored = {"B": matrix, "rows of J": rows, "rows of SᵀJ": problem.weighted_bytes(n), "S": problem.root_bytes}
+        # rows are held twice while the batches are joined
+        temporary = max(0, 2 * rows - sum(stored.values()))
+        seen = size * problem.num_outputs * e  # cross-covariances of one test point
+        chunk = max(1, tuning.CHUNK_BYTES // max(1, problem.row_bytes(1)))
+        seen = min(chunk * seen, max(seen, tuning.COVARIANCE_BYTES))
+        tiles = min(size, tuning.TILE_ROWS) ** 2 * e
+        shared = any(isinstance(block, Factored) and block.b.shape[-2] > 1 for block in problem.sample.blocks)
+        buffers = max(3 * tiles, 3 * seen // 2) + problem.batch_bytes(tuning.CHUNK_BYTES) + shared * tuning.TILE_BYTES
+        sent = 0 if share == 1 else size * size // 2 * e + rows
+        work = Work(passes=problem.share, matmul=_pair_flops(problem) * n**2 / share, cholesky=size**3 / 3 / share)
+        return Forecast(stored, temporary, buffers, work, sent)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> FunctionSpaceStructure:
         """From the rows of a checkpoint."""
@@ -127,7 +151,7 @@ class FunctionSpaceStructure(Structure):
         """Rows of both data sets."""
         other = of_kind(FunctionSpaceStructure, other)
         rows = Jacobian.concatenate([self.rows, other.rows])
-        _require_memory(model, rows.num_examples, None)
+        _require_memory(Problem(model, rows.num_examples, rows, model.settings.reducer.world_size), held=True)
         points = self.points.joined(model.likelihood, other.points)
         return FunctionSpaceStructure(self.spec, rows, points, self._merged_base(model, other))
 
@@ -179,22 +203,28 @@ def _precision(model: LinearizedModel, rows: Jacobian, root: Tensor) -> Function
     return FunctionSpacePrecision(*found) if alone else DistributedFunctionSpacePrecision(*found, reducer)
 
 
-def _require_memory(model: LinearizedModel, n: int, first: Jacobian | None) -> None:
-    """Refuse n examples if the lower triangle of B and rows like `first` for all of them do not fit in memory."""
-    c = model.network.num_outputs
-    columns, dtype = model.curvature_type.columns(model.likelihood, c), model.jacobian_pass.dtype
-    size = columns * n
-    matrix = LowerTriangle.predicted_bytes(size, columns, dtype, model.network.device)
-    processes = model.settings.reducer.world_size
-    matrix = matrix if processes == 1 else size * size * dtype.itemsize // processes
-    rows = 0 if first is None else 2 * first.nbytes * n // max(1, first.num_examples)
-    p = model.network.num_parameters
-    full = 2 * p * p * dtype.itemsize
-    require_memory(
-        matrix + rows, model.network.device,
-        f"B of {size:,} x {size:,} (N = {n:,}, C = {c}; half of it is stored) and its rows",
+def _require_memory(problem: Problem, held: bool = False) -> None:
+    """Refuse a problem that does not fit in memory; `held` says whether its rows of J are there already."""
+    model, size, p = problem.model, problem.num_rows, problem.num_parameters
+    full = 2 * p * p * problem.element
+    forecast = FunctionSpace().forecast(problem)
+    forecast.require(
+        model, f"B of {size:,} x {size:,} (N = {problem.num_examples:,}, C = {problem.num_outputs}; half of it is "
+        "stored) and its rows",
         f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
         'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
-        "dtype=torch.float32.",
-        model.settings.memory_budget,
+        "dtype=torch.float32.", forecast.stored["rows of J"] if held else 0,
     )  # fmt: skip
+
+
+def _pair_flops(problem: Problem) -> int:
+    """Flops of SᵀKS for a pair of examples, of which only half are computed."""
+    r, total = problem.num_columns, 0
+    for block in problem.sample.blocks:
+        if isinstance(block, Factored):
+            positions = block.b.shape[-2]
+            outputs = block.b.shape[-1]
+            total += r * r * positions * outputs + positions**2 * sum(block.sizes().values()) // max(1, outputs)
+        else:
+            total += r * r * sum(block.sizes().values())
+    return total

@@ -23,7 +23,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.resources import available_memory, format_bytes, require_memory
+from ntk_laplace.runtime.resources import format_bytes, require_memory
 from ntk_laplace.structures.data_passes import (
     collected,
     common_factor,
@@ -33,6 +33,7 @@ from ntk_laplace.structures.data_passes import (
     read_rows,
     selected,
 )
+from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
 from ntk_laplace.structures.products import CurvatureProducts
@@ -49,7 +50,8 @@ from ntk_laplace.structures.structure import (
 __all__ = ["Iterative", "Nystrom", "SketchSpec", "SketchedStructure", "compressed"]
 
 _LOG = logging.getLogger("ntk_laplace")
-_COPIES = 5  # of (r, P) numbers that a sketch needs at its peak: test vectors, images, F, T and eigenvectors
+_STEPS = 10  # products with a probe, expected
+_BATCH = 2048  # examples whose rows are weighted together, at most
 
 
 class SketchSpec(StructureSpec):
@@ -58,6 +60,7 @@ class SketchSpec(StructureSpec):
     rank: int | None
     relative_error: float
     seed: int
+    copies: ClassVar[float]
 
     def __post_init__(self) -> None:
         if self.rank is not None:
@@ -93,10 +96,47 @@ class SketchSpec(StructureSpec):
         MemoryBudgetError
         """
         rank = self.rank or rank
-        require_memory(_COPIES * rank * _vector_bytes(model), model.network.device,
-                       f"{_COPIES} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
+        require_memory(self.sketch_bytes(model, rank), model.network.device,
+                       f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
                        'Use a smaller rank, dtype=torch.float32, structure="kfac" or parameters="last_layer".',
                        model.settings.memory_budget)  # fmt: skip
+
+    def sketch_bytes(self, model: LinearizedModel, rank: int) -> int:
+        """Bytes of a sketch at its peak."""
+        return int(self.copies * rank * _vector_bytes(model))
+
+    @abstractmethod
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
+        """Ranks of the sketches in their order, to that of predictions, and the probes of those of the evidence."""
+
+    def forecast(self, problem: Problem) -> Forecast:
+        """A sketch of the expected rank r on every process, and rows of J of its share of the examples if they fit.
+
+        A sketch takes a product per vector and ten r²P flops of algebra; streamed, every pass computes the rows anew.
+        """
+        model, p, e = problem.model, problem.num_parameters, problem.element
+        most = min(self.most_rank(model), p, problem.num_rows)
+        ranks, probes = self.expected(problem, most)
+        rank, tried = ranks[-1], sum(probes) * _STEPS
+        rows, weighted = problem.row_bytes(problem.share), problem.weighted_bytes(problem.share)
+        kept = 2 * rows <= memory_of(model)
+        vectors = 3 if self.exact else 2  # F, T and eigenvectors
+        stored = {"sketch": vectors * rank * p * e, "rows of J": rows if kept else 0}
+        passes = len(ranks) + len(probes) * _STEPS
+        work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
+                    matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)  # fmt: skip
+        # SᵀJ of one batch, and products with it
+        batch = min(weighted, problem.weighted_bytes(_BATCH))
+        together = min(tuning.PRODUCT_VECTORS, max(rank, *probes, 1))
+        pushed = together * (2 * p + min(problem.share, _BATCH) * problem.num_columns) * e
+        basis = max(probes, default=0) * (_STEPS + 3) * p * e  # of Lanczos, while the sketch is kept
+        temporary = max(self.sketch_bytes(model, rank) - stored["sketch"], basis) + problem.root_bytes + batch + pushed
+        sent = 2 * (sum(ranks) + tried) * p * e * (problem.processes - 1) // problem.processes
+        note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
+        # conjugate gradients of predictions: right sides, and four such tensors more
+        solves = self.exact * 4 * tuning.COVARIANCE_BYTES
+        least = self.sketch_bytes(model, self.rank or 1)
+        return Forecast(stored, temporary, max(0, solves - temporary), work, sent, note, least)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> SketchedStructure:
         """From the sketch of a checkpoint."""
@@ -108,9 +148,9 @@ class SketchSpec(StructureSpec):
 
     def most_rank(self, model: LinearizedModel) -> int:
         """The largest rank whose vectors take at most half of the memory."""
-        each = 2 * _COPIES * _vector_bytes(model)
         if self.rank is not None:
             return self.rank
+        each = 2 * self.sketch_bytes(model, 1)
         return min(model.settings.reducer.gather(max(1, memory_of(model) // each)))  # the same on all processes
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
@@ -145,6 +185,7 @@ class Iterative(SketchSpec):
     seed: int = 0
     name: ClassVar[str] = "iterative"
     exact: ClassVar[bool] = True
+    copies: ClassVar[float] = 6.5  # the sketch before: 1.5; test vectors and scaled ones, images, F, T
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,6 +217,22 @@ class Iterative(SketchSpec):
                 NTKLaplaceWarning, stacklevel=2)  # fmt: skip
         return found, found.sketch
 
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
+        """The decisions of `grown`, and of `IterativePrecision.refined` after it, at the estimate of the spectrum."""
+        logs, first = _logs(problem), self.probes or tuning.FIRST_PROBES
+        wished = _tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
+        ranks, probes = [most if self.rank else min(tuning.FIRST_RANK, most)], []
+        while float(logs[ranks[-1] :].sum()) > tuning.QUADRATURE_SHARE * wished:
+            needed = max(first, 2.0 * float(logs[ranks[-1] :].square().sum()) / wished**2)
+            probes.append(int(min(needed, tuning.MOST_PROBES)))
+            few = needed <= tuning.MOST_PROBES and (needed - first) * _STEPS <= 2 * ranks[-1]
+            if few or ranks[-1] == most or self.probes is not None:
+                break
+            ranks.append(min(2 * ranks[-1], most))
+        while float(logs[ranks[-1] :].sum()) > tuning.LEFT_SHARE * float(logs.sum()) and ranks[-1] < most:
+            ranks.append(min(2 * ranks[-1], most))
+        return ranks, probes
+
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """The estimates."""
         return of_kind(IterativePrecision, precision).record()
@@ -206,6 +263,7 @@ class Nystrom(SketchSpec):
     rounds: int = 2
     seed: int = 0
     name: ClassVar[str] = "nystrom"
+    copies: ClassVar[float] = 8.0  # F and T of the round before, eigenvectors; test vectors twice, images, F, T
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,6 +277,15 @@ class Nystrom(SketchSpec):
         if sketch is None:
             sketch = self._sketch(curvature, joint)
         return LowRankPrecision(sketch.factor, model.prior, model.network.shapes), sketch
+
+    def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
+        """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
+        logs = _logs(problem)
+        wished = _tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
+        ranks = [most if self.rank else min(tuning.FIRST_RANK, most)]
+        while ranks[-1] < most and float(logs[ranks[-1] :].sum()) > wished:
+            ranks.append(min(2 * ranks[-1], most))
+        return ranks + ranks[-1:] * (self.rounds - 1), []
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
         model, most = curvature.model, self.most_rank(curvature.model)
@@ -440,7 +507,7 @@ def _vector_bytes(model: LinearizedModel) -> int:
     return model.network.num_parameters * model.jacobian_pass.dtype.itemsize
 
 
-def memory_of(model: LinearizedModel) -> int:
-    """Bytes that the fit may use."""
-    budget = model.settings.memory_budget
-    return available_memory(model.network.device) if budget is None else int(budget)
+def _logs(problem: Problem) -> Tensor:
+    """Estimates of log(1 + λ) of the eigenvalues of SᵀKS, descending; none where the spectrum is not known."""
+    spectrum = problem.spectrum
+    return torch.zeros(0, dtype=torch.float64) if spectrum is None else spectrum.double().clamp_min(0.0).log1p()

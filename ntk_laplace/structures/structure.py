@@ -16,6 +16,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Inputs, Source, fill_buffer
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.structures.forecast import Forecast, Problem
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 
@@ -124,6 +125,13 @@ class StructureSpec(ABC):
 
     def require_memory(self, model: LinearizedModel, n: int, first: Structure) -> None:  # noqa: B027
         """Raise MemoryBudgetError if a fit to n examples would not fit in memory; `first` is a fit to a few."""
+
+    def forecast(self, problem: Problem) -> Forecast | None:
+        """Memory and work of a fit, before anything large is allocated; None if they are not known.
+
+        The fit is refused where `Forecast.required` does not fit in memory, and `plan` says the same.
+        """
+        return None
 
     def options(self) -> dict[str, Any]:
         """The fields that determine the structure, for checkpoints and messages."""

@@ -89,6 +89,17 @@ def _parser() -> argparse.ArgumentParser:
                           help="add half gᵀH⁻¹g, for weights that are not at their optimum")  # fmt: skip
     evidence.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
     evidence.add_argument("--plot", type=png_file, metavar="OUT.png", help="draw the table into this file")
+    plan = commands.add_parser(
+        "plan",
+        help="the memory and the time that each structure would take",
+        description="Print a forecast for each structure, from the rows of a few examples and a probe of this device, "
+        "before anything large is allocated: memory, whether it fits, and time, on this device and on several.",
+    )
+    add_model_options(plan)
+    plan.add_argument("--structures", type=structures, metavar="A,B,...", help="which ones (default: all)")
+    plan.add_argument("--processes", type=count, default=1, metavar="K",
+                      help="devices like this one that would share the fit (default: %(default)s)")  # fmt: skip
+    plan.add_argument("--json", type=Path, metavar="OUT", help="write all digits to this file")
     explain = commands.add_parser(
         "explain",
         help="a page that explains your own network's predictions by its training points",
@@ -165,14 +176,15 @@ def _own(options: argparse.Namespace) -> int:
     """Run a command on the user's network, in one process or in those that torchrun started."""
     from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
     from ntk_laplace.runtime.distributed import process_group
-    from ntk_laplace.tools.cli import evidence, explain, predict
+    from ntk_laplace.tools.cli import evidence, explain, plan, predict
 
     try:
         with process_group() as options.group:
             if options.group is not None and options.group.size() > 1 and options.command != "evidence":
                 raise UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
                                        "Start it without torchrun; evidence takes several.")
-            {"evidence": evidence, "explain": explain, "predict": predict}[options.command].run(options)
+            {"evidence": evidence, "explain": explain, "plan": plan, "predict": predict}[options.command].run(
+                options)
     except KeyboardInterrupt:
         return _complain("interrupted; no file was written", INTERRUPTED)
     except NTKLaplaceError as cause:

@@ -36,7 +36,7 @@ from ntk_laplace.runtime.resources import is_about_memory
 from ntk_laplace.structures import Settings, StructureSpec, structure_names
 from ntk_laplace.tools.comparison.table import EvidenceComparison, StructureEvidence
 
-__all__ = ["ComparisonInterrupted", "compare_evidence"]
+__all__ = ["ComparisonInterrupted", "compare_evidence", "in_words", "labels_of"]
 
 _OF_STRUCTURES = (MemoryBudgetError, HyperparameterError, UnsupportedError, NumericalError)
 """Errors that may not occur with another structure."""
@@ -104,7 +104,7 @@ def compare_evidence(
         raise UnsupportedError("settings without checkpoint and resume, which belong to one structure", f"{settings}",
                                "Fit the structure that takes long with laplace, and the others here.")
     structures = structure_names() if structures is None else structures
-    labels = _labels(structures)
+    labels = labels_of(structures)
     frozen = Network(network, *(options.get(name) for name in ("parameters", "output", "targets")))
     found, batches = _examine(frozen, data, likelihood, prior, curvature_type, settings)
     device = batches.device
@@ -126,7 +126,7 @@ def compare_evidence(
 # --- before the fits
 
 
-def _labels(structures: Sequence[str | StructureSpec]) -> list[str]:
+def labels_of(structures: Sequence[str | StructureSpec]) -> list[str]:
     """A unique label for each structure."""
     if isinstance(structures, str) or not isinstance(structures, Sequence) or not structures:
         raise UnsupportedError("a list of structures", repr(structures), f"Pass one such as {list(structure_names())}.")
@@ -167,11 +167,16 @@ def _examine(
     with torch.inference_mode(False):
         frozen.probe(batches.first()[0])
         count = batches.length if batches.length is not None else sum(len(y) for _, y in batches)
-    words = f"{_in_words(likelihood)}, {_precisions(bound)}, curvature {curvature_type.kind}"
+    words = in_words(likelihood, bound, curvature_type)
     return EvidenceComparison((), None, count, frozen.num_outputs, frozen.num_parameters, words), batches
 
 
-def _in_words(likelihood: Likelihood) -> str:
+def in_words(likelihood: Likelihood, prior: GaussianPrior, curvature_type: CurvatureType) -> str:
+    """Likelihood, prior and curvature of a table's heading."""
+    return f"{_likelihood(likelihood)}, {_precisions(prior)}, curvature {curvature_type.kind}"
+
+
+def _likelihood(likelihood: Likelihood) -> str:
     """Class name and scalar hyperparameters, which likelihoods store as logarithms."""
     if not isinstance(likelihood, Likelihood):
         return "no likelihood"  # the first fit raises an error for it

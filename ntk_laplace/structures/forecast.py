@@ -1,0 +1,184 @@
+"""Forecasts: the memory and the work of a fit, from sizes and the rows of a few examples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.runtime.resources import available_memory, require_memory
+from ntk_laplace.structures.model import LinearizedModel
+
+__all__ = ["Forecast", "Problem", "Work", "memory_of"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a forecast is computed from.
+
+    Attributes
+    ----------
+    model : LinearizedModel
+    num_examples : int
+        N, of all processes.
+    sample : Jacobian
+        Rows of J of one or more examples, stored as the fit would store them.
+    processes : int
+        Processes that share the fit.
+    spectrum : Tensor, optional
+        Estimates of the largest eigenvalues of SᵀKS, descending.
+    log_joint : float, optional
+        An estimate of the log joint, in nats.
+    """
+
+    model: LinearizedModel
+    num_examples: int
+    sample: Jacobian
+    processes: int = 1
+    spectrum: Tensor | None = None
+    log_joint: float | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """R."""
+        return self.model.curvature_type.columns(self.model.likelihood, self.num_outputs)
+
+    @property
+    def num_outputs(self) -> int:
+        """C."""
+        return self.model.network.num_outputs
+
+    @property
+    def num_rows(self) -> int:
+        """N R, the order of B."""
+        return self.num_examples * self.num_columns
+
+    @property
+    def num_parameters(self) -> int:
+        """P."""
+        return self.model.network.num_parameters
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number of the algebra."""
+        return self.model.jacobian_pass.dtype.itemsize
+
+    @property
+    def share(self) -> int:
+        """Examples that one process reads."""
+        return -(-self.num_examples // self.processes)
+
+    @property
+    def root_bytes(self) -> int:
+        """Bytes of S, (N, C, R)."""
+        return self.num_rows * self.num_outputs * self.element
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one vector of all parameters."""
+        return self.num_parameters * self.element
+
+    def row_bytes(self, n: int) -> int:
+        """Bytes of the rows of J of n examples."""
+        return _linear(self.sample, n)
+
+    def weighted_bytes(self, n: int) -> int:
+        """Bytes of the rows of SᵀJ of n examples."""
+        few = self.sample.subset(slice(0, 2))
+        return _linear(few.weighted(few.f.new_ones(few.num_examples, self.num_outputs, self.num_columns)), n)
+
+    def batch_bytes(self, most: int) -> int:
+        """Bytes of the rows of a batch that take at most `most`, if any number of examples may."""
+        return min(self.row_bytes(self.share), max(most, self.row_bytes(1)))
+
+
+def _linear(rows: Jacobian, n: int) -> int:
+    """Bytes of n examples like these; what all examples share is counted once."""
+    one, two = (rows.subset(slice(0, m)).nbytes for m in (1, min(2, rows.num_examples)))
+    return one + (n - 1) * (two - one) if rows.num_examples > 1 else n * one
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a fit and its evidence, of one process.
+
+    Attributes
+    ----------
+    passes : float
+        Examples whose rows are computed.
+    products : float
+        Products of the rows of an example with one vector, forth and back.
+    matmul, cholesky : float
+        Floating-point operations, in large matrix products and in factorizations.
+    eigh : float
+        Σ n³ over the symmetric matrices (n, n) whose eigenvectors are computed; a third of it for eigenvalues alone.
+    """
+
+    passes: float = 0.0
+    products: float = 0.0
+    matmul: float = 0.0
+    cholesky: float = 0.0
+    eigh: float = 0.0
+
+    def seconds(self, rates: Work) -> float:
+        """The time at these rates, each in the unit of its attribute per second."""
+        pairs = ((getattr(self, entry.name), getattr(rates, entry.name)) for entry in fields(self))
+        return sum(amount / rate for amount, rate in pairs if amount)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Memory, work and communication of a fit, its evidence and a prediction, of each process.
+
+    Attributes
+    ----------
+    stored : mapping of str to int
+        Bytes that the posterior keeps, by what they are.
+    temporary : int
+        Bytes beyond them at the peak, which grow with the problem.
+    buffers : int
+        The same of buffers with a largest size, whatever the problem.
+    work : Work, optional
+        None if it is not known.
+    communication : int
+        Bytes that each process sends, and as many that it receives.
+    note : str
+        What the forecast assumes.
+    least : int, optional
+        Bytes without which the fit is refused, if it takes less where memory is short.
+    """
+
+    stored: Mapping[str, int]
+    temporary: int = 0
+    buffers: int = 0
+    work: Work | None = None
+    communication: int = 0
+    note: str = ""
+    least: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The peak."""
+        return sum(self.stored.values()) + self.temporary + self.buffers
+
+    @property
+    def required(self) -> int:
+        """What has to fit in memory: the peak without buffers, or `least`."""
+        return sum(self.stored.values()) + self.temporary if self.least is None else self.least
+
+    def require(self, model: LinearizedModel, what: str, remedy: str, held: int = 0) -> None:
+        """Raise an error if this does not fit in memory, except for `held` bytes that are there already.
+
+        Raises
+        ------
+        MemoryBudgetError
+        """
+        require_memory(self.required - held, model.network.device, what, remedy, model.settings.memory_budget)
+
+
+def memory_of(model: LinearizedModel) -> int:
+    """Bytes that the fit may use."""
+    budget = model.settings.memory_budget
+    return available_memory(model.network.device) if budget is None else int(budget)

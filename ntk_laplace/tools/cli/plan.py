@@ -1,0 +1,31 @@
+"""The command ``ntk-laplace plan``: memory and time of structures for the user's network and data, before a fit."""
+
+from __future__ import annotations
+
+import argparse
+
+import ntk_laplace as ntkl
+from ntk_laplace.tools.cli.model import bring, require_writable
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> None:
+    """Load, forecast, print, write.
+
+    Raises
+    ------
+    NTKLaplaceError
+        If the network, the data or an option is invalid.
+    OSError
+        If the file cannot be written; raised before the computation.
+    """
+    require_writable(options.json)
+    model = bring(options)
+    found = ntkl.plan(
+        model.network, (model.x, model.y), model.likelihood, model.prior, options.structures, options.curvature,
+        processes=options.processes, dtype=model.dtype, settings=model.settings, output=model.output,
+    )  # fmt: skip
+    print(found)
+    if options.json is not None:
+        options.json.write_text(found.to_json() + "\n", encoding="utf-8")

@@ -1,0 +1,267 @@
+"""Forecasts: what the posterior stores to the byte, and a fit that is refused exactly where the plan says so."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from outside_structure import Eigen
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures import structure_names
+from ntk_laplace.structures.forecast import Forecast, Problem, Work
+from ntk_laplace.tools.cli import main
+
+QUIET = ntkl.Settings(progress=False)
+ntkl.structures.REGISTERED.pop(Eigen.name, None)  # other tests go through all registered structures
+EXACT = ["gp", "full", ntkl.Iterative(rank=8), ntkl.Nystrom(rank=8)]
+SUMMED = ["kfac", "ekfac", "inf", "diag"]
+pytestmark = pytest.mark.filterwarnings("ignore:INF's low-rank part", "ignore:the evidence's standard error")
+
+
+@pytest.fixture(autouse=True)
+def short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are not tested."""
+    monkeypatch.setattr(tuning, "PROBED_ORDER", 16)
+    monkeypatch.setitem(ntkl.structures.REGISTERED, Eigen.name, Eigen)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def conv() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten(),
+                         nn.Linear(12, 3)).double()  # fmt: skip
+
+
+def words() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Embedding(6, 4), nn.Flatten(), nn.Linear(20, 3)).double()
+
+
+def problem(make: Any, n: int = 30) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    if make is words:
+        x = torch.randint(0, 6, (n, 5), generator=generator)
+    else:
+        x = torch.randn(n, 5, generator=generator, dtype=torch.float64)
+    return make().eval(), (x, torch.arange(n) % 3)
+
+
+def of(make: Any, structure: Any, **settings: Any) -> tuple[ntkl.Posterior, ntkl.StructurePlan]:
+    """The posterior, and the plan's row."""
+    network, data = problem(make)
+    own = replace(QUIET, **settings)
+    (row,) = ntkl.plan(network, data, ntkl.Categorical(), structures=[structure], settings=own).rows
+    return ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, settings=own), row
+
+
+# --- what is stored, to the byte
+
+
+@pytest.mark.parametrize("make", [mlp, conv, words])
+def test_function_space_stores_what_was_forecast(make: Any) -> None:
+    posterior, row = of(make, "gp")
+    precision = posterior.fitted.function_space
+    assert row.stored == {"B": precision.factor.nbytes, "rows of J": precision.rows.nbytes,
+                          "rows of SᵀJ": precision.weighted.nbytes, "S": precision.root.nbytes}  # fmt: skip
+
+
+def test_weight_space_stores_two_matrices() -> None:
+    posterior, row = of(mlp, "full")
+    structure: Any = posterior.fitted.structure
+    factor: Any = posterior.fitted.precision
+    assert row.stored == {"JᵀΛJ": structure.at.sums["ggn"].nbytes, "factor of H": factor.factor.nbytes}
+
+
+@pytest.mark.parametrize("structure", EXACT[2:], ids=str)
+@pytest.mark.parametrize("make", [mlp, conv])
+def test_a_sketch_stores_its_vectors_and_rows(structure: Any, make: Any) -> None:
+    posterior, row = of(make, structure)
+    posterior.log_marginal_likelihood()
+    found: Any = posterior.fitted.structure
+    sketch = found.at.sketch
+    tensors = [sketch.factor, sketch.tests, getattr(posterior.fitted.precision, "base", posterior.fitted.precision)]
+    vectors = sum(t.nbytes if isinstance(t, Tensor) else t.vectors.nbytes for t in tensors if t is not None)
+    assert row.stored == {"sketch": vectors, "rows of J": sum(rows.nbytes for rows in found.rows)}
+    assert row.note == "rank 8, rows kept"
+
+
+@pytest.mark.parametrize("structure", SUMMED)
+@pytest.mark.parametrize("make", [mlp, conv, words])
+def test_sums_and_eigenvectors(structure: str, make: Any) -> None:
+    posterior, row = of(make, structure)
+    gathered = posterior.fitted.structure.at.accumulated  # type: ignore[attr-defined]
+    sums = sum(t.nbytes for summary in gathered.summaries for name, t in summary.sums.items() if name != "count")
+    precision: Any = posterior.fitted.precision
+    bases = [part.basis for part in precision.algebras] if structure != "inf" else []
+    bases += [eigenbasis.basis for eigenbasis in gathered.eigenbases] if structure == "inf" else []
+    vectors = sum(t.nbytes for basis in bases for t in (basis.left, basis.right) if t is not None)
+    assert row.stored["sums"] == sums
+    assert structure == "inf" or row.stored["eigenvectors"] == vectors
+
+
+# --- the refusal and the plan agree
+
+
+@pytest.mark.parametrize("structure", [*EXACT, *SUMMED], ids=str)
+def test_a_fit_is_refused_where_the_plan_says_so(structure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    required: list[int] = []
+    plain = Forecast.required.fget  # type: ignore[attr-defined]
+
+    def heard(forecast: Forecast) -> int:
+        required.append(plain(forecast))
+        return required[-1]
+
+    monkeypatch.setattr(Forecast, "required", property(heard))
+    of(conv, structure)
+    least = required[0]
+    assert of(conv, structure, memory_budget=least)[1].fits
+    network, data = problem(conv)
+    less = replace(QUIET, memory_budget=least - 1)
+    assert not ntkl.plan(network, data, ntkl.Categorical(), structures=[structure], settings=less).rows[0].fits
+    with pytest.raises(ntkl.MemoryBudgetError):
+        ntkl.laplace(network, data, ntkl.Categorical(), structure=structure, settings=less)
+
+
+def test_auto_takes_what_fits() -> None:
+    network, data = problem(mlp)  # N R = 60, P = 66
+
+    def chosen(budget: float) -> ntkl.Posterior:
+        return ntkl.laplace(network, data, ntkl.Categorical(), structure="auto",
+                            settings=replace(QUIET, memory_budget=int(budget)))  # fmt: skip
+
+    needs = {row.structure: sum(row.stored.values()) for row in
+             ntkl.plan(network, data, ntkl.Categorical(), structures=["gp", "full"], settings=QUIET).rows}
+    assert needs["gp"] < needs["full"]
+    assert chosen(needs["gp"]).structure == "gp"
+    small = problem(mlp, 200)
+    found = ntkl.laplace(*small, ntkl.Categorical(), structure="auto", settings=replace(QUIET, memory_budget=10**6))
+    assert found.structure == "full"
+    neither = chosen(needs["gp"] - 1)
+    assert neither.structure == "iterative" and "factors none" in neither.reason and "'full'" in neither.reason
+    wide = problem(lambda: nn.Sequential(nn.Linear(5, 2), nn.Linear(2, 3)).double())
+    larger = ntkl.laplace(*wide, ntkl.Categorical(), structure="auto", settings=QUIET)
+    assert larger.structure == "full" and "smaller" in larger.reason
+
+
+def test_auto_takes_the_larger_matrix_if_only_that_fits() -> None:
+    """Function space stores S and rows too: with many outputs it may need more than the larger matrix."""
+    torch.manual_seed(0)
+    network = nn.Linear(1, 30).double()
+    data = torch.randn(2, 1, dtype=torch.float64), torch.arange(2)  # N R = 58, P = 60
+    rows = ntkl.plan(network, data, ntkl.Categorical(), structures=["gp", "full"], settings=QUIET).rows
+    gp, full = (sum(row.stored.values()) for row in rows)
+    assert full == 2 * 60**2 * 8 < gp
+    found = ntkl.laplace(network, data, ntkl.Categorical(), structure="auto",
+                         settings=replace(QUIET, memory_budget=full))  # fmt: skip
+    assert found.structure == "full" and "factors the larger matrix" in found.reason
+
+
+# --- formulas
+
+
+def test_shares_of_processes() -> None:
+    network, data = problem(mlp, 200)
+    names = [name for name in structure_names() if name != Eigen.name]
+    alone, shared = (ntkl.plan(network, data, ntkl.Categorical(), structures=names, processes=k, settings=QUIET)
+                     for k in (1, 4))  # fmt: skip
+    for one, other in zip(alone.rows, shared.rows, strict=True):
+        assert other.memory is not None and other.shared_memory is not None and other.communication is not None
+        assert other.shared_memory <= other.memory == one.memory and one.shared_memory is None
+        assert other.shared_fits and other.communication > 0
+    gp = shared["gp"]
+    assert gp.memory is not None and gp.shared_memory is not None
+    # B is dealt to the processes, and each reads its share of the batches; rows and S are on all of them
+    assert gp.memory - gp.shared_memory == pytest.approx(0.75 * (gp.stored["B"] + gp.stored["rows of J"]), rel=1e-2)
+    assert "each of 4" in str(shared) and "each of" not in str(alone)
+
+
+def test_seconds_are_work_over_rates() -> None:
+    rates = Work(passes=10.0, products=4.0, matmul=2.0, cholesky=5.0, eigh=8.0)
+    work = Work(passes=20.0, products=2.0, matmul=3.0, cholesky=10.0, eigh=2.0)
+    assert work.seconds(rates) == 2 + 0.5 + 1.5 + 2 + 0.25
+    assert Work().seconds(Work()) == 0.0  # no rate is needed where there is no work
+
+
+def test_the_spectrum_of_all_examples_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, data = problem(mlp)
+    seen: list[Problem] = []
+    monkeypatch.setattr(ntkl.Nystrom, "forecast", lambda self, problem: seen.append(problem))
+    prior = ntkl.GaussianPrior(3.0)
+    ntkl.plan(network, data, ntkl.Categorical(), prior, structures=[ntkl.Nystrom()], settings=QUIET)
+    posterior = ntkl.laplace(network, data, ntkl.Categorical(), prior, settings=QUIET)
+    expected = posterior.fitted.precision.spectrum()
+    assert expected is not None and seen[0].spectrum is not None
+    torch.testing.assert_close(seen[0].spectrum, expected.flip(0), rtol=1e-9, atol=1e-10)
+    assert seen[0].log_joint == pytest.approx(float(posterior.log_joint()), rel=1e-12)
+
+
+def test_the_rank_follows_the_spectrum() -> None:
+    network, data = problem(mlp)
+    row = ntkl.plan(network, data, ntkl.Categorical(), structures=[ntkl.Nystrom()], settings=QUIET).rows[0]
+    posterior = ntkl.laplace(network, data, ntkl.Categorical(), structure=ntkl.Nystrom(), settings=QUIET)
+    assert row.note == "rank 60, rows kept"  # N R = 60 is below the first rank
+    assert len(posterior.fitted.structure.at.sketch.factor) <= 60  # type: ignore[attr-defined]
+
+
+# --- the table
+
+
+def test_every_structure_has_a_row_and_outside_ones_say_that_they_do_not_know() -> None:
+    network, data = problem(mlp)
+    before = copy.deepcopy(network.state_dict())
+    likelihood, prior = ntkl.Categorical(), ntkl.GaussianPrior(groups="parameter")
+    found = ntkl.plan(network, data, likelihood, prior, settings=QUIET)
+    assert [row.structure for row in found.rows] == list(structure_names())
+    assert found["eigh"].memory is None and found["eigh"].fits is None and "no forecast" in found["eigh"].note
+    assert Eigen().forecast is not None and found["kfac"].note.startswith("refused: expected one prior precision")
+    assert (found.num_examples, found.num_outputs, found.num_parameters, found.processes) == (30, 3, 66, 1)
+    text, page = str(found), found._repr_html_()
+    for row in found.rows:
+        assert row.structure in text and f"<td>{row.structure}</td>" in page
+    assert max(map(len, text.split("\n"))) <= 100 and "N = 30, C = 3, P = 66" in text and "<script" not in page
+    frame = found.to_dataframe()
+    assert list(frame["structure"]) == [row.structure for row in found.rows]
+    assert json.loads(found.to_json())["rows"][0]["stored"] == found["gp"].stored
+    with pytest.raises(KeyError, match="no structure 'kfax'"):
+        found["kfax"]
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"processes": 0}, "processes"), ({"structures": ["auto"]}, "whose cost"), ({"structures": []}, "a list"),
+     ({"structures": ["kfax"]}, "structure among")],
+)  # fmt: skip
+def test_bad_questions(options: dict[str, Any], words: str) -> None:
+    network, data = problem(mlp)
+    with pytest.raises(ntkl.NTKLaplaceError, match=words):
+        ntkl.plan(network, data, ntkl.Categorical(), settings=QUIET, **options)
+
+
+def test_the_command(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    monkeypatch.chdir(tmp_path)
+    source = "from torch import nn\n\n\ndef make_network():\n    return nn.Linear(4, 3)\n"
+    (tmp_path / "planned_model.py").write_text(source)
+    torch.save(nn.Linear(4, 3).state_dict(), "w.pt")
+    np.savez("d.npz", X=np.random.default_rng(0).normal(size=(20, 4)), y=np.arange(20) % 3)
+    arguments = ["plan", "planned_model.py", "--checkpoint", "w.pt", "--data", "d.npz", "--likelihood", "categorical",
+                 "--structures", "gp,kfac", "--processes", "2", "--json", "p.json"]  # fmt: skip
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "each of 2" in printed and "kfac" in printed and "full" not in printed
+    assert [row["structure"] for row in json.loads((tmp_path / "p.json").read_text())["rows"]] == ["gp", "kfac"]
+    assert main([*arguments[:-4], "--memory", "1e-7"]) == 0
+    assert "no" in capsys.readouterr().out.split()
