@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos, low_rank
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
+from ntk_laplace.runtime.reduction import collective_property
 
 __all__ = ["Curvature", "IterativePrecision", "LogDet", "Sketch", "grown", "reaching", "sketched"]
 
@@ -196,7 +197,7 @@ class IterativePrecision(PosteriorPrecision):
 
     # --- evidence
 
-    @cached_property
+    @collective_property
     def estimate(self) -> LogDet:
         """log det B with its errors, from the probes."""
         low = float(self.base.log_det())
@@ -210,7 +211,7 @@ class IterativePrecision(PosteriorPrecision):
             error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
         return LogDet(low + float(middle.mean()), error, low, upper, self.probes, self._steps)
 
-    @cached_property
+    @collective_property
     def probed(self) -> Tensor:
         """Lower and upper value of zᵀ log(C) z for each probe, (m, 2)."""
         self._steps = 0
@@ -226,7 +227,7 @@ class IterativePrecision(PosteriorPrecision):
         # rounding: no eigenvalue is below 1
         return torch.cat([self._earlier, torch.stack(found.bracket(lambda t: t.clamp_min(1.0).log()), 1)])
 
-    @cached_property
+    @collective_property
     def _diagonal(self) -> tuple[float, float]:
         return self.curvature.diagonal(self.base.variances)
 
@@ -343,7 +344,7 @@ class IterativePrecision(PosteriorPrecision):
 
     # --- covariance of f
 
-    @cached_property
+    @collective_property
     def _left(self) -> Tensor:
         """Draws d (s, P) with covariance M⁻¹ - (P0^-½HP0^-½)⁻¹, which the low rank leaves of the inverse.
 
@@ -357,11 +358,11 @@ class IterativePrecision(PosteriorPrecision):
         right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
         return self._solved_whitened(right * scale)
 
-    @cached_property
+    @collective_property
     def _left_directions(self) -> dict[str, Tensor]:
         return self.shapes.parts(self._left * self.base.deviation / len(self._left) ** 0.5)
 
-    @cached_property
+    @collective_property
     def refined(self) -> IterativePrecision:
         """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows."""
         found = self

@@ -9,16 +9,43 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, UnsupportedError
 
-__all__ = ["Reducer", "SingleProcess"]
+__all__ = ["Reducer", "SingleProcess", "collective_property"]
 
 _Value = TypeVar("_Value")
+
+
+class collective_property(Generic[_Value]):
+    """A cached property whose computation may exchange data between processes.
+
+    `functools.cached_property` holds a lock during the computation in Python before 3.12: processes that run as threads
+    of one would wait for each other forever.
+    """
+
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> collective_property[_Value]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> _Value: ...
+
+    def __get__(self, instance: object | None, owner: type) -> collective_property[_Value] | _Value:
+        if instance is None:
+            return self
+        value = self._compute(instance)
+        vars(instance)[self._name] = value  # found before this descriptor from now on
+        return value
 
 
 class Reducer(ABC):

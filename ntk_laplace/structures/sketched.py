@@ -393,8 +393,10 @@ class SketchedStructure(StreamedStructure):
         """Rows of J of the examples that this process reads, if half of the memory is enough for them."""
         if self.rows is not None and not self.rows:
             n = self.points.num_examples // model.settings.reducer.world_size
-            x, _ = next(iter(self.data))
-            one = model.jacobian_pass.rows(take(x, slice(0, 4)))
+            first = next(iter(self.data), None)
+            if first is None:  # one of several processes, without an example
+                return self.rows
+            one = model.jacobian_pass.rows(take(first[0], slice(0, 4)))
             needed = one.nbytes // one.num_examples * n
             fits = 2 * needed <= memory_of(model)
             _LOG.info(f"{self.name}: rows of J of {n:,} examples, {format_bytes(needed)}, "
