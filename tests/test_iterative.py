@@ -242,6 +242,39 @@ def test_the_evidence_is_a_fixed_function_of_the_hyperparameters() -> None:
     assert abs(near - values[0]) < 0.01 < 0.1 * posterior.evidence().standard_error
 
 
+def test_the_lower_bound_is_the_better_of_two() -> None:
+    """log det B <= log det M + k log(1 + t/k), with t and k trace and rank of the rest, and <= Σ_n log det B_nn."""
+    network, x, _ = digits_like()
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)))(parameters)
+    rows = torch.cat([part.flatten(2) for part in jacobian.values()], 2)
+    probs = torch.softmax(network(x).detach(), 1)
+    curvature = torch.diag_embed(probs) - probs.unsqueeze(2) * probs.unsqueeze(1)
+    blocks = curvature @ (rows @ rows.mT) / 0.1
+    fischer = float(torch.logdet(torch.eye(5, dtype=torch.float64) + blocks).sum())
+    better = set()
+    for rank in (5, 200):
+        precision = classes(ntkl.Iterative(rank=rank, probes=2)).posterior_precision
+        values = precision.base.values
+        trace, left = float(blocks.diagonal(dim1=1, dim2=2).sum() - values.sum()), rows.shape[2] - len(values)
+        bounds = [float(values.log1p().sum()) + left * math.log1p(trace / left), fischer]
+        assert precision.estimate.upper == pytest.approx(min(bounds), rel=1e-9)
+        better.add(bounds.index(min(bounds)))
+    assert better == {0, 1}
+
+
+def test_more_probes_keep_the_earlier_ones() -> None:
+    posterior = classes(ntkl.Iterative(rank=10, probes=4))
+    own = posterior.posterior_precision
+
+    def probed(probes: int, earlier: Tensor | None = None) -> Tensor:
+        return IterativePrecision(own.curvature, own.sketch, own.base, posterior.prior, probes, 0, 1e-6, 10,
+                                  earlier).probed  # fmt: skip
+
+    whole = probed(7)
+    assert whole.shape == (7, 2) and relative_error(probed(7, probed(4)), whole) < 1e-8
+
+
 # --- hyperparameters
 
 
@@ -316,6 +349,20 @@ def test_variances_are_right_at_any_rank(rank: int) -> None:
         assert float(torch.linalg.eigvalsh(above).min()) > -1e-9  # the low rank alone is an upper bound
 
 
+def test_draws_of_the_remainder_are_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 1000)  # with so many, no variance is solved
+    monkeypatch.setattr(tuning, "LEFT_SHARE", 0.3)
+    found, exact = classes(ntkl.Iterative(rank=40, probes=4)), classes("full")
+    x = digits_like(20, seed=1)[1]
+    rows = next(iter(found.fitted.rows_at(torch.arange(20))))
+    low = found.posterior_precision.base.covariance_blocks(rows).diagonal(dim1=1, dim2=2)
+    seen, other = (p.posterior_precision.covariance_blocks(rows).diagonal(dim1=1, dim2=2) for p in (found, exact))
+    assert float((low / other - 1.0).mean()) > 0.1
+    assert abs(float((seen / other - 1.0).mean())) < 0.02
+    joint, whole = (p.latent(x).covariance_matrix.diagonal() for p in (found, exact))
+    assert abs(float((joint / whole - 1.0).mean())) < 0.02
+
+
 def test_samples_have_the_exact_covariance() -> None:
     found, exact = classes(ntkl.Iterative(rank=10, probes=2)), classes("full")
     draws = found.posterior_precision.sample(1000, torch.Generator().manual_seed(7))
@@ -355,6 +402,21 @@ def test_explanations_and_leave_one_out_of_named_points() -> None:
     assert relative_error(one, other) < 1e-6
     one, other = (p.leave_one_out(points=[0, 7, 30]) for p in (found, exact))
     assert relative_error(one.log_density, other.log_density) < 1e-6
+
+
+def test_points_of_high_leverage_are_left_out_exactly() -> None:
+    """With leverage h, a relative error of V is one h/(1 - h) times as large of (I - ΛV)⁻¹."""
+    network, x, y = digits_like(40)
+    weights = torch.zeros(40, dtype=torch.float64)
+    weights[::8] = 10.0
+    found, exact = (
+        ntkl.laplace(network, (x, (y + 1) % 5, weights), ntkl.Categorical(), ntkl.GaussianPrior(0.1), structure)
+        for structure in (ntkl.Iterative(rank=12, probes=2), "full")
+    )
+    assert float(exact.explain(x[:1]).leverage.max()) > 0.95
+    for by in ("output", "variance"):
+        one, other = (p.removal_effects(x[:5], by=by) for p in (found, exact))
+        assert relative_error(one, other) < 0.1
 
 
 @pytest.mark.parametrize("structure", [ntkl.Iterative(probes=4), ntkl.Nystrom(rank=20)], ids=str)

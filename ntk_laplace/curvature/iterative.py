@@ -379,14 +379,25 @@ class IterativePrecision(PosteriorPrecision):
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
+        return self._blocks(rows, None)
+
+    def removal_blocks(self, rows: Jacobian, root: Tensor) -> Tensor:
+        """V at training points, (n, C, C), solved exactly where I - SᵀVS would be wrong by too much."""
+        return self._blocks(rows, root)
+
+    def _blocks(self, rows: Jacobian, root: Tensor | None) -> Tensor:
         fine = self.refined
-        blocks = fine.base.covariance_blocks(rows)
+        low = fine.base.covariance_blocks(rows)
         if fine._complete:
-            return blocks
+            return low
         seen = rows.products(fine._left_directions).transpose(0, 1)  # (n, K, s)
         rest = seen @ seen.mT
-        solved = _uncertain(blocks, rest)
-        blocks = blocks - rest
+        blocks = low - rest
+        uncertain = _uncertain(blocks, rest)
+        if root is not None:
+            eye = torch.eye(root.shape[2], dtype=root.dtype, device=root.device)
+            uncertain |= _uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root)
+        solved = uncertain.nonzero().squeeze(1)
         if len(solved):
             blocks[solved] = PosteriorPrecision.covariance_blocks(fine, rows.subset(solved))
         return blocks
@@ -399,17 +410,23 @@ class IterativePrecision(PosteriorPrecision):
             return joint
         seen = rows.products(fine._left_directions).transpose(0, 1)
         own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
-        if len(_uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1), seen @ seen.mT)):
+        rest = seen @ seen.mT
+        if bool(_uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest).any()):
             return PosteriorPrecision.covariance(fine, rows)
         flat = seen.flatten(0, 1)
         return joint.addmm_(flat, flat.T, alpha=-1.0)
 
 
-def _uncertain(low: Tensor, rest: Tensor) -> Tensor:
-    """Examples with a variance whose expected relative error, rest/(V - rest) (2/s)^½ for s draws, is too large."""
-    before, own = (blocks.diagonal(dim1=1, dim2=2) for blocks in (low, rest))
+def _uncertain(own: Tensor, rest: Tensor) -> Tensor:
+    """Mask of blocks A (n, k, k) of which cᵀAc may be too wrong for some c, with `rest` R in A by s draws.
+
+    The expected relative error cᵀRc/cᵀAc (2/s)^½ is at most `tuning.VARIANCE_ERROR` for all c if a multiple of A less R
+    is positive definite: differences of outputs are right too, whose variance may be far below those of the outputs.
+    """
     allowed = tuning.VARIANCE_ERROR * (tuning.REMAINDER_DRAWS / 2) ** 0.5
-    return (own > allowed * (before - own)).any(1).nonzero().squeeze(1)
+    slack = 64 * torch.finfo(own.dtype).eps * (own + rest).diagonal(dim1=1, dim2=2).abs()
+    tiny = torch.finfo(own.dtype).tiny
+    return torch.linalg.cholesky_ex(allowed * own - rest + torch.diag_embed(slack + tiny)).info > 0
 
 
 def _shifted_log(nodes: Tensor, factor: float) -> Tensor:

@@ -191,6 +191,14 @@ class PosteriorPrecision(ABC):
             blocks[part] = dense @ self._solved(dense).mT
         return blocks
 
+    def removal_blocks(self, rows: Jacobian, root: Tensor) -> Tensor:
+        """V at training points with the roots S (n, C, R) of Λ, (n, C, C), for (I - SᵀVS)⁻¹.
+
+        The blocks of `covariance_blocks`, unless these are estimates: where a leverage is close to 1, a small error of V
+        is a large one of the inverse.
+        """
+        return self.covariance_blocks(rows)
+
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""
         dense = rows.dense(self.shapes).transpose(0, 1).flatten(0, 1)

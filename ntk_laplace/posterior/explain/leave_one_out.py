@@ -283,7 +283,7 @@ def _streamed(fitted: FittedModel, index: Tensor) -> Without:
         root = fitted.points.root(fitted.curvature_type, fitted.likelihood)[index]
         for rows in fitted.rows_at(index):
             here = slice(start, start + rows.num_examples)
-            moments = fitted.precision.covariance_blocks(rows)
+            moments = fitted.precision.removal_blocks(rows, root[here])
             out = removal_terms(moments, root[here], fitted.exact)
             widened = out.half @ torch.linalg.solve(out.complement, out.half.mT)
             covariance = moments + widened * out.trusted.view(-1, 1, 1)

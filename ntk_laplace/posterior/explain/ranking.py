@@ -241,7 +241,7 @@ class _Passing:
 
     def _weights(self, rows: Jacobian, residual: Tensor, root: Tensor, here: slice) -> Tensor:
         """(I - Λ_iV_ii)⁻¹ r_i (m, C, 1), or W with W Wᵀ = (I - Λ_iV_ii)⁻¹ Λ_i (m, C, R) for variances."""
-        out = removal_terms(self.fitted.precision.covariance_blocks(rows), root, self.fitted.exact)
+        out = removal_terms(self.fitted.precision.removal_blocks(rows, root), root, self.fitted.exact)
         self.leverage[here] = out.leverage
         if self.quantity.by in SPREADS:
             factor = torch.linalg.cholesky(out.complement)
