@@ -44,6 +44,9 @@ class Curvature(Protocol):
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, JᵀΛJ), (count, P): JᵀSε."""
 
+    def largest(self, function: Callable[[Jacobian], float]) -> float:
+        """The largest value of a function of the rows of some training points."""
+
     def diagonal(self, variances: Variances) -> tuple[float, float]:
         """tr SᵀKS, which is tr P0⁻¹JᵀΛJ, and Σ_n log det (I + [SᵀKS]_nn) over single examples."""
 
@@ -350,13 +353,29 @@ class IterativePrecision(PosteriorPrecision):
 
         With E = P0^-½(JᵀΛJ - FᵀF)P0^-½, x ~ N(0, M⁻¹) and e ~ N(0, E): d = (M + E)⁻¹(E x + e).
         """
-        scale, count = self.base.deviation, tuning.REMAINDER_DRAWS
-        generator = torch.Generator().manual_seed(self.seed + 1)
+        found = self._drawn(tuning.REMAINDER_DRAWS, self.seed + 1)
+        # the largest relative error of a variance falls with the root of the number of draws
+        error = self.curvature.largest(lambda rows: self._largest_error(rows, found))
+        count = math.ceil(len(found) * min((error / tuning.VARIANCE_ERROR) ** 2, 1e6))
+        more = min(count, tuning.MOST_DRAWS, max(self.most, len(found))) - len(found)
+        return found if more <= 0 else torch.cat([found, self._drawn(more, self.seed + 1 + len(found))])
+
+    def _drawn(self, count: int, seed: int) -> Tensor:
+        scale, generator = self.base.deviation, torch.Generator().manual_seed(seed)
         x = self.base.whitened_half(_normal(count, self.base.vectors, generator)) * scale
         noise = self.curvature.noise(count, generator)
         factor = self.sketch.factor
         right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
         return self._solved_whitened(right * scale)
+
+    def _largest_error(self, rows: Jacobian, left: Tensor) -> float:
+        """The largest relative error of a variance by these draws; one that is zero counts nothing."""
+        seen = rows.products(self.shapes.parts(left * self.base.deviation / len(left) ** 0.5)).transpose(0, 1)
+        rest = seen @ seen.mT
+        own = (self.base.covariance_blocks(rows) - rest).diagonal(dim1=1, dim2=2)
+        rest = rest.diagonal(dim1=1, dim2=2)
+        share = torch.where(rest > 0, rest / own.clamp_min(torch.finfo(own.dtype).tiny), torch.zeros_like(own))
+        return float(share.max()) * (2 / len(left)) ** 0.5
 
     @collective_property
     def _left_directions(self) -> dict[str, Tensor]:
@@ -393,10 +412,10 @@ class IterativePrecision(PosteriorPrecision):
         seen = rows.products(fine._left_directions).transpose(0, 1)  # (n, K, s)
         rest = seen @ seen.mT
         blocks = low - rest
-        uncertain = _uncertain(blocks, rest)
+        uncertain = _uncertain(blocks, rest, len(fine._left))
         if root is not None:
             eye = torch.eye(root.shape[2], dtype=root.dtype, device=root.device)
-            uncertain |= _uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root)
+            uncertain |= _uncertain(eye - root.mT @ blocks @ root, root.mT @ rest @ root, len(fine._left))
         solved = uncertain.nonzero().squeeze(1)
         if len(solved):
             blocks[solved] = PosteriorPrecision.covariance_blocks(fine, rows.subset(solved))
@@ -411,19 +430,19 @@ class IterativePrecision(PosteriorPrecision):
         seen = rows.products(fine._left_directions).transpose(0, 1)
         own = joint.view(rows.num_examples, rows.num_cotangents, rows.num_examples, -1)
         rest = seen @ seen.mT
-        if bool(_uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest).any()):
+        if bool(_uncertain(own.diagonal(dim1=0, dim2=2).permute(2, 0, 1) - rest, rest, len(fine._left)).any()):
             return PosteriorPrecision.covariance(fine, rows)
         flat = seen.flatten(0, 1)
         return joint.addmm_(flat, flat.T, alpha=-1.0)
 
 
-def _uncertain(own: Tensor, rest: Tensor) -> Tensor:
+def _uncertain(own: Tensor, rest: Tensor, draws: int) -> Tensor:
     """Mask of blocks A (n, k, k) of which cᵀAc may be too wrong for some c, with `rest` R in A by s draws.
 
     The expected relative error cᵀRc/cᵀAc (2/s)^½ is at most `tuning.VARIANCE_ERROR` for all c if a multiple of A less R
     is positive definite: differences of outputs are right too, whose variance may be far below those of the outputs.
     """
-    allowed = tuning.VARIANCE_ERROR * (tuning.REMAINDER_DRAWS / 2) ** 0.5
+    allowed = tuning.VARIANCE_ERROR * (draws / 2) ** 0.5
     slack = 64 * torch.finfo(own.dtype).eps * (own + rest).diagonal(dim1=1, dim2=2).abs()
     tiny = torch.finfo(own.dtype).tiny
     return torch.linalg.cholesky_ex(allowed * own - rest + torch.diag_embed(slack + tiny)).info > 0

@@ -72,6 +72,12 @@ class CurvatureProducts:
         self.model.settings.reducer.sum_(total)
         return total
 
+    def largest(self, function: Callable[[Jacobian], float]) -> float:
+        """The largest value of a function of the rows of the first training points, of all processes."""
+        first = next(iter(self.rows()), None)
+        value = 0.0 if first is None else function(first[0].subset(slice(0, tuning.MEASURED_POINTS)))
+        return max(self.model.settings.reducer.gather(value))
+
     def diagonal(self, variances: Variances) -> tuple[float, float]:
         """tr SᵀKS, and Σ_n log det (I + [SᵀKS]_nn), from the blocks of single examples."""
         found = torch.zeros(2, dtype=torch.float64, device=self.model.theta.device)
