@@ -275,6 +275,19 @@ def test_more_probes_keep_the_earlier_ones() -> None:
     assert whole.shape == (7, 2) and relative_error(probed(7, probed(4)), whole) < 1e-8
 
 
+def test_the_seed_sets_all_random_numbers() -> None:
+    posterior = classes(ntkl.Iterative(rank=10, probes=4))
+    own, other = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
+    assert not torch.allclose(own.sketch.tests, other.sketch.tests)
+    same, moved = (
+        IterativePrecision(own.curvature, own.sketch, own.base, posterior.prior, 4, seed, 0.1, 10) for seed in (0, 1)
+    )
+    assert relative_error(same.probed, own.probed) < 1e-3 < relative_error(moved.probed, own.probed)
+    assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)
+    noise = own.curvature.noise(3, torch.Generator().manual_seed(8))
+    assert relative_error(own.sketch.scaled(4.0).left(2.0 * noise), 2.0 * own.sketch.left(noise)) < 1e-12
+
+
 # --- hyperparameters
 
 
@@ -285,6 +298,7 @@ def test_the_gradient_of_a_local_model_is_its_own() -> None:
     shift = torch.tensor([0.2, -0.3], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_det, (shift,), atol=1e-6)
     zero = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    assert float(log_det(zero).detach()) == pytest.approx(precision.refined.estimate.value, rel=1e-10)
     (slope,) = torch.autograd.grad(log_det(zero), zero)
     assert relative_error(-slope, precision.effective_parameters()) < 1e-10
 
@@ -429,11 +443,19 @@ def test_a_checkpoint_without_data_gives_the_same(structure: Any, tmp_path: Any)
     assert (float(one), one.standard_error) == (float(other), other.standard_error)
     assert torch.allclose(posterior.predict(x[:9]).probs, loaded.predict(x[:9]).probs, rtol=1e-9)
     assert torch.allclose(posterior.effective_parameters(), loaded.effective_parameters(), rtol=1e-9)
+    there = ntkl.load(path, network).to(dtype=torch.float32)
+    assert torch.allclose(posterior.latent_moments(x[:9])[1].float(), there.latent_moments(x[:9])[1], rtol=1e-2, atol=0.1)
+    again = ntkl.load(path, network, (x, digits_like()[2]))
+    for one in (posterior, again):
+        with torch.no_grad():
+            one.prior.log_precision += 1.0
+    assert again.log_det() < 0.99 * loaded.log_det()
+    assert relative_error(again.log_det(), posterior.log_det()) < 0.01
 
 
 @pytest.mark.parametrize("structure", ["gp", "full", "iterative"])
 def test_compression_says_what_it_costs(structure: str) -> None:
-    posterior, exact = classes(structure), classes("full")
+    posterior, exact = classes(structure, batch_size=40), classes("full")
     small = posterior.compress(60)
     assert small.structure == "nystrom" and "rank 60" in small.reason and "nats too large" in small.reason
     assert float(small.log_marginal_likelihood()) >= float(exact.log_marginal_likelihood())
