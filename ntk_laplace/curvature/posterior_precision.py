@@ -192,10 +192,10 @@ class PosteriorPrecision(ABC):
         return blocks
 
     def removal_blocks(self, rows: Jacobian, root: Tensor) -> Tensor:
-        """V at training points with the roots S (n, C, R) of Λ, (n, C, C), for (I - SᵀVS)⁻¹.
+        """V at training points with the roots S (n, C, R) of Λ, (n, C, C), from which (I - SᵀVS)⁻¹ is computed.
 
-        The blocks of `covariance_blocks`, unless these are estimates: where a leverage is close to 1, a small error of
-        V is a large one of the inverse.
+        The blocks of `covariance_blocks`, unless these are estimates: at a leverage close to 1 a small error of V is a
+        large one of the inverse.
         """
         return self.covariance_blocks(rows)
 

@@ -289,7 +289,7 @@ class UnsavedPoints(TrainingPoints):
 
     def root(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Refused: not in the checkpoint."""
-        raise _not_saved("the curvature at other hyperparameters of the likelihood")
+        raise _not_saved("the curvature at the training points")
 
     def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Empty: the evidence is constant in the likelihood's hyperparameters."""

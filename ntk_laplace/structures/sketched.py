@@ -350,11 +350,11 @@ class SketchedStructure(StreamedStructure):
             return at.precision
         if at.precision is not None:
             at.sketch, at.precision = self.spec.best_sketch(at.precision, at.sketch), None
+        at.saved = at.saved if same else None
         curvature, sketch = self.curvature(model), self._present_sketch(model)
-        saved = at.saved if same else None
         with torch.no_grad():
             joint = float(self.points.log_likelihood(model.likelihood) - model.prior.energy(model.theta))
-        at.precision, at.sketch = self.spec.precision(curvature, sketch, joint, saved)
+        at.precision, at.sketch = self.spec.precision(curvature, sketch, joint, at.saved)
         at.likelihood, at.values, at.changed = copy.deepcopy(model.likelihood), present_values(*modules), False
         return at.precision
 
@@ -483,6 +483,7 @@ class SketchedStructure(StreamedStructure):
         sketch, likelihood = self.at.sketch, self.at.likelihood
         at = _AtLikelihood(None if sketch is None else sketch.to(device, dtype),
                            None if likelihood is None else copy.deepcopy(likelihood).to(device),
+                           values=tuple(value.to(device) for value in self.at.values), saved=self.at.saved,
                            changed=self.at.changed)
         rows = self.rows if self.rows is None else [rows.to(dtype, device) for rows in self.rows]
         return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), rows=rows, at=at,
