@@ -191,7 +191,7 @@ def test_one_run_compares_the_structures(finished: tuple[Path, dict[str, Any], s
     assert [name for name, run in summary["runs"].items() if "structures" in run] == ["digits_ten_classes"]
     run = summary["runs"]["digits_ten_classes"]
     found = run["structures"]
-    assert list(found) == ["gp", "full", "kfac", "ekfac", "inf", "diag"]
+    assert list(found) == ["gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag"]
     assert found["gp"]["evidence"] == pytest.approx(run["evidence_gp"], rel=1e-12)
     page = (out / "report.html").read_text(encoding="utf-8")
     for name, row in found.items():

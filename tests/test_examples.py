@@ -43,17 +43,13 @@ def test_the_structured_benchmark(tmp_path: Path) -> None:
 
 def test_the_benchmark_of_scale(tmp_path: Path) -> None:
     """The parts at toy size; what has an exact value beside it is near that."""
-    parts = ("products", "spread", "hyperparameters", "rank", "mnist")
-    printed = run("benchmarks/scale.py", tmp_path, "--parts", ",".join(parts), "--repeats", "1", "--rank", "60")
+    parts = ("products", "spread", "rank")
+    printed = run("benchmarks/scale.py", tmp_path, "--parts", ",".join(parts), "--repeats", "1")
     found = figures(tmp_path / "scale.json")
     assert set(parts) < set(found) and all(f"\n{part}\n" in printed for part in parts)
     assert all(abs(float(row[3])) < 0.05 * abs(float(row[4])) for row in found["spread"])
-    exact, other = ([float(p) for p in row[2].split(",")] for row in found["hyperparameters"])
-    assert all(abs(math.log(a / b)) < 0.03 for a, b in zip(exact, other, strict=True))
     assert [float(row[2].split()[0]) for row in found["rank"]] == sorted(
         (float(row[2].split()[0]) for row in found["rank"]), reverse=True)
-    lower, upper = (float(one.replace(",", "")) for one in found["mnist"][1][2].split(" to "))
-    assert lower <= float(found["mnist"][1][1].split()[0].replace(",", "")) <= upper
 
 
 def test_the_benchmark_of_a_device(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ class Hill:
     def group_spectra(self) -> None:
         return None
 
+    def local_log_det(self) -> None:
+        return None
+
     def maximize(self, **options: object) -> tuple[HyperparameterHistory, str]:
         """The history, and what was warned of."""
         with warnings.catch_warnings(record=True) as caught:

@@ -120,7 +120,8 @@ def test_half_the_memory_of_a_square_is_enough(monkeypatch):
     rows = len(fit("deep_mlp", "categorical", "scalar").posterior_precision.factor)
     posterior = fit("deep_mlp", "categorical", "scalar")
     triangle = posterior.posterior_precision.factor.nbytes
-    factors = 2 * posterior.fitted.structure.rows.nbytes
+    rows_and_outputs = posterior.fitted.structure.rows
+    factors = 2 * (rows_and_outputs.nbytes + rows_and_outputs.f.nbytes)
     assert triangle < 0.8 * rows * rows * 8
     fit("deep_mlp", "categorical", "scalar", settings=ntkl.Settings(memory_budget=triangle + factors))
     words = rf"expected B of {rows} x {rows} \(N = "

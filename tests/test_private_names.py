@@ -22,6 +22,7 @@ PRIVATE = {
     "_model": "the linearized model, which pieces below the posterior take as their argument",
     "_accumulated": "sums of parts of the data, compared to add up before anything is formed from them",
     "_sampler": "replaced, to read off the root of the covariance by unit vectors",
+    "_repr_html_": "IPython's own name of a representation",
     "_left": "draws of what a low rank leaves: only their covariance, subtracted from another, is public",
     "_Passing": "counts the inputs of each pass over the data: the ranking is the same with more passes",
     "_Strongest": "the bounded heap alone, against a full sort, with ties that no network gives",

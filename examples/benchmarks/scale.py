@@ -199,7 +199,7 @@ def hyperparameters(options: argparse.Namespace) -> list[list[str]]:
 def rank(options: argparse.Namespace) -> list[list[str]]:
     """Excess of variances and of the evidence, in percent."""
     network, x, y, test = digits_problem(options)
-    exact = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="full")
+    exact = ntkl.laplace(network, (x, y), ntkl.Categorical(), structure="gp")
     value, used = float(exact.evidence()), float(exact.effective_parameters().sum())
     truth, rows = exact.latent_moments(test)[1].diagonal(dim1=1, dim2=2), []
     for times in (1, 2, 3, 5):

@@ -112,13 +112,17 @@ def fit_with(
     network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, structure: str | StructureSpec,
     curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
+    estimates: bool = True,
 ) -> Posterior:  # fmt: skip
-    """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
+    """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved.
+
+    `estimates` says whether "auto" may take a structure whose evidence is an estimate, where no matrix fits in memory.
+    """
     spec = spec_of(structure)
     model, batches = linearized(network, data, likelihood, prior, spec, curvature, parameters=parameters, dtype=dtype,
                                 settings=settings, output=output, targets=targets)  # fmt: skip
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        fitted, reason = _fit(model, spec, batches)
+        fitted, reason = _fit(model, spec, batches, estimates)
         return Posterior(fitted, reason)
 
 
@@ -196,11 +200,13 @@ def spec_of(structure: str | StructureSpec) -> StructureSpec | None:
     return None if structure == "auto" else structure_of(structure, {})
 
 
-def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -> tuple[FittedModel, str]:
+def _fit(
+    model: LinearizedModel, spec: StructureSpec | None, batches: Batches, estimates: bool
+) -> tuple[FittedModel, str]:
     """Fit the structure and factorize, so that errors appear at the fit; without a spec the cheaper exact one."""
     first, _ = batches.first()
     model.jacobian_pass.prepare(first)
-    spec, reason = _cheaper(model, batches, first) if spec is None else (spec, "")
+    spec, reason = _cheaper(model, batches, first, estimates) if spec is None else (spec, "")
     if model.settings.resume is not None and not spec.resumable:
         raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
                                repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
@@ -211,7 +217,9 @@ def _fit(model: LinearizedModel, spec: StructureSpec | None, batches: Batches) -
     return FittedModel.of(model, spec, batches), reason
 
 
-def _cheaper(model: LinearizedModel, batches: Batches, x: Inputs) -> tuple[StructureSpec, str]:
+def _cheaper(
+    model: LinearizedModel, batches: Batches, x: Inputs, estimates: bool
+) -> tuple[StructureSpec, str]:
     """The exact structure with the smaller matrix that fits in memory, or the one without a matrix; and why."""
     reducer = model.settings.reducer
     if reducer.world_size > 1:
@@ -226,7 +234,8 @@ def _cheaper(model: LinearizedModel, batches: Batches, x: Inputs) -> tuple[Struc
     found = [(spec, spec.forecast(problem).required) for spec in (ordered if size <= p else ordered[::-1])]
     needs = " and ".join(f"{spec.name!r} {format_bytes(needed)}" for spec, needed in found)
     fitting = [spec for spec, needed in found if needed <= memory]
-    spec: StructureSpec = fitting[0] if fitting else Iterative()
+    # without estimates the smaller matrix, whose own check refuses it
+    spec: StructureSpec = fitting[0] if fitting else Iterative() if estimates else found[0][0]
     reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {spec.name!r} factors the smaller matrix"
     if spec is not found[0][0]:
         reason = (f"auto: N x R = {size:,} rows and P = {p:,} parameters; of {format_bytes(memory)}, {needs} would be "

@@ -209,6 +209,7 @@ class LowerTriangle:
 def _rows(n: int, unit: int, device: torch.device) -> list[slice]:
     """Rows of the panels of n rows, with a multiple of `unit` each."""
     rows = tuning.PANEL_ROWS if device.type == "cpu" else tuning.PANEL_DEVICE_ROWS
+    unit = max(1, unit)  # no rows at all, where there is nothing to learn of the outputs
     return _cut(n, max(1, rows // unit) * unit)
 
 

@@ -57,7 +57,7 @@ class Model:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)
             return fit_with(
                 self.network, self.data, self.likelihood, self.prior, self.structure, self.curvature,
-                dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets,
+                dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets, estimates=False,
             )  # fmt: skip
 
     def exact(self) -> Model:
