@@ -108,8 +108,9 @@ def test_as_many_examples_as_fit_in_memory() -> None:
 
     assert run(2**30) == [12, 24, 24]
     assert run(20_000) == [12, 12, 12]  # rows of 121 parameters in factors, and a matrix of M x M
-    with pytest.raises(ntkl.MemoryBudgetError, match=r"an evidence of 4 examples .*Pass a smaller examples="):
-        train(mlp(1, 40, 1), structure="diag", settings=ntkl.Settings(memory_budget=2_000), epochs=8, **SUBSET)
+    with pytest.raises(ntkl.MemoryBudgetError, match=r"an evidence of 12 examples .*Pass a smaller examples="):
+        train(mlp(1, 40, 1), structure="diag", settings=ntkl.Settings(memory_budget=7_000), epochs=8,
+              **{**SUBSET, "examples": 12})
 
 
 def test_a_predictive_follows() -> None:
