@@ -268,19 +268,17 @@ def test_more_probes_keep_the_earlier_ones() -> None:
     own = posterior.posterior_precision
 
     def probed(probes: int, earlier: Tensor | None = None) -> Tensor:
-        return IterativePrecision(own.curvature, own.sketch, own.base, posterior.prior, probes, 0, 1e-6, 10,
-                                  earlier).probed  # fmt: skip
+        return IterativePrecision(own.curvature, own.sketch, own.base, probes, 0, 1e-6, 10, earlier).probed
 
     whole = probed(7)
     assert whole.shape == (7, 2) and relative_error(probed(7, probed(4)), whole) < 1e-8
 
 
 def test_the_seed_sets_all_random_numbers() -> None:
-    posterior = classes(ntkl.Iterative(rank=10, probes=4))
     own, other = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
     assert not torch.allclose(own.sketch.tests, other.sketch.tests)
     same, moved = (
-        IterativePrecision(own.curvature, own.sketch, own.base, posterior.prior, 4, seed, 0.1, 10) for seed in (0, 1)
+        IterativePrecision(own.curvature, own.sketch, own.base, 4, seed, 0.1, 10) for seed in (0, 1)
     )
     assert relative_error(same.probed, own.probed) < 1e-3 < relative_error(moved.probed, own.probed)
     assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)

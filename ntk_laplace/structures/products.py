@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = ["CurvatureProducts"]
@@ -39,13 +41,28 @@ class CurvatureProducts:
     num_columns: int
 
     @property
+    def prior(self) -> GaussianPrior:
+        """The prior, at its present precisions."""
+        return self.model.prior
+
+    @property
+    def shapes(self) -> ParameterLayout:
+        """The parameters, in the order that flattens θ."""
+        return self.model.network.shapes
+
+    @property
+    def like(self) -> Tensor:
+        """θ, (P,), which gives dtype and device."""
+        return self.model.theta
+
+    @property
     def rank(self) -> int:
         """Most eigenvalues that are not zero, the smaller of P and N R."""
         return min(self.model.network.num_parameters, self.num_examples * self.num_columns)
 
     def products(self, vectors: Tensor) -> Tensor:
         """JᵀΛJ v for vectors (m, P), in one pass."""
-        shapes, total = self.model.network.shapes, torch.zeros_like(vectors)
+        shapes, total = self.shapes, torch.zeros_like(vectors)
         for rows, root in self.rows():
             curvature = None if root is None else root @ root.mT
             for start in range(0, len(vectors), tuning.PRODUCT_VECTORS):
@@ -59,7 +76,7 @@ class CurvatureProducts:
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, JᵀΛJ), (count, P): JᵀSε with ε (N, R, count), the same however the data are read."""
-        shapes, like, seen = self.model.network.shapes, self.model.theta, 0
+        shapes, like, seen = self.shapes, self.like, 0
         total = like.new_zeros(count, len(like))
         drawn = torch.randn(self.num_examples, self.num_columns, count, generator=generator, dtype=like.dtype,
                             device=generator.device)
@@ -80,7 +97,7 @@ class CurvatureProducts:
 
     def diagonal(self, variances: Variances) -> tuple[float, float]:
         """tr SᵀKS, and Σ_n log det (I + [SᵀKS]_nn), from the blocks of single examples."""
-        found = torch.zeros(2, dtype=torch.float64, device=self.model.theta.device)
+        found = torch.zeros(2, dtype=torch.float64, device=self.like.device)
         for rows, root in self.rows():
             blocks = diagonal_blocks(rows, variances)
             blocks = (blocks if root is None else root.mT @ blocks @ root).double()

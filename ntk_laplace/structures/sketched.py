@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.curvature.iterative import IterativePrecision, Sketch, grown, reaching, sketched
+from ntk_laplace.curvature.iterative import IterativePrecision, grown, reaching
 from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.curvature.sketch import Sketch, sketched
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source, num_examples, take
@@ -198,13 +199,12 @@ class Iterative(SketchSpec):
         """Grow the sketch until the evidence has the wished standard error."""
         model = curvature.model
         if saved is not None and sketch is not None:
-            base = LowRankPrecision(sketch.factor, model.prior, model.network.shapes)
-            return IterativePrecision.restored(curvature, sketch, base, model.prior, saved), sketch
+            base = LowRankPrecision(sketch.factor, curvature.prior, curvature.shapes)
+            return IterativePrecision.restored(curvature, sketch, base, saved), sketch
         most = self.most_rank(model)
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
-        found = grown(curvature, sketch, model.prior, model.network.shapes, ranks, probes, self.seed,
-                      partial(_tolerance, self.relative_error, joint), model.theta)
+        found = grown(curvature, sketch, ranks, probes, self.seed, partial(_tolerance, self.relative_error, joint))
         estimate = found.estimate
         wished = _tolerance(self.relative_error, joint, estimate.value)
         _LOG.info(f"iterative: rank {len(found.base.values):,}, {estimate.probes} probes of {estimate.steps} products, "
@@ -273,10 +273,9 @@ class Nystrom(SketchSpec):
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
     ) -> tuple[LowRankPrecision, Sketch]:
         """The low rank of a sketch, which is made once."""
-        model = curvature.model
         if sketch is None:
             sketch = self._sketch(curvature, joint)
-        return LowRankPrecision(sketch.factor, model.prior, model.network.shapes), sketch
+        return LowRankPrecision(sketch.factor, curvature.prior, curvature.shapes), sketch
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
@@ -288,15 +287,14 @@ class Nystrom(SketchSpec):
         return ranks + ranks[-1:] * (self.rounds - 1), []
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
-        model, most = curvature.model, self.most_rank(curvature.model)
-        prior, shapes, like = model.prior, model.network.shapes, model.theta
         if self.rank is None:
-            sketch, base = reaching(curvature, prior, shapes, (min(tuning.FIRST_RANK, most), most), self.seed,
-                                    partial(_tolerance, self.relative_error, joint), like)
+            most = self.most_rank(curvature.model)
+            sketch, base = reaching(curvature, (min(tuning.FIRST_RANK, most), most), self.seed,
+                                    partial(_tolerance, self.relative_error, joint))
         else:
-            sketch, base = sketched(curvature, None, prior, shapes, self.rank, self.seed, like)
+            sketch, base = sketched(curvature, None, self.rank, self.seed)
         for _ in range(1, self.rounds):
-            sketch, base = sketched(curvature, base, prior, shapes, len(sketch.factor), self.seed, like)
+            sketch, base = sketched(curvature, base, len(sketch.factor), self.seed)
         return replace(sketch, tests=None, mixing=None)
 
 
@@ -465,7 +463,7 @@ class SketchedStructure(StreamedStructure):
             return super().solve_at(model, points, gradient)
         there = self.changed(model, points)
         base = LowRankPrecision(self.at.sketch.factor, model.prior, model.network.shapes)
-        precision = IterativePrecision(there.curvature(model), self.at.sketch, base, model.prior, 2, 0, math.inf, 0)
+        precision = IterativePrecision(there.curvature(model), self.at.sketch, base, 2, 0, math.inf, 0)
         return precision.solve(gradient)
 
     # --- storage
