@@ -100,10 +100,9 @@ class IterativePrecision(PosteriorPrecision):
                 "diagonal": fine._diagonal, "left": None if fine._complete else fine._left}
 
     @classmethod
-    def restored(
-        cls, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, record: Mapping[str, Any]
-    ) -> IterativePrecision:
+    def restored(cls, curvature: Curvature, sketch: Sketch, record: Mapping[str, Any]) -> IterativePrecision:
         """The precision with the estimates of a record, at the hyperparameters of the record."""
+        base = sketch.precision(curvature)
         found, fine = (cls(curvature, sketch, base, **record["own"]) for _ in range(2))
         vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine)
         vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
@@ -421,8 +420,7 @@ def grown(
     tolerance : callable
         The wished standard error of log det B, in nats, at a value of log det B.
     """
-    sketches = growing(curvature, None if sketch is None else (sketch, LowRankPrecision(
-        sketch.factor, curvature.prior, curvature.shapes)), ranks, seed)
+    sketches = growing(curvature, None if sketch is None else (sketch, sketch.precision(curvature)), ranks, seed)
     for larger, base, doubled in sketches:
         wished = tolerance(float(base.log_det()))
         found = IterativePrecision(curvature, larger, base, probes[0], seed, wished, ranks[1])

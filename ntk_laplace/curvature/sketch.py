@@ -72,6 +72,10 @@ class Sketch:
     mixing: Tensor | None = None
     exhausted: bool = False
 
+    def precision(self, curvature: Curvature) -> LowRankPrecision:
+        """P0 + FᵀF at the present prior."""
+        return LowRankPrecision(self.factor, curvature.prior, curvature.shapes)
+
     def scaled(self, factor: float) -> Sketch:
         """The sketch of c JᵀΛJ."""
         mixing = None if self.mixing is None else self.mixing * factor**-0.5

@@ -199,8 +199,7 @@ class Iterative(SketchSpec):
         """Grow the sketch until the evidence has the wished standard error."""
         model = curvature.model
         if saved is not None and sketch is not None:
-            base = LowRankPrecision(sketch.factor, curvature.prior, curvature.shapes)
-            return IterativePrecision.restored(curvature, sketch, base, saved), sketch
+            return IterativePrecision.restored(curvature, sketch, saved), sketch
         most = self.most_rank(model)
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
@@ -275,7 +274,7 @@ class Nystrom(SketchSpec):
         """The low rank of a sketch, which is made once."""
         if sketch is None:
             sketch = self._sketch(curvature, joint)
-        return LowRankPrecision(sketch.factor, curvature.prior, curvature.shapes), sketch
+        return sketch.precision(curvature), sketch
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
@@ -461,10 +460,8 @@ class SketchedStructure(StreamedStructure):
         """H⁻¹g, (P,), with the curvature of `points`, by conjugate gradients preconditioned by this sketch."""
         if self.at.sketch is None or not self.spec.exact:
             return super().solve_at(model, points, gradient)
-        there = self.changed(model, points)
-        base = LowRankPrecision(self.at.sketch.factor, model.prior, model.network.shapes)
-        precision = IterativePrecision(there.curvature(model), self.at.sketch, base, 2, 0, math.inf, 0)
-        return precision.solve(gradient)
+        there, sketch = self.changed(model, points).curvature(model), self.at.sketch
+        return IterativePrecision(there, sketch, sketch.precision(there), 2, 0, math.inf, 0).solve(gradient)
 
     # --- storage
 
