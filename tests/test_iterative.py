@@ -310,6 +310,12 @@ def test_learned_precisions_are_those_of_full_weight_space(which: str) -> None:
     assert relative_error(found.evidence().value, exact.evidence().value) < 0.005
 
 
+def test_an_estimate_is_not_maximized_with_its_correction() -> None:
+    with pytest.raises(ntkl.UnsupportedError, match=r"without a standard error, .*structure='iterative'.* Leave corr"):
+        classes(ntkl.Iterative(rank=10, probes=2)).fit_hyperparameters(correction=True)
+    assert torch.isfinite(classes(ntkl.Nystrom(rank=10)).log_marginal_likelihood(correction=True))
+
+
 def test_noise_and_precision_together() -> None:
     network, x, _ = digits_like()
     head = nn.Sequential(*network[:2], nn.Linear(16, 2).double())
@@ -374,6 +380,17 @@ def test_draws_of_the_remainder_are_subtracted(monkeypatch: pytest.MonkeyPatch) 
     assert abs(float((seen / other - 1.0).mean())) < 0.02
     joint, whole = (p.latent(x).covariance_matrix.diagonal() for p in (found, exact))
     assert abs(float((joint / whole - 1.0).mean())) < 0.02
+
+
+def test_a_singular_prior_covariance_is_no_error() -> None:
+    network, x, y = digits_like()
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)))(parameters)
+    dense = torch.cat([part.flatten(2) for part in jacobian.values()], 2).flatten(0, 1)
+    assert dense.shape[0] > dense.shape[1]
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), "full", dtype=dtype)
+        assert relative_error(posterior.prior_latent(x).covariance_matrix.double(), dense @ dense.T / 0.1) < limit
 
 
 def test_samples_have_the_exact_covariance() -> None:

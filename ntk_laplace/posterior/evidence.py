@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.structures import bounds, evidence
@@ -192,8 +192,18 @@ class EvidenceVerbs(Fitted):
         -------
         HyperparameterHistory
             Evidence and hyperparameters of each step.
+
+        Raises
+        ------
+        UnsupportedError
+            If an option is unknown, or with `correction` where the evidence is an estimate.
         """
         options.setdefault("progress", self._fitted.settings.progress)
+        if options.get("correction") and self.posterior_precision.log_det_bounds is not None:
+            # the local models of an estimate have no correction, and a search would follow the noise of its gradient
+            raise UnsupportedError("an evidence without a standard error, to maximize it with its correction",
+                                   f"that of structure={self.structure!r}, which is an estimate",
+                                   'Leave correction= out, or fit with structure="gp" or "full".')
         with torch.inference_mode(False):  # it needs gradients
             return maximize(self, self._fitted.theta, method, parameters, steps, tolerance, bounds, **options)
 
