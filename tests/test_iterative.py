@@ -108,7 +108,7 @@ def test_conjugate_gradients_reach_the_tolerance_of_every_row() -> None:
     right = torch.randn(6, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     right[3] = 0.0
     right[4] *= 1e-8
-    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 500)
+    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 1e4, 500)
     left = (right - found @ matrix).norm(dim=1)
     assert bool((left <= 1e-11 * right.norm(dim=1)).all()) and not bool(found[3].any())
 
@@ -117,7 +117,26 @@ def test_conjugate_gradients_say_where_they_end() -> None:
     matrix = spectrum_matrix(torch.logspace(8, 0, 50, dtype=torch.float64))
     right = torch.ones(2, 50, dtype=torch.float64)
     with pytest.raises(NumericalError, match=r"expected a solve with a residual of 1e-11 .* after \d+ products"):
-        conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 8)
+        conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 1e8, 8)
+
+
+def test_conjugate_gradients_end_at_rounding() -> None:
+    """At a condition of 1e10 a residual of 1e-11 b is out of reach; one of eps times A x, as of a factor, is not."""
+    matrix = spectrum_matrix(torch.logspace(10, 0, 50, dtype=torch.float64))
+    right = torch.randn(6, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(matrix * (1 + 1e-9))
+    near = (vectors / values) @ vectors.T
+    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v @ near, 1e-11, 1e10, 500)
+    left = (right - found @ matrix).norm(dim=1)
+    assert bool((left > 1e-11 * right.norm(dim=1)).any())
+    assert bool((left <= 64 * 2.3e-16 * 1e10 * found.norm(dim=1)).all())
+    assert relative_error(found, torch.linalg.solve(matrix, right.T).T) < 1e-5
+    with pytest.raises(NumericalError, match="Use a larger prior precision, or a larger rank"):
+        conjugate_gradients(lambda v: v @ matrix, right, lambda v: v @ near, 1e-11, 1.0, 500)
+    single = (part.float() for part in (matrix, near))
+    with pytest.raises(NumericalError, match=r"Use dtype=torch\.float64, a larger prior"):
+        a, m = single
+        conjugate_gradients(lambda v: v @ a, right.float(), lambda v: v @ m, 1e-7, 1.0, 500)
 
 
 @pytest.mark.parametrize("count", [5, 20, 60])
@@ -350,6 +369,23 @@ def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest
     left = precision.base.whitened_solve(eye) - precision.solve(eye)  # the prior precision is 1
     draws = precision._left
     assert relative_error(draws.T @ draws / len(draws), left) < 0.1
+
+
+def test_a_weak_prior_gives_what_full_weight_space_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variances are of the size of 1/δ here; a rank that is too small is refused."""
+    prior = ntkl.GaussianPrior(1e-8)
+    found, exact = classes("iterative", prior), classes("full", prior)
+    value = found.evidence()
+    assert value.lower <= float(exact.evidence()) <= value.upper and value.upper - value.lower < 0.01
+    x = digits_like(20, seed=1)[1]
+    assert relative_error(found.latent_moments(x)[1], exact.latent_moments(x)[1]) < 1e-6
+    gradient = exact.fitted.joint_gradient()
+    one, other = (p.posterior_precision.solve(gradient) for p in (found, exact))
+    assert relative_error(one, other) < 1e-5
+    assert found.sample(2).isfinite().all()
+    monkeypatch.setattr(tuning, "CONJUGATE_GRADIENT_STEPS", 100)
+    with pytest.raises(NumericalError, match=r"after 10\d products\. Use a larger prior precision, or a larger rank"):
+        classes(ntkl.Iterative(rank=20, probes=2), prior).posterior_precision.solve(gradient)
 
 
 @pytest.mark.parametrize("rank", [10, 40, 160])

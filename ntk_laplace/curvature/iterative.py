@@ -123,7 +123,9 @@ class IterativePrecision(PosteriorPrecision):
 
     def _solved_whitened(self, vectors: Tensor) -> Tensor:
         tolerance = torch.finfo(vectors.dtype).eps ** 0.7  # 1e-11 in float64
-        return conjugate_gradients(self._whitened, vectors, self._best.base.whitened_solve, tolerance,
+        base = self._best.base
+        largest = 1.0 + float(base.values[-1]) if len(base.values) else 1.0
+        return conjugate_gradients(self._whitened, vectors, base.whitened_solve, tolerance, largest,
                                    tuning.CONJUGATE_GRADIENT_STEPS)
 
     @property
