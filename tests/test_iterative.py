@@ -537,6 +537,21 @@ def test_the_other_precision_of_the_algebra() -> None:
     assert float((ratio.diagonal(dim1=1, dim2=2) - 1).abs().max()) < 4 * tuning.VARIANCE_ERROR
 
 
+def test_long_work_shows_its_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    x, found = digits_like(20, seed=1)[1], {}
+    for progress in (True, False):
+        posterior = classes(ntkl.Iterative(rank=10, probes=4), progress=progress)
+        assert posterior.fitted.structure.rows  # kept
+        found["evidence", progress] = capsys.readouterr().err
+        posterior.latent_moments(x)
+        found["predictions", progress] = capsys.readouterr().err
+    assert "10 products" in found["evidence", True] and "4 products" in found["evidence", True]
+    assert "predictions" in found["predictions", True] and "64 draws" in found["predictions", True]
+    assert found["evidence", False] == found["predictions", False] == ""
+
+
 # --- bad input
 
 

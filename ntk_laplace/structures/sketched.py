@@ -33,6 +33,7 @@ from ntk_laplace.structures.data_passes import (
     read_points,
     read_rows,
     selected,
+    shown,
 )
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.model import LinearizedModel
@@ -375,14 +376,15 @@ class SketchedStructure(StreamedStructure):
         return CurvatureProducts(model, partial(self._rows, model), partial(own_rows, model, self.data),
                                  self.points.num_examples, columns)
 
-    def _rows(self, model: LinearizedModel) -> Iterator[tuple[Jacobian, Tensor | None]]:
+    def _rows(self, model: LinearizedModel, what: str) -> Iterator[tuple[Jacobian, Tensor | None]]:
         """Rows of J with S, if they are kept, or rows of SᵀJ, in batches."""
         root, kept = self.points.root(model.curvature_type, model.likelihood).detach(), self._kept(model)
         if kept is None:
-            yield from ((rows, None) for rows in read_rows(model, self.data, root, None, "curvature"))
+            yield from ((rows, None) for rows in read_rows(model, self.data, root, None, what))
             return
         root, seen = own_rows(model, self.data, root), 0
-        for rows in kept:
+        own = sum(rows.num_examples for rows in kept)
+        for rows in shown(model, kept, what, own, lambda rows: rows.num_examples):
             yield rows, root[seen : seen + rows.num_examples]
             seen += rows.num_examples
 
