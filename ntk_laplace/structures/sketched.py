@@ -100,7 +100,8 @@ class SketchSpec(StructureSpec):
         rank = self.rank or rank
         require_memory(self.sketch_bytes(model, rank), model.network.device,
                        f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
-                       'Use a smaller rank, dtype=torch.float32, structure="kfac" or parameters="last_layer".',
+                       f"Use {'' if rank == 1 else 'a smaller rank, '}dtype=torch.float32, "
+                       'structure="kfac" or parameters="last_layer".',
                        model.settings.memory_budget)  # fmt: skip
 
     def sketch_bytes(self, model: LinearizedModel, rank: int) -> int:
