@@ -121,7 +121,8 @@ class EvidenceVerbs(Fitted):
         -------
         Tensor, (m,)
             In nats, without correction, at the trained weights; each further factor costs as many operations as
-            there are eigenvalues. The prior keeps its precisions.
+            there are eigenvalues. The prior keeps its precisions. For structure "iterative" the values are estimates
+            from the probes of its evidence, without a standard error of their own.
 
         Raises
         ------
@@ -208,5 +209,8 @@ class EvidenceVerbs(Fitted):
             return maximize(self, self._fitted.theta, method, parameters, steps, tolerance, bounds, **options)
 
     def effective_parameters(self) -> Tensor:
-        """γ_g, the number of parameters of each prior group that the data determine, (G,)."""
+        """γ_g, the number of parameters of each prior group that the data determine, (G,).
+
+        For structure "iterative" an estimate without a standard error: that of a low rank, and of draws for the rest.
+        """
         return self.posterior_precision.effective_parameters()
