@@ -282,6 +282,20 @@ def test_the_lower_bound_is_the_better_of_two() -> None:
     assert better == {0, 1}
 
 
+@pytest.mark.parametrize(("probes", "quantile"), [(2, 12.7062047), (5, 2.7764451)])
+def test_the_standard_error_is_that_of_the_probes(probes: int, quantile: float) -> None:
+    """Quantiles at 97.5 % of Student's t with one and four degrees of freedom, from a table; log det B counts half."""
+    posterior = classes(ntkl.Iterative(rank=10, probes=probes))
+    below, above = posterior.posterior_precision.probed.T
+    middle = 0.5 * (below + above)
+    deviation = ((middle - middle.mean()).square().sum() / (probes - 1)).sqrt()
+    expected = deviation / probes**0.5 * quantile / 1.95996398 + 0.5 * (above - below).mean()
+    found = posterior.evidence()
+    assert found.standard_error == pytest.approx(0.5 * float(expected), rel=1e-6)
+    low = posterior.posterior_precision.base.log_det() + middle.mean()
+    assert float(found) == pytest.approx(float(posterior.log_joint().detach() - 0.5 * low), rel=1e-10)
+
+
 def test_more_probes_keep_the_earlier_ones() -> None:
     posterior = classes(ntkl.Iterative(rank=10, probes=4))
     own = posterior.posterior_precision
