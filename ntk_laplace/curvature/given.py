@@ -224,7 +224,7 @@ class GivenPrecision(PosteriorPrecision):
         ends = [torch.full((count,), value, device=groups.device) for value in (-1, self._num_groups)]
         most = ends[0].scatter_reduce(0, inner.groups, groups, "amax")
         least = ends[1].scatter_reduce(0, inner.groups, groups, "amin")
-        if not torch.equal(most, least):  # a group of the inner prior has members of several of these
+        if not (torch.equal(most, least) and inner.homogeneous):  # the inner groups are no finer
             return super().effective_parameters()
         sizes = torch.bincount(inner.groups, minlength=count).double()
         inside = torch.zeros_like(sizes).scatter_(0, inner.groups, inner.prior_precision.double())
