@@ -144,8 +144,8 @@ class BlockwisePrecision(PortablePrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
         like = self.prior_precision
-        noise = torch.randn(count, len(like), dtype=like.dtype, device=like.device, generator=generator)
-        return self._by_block(noise, lambda own, v: v * own.rsqrt(), lambda factor, v: solve_lower(factor, v, True))
+        noise = torch.randn(len(like), count, dtype=like.dtype, device=like.device, generator=generator)
+        return self._by_block(noise.T, lambda own, v: v * own.rsqrt(), lambda factor, v: solve_lower(factor, v, True))
 
     def _by_block(
         self, vectors: Tensor, along: Callable[[Tensor, Tensor], Tensor], block: Callable[[Tensor, Tensor], Tensor]

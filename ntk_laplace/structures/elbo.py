@@ -114,7 +114,7 @@ def lower_bound(
     """E_q log p(D given f) - KL(q ‖ prior); arguments as in `Posterior.elbo`."""
     if method not in _METHODS:
         raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method),
-                               '"glm" is that of the linearized model, "nn" that of the network.')
+                               'Use "glm" for the linearized model, "nn" for the network.')
     require_whole("samples", samples, _FEWEST, "Pass a number of draws, such as 1000.")
     if generator is not None and not isinstance(generator, Generator):
         raise UnsupportedError("a torch.Generator", repr(generator), "Pass torch.Generator().manual_seed(0).")
