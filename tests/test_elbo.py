@@ -128,6 +128,14 @@ def test_sampled_expectations(name: str) -> None:
                                rtol=3e-2, atol=1e-2)  # fmt: skip
 
 
+@pytest.mark.parametrize("y", [torch.tensor([0, 2, -100]), torch.eye(3).double()], ids=["labels", "soft"])
+def test_average_of_class_curvatures(y: Tensor) -> None:
+    f = torch.randn(40, 3, 3, generator=torch.Generator().manual_seed(0)).double()
+    for likelihood in (ntkl.Categorical(1.7), ntkl.Tempered(ntkl.Categorical(1.7), 2.0)):
+        wanted = torch.stack([likelihood.curvature(one, y) for one in f]).mean(0)
+        torch.testing.assert_close(likelihood.averaged_curvature(f, y), wanted, rtol=1e-12, atol=1e-14)
+
+
 def test_pairs_leave_no_error_of_what_is_odd() -> None:
     """The points are m ± e: a linear log density is averaged exactly."""
     mean, covariance = drawn(3, 2)
