@@ -93,6 +93,12 @@ class SpectralBlock(BlockPrecision):
         """H⁻¹ v for v (..., G, o, i)."""
         return self._out(self.inverse * self._in(values))
 
+    def multiply(self, values: Tensor) -> Tensor:
+        """H v for v (..., G, o, i)."""
+        turned = self.basis.turn(values if self.scale is None else values / self.scale)
+        back = self.basis.back(turned / self.inverse)
+        return back if self.scale is None else back / self.scale
+
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹ for z (..., G, o, i)."""
         return self._out(self.inverse.sqrt() * noise)
@@ -299,6 +305,10 @@ class KroneckerBlock(SpectralBlock):
         _, o, i = self.block.entries
         left, right = self.left / (self.left + root), self.right / (self.right + root)
         return 0.5 * (i * left.sum(dtype=torch.float64) + o * right.sum(dtype=torch.float64))
+
+    def information_gained(self) -> Tensor:
+        """p - tr(P0 H⁻¹), 0-d; if damped, P0 is smaller than what H adds to the curvature."""
+        return (1.0 - self.precision * self.inverse).sum(dtype=torch.float64)
 
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (G, o, i)."""

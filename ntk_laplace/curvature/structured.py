@@ -41,9 +41,17 @@ class BlockPrecision(ABC):
     def effective(self) -> Tensor:
         """γ, 0-d or per entry."""
 
+    def information_gained(self) -> Tensor:
+        """p - tr(P0 H⁻¹), 0-d: the sum of γ, unless H - P0 depends on P0."""
+        return self.effective().sum(dtype=torch.float64)
+
     @abstractmethod
     def solve(self, values: Tensor) -> Tensor:
         """H⁻¹ v."""
+
+    @abstractmethod
+    def multiply(self, values: Tensor) -> Tensor:
+        """H v."""
 
     @abstractmethod
     def factor(self, noise: Tensor) -> Tensor:
@@ -158,6 +166,10 @@ class BlockDiagonalPrecision(PosteriorPrecision):
                 scattered = True
         return total.index_add_(0, self.groups, flat.double()) if scattered else total
 
+    def information_gained(self) -> Tensor:
+        """P - tr(P0 H⁻¹), block by block."""
+        return sum((part.information_gained() for part in self.algebras), start=self._zero())
+
     def _zero(self) -> Tensor:
         return self._by_group.new_zeros((), dtype=torch.float64)
 
@@ -166,6 +178,10 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P)."""
         return self._by_block(lambda block, v: block.solve(v), vectors, vectors / self.prior_precision)
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P)."""
+        return self._by_block(lambda block, v: block.multiply(v), vectors, vectors * self.prior_precision)
 
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹, (..., P); maps white noise z to a draw from N(0, H⁻¹)."""
