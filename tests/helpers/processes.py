@@ -6,7 +6,6 @@ import contextlib
 import io
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ def on_processes(world_size: int, run: Callable[[Reducer], Any], folder: Path) -
 
 def commands(world_size: int, calls: Sequence[list[str]], folder: Path) -> list[list[tuple[int, str, str]]]:
     """Exit codes and what is printed of calls of the command, on each of several processes, as under torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    _start(world_size, _command, world_size, calls, folder, port)
+    # served here, as by torchrun: a port that is free now may be taken when the processes are there
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in calls]
+    _start(world_size, _command, world_size, calls, folder, [store.port for store in stores])
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 
@@ -44,14 +42,15 @@ def _start(world_size: int, target: Callable[..., None], *arguments: Any) -> Non
     assert [process.exitcode for process in processes] == [0] * world_size
 
 
-def _command(rank: int, world_size: int, calls: Sequence[list[str]], folder: Path, port: int) -> None:
+def _command(rank: int, world_size: int, calls: Sequence[list[str]], folder: Path, ports: Sequence[int]) -> None:
     from ntk_laplace.tools import cli
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+                   "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
     found = []
-    for number, call in enumerate(calls):
-        os.environ["MASTER_PORT"] = str(port + number)
+    for port, call in zip(ports, calls, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.main(call)
