@@ -349,6 +349,30 @@ def test_an_estimate_is_not_maximized_with_its_correction() -> None:
     assert torch.isfinite(classes(ntkl.Nystrom(rank=10)).log_marginal_likelihood(correction=True))
 
 
+def test_without_a_local_model_no_line_search_follows_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three noise variances do more than scale the curvature; and the matrices of the groups may take too much."""
+    network, x, _ = digits_like()
+    y = x[:, :5] + 0.1 * torch.randn(len(x), 5, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+
+    def noisy(structure: Any) -> ntkl.Posterior:
+        return ntkl.laplace(network, (x, y), ntkl.Gaussian(torch.ones(5)), structure=structure)
+
+    found, few = noisy(ntkl.Iterative(rank=10, probes=2)), {"steps": 2, "tolerance": 1.0}
+    with pytest.raises(ntkl.UnsupportedError, match=r'in precision, noise; got "lbfgs"\. Name parameters='):
+        found.fit_hyperparameters()
+    with pytest.warns(NTKLaplaceWarning, match="in precision, noise is an estimate without a local model"):
+        found.fit_hyperparameters(method="adam", **few)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NTKLaplaceWarning)
+        found.fit_hyperparameters(parameters=["precision"])
+        noisy("full").fit_hyperparameters(**few)
+        noisy(ntkl.Nystrom(rank=10)).fit_hyperparameters(parameters=["precision"], **few)  # its gradient is its own
+    monkeypatch.setattr(tuning, "LOCAL_BYTES", 0)
+    with pytest.raises(ntkl.UnsupportedError, match=r'Use method="mackay", or fewer prior groups'):
+        found.fit_hyperparameters(parameters=["precision"])
+    found.fit_hyperparameters(method="mackay", parameters=["precision"], steps=3, tolerance=1.0)
+
+
 def test_noise_and_precision_together() -> None:
     network, x, _ = digits_like()
     head = nn.Sequential(*network[:2], nn.Linear(16, 2).double())

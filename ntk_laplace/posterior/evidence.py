@@ -197,16 +197,20 @@ class EvidenceVerbs(Fitted):
         Raises
         ------
         UnsupportedError
-            If an option is unknown, or with `correction` where the evidence is an estimate.
+            If an option is unknown. Where the evidence is an estimate (structure "iterative"): with `correction`, and
+            with "lbfgs" where log det B has no local model, for likelihood parameters that do more than scale the
+            curvature, or for very many prior groups.
         """
         options.setdefault("progress", self._fitted.settings.progress)
-        if options.get("correction") and self.posterior_precision.log_det_bounds is not None:
+        estimated = self.posterior_precision.log_det_bounds is not None
+        if options.get("correction") and estimated:
             # the local models of an estimate have no correction, and a search would follow the noise of its gradient
             raise UnsupportedError("an evidence without a standard error, to maximize it with its correction",
                                    f"that of structure={self.structure!r}, which is an estimate",
                                    'Leave correction= out, or fit with structure="gp" or "full".')
         with torch.inference_mode(False):  # it needs gradients
-            return maximize(self, self._fitted.theta, method, parameters, steps, tolerance, bounds, **options)
+            return maximize(self, self._fitted.theta, method, parameters, steps, tolerance, bounds,
+                            estimated=estimated, **options)
 
     def effective_parameters(self) -> Tensor:
         """γ_g, the number of parameters of each prior group that the data determine, (G,).

@@ -207,14 +207,11 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
     def _selection_method(self, method: str) -> str:
         if method not in _METHODS:
             raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method), "Choose one of these.")
-        spec = self._fitted.structure.spec
-        drawn = spec.exact and not self.supports_conditional_evidence
         exact = self.supports_conditional_evidence
         if method == "evidence" and not exact:
             raise UnsupportedError(
-                'structure="gp" or "full" for method="evidence"'
-                + (', the second with curvature "ggn" or "ef"' if drawn else ""),
+                'structure="gp", or "full" or "iterative" with curvature "ggn" or "ef", for method="evidence"',
                 f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
-                'Use method="average", or fit in function space.',
+                'Use method="average", or fit one of these.',
             )
         return ("evidence" if exact else "average") if method == "auto" else method

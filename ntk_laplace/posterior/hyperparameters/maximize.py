@@ -28,7 +28,8 @@ _CERTAIN = -1e-2  # nats; a larger evidence of labels means certainty
 
 def maximize(
     posterior: Evidence, theta: Tensor, method: str = "lbfgs", parameters: Sequence[str] | None = None,
-    steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), **options: Any,
+    steps: int = 200, tolerance: float = 1e-6, bounds: tuple[float, float] = (1e-10, 1e10), *, estimated: bool = False,
+    **options: Any,
 ) -> HyperparameterHistory:  # fmt: skip
     """Maximize a posterior's evidence over its hyperparameters, and set them to the best values.
 
@@ -49,6 +50,8 @@ def maximize(
         exceeds the square root of the machine epsilon, where the evidence changes only by rounding.
     bounds : tuple of float
         Lower and upper bound of every hyperparameter.
+    estimated : bool
+        Whether log det B is a stochastic estimate, whose gradient is another one: "lbfgs" needs a local model of it.
     options
         `correction` (bool), `learning_rate` (of "adam", in log units, default 0.1), `progress`.
 
@@ -66,8 +69,10 @@ def maximize(
         _require_fixed_point(set(variables.parameters), posterior.likelihood, correction)
     evidence = None if correction else spectral_evidence(posterior, theta, list(variables.parameters))
     # the gradient of an estimate is another estimate: a search needs a function and its own gradient
-    estimated = evidence is None and not correction and method != "mackay"
-    local = local_evidence(posterior, theta, list(variables.parameters)) if estimated else None
+    searched = evidence is None and not correction and method != "mackay"
+    local = local_evidence(posterior, theta, list(variables.parameters)) if searched else None
+    if estimated and searched and local is None:
+        _follow_an_estimate(method, list(variables.parameters))
     if evidence is None:
         evidence = partial(posterior.log_marginal_likelihood, correction=correction)
     search = _Search(variables, evidence, bounds, steps, tolerance)
@@ -323,6 +328,17 @@ def _require_fixed_point(moving: set[str], likelihood: Likelihood, correction: b
         what = ", ".join(sorted(others)) or "an evidence with correction"
         raise UnsupportedError(f'method "lbfgs" or "adam" for {what}', '"mackay"', "The fixed point is known for "
                                "precisions and for a Gaussian's one noise variance, without correction.")
+
+
+def _follow_an_estimate(method: str, moving: list[str]) -> None:
+    """Refuse a line search along the gradient of another function than its own; warn of steps along it."""
+    what = f"the gradient of an estimated evidence in {', '.join(moving)}"
+    if method == "lbfgs":
+        remedy = ('Name parameters=["precision"], use method="adam", or fit with structure="gp" or "full".'
+                  if moving != ["precision"] else 'Use method="mackay", or fewer prior groups.')
+        raise UnsupportedError('method "adam", or a local model of log det B, for ' + what, '"lbfgs"', remedy)
+    warnings.warn(f"{what} is an estimate without a local model: the hyperparameters found have errors of their own; "
+                  'structure="gp" or "full" has none', NTKLaplaceWarning, stacklevel=4)  # fmt: skip
 
 
 def _check(method: str, steps: int, tolerance: float, bounds: tuple[float, float], rate: float) -> None:
