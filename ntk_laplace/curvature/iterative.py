@@ -10,7 +10,7 @@ and no eigenvalue of C is below 1. Few are far above: they are what the low rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.curvature.sketch import Curvature, Sketch, growing, normal
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos
+from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, inner, lanczos
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
 from ntk_laplace.runtime.reduction import collective_property
 
@@ -54,11 +54,11 @@ class LogDet:
     steps: int = 0
 
 
-def _signs(count: int, size: int, seed: int, like: Tensor) -> Tensor:
-    """Probes of random signs, (count, size); the first ones are the same for every count."""
+def _signs(count: int, size: int, seed: int) -> Tensor:
+    """Probes of random signs, (count, size), int8; the first ones are the same for every count."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) for _ in range(count)]
-    return torch.stack(drawn).to(like) * 2 - 1
+    return torch.stack(drawn) * 2 - 1
 
 
 class IterativePrecision(PosteriorPrecision):
@@ -102,12 +102,12 @@ class IterativePrecision(PosteriorPrecision):
     @classmethod
     def restored(cls, curvature: Curvature, sketch: Sketch, record: Mapping[str, Any]) -> IterativePrecision:
         """The precision with the estimates of a record, at the hyperparameters of the record."""
-        base = sketch.precision(curvature)
+        sketch, base = sketch.at(curvature)
         found, fine = (cls(curvature, sketch, base, **record["own"]) for _ in range(2))
         vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine)
         vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
-            vars(fine)["_left"] = record["left"].to(base.vectors)
+            vars(fine)["_left"] = record["left"].to(base.factor)
         return found
 
     # --- products in units of the prior
@@ -123,10 +123,18 @@ class IterativePrecision(PosteriorPrecision):
 
     def _solved_whitened(self, vectors: Tensor) -> Tensor:
         tolerance = torch.finfo(vectors.dtype).eps ** 0.7  # 1e-11 in float64
-        base = self._best.base
+        base, found = self._best.base, torch.empty_like(vectors)
         largest = 1.0 + float(base.values[-1]) if len(base.values) else 1.0
-        return conjugate_gradients(self._whitened, vectors, base.whitened_solve, tolerance, largest,
-                                   tuning.CONJUGATE_GRADIENT_STEPS)
+        for start in range(0, len(vectors), self._width):
+            some = slice(start, start + self._width)
+            found[some] = conjugate_gradients(self._whitened, vectors[some], base.whitened_solve, tolerance, largest,
+                                              tuning.CONJUGATE_GRADIENT_STEPS)
+        return found
+
+    @property
+    def _width(self) -> int:
+        """Right-hand sides of solves at a time."""
+        return max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * self.base.factor.element_size()))
 
     @property
     def _best(self) -> IterativePrecision:
@@ -148,14 +156,23 @@ class IterativePrecision(PosteriorPrecision):
         error = math.inf
         if self.probes > 1:
             error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
-        steps = self._quadrature.nodes.shape[1]
+        steps = max(rule.nodes.shape[1] for rule in self._quadratures)
         return LogDet(low + float(middle.mean()), error, low, upper, self.probes, steps)
 
     @collective_property
-    def _quadrature(self) -> Quadrature:
+    def _quadratures(self) -> list[Quadrature]:
         """Of C, for the probes that are not among the earlier ones."""
-        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)[len(self._earlier) :]
-        return lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, partial(self._enough, torch.log))
+        rules = self._rules(self._preconditioned, len(self._earlier), tuning.LANCZOS_STEPS, torch.log)
+        return [rule for _, rule in rules]
+
+    def _rules(
+        self, operator: Callable[[Tensor], Tensor], first: int, steps: int, function: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[Tensor, Quadrature]]:
+        """Some probes at a time, from the first on, with their quadratures: Lanczos keeps a basis for each."""
+        signs = _signs(self.probes, self.num_parameters, self.seed)[first:]
+        for some in signs.split(tuning.FIRST_PROBES):
+            probes = some.to(self.base.factor)
+            yield probes, lanczos(operator, probes, 1.0, steps, partial(self._enough, function))
 
     def _enough(self, function: Callable[[Tensor], Tensor], found: Quadrature) -> bool:
         """Whether the bracket is narrow beside the wished standard error."""
@@ -166,8 +183,8 @@ class IterativePrecision(PosteriorPrecision):
     def probed(self) -> Tensor:
         """Lower and upper value of zᵀ log(C) z for each probe, (m, 2)."""
         # rounding: no eigenvalue is below 1
-        found = self._quadrature.bracket(lambda t: t.clamp_min(1.0).log())
-        return torch.cat([self._earlier, torch.stack(found, 1)])
+        found = [torch.stack(rule.bracket(lambda t: t.clamp_min(1.0).log()), 1) for rule in self._quadratures]
+        return torch.cat([self._earlier, *found])
 
     @collective_property
     def _diagonal(self) -> tuple[float, float]:
@@ -237,14 +254,14 @@ class IterativePrecision(PosteriorPrecision):
         found = log_det_curve(self.base.values, factors)
         if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
             return found
-        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)
-        hardest = partial(_shifted_log, factor=float(factors.min()))
-        rule = lanczos(self._whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, partial(self._enough, hardest))
-        shares = (probes @ self.base.vectors.T).square().mean(0)  # of each eigenvector of the low rank in the probes
-        for place, factor in enumerate(factors):
-            below, above = rule.bracket(partial(_shifted_log, factor=float(factor)))
-            known = torch.log1p(self.base.values / factor) @ shares
-            found[place] += 0.5 * float((below + above).mean()) - known
+        hardest, tiny = partial(_shifted_log, factor=float(factors.min())), torch.finfo(self.base.values.dtype).tiny
+        for probes, rule in self._rules(self._whitened, 0, 4 * tuning.LANCZOS_STEPS, hardest):
+            # of each eigenvector of the low rank in the probes, times its eigenvalue
+            shares = inner(probes, self.base.factor, self.base.deviation).square().sum(0)
+            for place, factor in enumerate(factors):
+                below, above = rule.bracket(partial(_shifted_log, factor=float(factor)))
+                known = (torch.log1p(self.base.values / factor) / self.base.values.clamp_min(tiny)) @ shares
+                found[place] += (0.5 * float((below + above).sum()) - known) / self.probes
         return found
 
     def local_log_det(self) -> Callable[[Tensor], Tensor] | None:
@@ -254,7 +271,7 @@ class IterativePrecision(PosteriorPrecision):
         gradient is its own, unlike that of two estimates. None if there are too many groups for their matrices.
         """
         fine, r = self.refined, len(self.refined.base.values)
-        if self._num_groups * r * r * self.base.vectors.element_size() > tuning.LOCAL_BYTES:
+        if self._num_groups * r * r * self.base.factor.element_size() > tuning.LOCAL_BYTES:
             return None
         left = self._by_group.new_zeros(self._num_groups)
         if not fine._complete:
@@ -276,9 +293,7 @@ class IterativePrecision(PosteriorPrecision):
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), by conjugate gradients."""
         flat = vectors.reshape(-1, self.num_parameters) * self.base.deviation
-        width = max(1, tuning.COVARIANCE_BYTES // (flat.shape[1] * flat.element_size()))
-        parts = [self._solved_whitened(part) for part in flat.split(width)] if len(flat) else [flat]
-        return (torch.cat(parts) * self.base.deviation).view_as(vectors)
+        return (self._solved_whitened(flat) * self.base.deviation).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v for vectors (..., P)."""
@@ -288,7 +303,7 @@ class IterativePrecision(PosteriorPrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P): H⁻¹(P0^½ε + JᵀSε') has the covariance H⁻¹(P0 + JᵀΛJ)H⁻¹."""
         generator = torch.Generator().manual_seed(self.seed) if generator is None else generator
-        white = normal(count, self.base.vectors, generator)
+        white = normal(count, self.base.factor, generator)
         return self.solve(white * self.prior_precision.sqrt() + self.curvature.noise(count, generator))
 
     # --- covariance of f
@@ -307,10 +322,14 @@ class IterativePrecision(PosteriorPrecision):
         return found if more <= 0 else torch.cat([found, self._drawn(more, self.seed + 1 + len(found))])
 
     def _drawn(self, count: int, seed: int) -> Tensor:
-        scale, generator = self.base.deviation, torch.Generator().manual_seed(seed)
-        x = self.base.whitened_half(normal(count, self.base.vectors, generator)) * scale
+        generator = torch.Generator().manual_seed(seed)
+        widths = [min(self._width, count - start) for start in range(0, count, self._width)]
+        return torch.cat([self._some_drawn(width, generator) for width in widths])
+
+    def _some_drawn(self, count: int, generator: torch.Generator) -> Tensor:
+        scale, factor = self.base.deviation, self.sketch.factor
+        x = self.base.whitened_half(normal(count, self.base.factor, generator)) * scale
         noise = self.curvature.noise(count, generator)
-        factor = self.sketch.factor
         right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
         return self._solved_whitened(right * scale)
 
@@ -436,7 +455,7 @@ def grown(
     tolerance : callable
         The wished standard error of log det B, in nats, at a value of log det B.
     """
-    sketches = growing(curvature, None if sketch is None else (sketch, sketch.precision(curvature)), ranks, seed)
+    sketches = growing(curvature, None if sketch is None else sketch.at(curvature), ranks, seed)
     for larger, base, doubled in sketches:
         wished = tolerance(float(base.log_det()))
         found = IterativePrecision(curvature, larger, base, probes[0], seed, wished, ranks[1])

@@ -24,7 +24,7 @@ def prior_deviation(prior: GaussianPrior, like: Tensor) -> Tensor:
 
 
 class LowRankPrecision(PosteriorPrecision):
-    """H = P0 + FᵀF, from the eigenvectors U (r, P) and eigenvalues λ of P0^-½FᵀFP0^-½.
+    """H = P0 + FᵀF, F (r, P) with rows that are orthogonal in units of the prior: FP0⁻¹Fᵀ = diag(λ).
 
     If FᵀF is at most JᵀΛJ, in the order of semidefinite matrices, `log_det` is at most that of JᵀΛJ, and no variance is
     below that of JᵀΛJ.
@@ -33,35 +33,20 @@ class LowRankPrecision(PosteriorPrecision):
     ----------
     factor : Tensor, (r, P)
         F.
+    values : Tensor, (r,)
+        λ, ascending.
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
         The parameters, in order.
-    eigen : tuple of Tensor, optional
-        λ and U, if they are known.
-
-    Attributes
-    ----------
-    values : Tensor, (r,)
-        λ, ascending.
-    vectors : Tensor, (r, P)
-        U, with orthonormal rows.
     """
 
     def __init__(
-        self, factor: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
-        eigen: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self, factor: Tensor, values: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]
+    ) -> None:
         super().__init__(prior, shapes, factor)
         self.variances = prior_variances(prior, shapes)
         self.deviation = self.prior_precision.rsqrt()  # P0^-½, (P,)
-        self.values, self.vectors = self._eigen(factor) if eigen is None else eigen
-        self._used = self.values / (1.0 + self.values)
-
-    def _eigen(self, factor: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = factor * self.deviation
-        values, turn = torch.linalg.eigh(scaled @ scaled.T)
-        clear = values > len(values) * torch.finfo(values.dtype).eps * values[-1:].clamp_min(0.0)
-        return values[clear], (turn[:, clear] * values[clear].rsqrt()).T @ scaled
+        self.factor, self.values = factor, values
 
     # --- evidence
 
@@ -74,19 +59,28 @@ class LowRankPrecision(PosteriorPrecision):
         return self.values
 
     def effective_parameters(self) -> Tensor:
-        """γ_g = Σ_j λ_j/(1 + λ_j) ‖U_jg‖² for each prior group, (G,)."""
-        used = self._used @ self.vectors.square()
-        return self._by_group.new_zeros(self._num_groups).index_add_(0, self.groups, used)
+        """γ_g = Σ_j λ_j/(1 + λ_j) ‖U_jg‖² for each prior group, with the eigenvectors U of P0^-½FᵀFP0^-½, (G,)."""
+        used = torch.zeros_like(self.deviation)
+        for value, row in zip(1.0 / (1.0 + self.values), self.factor, strict=True):
+            used.addcmul_(row, row * value)
+        found = self._by_group.new_zeros(self._num_groups)
+        return found.index_add_(0, self.groups, used * self.deviation.square())
 
     # --- products in units of the prior: M = I + P0^-½FᵀFP0^-½
 
     def whitened_solve(self, vectors: Tensor) -> Tensor:
         """M⁻¹ v for vectors (m, P)."""
-        return vectors - ((vectors @ self.vectors.T) * self._used) @ self.vectors
+        return self._changed(vectors, -1.0 / (1.0 + self.values))
 
     def whitened_half(self, vectors: Tensor) -> Tensor:
         """M^-½ v for vectors (m, P)."""
-        return vectors + ((vectors @ self.vectors.T) * ((1.0 + self.values).rsqrt() - 1.0)) @ self.vectors
+        root = (1.0 + self.values).sqrt()
+        return self._changed(vectors, -1.0 / (root * (1.0 + root)))  # (1/root - 1)/λ
+
+    def _changed(self, vectors: Tensor, weights: Tensor) -> Tensor:
+        """v + P0^-½Fᵀ diag(w) F P0^-½ v."""
+        seen = (vectors * self.deviation) @ self.factor.T
+        return ((seen * weights) @ self.factor).mul_(self.deviation).add_(vectors)
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P)."""
@@ -95,13 +89,12 @@ class LowRankPrecision(PosteriorPrecision):
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v for vectors (..., P)."""
-        flat = vectors.reshape(-1, self.num_parameters) / self.deviation
-        seen = flat + ((flat @ self.vectors.T) * self.values) @ self.vectors
-        return (seen / self.deviation).view_as(vectors)
+        flat = vectors.reshape(-1, self.num_parameters)
+        return ((flat @ self.factor.T) @ self.factor + self.prior_precision * flat).view_as(vectors)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
-        noise = torch.randn(count, self.num_parameters, dtype=self.vectors.dtype, device=self.vectors.device,
+        noise = torch.randn(count, self.num_parameters, dtype=self.factor.dtype, device=self.factor.device,
                             generator=generator)
         return self.whitened_half(noise) * self.deviation
 
@@ -110,7 +103,7 @@ class LowRankPrecision(PosteriorPrecision):
     @cached_property
     def directions(self) -> Tensor:
         """Rows D (r, P) with H⁻¹ = P0⁻¹ - DᵀD."""
-        return self.vectors * self._used.sqrt().unsqueeze(1) * self.deviation
+        return self.factor * (1.0 + self.values).rsqrt().unsqueeze(1) * self.deviation.square()
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
         """V = J P0⁻¹ Jᵀ - (JDᵀ)(JDᵀ)ᵀ, diagonal blocks (n, C, C)."""

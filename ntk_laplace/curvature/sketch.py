@@ -13,7 +13,7 @@ from ntk_laplace.curvature.low_rank import LowRankPrecision, prior_deviation
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances
 from ntk_laplace.model.priors import GaussianPrior
-from ntk_laplace.runtime.krylov import low_rank
+from ntk_laplace.runtime.krylov import inner, low_rank
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 __all__ = ["Curvature", "Sketch", "growing", "normal", "sketched"]
@@ -72,9 +72,17 @@ class Sketch:
     mixing: Tensor | None = None
     exhausted: bool = False
 
-    def precision(self, curvature: Curvature) -> LowRankPrecision:
-        """P0 + FᵀF at the present prior."""
-        return LowRankPrecision(self.factor, curvature.prior, curvature.shapes)
+    def at(self, curvature: Curvature) -> tuple[Sketch, LowRankPrecision]:
+        """P0 + FᵀF at the present prior, and the sketch with its rows turned, whose factor is that of the precision."""
+        scale = prior_deviation(curvature.prior, self.factor)
+        values, turn = torch.linalg.eigh(inner(self.factor, self.factor, scale.square()))
+        mixing = None if self.mixing is None else turn.T @ self.mixing
+        turned = replace(self, factor=turn.T @ self.factor, mixing=mixing)
+        return turned, LowRankPrecision(turned.factor, values.clamp_min(0.0), curvature.prior, curvature.shapes)
+
+    def best(self, rank: int) -> Sketch:
+        """The last rows, at most `rank`, without tests."""
+        return replace(self, factor=self.factor[-rank:].clone(), tests=None, mixing=None)
 
     def scaled(self, factor: float) -> Sketch:
         """The sketch of c JᵀΛJ."""
@@ -113,15 +121,21 @@ def sketched(
 
     Products with known eigenvectors are a round of subspace iteration.
     """
-    like = curvature.like
+    like, kept = curvature.like, 0
     scale = prior_deviation(curvature.prior, like)
-    vectors = like.new_empty(0, len(like)) if known is None else known.vectors[-count:]
-    drawn = normal(count - len(vectors), like, torch.Generator().manual_seed(seed + 2 + count)) / len(like) ** 0.5
-    drawn -= (drawn @ vectors.T) @ vectors  # what is known must not hide what is small behind its rounding
-    found = low_rank(lambda v: curvature.products(v * scale) * scale, torch.cat([vectors, drawn]))
-    factor = found.vectors * found.values.sqrt().unsqueeze(1) / scale
-    sketch = Sketch(factor, found.tests * scale, found.mixing, 2 * (count - len(factor)) >= len(drawn))
-    return sketch, LowRankPrecision(factor, curvature.prior, curvature.shapes, (found.values, found.vectors))
+    if known is not None:
+        clear = known.values > len(known.values) * torch.finfo(like.dtype).eps * known.values[-1:]
+        kept = min(count, int(clear.sum()))
+    tests = normal(count - kept, like, torch.Generator().manual_seed(seed + 2 + count)).mul_(scale / len(like) ** 0.5)
+    if known is not None and kept:
+        drawn, tests = tests, torch.cat([known.factor[-kept:], tests])
+        tests[:kept].mul_(scale.square()).mul_(known.values[-kept:].rsqrt().unsqueeze(1))
+        # what is known must not hide what is small behind its rounding
+        tests[kept:].addmm_(inner(drawn, tests[:kept], scale.square().reciprocal()), tests[:kept], alpha=-1.0)
+        del drawn
+    found = low_rank(curvature.products, tests, scale)
+    sketch = Sketch(found.factor, tests, found.mixing, 2 * (count - len(found.factor)) >= count - kept)
+    return sketch, LowRankPrecision(found.factor, found.values, curvature.prior, curvature.shapes)
 
 
 def growing(

@@ -96,7 +96,9 @@ ANCHORS = 12  # local models in one search for hyperparameters, at most
 ANCHOR_MOVE = 0.01  # change of a log hyperparameter between two local models, below which the search has converged
 MEASURED_POINTS = 100  # training points at which the variances of a compressed posterior are measured
 MEASURING_PROBES = 4  # probes that measure what a larger sketch leaves
-PRODUCT_VECTORS = 128  # vectors that share a product with rows: their products with one batch are kept at a time
+PRODUCT_VECTORS, FEWEST_PRODUCT_VECTORS = 128, 16  # vectors that share a product with rows; fewer are slower each
+PRODUCT_BYTES = 64 * MIB  # of these vectors, and of the tiles in which others are turned
+OVERSAMPLING = 1.25  # test vectors of a low rank that is kept alone, relative to its rank
 
 # --- forecasts: what a probe computes
 

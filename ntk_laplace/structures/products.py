@@ -15,7 +15,12 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.model import LinearizedModel
 
-__all__ = ["CurvatureProducts"]
+__all__ = ["CurvatureProducts", "product_vectors"]
+
+
+def product_vectors(vector_bytes: int) -> int:
+    """Vectors of so many bytes that share a product with the rows of a batch."""
+    return max(tuning.FEWEST_PRODUCT_VECTORS, min(tuning.PRODUCT_VECTORS, tuning.PRODUCT_BYTES // vector_bytes))
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,11 @@ class CurvatureProducts:
     def products(self, vectors: Tensor) -> Tensor:
         """JᵀΛJ v for vectors (m, P), in one pass."""
         shapes, total = self.shapes, torch.zeros_like(vectors)
+        together = product_vectors(vectors.shape[1] * vectors.element_size())
         for rows, root in self.rows(f"{len(vectors):,} products"):
             curvature = None if root is None else root @ root.mT
-            for start in range(0, len(vectors), tuning.PRODUCT_VECTORS):
-                chunk = slice(start, start + tuning.PRODUCT_VECTORS)
+            for start in range(0, len(vectors), together):
+                chunk = slice(start, start + together)
                 pushed = rows.products(shapes.parts(vectors[chunk]))
                 if curvature is not None:
                     pushed = (curvature @ pushed.transpose(0, 1)).transpose(0, 1)

@@ -123,7 +123,7 @@ class SketchSpec(StructureSpec):
         rank, tried = ranks[-1], sum(probes) * _STEPS
         rows, weighted = problem.row_bytes(problem.share), problem.weighted_bytes(problem.share)
         kept = 2 * rows <= memory_of(model)
-        vectors = 3 if self.exact else 2  # F, T and eigenvectors
+        vectors = 2 if self.exact else 1  # F and T
         stored = {"sketch": vectors * rank * p * e, "rows of J": rows if kept else 0}
         passes = len(ranks) + len(probes) * _STEPS
         work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
@@ -188,7 +188,7 @@ class Iterative(SketchSpec):
     seed: int = 0
     name: ClassVar[str] = "iterative"
     exact: ClassVar[bool] = True
-    copies: ClassVar[float] = 6.5  # the sketch before: 1.5; test vectors and scaled ones, images, F, T
+    copies: ClassVar[float] = 3.0  # F and T of the sketch before, half as large; test vectors, images
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -201,7 +201,8 @@ class Iterative(SketchSpec):
         """Grow the sketch until the evidence has the wished standard error."""
         model = curvature.model
         if saved is not None and sketch is not None:
-            return IterativePrecision.restored(curvature, sketch, saved), sketch
+            restored = IterativePrecision.restored(curvature, sketch, saved)
+            return restored, restored.sketch
         most = self.most_rank(model)
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
@@ -264,7 +265,7 @@ class Nystrom(SketchSpec):
     rounds: int = 2
     seed: int = 0
     name: ClassVar[str] = "nystrom"
-    copies: ClassVar[float] = 8.0  # F and T of the round before, eigenvectors; test vectors twice, images, F, T
+    copies: ClassVar[float] = 3.0 * tuning.OVERSAMPLING  # F of the round before, test vectors, images
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,7 +277,8 @@ class Nystrom(SketchSpec):
         """The low rank of a sketch, which is made once."""
         if sketch is None:
             sketch = self._sketch(curvature, joint)
-        return sketch.precision(curvature), sketch
+        sketch, base = sketch.at(curvature)
+        return base, sketch
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
@@ -292,11 +294,14 @@ class Nystrom(SketchSpec):
             most = self.most_rank(curvature.model)
             sketch, base = reaching(curvature, (min(tuning.FIRST_RANK, most), most), self.seed,
                                     partial(_tolerance, self.relative_error, joint))
+            count = len(base.values)
         else:
-            sketch, base = sketched(curvature, None, self.rank, self.seed)
+            count = math.ceil(tuning.OVERSAMPLING * self.rank)
+            sketch, base = sketched(curvature, None, count, self.seed)
         for _ in range(1, self.rounds):
-            sketch, base = sketched(curvature, base, len(sketch.factor), self.seed)
-        return replace(sketch, tests=None, mixing=None)
+            del sketch  # it is large
+            sketch, base = sketched(curvature, base, count, self.seed)
+        return sketch.best(self.rank or count)
 
 
 @dataclass
@@ -464,7 +469,7 @@ class SketchedStructure(StreamedStructure):
         if self.at.sketch is None or not self.spec.exact:
             return super().solve_at(model, points, gradient)
         there, sketch = self.changed(model, points).curvature(model), self.at.sketch
-        return IterativePrecision(there, sketch, sketch.precision(there), 2, 0, math.inf, 0).solve(gradient)
+        return IterativePrecision(there, *sketch.at(there), 2, 0, math.inf, 0).solve(gradient)
 
     # --- storage
 

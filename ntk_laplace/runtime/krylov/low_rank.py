@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "low_rank"]
+from ntk_laplace.runtime import tuning
+
+__all__ = ["LowRank", "inner", "low_rank", "turned_"]
 
 
 @dataclass(frozen=True)
@@ -16,42 +18,60 @@ class LowRank:
     """F with FᵀF at most A, in the order of semidefinite matrices; rows of F are vectors.
 
     With C a root of A (A = CᵀC) and Q an orthonormal basis of C Ωᵀ, F = QᵀC: the Nyström approximation of A. The basis
-    is that of orthogonal rows of F.
+    is that of orthogonal rows of F diag(s).
 
     Attributes
     ----------
     values : Tensor, (r,)
-        Eigenvalues λ of FᵀF, ascending.
-    vectors : Tensor, (r, d)
-        Its eigenvectors: F = λ^½ times these.
-    tests : Tensor, (m, d)
-        Ω.
+        Eigenvalues of diag(s) FᵀF diag(s), ascending: the squared lengths of the rows of F diag(s).
+    factor : Tensor, (r, d)
+        F.
     mixing : Tensor, (r, m)
         W with F = W Ω A and W Ω A Ωᵀ Wᵀ = I.
     """
 
     values: Tensor
-    vectors: Tensor
-    tests: Tensor
+    factor: Tensor
     mixing: Tensor
 
 
-def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor) -> LowRank:
+def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor, scale: Tensor) -> LowRank:
     """Nyström approximation A Ωᵀ (Ω A Ωᵀ)⁻¹ Ω A for test vectors, the rows of Ω (m, d), from one product each.
 
     Directions in which Ω A Ωᵀ is zero up to rounding are left out, so that nothing is divided by rounding errors: r is
-    then below m.
+    then below m. The operator's result is overwritten: beside Ω there is one tensor of its size. `scale` is s, (d,).
     """
-    images = operator(tests)
-    core = (tests @ images.T).double()
+    factor = operator(tests)
+    core = (tests @ factor.T).double()
     # an image is wrong by a share of its own size: in units of these sizes rounding is the same everywhere
     sizes = core.diagonal().clamp_min(0.0).sqrt()
     units = torch.where(sizes > 0, sizes, torch.inf).reciprocal()
     values, vectors = torch.linalg.eigh(0.5 * (core + core.T) * units * units.unsqueeze(1))
     kept = values > 8.0 * len(values) * torch.finfo(tests.dtype).eps
     root = (units.unsqueeze(1) * vectors[:, kept] * values[kept].rsqrt()).to(tests)
-    factor = root.T @ images
-    values, turn = torch.linalg.eigh(factor @ factor.T)
+    factor = turned_(root, factor)
+    values, turn = torch.linalg.eigh(inner(factor, factor, scale.square()))
     clear = values > len(values) * torch.finfo(tests.dtype).eps * values[-1:].clamp_min(0.0)
     values, turn = values[clear], turn[:, clear]
-    return LowRank(values, (turn * values.rsqrt()).T @ factor, tests, (root @ turn).T)
+    return LowRank(values, turned_(turn, factor), (root @ turn).T)
+
+
+def inner(first: Tensor, second: Tensor, weights: Tensor) -> Tensor:
+    """First diag(w) secondᵀ for vectors (m, d), (k, d), in tiles: (m, k)."""
+    found = first.new_zeros(len(first), len(second))
+    for tile in _tiles(first):
+        found.addmm_(first[:, tile] * weights[tile], second[:, tile].T)
+    return found
+
+
+def turned_(turn: Tensor, vectors: Tensor) -> Tensor:
+    """turnᵀ V, (r, d), for turn (m, r) with r at most m, in the place of the vectors V (m, d)."""
+    rank = turn.shape[1]
+    for tile in _tiles(vectors):
+        vectors[:rank, tile] = turn.T @ vectors[:, tile]
+    return vectors if rank == len(vectors) else vectors[:rank].clone()
+
+
+def _tiles(vectors: Tensor) -> list[slice]:
+    width = max(1, tuning.PRODUCT_BYTES // (max(1, len(vectors)) * vectors.element_size()))
+    return [slice(start, start + width) for start in range(0, vectors.shape[1], width)]
