@@ -115,7 +115,7 @@ class IterativePrecision(PosteriorPrecision):
     def _whitened(self, vectors: Tensor) -> Tensor:
         """P0^-½ H P0^-½ v for vectors (m, P)."""
         scale = self.base.deviation
-        return vectors + self.curvature.products(vectors * scale) * scale
+        return self.curvature.products(vectors * scale).mul_(scale).add_(vectors)
 
     def _preconditioned(self, vectors: Tensor) -> Tensor:
         """C v for vectors (m, P)."""
@@ -170,7 +170,7 @@ class IterativePrecision(PosteriorPrecision):
     ) -> Iterator[tuple[Tensor, Quadrature]]:
         """Some probes at a time, from the first on, with their quadratures: Lanczos keeps a basis for each."""
         signs = _signs(self.probes, self.num_parameters, self.seed)[first:]
-        for some in signs.split(tuning.FIRST_PROBES):
+        for some in signs.split(tuning.LANCZOS_PROBES):
             probes = some.to(self.base.factor)
             yield probes, lanczos(operator, probes, 1.0, steps, partial(self._enough, function))
 

@@ -85,6 +85,7 @@ ANNEALING_STEPS = 500  # minibatch steps, at least: before L-BFGS for many examp
 
 FIRST_RANK = 128  # test vectors of the first sketch; it is doubled from there
 FIRST_PROBES, MOST_PROBES = 16, 128
+LANCZOS_PROBES = 8  # at a time: each keeps a vector of every step, and vectors share the passes of their products
 LANCZOS_STEPS = 60  # products with each probe, at most
 QUADRATURE_SHARE = 0.1  # of the wished standard error: where the quadrature's bracket ends
 CONJUGATE_GRADIENT_STEPS = 2000  # products of a solve, at most; more raise an error

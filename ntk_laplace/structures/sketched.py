@@ -38,7 +38,7 @@ from ntk_laplace.structures.data_passes import (
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values, unmoved
-from ntk_laplace.structures.products import CurvatureProducts
+from ntk_laplace.structures.products import CurvatureProducts, product_vectors
 from ntk_laplace.structures.streamed import StreamedStructure
 from ntk_laplace.structures.structure import (
     Saved,
@@ -125,19 +125,23 @@ class SketchSpec(StructureSpec):
         kept = 2 * rows <= memory_of(model)
         vectors = 2 if self.exact else 1  # F and T
         stored = {"sketch": vectors * rank * p * e, "rows of J": rows if kept else 0}
-        passes = len(ranks) + len(probes) * _STEPS
+        passes = len(ranks) + sum(-(-count // tuning.LANCZOS_PROBES) for count in probes) * _STEPS
         work = Work(passes=problem.share * (1 if kept else passes), products=problem.share * (sum(ranks) + tried),
                     matmul=10.0 * p * sum(r * r for r in ranks) + 8.0 * rank * p * tried)  # fmt: skip
         # SᵀJ of one batch, and products with it
         batch = min(weighted, problem.weighted_bytes(_BATCH))
-        together = min(tuning.PRODUCT_VECTORS, max(rank, *probes, 1))
+        together = min(product_vectors(p * e), max(rank, *probes, 1))
         pushed = together * (2 * p + min(problem.share, _BATCH) * problem.num_columns) * e
-        basis = max(probes, default=0) * (_STEPS + 3) * p * e  # of Lanczos, while the sketch is kept
-        temporary = max(self.sketch_bytes(model, rank) - stored["sketch"], basis) + problem.root_bytes + batch + pushed
+        # vectors of Lanczos, while the sketch is kept
+        basis = min(tuning.LANCZOS_PROBES, max(probes, default=0)) * (_STEPS + 5) * p * e
+        alone = 1.0 / self.copies if len(ranks) == 1 else 0.0  # no sketch before
+        growth = int((1.0 - alone) * self.sketch_bytes(model, rank)) - stored["sketch"]
+        temporary = max(growth, basis) + problem.root_bytes + batch + pushed
         sent = 2 * (sum(ranks) + tried) * p * e * (problem.processes - 1) // problem.processes
         note = f"rank {rank:,}, rows {'kept' if kept else 'streamed'}"
-        # conjugate gradients of predictions: right sides, and four such tensors more
-        solves = self.exact * 4 * tuning.COVARIANCE_BYTES
+        # conjugate gradients of predictions: right sides of all rows or of draws, and four such tensors more
+        rights = max(problem.num_examples * problem.num_outputs, tuning.REMAINDER_DRAWS)
+        solves = self.exact * 4 * min(tuning.COVARIANCE_BYTES, rights * p * e)
         least = self.sketch_bytes(model, self.rank or 1)
         return Forecast(stored, temporary, max(0, solves - temporary), work, sent, note, least)
 

@@ -58,11 +58,11 @@ def lanczos(
     tiny = torch.finfo(probes.dtype).eps * math.sqrt(probes.shape[1])
     while True:
         image = operator(basis[-1])
-        diagonal.append((image * basis[-1]).sum(1))
+        diagonal.append(_inner(image, basis[-1]))
         size = image.norm(dim=1)
         for _ in range(2):  # the second pass removes what rounding left of the first
             for vector in basis:
-                image -= (image * vector).sum(1, keepdim=True) * vector
+                image.addcmul_(_inner(image, vector).unsqueeze(1), vector, value=-1)
         # an invariant subspace: the residual is rounding, and the quadrature is exact
         residual = image.norm(dim=1)
         residual = torch.where(residual > tiny * size, residual, torch.zeros_like(residual))
@@ -72,6 +72,11 @@ def lanczos(
             return found
         beside.append(residual)
         basis.append(image / residual.clamp_min(torch.finfo(probes.dtype).tiny).unsqueeze(1))
+
+
+def _inner(first: Tensor, second: Tensor) -> Tensor:
+    """Of each row with that of the other, (m,)."""
+    return torch.einsum("md,md->m", first, second)
 
 
 def _quadrature(diagonal: Tensor, beside: list[Tensor], mass: Tensor, bound: float) -> Quadrature:
