@@ -566,6 +566,17 @@ def test_three_times_the_effective_parameters_are_the_posterior() -> None:
     assert relative_error(small.log_marginal_likelihood(), exact.log_marginal_likelihood()) < 0.005
 
 
+@pytest.mark.parametrize("rank", [20, 60])
+def test_the_low_rank_alone_is_nearly_the_best_of_its_rank(rank: int) -> None:
+    values = classes("full").spectrum()
+    assert values is not None
+    left = float(torch.log1p(values.clamp_min(0).sort(descending=True).values[rank:]).sum())  # by the best of all
+    found = classes(ntkl.Nystrom(rank=rank))
+    assert found.fitted.structure.at.sketch.factor.shape[0] == rank  # type: ignore[attr-defined]
+    lost = float(classes("full").log_det() - found.log_det())
+    assert left - 1e-9 <= lost < 1.03 * left
+
+
 def test_the_other_precision_of_the_algebra() -> None:
     network, x, y = digits_like()
     found = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), "iterative", dtype=torch.float32)

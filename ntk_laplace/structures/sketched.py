@@ -110,7 +110,7 @@ class SketchSpec(StructureSpec):
 
     @abstractmethod
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
-        """Ranks of the sketches in their order, to that of predictions, and the probes of those of the evidence."""
+        """Test vectors of the sketches in their order, to those of predictions; probes of those of the evidence."""
 
     def forecast(self, problem: Problem) -> Forecast:
         """A sketch of the expected rank r on every process, and rows of J of its share of the examples if they fit.
@@ -120,7 +120,7 @@ class SketchSpec(StructureSpec):
         model, p, e = problem.model, problem.num_parameters, problem.element
         most = min(self.most_rank(model), p, problem.num_rows)
         ranks, probes = self.expected(problem, most)
-        rank, tried = ranks[-1], sum(probes) * _STEPS
+        rank, tried = min(ranks[-1], self.rank or ranks[-1]), sum(probes) * _STEPS
         rows, weighted = problem.row_bytes(problem.share), problem.weighted_bytes(problem.share)
         kept = 2 * rows <= memory_of(model)
         vectors = 2 if self.exact else 1  # F and T
@@ -259,8 +259,8 @@ class Nystrom(SketchSpec):
         By default the rank at which the evidence is within `relative_error` of the exact one, by an estimate.
     relative_error : float
     rounds : int
-        Rounds of subspace iteration, each a product per vector; with three times the effective parameters as rank, two
-        give variances within a percent.
+        Rounds of subspace iteration, each 1.25 products per vector of the rank; with three times the effective
+        parameters as rank, two give variances and evidence within half a percent.
     seed : int
     """
 
@@ -288,10 +288,16 @@ class Nystrom(SketchSpec):
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
         logs = _logs(problem)
         wished = _tolerance(self.relative_error, problem.log_joint or 0.0, float(logs.sum()))
-        ranks = [most if self.rank else min(tuning.FIRST_RANK, most)]
+        ranks = [min(tuning.FIRST_RANK, most)]
+        if self.rank is not None:
+            ranks = [self._tests(self.rank, min(problem.num_parameters, problem.num_rows))]
         while ranks[-1] < most and float(logs[ranks[-1] :].sum()) > wished:
             ranks.append(min(2 * ranks[-1], most))
         return ranks + ranks[-1:] * (self.rounds - 1), []
+
+    def _tests(self, rank: int, most: int) -> int:
+        """More test vectors than the rank that is kept find its directions with less error."""
+        return max(rank, min(math.ceil(tuning.OVERSAMPLING * rank), most))
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
         if self.rank is None:
@@ -300,7 +306,7 @@ class Nystrom(SketchSpec):
                                     partial(_tolerance, self.relative_error, joint))
             count = len(base.values)
         else:
-            count = math.ceil(tuning.OVERSAMPLING * self.rank)
+            count = self._tests(self.rank, curvature.rank)
             sketch, base = sketched(curvature, None, count, self.seed)
         for _ in range(1, self.rounds):
             del sketch  # it is large
