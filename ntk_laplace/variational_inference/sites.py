@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision
+from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.priors import GaussianPrior
@@ -81,9 +81,10 @@ class AnchoredWeights(Iteration):
         if start is not None:
             self._state = DenseState.isotropic(theta, start, anchor.prior, anchor.shapes)
             return
-        self._state = DenseState(theta, theta.new_zeros(len(theta), len(theta)), anchor.prior, anchor.shapes)
-        zeros = theta.new_zeros(fitted.num_examples, fitted.points.num_outputs)
-        self._state.add(self._terms(zeros, anchor.curvature()))
+        excess = theta.new_zeros(len(theta), len(theta))
+        for terms in self._terms(torch.zeros_like(fitted.points.f), anchor.curvature()):
+            accumulate_ggn(excess, terms.rows, anchor.shapes)
+        self._state = DenseState(theta, excess, anchor.prior, anchor.shapes)
 
     @property
     def mean(self) -> Tensor:
@@ -142,7 +143,8 @@ class AnchoredSites(Iteration):
         self._start, self._share = start, 0.0
         self._linear = torch.zeros_like(rows.f)
         self._curvature = anchor.curvature() if start is None else rows.f.new_zeros(*rows.f.shape, rows.f.shape[1])
-        self._identified = fitted.likelihood.identified(rows.f.shape[1], rows.f)
+        basis = fitted.likelihood.identified(rows.f.shape[1])
+        self._identified = None if basis is None else basis.to(rows.f)
         theta, prior = anchor.theta, anchor.prior
         self._pull = prior.flat_precision().detach().to(theta) * (prior.flat_mean().to(theta) - theta)
         self._factorize()
