@@ -339,6 +339,11 @@ class IterativePrecision(PosteriorPrecision):
         parts = [self._solved_whitened(part) for part in flat.split(width)] if len(flat) else [flat]
         return (torch.cat(parts) * self.base.deviation).view_as(vectors)
 
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P)."""
+        flat = vectors.reshape(-1, self.num_parameters)
+        return (self.prior_precision * flat + self.curvature.products(flat)).view_as(vectors)
+
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P): H⁻¹(P0^½ε + JᵀSε') has the covariance H⁻¹(P0 + JᵀΛJ)H⁻¹."""
         generator = torch.Generator().manual_seed(self.seed) if generator is None else generator

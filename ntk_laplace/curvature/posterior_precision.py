@@ -14,6 +14,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import conjugate_gradients
 from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import available_memory
@@ -85,6 +86,20 @@ class PosteriorPrecision(ABC):
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
+
+    # --- products
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P): the log density of N(0, H⁻¹) is -½ vᵀHv and terms without v.
+
+        By default v = H⁻¹x is solved for x by conjugate gradients, whose operator is `solve` in units of the prior.
+        """
+        scale = self.prior_precision.sqrt()
+        flat = vectors.reshape(-1, self.num_parameters) * scale
+        tolerance = torch.finfo(flat.dtype).eps ** 0.7
+        found = conjugate_gradients(lambda v: self._solved(v * scale) * scale, flat, lambda v: v, tolerance,
+                                    tuning.CONJUGATE_GRADIENT_STEPS)
+        return (found * scale).view_as(vectors)
 
     # --- the prior
 
