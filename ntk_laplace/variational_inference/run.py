@@ -56,6 +56,16 @@ class StepSizes:
         """γ after `step` steps."""
         return self.first if self.decay is None else self.first * (1.0 + step / self.decay) ** -0.6
 
+    def kept(self, steps: int, tolerance: float) -> int:
+        """The most steps whose rows are kept: their weight, Π(1-γ) over the steps since, is above the tolerance."""
+        weight, count = 1.0, 0
+        for step in reversed(range(steps)):  # step sizes decrease: the latest steps keep the most
+            count += 1
+            weight *= 1.0 - self.at(step)
+            if weight <= tolerance:
+                return count
+        return count + 1  # the rows of the start
+
 
 class Run:
     """Variational inference under way.
