@@ -51,6 +51,11 @@ class Iteration(ABC):
         """Number of rows that represent H; None if it is a matrix of parameters."""
         return None
 
+    @property
+    def dropped(self) -> float:
+        """Bound of what H lacks because rows were dropped, in units of the prior precision."""
+        return 0.0
+
 
 class SampledIteration(Iteration):
     """An algorithm that relinearizes the network in every step, on a state of any kind.
@@ -93,6 +98,11 @@ class SampledIteration(Iteration):
     def rows_kept(self) -> int | None:
         """Number of rows that represent H; None if it is a matrix of parameters."""
         return self._state.rows_kept
+
+    @property
+    def dropped(self) -> float:
+        """Bound of what H lacks because rows were dropped, in units of the prior precision."""
+        return self._state.dropped if isinstance(self._state, FunctionSpaceState) else 0.0
 
     def step(self, step_size: float) -> float:
         """Take one step; the norm of the natural gradient is an estimate if the algorithm samples."""

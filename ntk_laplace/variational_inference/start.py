@@ -8,7 +8,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpacePrecision
+from ntk_laplace.curvature import FunctionSpacePrecision, find_parameter_blocks
 from ntk_laplace.errors import DataError, HyperparameterError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Batches, take
@@ -19,12 +19,27 @@ from ntk_laplace.posterior.convergence import converged
 from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
-from ntk_laplace.structures import FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel
+from ntk_laplace.structures import FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel, StructureSpec
+from ntk_laplace.structures.block_spec import BlockSpec
+from ntk_laplace.structures.structure import of_kind
+from ntk_laplace.structures.structured import StructuredStructure
 from ntk_laplace.variational_inference.algorithms import OGGN
+from ntk_laplace.variational_inference.block_state import BlockState
 from ntk_laplace.variational_inference.examples import Examples
+from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
 from ntk_laplace.variational_inference.states import DataTerms, DenseState, FunctionSpaceState, VariationalState
 
-__all__ = ["Start", "checked_start", "moved", "require_memory_for", "started"]
+__all__ = [
+    "Start",
+    "anchored",
+    "checked_start",
+    "displaced",
+    "moved",
+    "require_memory_for",
+    "require_same_network",
+    "started",
+    "started_blocks",
+]
 
 Start = str | float | Posterior
 """ntk_laplace.variational(start=...)."""
@@ -56,6 +71,11 @@ def moved(model: LinearizedModel, theta: Tensor) -> LinearizedModel:
     """The model with the network at other weights (P,), in a copy."""
     network = model.network.at(theta)
     return replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, model.jacobian_pass.dtype))
+
+
+def displaced(model: LinearizedModel, theta: Tensor) -> LinearizedModel:
+    """The model with the linearized network at other weights (P,); the network itself stays."""
+    return replace(model, displacement=theta - model.network.theta.to(theta))
 
 
 def require_same_network(posterior: Posterior, model: LinearizedModel) -> None:
@@ -92,11 +112,56 @@ def started(
         return _with_rows(model, theta, _no_rows(model, batches), start / model.prior.precision.detach(), row_tolerance)
     if isinstance(start, Posterior):
         return _continued(model, start, examples, dense, row_tolerance)
-    theta = _optimum(model, batches, dense)
+    theta = _optimum(model, batches, FullWeightSpace() if dense else FunctionSpace())
     terms = _terms(model, theta, examples)
     if dense:
         return _dense(model, theta, terms)
     return _with_rows(model, theta, Jacobian.concatenate([part.rows for part in terms]), ones, row_tolerance)
+
+
+def started_blocks(
+    model: LinearizedModel, batches: Batches, sample: Jacobian, start: Start, spec: BlockSpec
+) -> BlockState:
+    """The state of a block-diagonal structure before the first step.
+
+    Raises
+    ------
+    UnsupportedError
+        If the structure takes two passes over the data.
+    MemoryBudgetError
+        If the sums do not fit in memory; nothing was allocated.
+    """
+    ones, shapes = torch.ones_like(model.prior.precision.detach()), model.network.shapes
+    blocks = find_parameter_blocks(sample, model.prior, spec.kind, spec.squares)
+    # the averages, those of the last eigendecomposition, those of a step, and a copy to resume from
+    needed = spec.memory(blocks, model)
+    replace(needed, stored={name: 4 * size for name, size in needed.stored.items()}).require(
+        model, f"the averages of structure={spec.name!r}", 'Use structure="diag", or dtype=torch.float32.')
+    if isinstance(start, float):
+        return BlockState(model.theta, spec, [], start / model.prior.precision.detach(), model.prior, shapes)
+    theta = _weights(model, batches, start, spec)
+    there = moved(model, theta)
+    fitted = of_kind(StructuredStructure, FittedModel.of(there, spec, batches).structure)
+    return BlockState(theta, spec, fitted.summaries(there), ones, model.prior, shapes)
+
+
+def anchored(
+    model: LinearizedModel, batches: Batches, start: Start, dense: bool, samples: int
+) -> tuple[AnchoredSites | AnchoredWeights, LinearizedModel]:
+    """Anchored LGVA before the first step, and the model linearized where it stays."""
+    spec: StructureSpec = FullWeightSpace() if dense else FunctionSpace()
+    model = moved(model, _weights(model, batches, start, spec))
+    fitted, precision = FittedModel.of(model, spec, batches), start if isinstance(start, float) else None
+    if dense:
+        return AnchoredWeights(fitted, precision, samples), model
+    return AnchoredSites(fitted, precision, samples), model
+
+
+def _weights(model: LinearizedModel, batches: Batches, start: Start, spec: StructureSpec) -> Tensor:
+    """Mean of the start, (P,)."""
+    if isinstance(start, Posterior):
+        return start.fitted.theta.to(model.theta)
+    return model.theta if isinstance(start, float) else _optimum(model, batches, spec)
 
 
 def _terms(model: LinearizedModel, theta: Tensor, examples: Examples) -> list[DataTerms]:
@@ -178,9 +243,8 @@ def _numbers(model: LinearizedModel, name: str) -> Tensor:
     return torch.arange(group.start, group.stop) if isinstance(group, slice) else torch.full((count,), group)
 
 
-def _optimum(model: LinearizedModel, batches: Batches, dense: bool) -> Tensor:
-    """Weights at an optimum of the log joint, by L-BFGS from the network's, (P,)."""
-    spec = FullWeightSpace() if dense else FunctionSpace()
+def _optimum(model: LinearizedModel, batches: Batches, spec: StructureSpec) -> Tensor:
+    """Weights at an optimum of the log joint, by L-BFGS from the network's, (P,); the spec judges how near it is."""
     model = moved(replace(model, settings=replace(model.settings, checkpoint=None, resume=None)), model.network.theta)
     held, network = Held(batches), model.network
     objective = Objective(network.caller, model.likelihood, model.prior, held.num_examples, network.num_outputs,

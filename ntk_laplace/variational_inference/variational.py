@@ -25,6 +25,8 @@ from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT, newton_dec
 from ntk_laplace.posterior.fit import linearized
 from ntk_laplace.runtime.serialization import require_writable
 from ntk_laplace.structures import (
+    KFAC,
+    Diagonal,
     FittedModel,
     FullWeightSpace,
     FunctionSpace,
@@ -33,22 +35,26 @@ from ntk_laplace.structures import (
     Settings,
     StructureSpec,
 )
+from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.variational_inference.algorithms import LGVA, OGGN, VOGGN, Algorithm, SampledLGVA
 from ntk_laplace.variational_inference.examples import Examples
-from ntk_laplace.variational_inference.iteration import SampledIteration
+from ntk_laplace.variational_inference.iteration import Iteration, SampledIteration
 from ntk_laplace.variational_inference.result import Callback, VariationalFit
 from ntk_laplace.variational_inference.run import Run, StepSizes
 from ntk_laplace.variational_inference.start import (
     Start,
+    anchored,
     checked_start,
+    displaced,
     moved,
     require_memory_for,
     require_same_network,
     started,
+    started_blocks,
 )
-from ntk_laplace.variational_inference.states import FunctionSpaceState
+from ntk_laplace.variational_inference.states import VariationalState
 
 __all__ = ["variational"]
 
@@ -62,7 +68,7 @@ def variational(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structure: str = "full",
+    structure: str | StructureSpec = "full",
     algorithm: str = "voggn",
     *,
     start: Start = "map",
@@ -71,6 +77,7 @@ def variational(
     steps: int = 1000,
     decay: float | None = None,
     average: bool = False,
+    relinearize: bool = True,
     expectations: str = "outputs",
     batch_size: int | None = None,
     tolerance: float | None = None,
@@ -99,10 +106,12 @@ def variational(
         In the mode of use. It is copied, and left as it is unless `inplace`.
     data, likelihood, prior, parameters, dtype, output, targets
         As in `laplace`.
-    structure : str
+    structure : str or StructureSpec
         "full": H is a P x P matrix. "gp": function space, H = diag(d) + RᵀR with rows R of all steps, whose number
         grows by N R S each step; nothing of size P x P. "auto": function space until there are more rows than
-        parameters, then weight space; the same numbers up to rounding.
+        parameters, then weight space; the same numbers up to rounding. For large networks "kfac" and "diag", or `KFAC`
+        and `Diagonal` with their options: H is block diagonal, from moving averages of that structure's sums (noisy
+        K-FAC; VOGN).
     algorithm : str
         "voggn" averages over weight samples of the network, and maximizes the network's ELBO. "lgva" linearizes the
         network at μ in each step. "oggn" evaluates at μ alone: Newton steps of the log joint, which end in the Laplace
@@ -122,6 +131,11 @@ def variational(
         τ of decreasing step sizes γ (1 + t/τ)^-0.6, in steps; constant by default.
     average : bool
         Whether the mean of the result is the average of μ over the second half of the steps.
+    relinearize : bool
+        False, for "lgva": the network is linearized once, at the optimum, at the mean of the posterior given as the
+        start, or at the network's weights for a number. The ELBO of that model has one maximum for a log-concave
+        likelihood. In function space the state is one site for each training point, whatever the number of steps. The
+        posterior is of the linearized network displaced to μ: "glm" predictions have the mean f + J(μ - θ*).
     expectations : str
         Of "lgva": "outputs", over f_n ~ N(f(x_n; μ), J_n H⁻¹ J_nᵀ), closed for Gaussian and Poisson, by quadrature for
         a likelihood that is a product over outputs; or "weights", by S weight samples in the linearized network, as in
@@ -159,7 +173,7 @@ def variational(
     HyperparameterError
         If a number is out of range.
     UnsupportedError
-        If a name is unknown, arguments contradict each other, the likelihood is not log-concave without an override of
+        If a name is unknown, arguments contradict each other (``relinearize=False`` takes "lgva" alone), the likelihood is not log-concave without an override of
         its curvature, or several processes call it.
     MemoryBudgetError
         If matrices or rows would not fit in memory; nothing was allocated.
@@ -181,8 +195,11 @@ def variational(
     """
     settings = Settings.of(settings)
     settings.reducer.require_one("variational inference", "Run it in one process.")
-    dense = _dense(structure)
+    spec = _block_spec(structure)
+    dense = _dense(structure) if spec is None else False
     method = _algorithm(algorithm, samples, expectations, step_size)
+    if not relinearize:
+        _require_anchored(method, spec, batch_size)
     step_sizes = StepSizes(_step_size(step_size), decay if decay is None else _positive("decay", decay, "decay=100"))
     require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
     require_whole("seed", seed, 0, "Pass seed=0.")
@@ -205,7 +222,7 @@ def variational(
     with torch.inference_mode(False):
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
     plain = replace(settings, checkpoint=None, resume=None)
-    model, batches = linearized(network, data, *own, FullWeightSpace(), "ggn", parameters=parameters, dtype=dtype,
+    model, batches = linearized(network, data, *own, spec or FullWeightSpace(), "ggn", parameters=parameters, dtype=dtype,
                                 settings=plain, output=output, targets=targets)  # fmt: skip
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
         x, _ = batches.first()
@@ -215,16 +232,26 @@ def variational(
         rows = examples.per_step * model.likelihood.rank(model.network.num_outputs) * method.rows_per_example
         p = model.network.num_parameters
         in_weights = rows > p if dense is None else dense
-        kept = step_sizes.kept(steps, row_tolerance)
-        require_memory_for(model, sample, rows, kept, in_weights, dense is None)
+        kept = step_sizes.kept(steps, row_tolerance) if relinearize else 1
+        if spec is None:
+            require_memory_for(model, sample, rows, kept, in_weights, dense is None)
         if isinstance(start, Posterior):
             require_same_network(start, model)
-        state = started(model, batches, examples, start, in_weights, row_tolerance)
-        model = moved(model, state.mean)
-        iteration = SampledIteration(model, examples, method, state, seed, p if dense is None else None)
+        iteration: Iteration
+        if not relinearize and isinstance(method, LGVA):
+            iteration, model = anchored(model, batches, start, in_weights, method.points)
+        else:
+            state: VariationalState
+            if spec is None:
+                state = started(model, batches, examples, start, in_weights, row_tolerance)
+            else:
+                state = started_blocks(model, batches, sample, start, spec)
+            model = moved(model, state.mean)
+            iteration = SampledIteration(model, examples, method, state, seed, p if dense is None else None)
 
         def posterior(mean: Tensor, precision: PosteriorPrecision) -> FittedModel:
-            return FittedModel.of(moved(model, mean), GivenGaussian(precision), batches)
+            there = moved(model, mean) if relinearize else displaced(model, mean)
+            return FittedModel.of(there, GivenGaussian(precision), batches)
 
         def bound(mean: Tensor, precision: PosteriorPrecision) -> tuple[float, float, float, float]:
             found, generator = Posterior(posterior(mean, precision)), torch.Generator().manual_seed(seed)
@@ -232,25 +259,46 @@ def variational(
             nn_, glm = ((float(one.value), float(one.standard_error)) for one in both)
             return *nn_, *glm
 
-        signature = _signature(model, examples, structure, method, step_sizes, average, seed, steps)
+        signature = _signature(model, examples, f"{structure}", method, step_sizes, average, seed, steps, relinearize)
         run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
         run.go(settings, callbacks)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
         if isinstance(method, OGGN):
-            fitted, reason = _laplace(model, batches, run.mean, in_weights, fitted, reason)
+            laplace = spec or (FullWeightSpace() if in_weights else FunctionSpace())
+            fitted, reason = _laplace(model, batches, run.mean, laplace, fitted, reason)
         if inplace:
             _write(network, model, run.mean)
-        dropped = iteration.state.dropped if isinstance(iteration.state, FunctionSpaceState) else 0.0
         fitted = replace(fitted, model=replace(fitted.model, settings=settings))
-        return VariationalFit(Posterior(fitted, reason), run.history, run.stopped, dropped)
+        return VariationalFit(Posterior(fitted, reason), run.history, run.stopped, iteration.dropped)
 
 
 def _dense(structure: object) -> bool | None:
     """Whether H is a matrix over the parameters; None to decide by size."""
     if not isinstance(structure, str) or structure not in _SPACES:
-        raise UnsupportedError(f"structure among {', '.join(_SPACES)}", repr(structure)[:80],
-                               'Use "full" for small networks, "gp" for few rows, "auto" for both.')
+        raise UnsupportedError(f"structure among {', '.join(_SPACES)}, kfac, diag", repr(structure)[:80],
+                               'Use "full" for small networks, "gp" for few rows, "auto" for both, "kfac" for large '
+                               "networks.")
     return _SPACES[structure]
+
+
+def _block_spec(structure: object) -> BlockSpec | None:
+    """The specification of a structure whose sums the steps average; None for the others."""
+    if isinstance(structure, BlockSpec):
+        return structure
+    named = {spec.name: spec for spec in (KFAC(), Diagonal())}
+    return named.get(structure) if isinstance(structure, str) else None
+
+
+def _require_anchored(method: Algorithm, spec: BlockSpec | None, batch_size: int | None) -> None:
+    """Refuse what has no meaning for a network that is linearized once."""
+    remedy = 'Pass algorithm="lgva" with structure="full", "gp" or "auto" and all examples, or leave relinearize= out.'
+    expected = 'LGVA over outputs, all examples and H without blocks for relinearize=False'
+    if not isinstance(method, LGVA):
+        raise UnsupportedError(expected, f"{type(method).__name__}", remedy)
+    if spec is not None:
+        raise UnsupportedError(expected, f"structure={spec.name!r}", remedy)
+    if batch_size is not None:
+        raise UnsupportedError(expected, f"batch_size={batch_size}", remedy)
 
 
 def _algorithm(name: object, samples: int | None, expectations: object, step_size: float) -> Algorithm:
@@ -299,23 +347,22 @@ def _positive(what: str, value: object, example: str) -> float:
 
 def _signature(
     model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, step_sizes: StepSizes, average: bool,
-    seed: int, steps: int,
+    seed: int, steps: int, relinearize: bool,
 ) -> dict[str, str]:  # fmt: skip
     """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
     return own | {
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
         "batch size": f"{examples.per_step:,}", "structure": structure,
-        "algorithm": f"{type(method).__name__} {vars(method)}", "step sizes": f"{step_sizes}", "seed": f"{seed}",
+        "algorithm": f"{type(method).__name__} {vars(method)}" + ("" if relinearize else ", linearized once"), "step sizes": f"{step_sizes}", "seed": f"{seed}",
         "average": f"over the last half of {steps:,} steps" if average else "none",
     }  # fmt: skip
 
 
 def _laplace(
-    model: LinearizedModel, batches: Batches, mean: Tensor, dense: bool, given: FittedModel, reason: str
+    model: LinearizedModel, batches: Batches, mean: Tensor, spec: StructureSpec, given: FittedModel, reason: str
 ) -> tuple[FittedModel, str]:
     """The Laplace posterior at μ, if that is an optimum of the log joint; else q with a warning."""
-    spec: StructureSpec = FullWeightSpace() if dense else FunctionSpace()
     fitted = FittedModel.of(moved(model, mean), spec, batches)
     decrement = newton_decrement(fitted)
     if decrement <= MOST_DECREMENT:
