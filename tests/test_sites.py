@@ -13,19 +13,19 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
-from exact_cases import truth
-from reference import relative_error
-from registry import LIKELIHOODS, PRIORS, problem, targets
-from registry_cases import jacobians
 from torch import Tensor, nn
 from torch.func import grad, hessian, vmap
 
 import ntk_laplace as ntkl
+from exact_cases import truth
 from ntk_laplace.structures import KFAC, Diagonal
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.variational_inference.block_state import BlockState
 from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
 from ntk_laplace.variational_inference.states import DataTerms
+from reference import relative_error
+from registry import LIKELIHOODS, PRIORS, problem, targets
+from registry_cases import jacobians
 
 STEPS = (0.3, 1.0, 0.5)
 NODES, WEIGHTS = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(80))
@@ -98,8 +98,9 @@ def reference(network: str, likelihood: str, prior: str, start: float | None) ->
 
 @pytest.mark.parametrize("start", [None, 10.0])
 @pytest.mark.parametrize("case", [
-    ("deep_mlp", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"), ("cnn_groups", "gaussian", "parameter"),
-    ("transformer_tied", "bernoulli", "tensor"), ("layer_twice", "poisson", "layer"),
+    ("deep_mlp", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"),
+    ("cnn_groups", "gaussian", "parameter"), ("transformer_tied", "bernoulli", "tensor"),
+    ("layer_twice", "poisson", "layer"),
 ], ids="-".join)  # fmt: skip
 def test_sites_are_the_natural_parameters(case: tuple[str, str, str], start: float | None) -> None:
     slow, fast = reference(*case, start), AnchoredSites(fitted(*case, "gp"), start)
@@ -108,7 +109,8 @@ def test_sites_are_the_natural_parameters(case: tuple[str, str, str], start: flo
         fast.step(size)
         for found, known in zip(fast.moments(), slow.moments(), strict=True):
             assert relative_error(found, known) < 1e-9
-        assert relative_error(fast.mean - problem(case[0]).theta, torch.linalg.solve(slow.precision, slow.natural)) < 1e-9
+        moved = torch.linalg.solve(slow.precision, slow.natural)
+        assert relative_error(fast.mean - problem(case[0]).theta, moved) < 1e-9
 
 
 @pytest.mark.parametrize("start", [None, 10.0])
@@ -128,7 +130,8 @@ def test_sites_are_weight_space(case: tuple[str, str, str], start: float | None)
 
 
 @pytest.mark.parametrize("case", [
-    ("scalar_outputs", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"), ("deep_mlp", "bernoulli", "scalar"),
+    ("scalar_outputs", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"),
+    ("deep_mlp", "bernoulli", "scalar"),
 ], ids="-".join)  # fmt: skip
 def test_fixed_point(case: tuple[str, str, str]) -> None:
     """[T20] 2.19 of the linearized model: Jᵀ E r = P0 (μ - μ0), and H = P0 + Jᵀ E[Λ] J."""
@@ -259,7 +262,8 @@ def test_averages_of_sums(network: str, spec: BlockSpec, start: str) -> None:
     """With the inputs of every layer fixed, H is linear in the sums, so the dense recursion is exact for KFAC too."""
     case = problem(network)
     y = targets(LIKELIHOODS["bernoulli"], case)
-    fitted = ntkl.laplace(case.network, (case.x, y), ntkl.Bernoulli(), PRIORS["layer"].build(case), structure=spec).fitted
+    fitted = ntkl.laplace(case.network, (case.x, y), ntkl.Bernoulli(), PRIORS["layer"].build(case),
+                          structure=spec).fitted
     model, precision, shapes = fitted.model, fitted.precision, fitted.network.shapes
     root = fitted.points.root(model.curvature_type, model.likelihood).detach()
     own, ggn = torch.diag(precision.prior_precision), precision.information()

@@ -1,8 +1,9 @@
 """H block diagonal, from moving averages of a structure's sums: VOGN for "diag", noisy K-FAC for "kfac".
 
-One step replaces each sum s over the data by (1-γ) s + γ ŝ, where ŝ is the sum over the samples and examples of the step,
-and the diagonal d by (1-γ) d + γ P0. A diagonal is linear in its sums, so that H follows the step exactly. A Kronecker
-block is a product of two averages, of the layer's inputs and of its output gradients, and follows it approximately.
+One step replaces each sum s over the data by (1-γ) s + γ ŝ, where ŝ is the sum over the samples and examples of the
+step, and the diagonal d by (1-γ) d + γ P0. A diagonal is linear in its sums, so that H follows the step exactly. A
+Kronecker block is a product of two averages, of the layer's inputs and of its output gradients, and follows it
+approximately.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _times(prior: GaussianPrior, ratio: Tensor) -> GaussianPrior:
     """A prior whose precisions are multiplied by numbers (G,)."""
     found = copy.deepcopy(prior)
     with torch.no_grad():
-        found.log_precision += ratio.log().to(found.log_precision)
+        found.log_precision.add_(ratio.log().to(found.log_precision))
     return found
 
 

@@ -173,7 +173,8 @@ def variational(
     HyperparameterError
         If a number is out of range.
     UnsupportedError
-        If a name is unknown, arguments contradict each other (``relinearize=False`` takes "lgva" alone), the likelihood is not log-concave without an override of
+        If a name is unknown, arguments contradict each other (``relinearize=False`` takes "lgva" alone), the likelihood
+        is not log-concave without an override of
         its curvature, or several processes call it.
     MemoryBudgetError
         If matrices or rows would not fit in memory; nothing was allocated.
@@ -222,8 +223,8 @@ def variational(
     with torch.inference_mode(False):
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
     plain = replace(settings, checkpoint=None, resume=None)
-    model, batches = linearized(network, data, *own, spec or FullWeightSpace(), "ggn", parameters=parameters, dtype=dtype,
-                                settings=plain, output=output, targets=targets)  # fmt: skip
+    model, batches = linearized(network, data, *own, spec or FullWeightSpace(), "ggn", parameters=parameters,
+                                dtype=dtype, settings=plain, output=output, targets=targets)  # fmt: skip
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
         x, _ = batches.first()
         model.jacobian_pass.prepare(x)
@@ -354,7 +355,8 @@ def _signature(
     return own | {
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
         "batch size": f"{examples.per_step:,}", "structure": structure,
-        "algorithm": f"{type(method).__name__} {vars(method)}" + ("" if relinearize else ", linearized once"), "step sizes": f"{step_sizes}", "seed": f"{seed}",
+        "algorithm": f"{type(method).__name__} {vars(method)}" + ("" if relinearize else ", linearized once"),
+        "step sizes": f"{step_sizes}", "seed": f"{seed}",
         "average": f"over the last half of {steps:,} steps" if average else "none",
     }  # fmt: skip
 
@@ -368,8 +370,9 @@ def _laplace(
     if decrement <= MOST_DECREMENT:
         return fitted, f"{reason}, at an optimum of the log joint: the Laplace posterior"
     warnings.warn(
-        f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above {MOST_DECREMENT}; "
-        "take more steps, or smaller ones. The posterior is that of the last step", NTKLaplaceWarning, stacklevel=3,
+        f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above "
+        f"{MOST_DECREMENT}; take more steps, or smaller ones. The posterior is that of the last step",
+        NTKLaplaceWarning, stacklevel=3,
     )  # fmt: skip
     return given, reason
 
