@@ -64,8 +64,8 @@ def images(options: argparse.Namespace, count: int) -> tuple[Tensor, Tensor, Ten
 def small_cnn() -> nn.Sequential:
     """8 x 8 inputs, conv 16@3, conv 32@3, pool, 10 outputs."""
     return nn.Sequential(
-        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
+        nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
     )  # fmt: skip
 
 
@@ -115,7 +115,8 @@ def kfac(options: argparse.Namespace) -> Rows:
             start = time.perf_counter()
             fit = ntkl.variational(
                 network, (x, y), ntkl.Categorical(), prior, structure, start=laplace, step_size=options.step_size,
-                steps=options.steps, batch_size=min(250, len(x)), elbo_every=0, dtype=torch.float32, decay=options.decay,
+                steps=options.steps, batch_size=min(250, len(x)), elbo_every=0, dtype=torch.float32,
+                decay=options.decay,
             )  # fmt: skip
             seconds = time.perf_counter() - start
             rows.append([name, f"VOGGN, {structure}", f"{seconds:.3g} s, {seconds / options.steps:.3g} s a step",
