@@ -32,10 +32,13 @@ class DataTerms:
         Share of ĝ.
     rows : Jacobian
         Share of R: rows of SᵀJ, scaled so that the sum of their outer products is the share of Ĝ.
+    counts : Tensor, (n,), optional
+        How often each example counts; equally often by default.
     """
 
     gradient: Tensor
     rows: Jacobian
+    counts: Tensor | None = None
 
 
 class VariationalState(ABC):
