@@ -53,7 +53,8 @@ class GivenGaussian(StructureSpec):
         found = GaussianStructure(spec, source, read_points(model, source), inner=inner)
         if model.displacement is None:
             return found
-        return replace(found, points=replace(found.points, f=found.points.f + found.jvp(model, model.displacement)))
+        f = found.points.f + found.jvp(model, model.displacement)
+        return replace(found, points=replace(found.points, f=f))
 
     def restored(self, model: LinearizedModel, saved: Saved) -> GaussianStructure:
         """From the precision of a checkpoint."""

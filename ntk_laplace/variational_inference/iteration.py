@@ -53,7 +53,7 @@ class Iteration(ABC):
 
     @property
     def dropped(self) -> float:
-        """Bound of what H lacks because rows were dropped, in units of the prior precision."""
+        """What H lacks because rows were dropped, as `FunctionSpaceState.dropped`."""
         return 0.0
 
 
@@ -101,8 +101,8 @@ class SampledIteration(Iteration):
 
     @property
     def dropped(self) -> float:
-        """Bound of what H lacks because rows were dropped, in units of the prior precision."""
-        return self._state.dropped if isinstance(self._state, FunctionSpaceState) else 0.0
+        """What H lacks because rows were dropped."""
+        return self._state.dropped
 
     def step(self, step_size: float) -> float:
         """Take one step; the norm of the natural gradient is an estimate if the algorithm samples."""

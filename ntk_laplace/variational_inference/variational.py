@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, require_whole
-from ntk_laplace.model.data import Batches, take
+from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
@@ -25,42 +25,27 @@ from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT, newton_dec
 from ntk_laplace.posterior.fit import linearized
 from ntk_laplace.runtime.serialization import require_writable
 from ntk_laplace.structures import (
-    KFAC,
-    Diagonal,
     FittedModel,
-    FullWeightSpace,
-    FunctionSpace,
     GivenGaussian,
     LinearizedModel,
     Settings,
     StructureSpec,
 )
-from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.variational_inference.algorithms import LGVA, OGGN, VOGGN, Algorithm, SampledLGVA
 from ntk_laplace.variational_inference.examples import Examples
 from ntk_laplace.variational_inference.iteration import Iteration, SampledIteration
+from ntk_laplace.variational_inference.representations import Representation, representation
 from ntk_laplace.variational_inference.result import Callback, VariationalFit
 from ntk_laplace.variational_inference.run import Run, StepSizes
-from ntk_laplace.variational_inference.start import (
-    Start,
-    anchored,
-    checked_start,
-    displaced,
-    moved,
-    require_memory_for,
-    require_same_network,
-    started,
-    started_blocks,
-)
-from ntk_laplace.variational_inference.states import VariationalState
+from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
+from ntk_laplace.variational_inference.start import Start, checked_start, moved, optimum, require_same_network
 
 __all__ = ["variational"]
 
 _POINTS = 256  # of f for each example, LGVA
 _EVALUATIONS = 20  # of the ELBO in a run, by default
-_SPACES: dict[str, bool | None] = {"full": True, "gp": False, "auto": None}  # in weight space?
 
 
 def variational(
@@ -68,16 +53,16 @@ def variational(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structure: str | StructureSpec = "full",
+    structure: str = "full",
     algorithm: str = "voggn",
     *,
     start: Start = "map",
     samples: int | None = None,
     step_size: float = 0.01,
     steps: int = 1000,
+    relinearize: bool = True,
     decay: float | None = None,
     average: bool = False,
-    relinearize: bool = True,
     expectations: str = "outputs",
     batch_size: int | None = None,
     tolerance: float | None = None,
@@ -106,12 +91,11 @@ def variational(
         In the mode of use. It is copied, and left as it is unless `inplace`.
     data, likelihood, prior, parameters, dtype, output, targets
         As in `laplace`.
-    structure : str or StructureSpec
+    structure : str
         "full": H is a P x P matrix. "gp": function space, H = diag(d) + RᵀR with rows R of all steps, whose number
         grows by N R S each step; nothing of size P x P. "auto": function space until there are more rows than
-        parameters, then weight space; the same numbers up to rounding. For large networks "kfac" and "diag", or `KFAC`
-        and `Diagonal` with their options: H is block diagonal, from moving averages of that structure's sums (noisy
-        K-FAC; VOGN).
+        parameters, then weight space; the same numbers up to rounding. "kfac", "diag": H is block diagonal, from moving
+        averages of the structure's sums; noisy K-FAC and VOGN with generalized Gauss-Newton steps.
     algorithm : str
         "voggn" averages over weight samples of the network, and maximizes the network's ELBO. "lgva" linearizes the
         network at μ in each step. "oggn" evaluates at μ alone: Newton steps of the log joint, which end in the Laplace
@@ -123,6 +107,9 @@ def variational(
         S, weight samples per step, in pairs μ ± e: 2 by default. An odd number leaves one without a partner, so that μ
         keeps a noise at constant step sizes; a warning says how large. For "lgva" over outputs, the points of f for
         each example where its expectations are not closed: 256 by default.
+    relinearize : bool
+        False, for "lgva": the network is linearized once, at the start, and q maximizes the ELBO of that model. In
+        function space there is one site per training point, and no row of an earlier step is kept.
     step_size : float
         γ in (0, 1]; the first if it decays.
     steps : int
@@ -131,11 +118,6 @@ def variational(
         τ of decreasing step sizes γ (1 + t/τ)^-0.6, in steps; constant by default.
     average : bool
         Whether the mean of the result is the average of μ over the second half of the steps.
-    relinearize : bool
-        False, for "lgva": the network is linearized once, at the optimum, at the mean of the posterior given as the
-        start, or at the network's weights for a number. The ELBO of that model has one maximum for a log-concave
-        likelihood. In function space the state is one site for each training point, whatever the number of steps. The
-        posterior is of the linearized network displaced to μ: "glm" predictions have the mean f + J(μ - θ*).
     expectations : str
         Of "lgva": "outputs", over f_n ~ N(f(x_n; μ), J_n H⁻¹ J_nᵀ), closed for Gaussian and Poisson, by quadrature for
         a likelihood that is a product over outputs; or "weights", by S weight samples in the linearized network, as in
@@ -173,8 +155,7 @@ def variational(
     HyperparameterError
         If a number is out of range.
     UnsupportedError
-        If a name is unknown, arguments contradict each other (``relinearize=False`` takes "lgva" alone), the likelihood
-        is not log-concave without an override of
+        If a name is unknown, arguments contradict each other, the likelihood is not log-concave without an override of
         its curvature, or several processes call it.
     MemoryBudgetError
         If matrices or rows would not fit in memory; nothing was allocated.
@@ -196,110 +177,114 @@ def variational(
     """
     settings = Settings.of(settings)
     settings.reducer.require_one("variational inference", "Run it in one process.")
-    spec = _block_spec(structure)
-    dense = _dense(structure) if spec is None else False
     method = _algorithm(algorithm, samples, expectations, step_size)
-    if not relinearize:
-        _require_anchored(method, spec, batch_size)
-    step_sizes = StepSizes(_step_size(step_size), decay if decay is None else _positive("decay", decay, "decay=100"))
-    require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
-    require_whole("seed", seed, 0, "Pass seed=0.")
-    if batch_size is not None:
-        require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
-    if tolerance is not None:
-        _positive("tolerance", tolerance, "tolerance=1e-6")
-    if not (isinstance(row_tolerance, Real) and 0 <= row_tolerance < 1):
-        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
-    every = max(1, steps // _EVALUATIONS) if elbo_every is None else elbo_every
-    require_whole("elbo_every", every, 0, "Leave it out, or pass 0 for no estimates.")
-    require_whole("elbo_samples", elbo_samples, 2, "Leave it out for 50.")
-    start = checked_start(start)
+    step_sizes = StepSizes(_step_size(step_size), None if decay is None else _positive("decay", decay, "decay=100"))
+    every = _require_numbers(steps, seed, batch_size, tolerance, row_tolerance, elbo_every, elbo_samples)
+    given = checked_start(start)
     callbacks = [callbacks] if callable(callbacks) else list(callbacks)
     if not all(map(callable, callbacks)):
         raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks),
                                "Pass a function that takes a VariationalStep.")
     if settings.checkpoint is not None:
         require_writable(settings.checkpoint)
+    form = representation(structure, 0, 0, row_tolerance)  # of "auto" any
     with torch.inference_mode(False):
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
     plain = replace(settings, checkpoint=None, resume=None)
-    model, batches = linearized(network, data, *own, spec or FullWeightSpace(), "ggn", parameters=parameters,
-                                dtype=dtype, settings=plain, output=output, targets=targets)  # fmt: skip
+    model, batches = linearized(network, data, *own, form.spec, "ggn", parameters=parameters, dtype=dtype,
+                                settings=plain, output=output, targets=targets)  # fmt: skip
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        x, _ = batches.first()
-        model.jacobian_pass.prepare(x)
-        sample = model.jacobian_pass.rows(take(x, slice(0, 2)))
+        model.jacobian_pass.prepare(batches.first()[0])
         examples = Examples(model, batches, batch_size)
         rows = examples.per_step * model.likelihood.rank(model.network.num_outputs) * method.rows_per_example
-        p = model.network.num_parameters
-        in_weights = rows > p if dense is None else dense
-        kept = step_sizes.kept(steps, row_tolerance) if relinearize else 1
-        if spec is None:
-            require_memory_for(model, sample, rows, kept, in_weights, dense is None)
-        if isinstance(start, Posterior):
-            require_same_network(start, model)
-        iteration: Iteration
-        if not relinearize and isinstance(method, LGVA):
-            iteration, model = anchored(model, batches, start, in_weights, method.points)
+        form = representation(structure, rows, model.network.num_parameters, row_tolerance)
+        if isinstance(given, Posterior):
+            require_same_network(given, model)
+        if relinearize:
+            form.require_memory(model, examples, rows, step_sizes.kept(steps, row_tolerance))
+            model, iteration = _relinearized(model, batches, examples, form, method, given, seed)
         else:
-            state: VariationalState
-            if spec is None:
-                state = started(model, batches, examples, start, in_weights, row_tolerance)
-            else:
-                state = started_blocks(model, batches, sample, start, spec)
-            model = moved(model, state.mean)
-            iteration = SampledIteration(model, examples, method, state, seed, p if dense is None else None)
+            model, iteration = _anchored(model, batches, examples, form, method, given)
 
         def posterior(mean: Tensor, precision: PosteriorPrecision) -> FittedModel:
-            there = moved(model, mean) if relinearize else displaced(model, mean)
-            return FittedModel.of(there, GivenGaussian(precision), batches)
+            at = moved(model, mean) if relinearize else replace(model, displacement=mean - model.theta)
+            return FittedModel.of(at, GivenGaussian(precision), batches)
 
         def bound(mean: Tensor, precision: PosteriorPrecision) -> tuple[float, float, float, float]:
-            found, generator = Posterior(posterior(mean, precision)), torch.Generator().manual_seed(seed)
-            both = (found.elbo("nn", elbo_samples, generator), found.elbo("glm", max(elbo_samples, _POINTS), generator))
-            nn_, glm = ((float(one.value), float(one.standard_error)) for one in both)
-            return *nn_, *glm
+            found = Posterior(posterior(mean, precision))
+            generator = torch.Generator(device=mean.device).manual_seed(seed)
+            of_network, linear = found.elbo("nn", elbo_samples, generator=generator), found.elbo("glm", _POINTS)
+            return (float(of_network), float(of_network.standard_error), float(linear), float(linear.standard_error))
 
-        signature = _signature(model, examples, f"{structure}", method, step_sizes, average, seed, steps, relinearize)
+        signature = _signature(model, examples, structure, method, relinearize, step_sizes, average, seed, steps)
         run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
         run.go(settings, callbacks)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
         if isinstance(method, OGGN):
-            laplace = spec or (FullWeightSpace() if in_weights else FunctionSpace())
-            fitted, reason = _laplace(model, batches, run.mean, laplace, fitted, reason)
+            fitted, reason = _laplace(model, batches, run.mean, form.spec, fitted, reason)
         if inplace:
             _write(network, model, run.mean)
         fitted = replace(fitted, model=replace(fitted.model, settings=settings))
         return VariationalFit(Posterior(fitted, reason), run.history, run.stopped, iteration.dropped)
 
 
-def _dense(structure: object) -> bool | None:
-    """Whether H is a matrix over the parameters; None to decide by size."""
-    if not isinstance(structure, str) or structure not in _SPACES:
-        raise UnsupportedError(f"structure among {', '.join(_SPACES)}, kfac, diag", repr(structure)[:80],
-                               'Use "full" for small networks, "gp" for few rows, "auto" for both, "kfac" for large '
-                               "networks.")
-    return _SPACES[structure]
+def _relinearized(
+    model: LinearizedModel, batches: Batches, examples: Examples, form: Representation, method: Algorithm,
+    start: float | Posterior | None, seed: int,
+) -> tuple[LinearizedModel, SampledIteration]:  # fmt: skip
+    """An algorithm that linearizes the network in every step, with the model at the start."""
+    if isinstance(start, float):
+        state = form.isotropic(model, examples, start)
+    else:
+        state = form.of(model, examples, optimum(model, batches, form.spec) if start is None else start.fitted)
+        model = moved(model, state.mean)
+    return model, SampledIteration(model, examples, method, state, seed, form.most_rows)
 
 
-def _block_spec(structure: object) -> BlockSpec | None:
-    """The specification of a structure whose sums the steps average; None for the others."""
-    if isinstance(structure, BlockSpec):
-        return structure
-    named = {spec.name: spec for spec in (KFAC(), Diagonal())}
-    return named.get(structure) if isinstance(structure, str) else None
+def _anchored(
+    model: LinearizedModel, batches: Batches, examples: Examples, form: Representation, method: Algorithm,
+    start: float | Posterior | None,
+) -> tuple[LinearizedModel, Iteration]:  # fmt: skip
+    """LGVA of the network linearized once, with the model at that point.
+
+    Raises
+    ------
+    UnsupportedError
+        If another algorithm, minibatches or weight samples are asked for, or H is in blocks.
+    """
+    if not isinstance(method, LGVA) or examples.batch_size is not None or not form.spec.exact:
+        raise UnsupportedError('algorithm="lgva" over outputs of all examples, structure "full", "gp" or "auto", for '
+                               "relinearize=False", f"{type(method).__name__}, structure={form.spec.name!r}, "
+                               f"{examples.per_step:,} examples a step", "Leave relinearize= out.")
+    if isinstance(start, Posterior) and not (start.fitted.exact and start.fitted.model.displacement is None):
+        raise UnsupportedError("an exact Laplace posterior as the start of relinearize=False",
+                               f"structure={start.structure!r}", 'Pass start="map", or a precision.')
+    theta = start.fitted.theta if isinstance(start, Posterior) else model.network.theta
+    if start is None:
+        fitted = optimum(model, batches, form.spec)
+    else:
+        fitted = FittedModel.of(moved(model, theta), form.spec, batches)
+    kind = AnchoredSites if form.spec.keeps_jacobian else AnchoredWeights
+    return fitted.model, kind(fitted, start if isinstance(start, float) else None, method.points)
 
 
-def _require_anchored(method: Algorithm, spec: BlockSpec | None, batch_size: int | None) -> None:
-    """Refuse what has no meaning for a network that is linearized once."""
-    remedy = 'Pass algorithm="lgva" with structure="full", "gp" or "auto" and all examples, or leave relinearize= out.'
-    expected = 'LGVA over outputs, all examples and H without blocks for relinearize=False'
-    if not isinstance(method, LGVA):
-        raise UnsupportedError(expected, f"{type(method).__name__}", remedy)
-    if spec is not None:
-        raise UnsupportedError(expected, f"structure={spec.name!r}", remedy)
+def _require_numbers(
+    steps: object, seed: object, batch_size: object, tolerance: object, row_tolerance: object, elbo_every: object,
+    elbo_samples: object,
+) -> int:  # fmt: skip
+    """Refuse numbers out of range; return the steps between two estimates of the ELBO."""
+    count = require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
+    require_whole("seed", seed, 0, "Pass seed=0.")
     if batch_size is not None:
-        raise UnsupportedError(expected, f"batch_size={batch_size}", remedy)
+        require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
+    if tolerance is not None:
+        _positive("tolerance", tolerance, "tolerance=1e-6")
+    if not isinstance(row_tolerance, Real) or isinstance(row_tolerance, bool) or not 0 <= float(row_tolerance) < 1:
+        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
+    require_whole("elbo_samples", elbo_samples, 4, "Leave it out for 50.")
+    if elbo_every is None:
+        return max(1, count // _EVALUATIONS)
+    return require_whole("elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates.")
 
 
 def _algorithm(name: object, samples: int | None, expectations: object, step_size: float) -> Algorithm:
@@ -347,16 +332,16 @@ def _positive(what: str, value: object, example: str) -> float:
 
 
 def _signature(
-    model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, step_sizes: StepSizes, average: bool,
-    seed: int, steps: int, relinearize: bool,
+    model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, relinearize: bool,
+    step_sizes: StepSizes, average: bool, seed: int, steps: int,
 ) -> dict[str, str]:  # fmt: skip
     """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
     return own | {
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
         "batch size": f"{examples.per_step:,}", "structure": structure,
-        "algorithm": f"{type(method).__name__} {vars(method)}" + ("" if relinearize else ", linearized once"),
-        "step sizes": f"{step_sizes}", "seed": f"{seed}",
+        "algorithm": f"{method!r}{'' if relinearize else ', linearized once'}", "step sizes": f"{step_sizes}",
+        "seed": f"{seed}",
         "average": f"over the last half of {steps:,} steps" if average else "none",
     }  # fmt: skip
 
