@@ -24,7 +24,8 @@ from refusals import inputs, labels, network, refused
 from registry_cases import tolerance
 
 pytestmark = [pytest.mark.filterwarnings("ignore:no factor rule"),
-              pytest.mark.filterwarnings("ignore:the fitted predictive")]  # fmt: skip
+              pytest.mark.filterwarnings("ignore:the fitted predictive"),
+              pytest.mark.filterwarnings("ignore:leave-one-out is not")]  # fmt: skip
 
 # --- expectations over f_n ~ N(m_n, V_nn)
 
@@ -263,7 +264,8 @@ def test_bound_of_any_gaussian_is_below_the_evidence_and_tight_at_the_posterior(
     model, x = nn.Linear(2, 1, bias=False).double(), inputs()[:, :2]
     y, prior = x[:, :1] - 0.3, ntkl.GaussianPrior(0.8)
     exact = ntkl.laplace(model, (x, y), ntkl.Gaussian(0.5), prior, "full")
-    evidence, optimum = exact.log_marginal_likelihood(correction=True), exact.network.theta - exact._refit_step()
+    evidence, optimum = exact.log_marginal_likelihood(correction=True), exact.network.theta
+    optimum = optimum - exact.posterior_precision.solve(exact.fitted.joint_gradient())
     h = exact.posterior_precision.multiply(torch.eye(2).double())
     for precision in (h, torch.tensor([0.7, 5.0]), 3 * h):
         for place in (optimum, optimum + 0.3):
@@ -588,3 +590,42 @@ def test_bad_precisions() -> None:
     with refused(ntkl.UnsupportedError, "precision of a Gaussian", "none", "gaussian_posterior"):
         ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "gaussian")
     assert "gaussian" not in ntkl.structures.structure_names()
+
+
+# --- columns of comparisons
+
+
+def test_bounds_in_a_comparison_of_models() -> None:
+    """Asked for, they stand beside the evidence; a Gaussian that is no Laplace approximation has them alone."""
+    model, x, y, prior = problem()
+    data, likelihood = (x, y), ntkl.Categorical()
+    laplace = ntkl.laplace(model, data, likelihood, prior, "full")
+    given = ntkl.gaussian_posterior(model, data, likelihood, prior, precision=torch.full((43,), 30.0))
+    found = ntkl.compare_models({"laplace": laplace, "given": given}, (x, y), scores=("evidence", "loo", "elbo"))
+    assert found["given"].evidence is None and found["given"].loo is None and found["given"].bic is None
+    assert "Laplace posterior" in found["given"].loo_note
+    assert found["given"].elbo == float(given.elbo()) and found["laplace"].elbo == float(laplace.elbo())
+    assert found["laplace"].elbo_error == laplace.elbo().standard_error
+    assert found["laplace"].evidence == float(laplace.log_marginal_likelihood())
+    assert " ELBO " in str(found) and "BIC" not in str(found) and "conditional" not in str(found)
+    both = ntkl.compare_models([given], scores=["elbo_nn"])
+    assert both.rows[0].elbo_nn == float(given.elbo("nn")) and both.rows[0].elbo is None
+    usual = ntkl.compare_models([laplace, given])
+    assert usual["model 2"].conditional is None and "ELBO" not in str(usual)
+    with refused(ntkl.UnsupportedError, "scores.*elbo_nn", "'elbow'", "some of them"):
+        ntkl.compare_models([laplace], scores=["elbow"])
+    with refused(ntkl.UnsupportedError, "scores", "'elbo'", "list"):
+        ntkl.compare_models([laplace], scores="elbo")
+
+
+def test_bounds_in_a_comparison_of_structures() -> None:
+    model, x, y, prior = problem()
+    arguments = model, (x, y), ntkl.Categorical(), prior
+    found = ntkl.compare_evidence(*arguments, structures=["full", "kfac"], scores=["elbo"])
+    for row in found.rows:
+        wanted = ntkl.laplace(*arguments, row.structure).elbo()
+        assert row.elbo == pytest.approx(float(wanted), rel=1e-12) and row.elbo_error == wanted.standard_error
+    assert "ELBO ±" in str(found)
+    assert "ELBO" not in str(ntkl.compare_evidence(*arguments, structures=["full"]))
+    with refused(ntkl.UnsupportedError, "scores", "loo", "Pass"):
+        ntkl.compare_evidence(*arguments, scores=["loo"])
