@@ -241,6 +241,10 @@ class Likelihood(nn.Module):
         """
         return None
 
+    def averaged_derivatives(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Averages of `residual` (n, C) and `curvature` (n, C, C) over f (S, n, C), if faster than one by one."""
+        return None
+
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance), linearized through the link ([T20] 3.16)."""
         slope = self.mean_jacobian(mean)

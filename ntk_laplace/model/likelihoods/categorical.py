@@ -111,14 +111,7 @@ class Categorical(Likelihood):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``(y - p) / T`` ([T20] 2.5), y one-hot for hard labels, (N, C), without cancellation where p is near 1."""
-        p = self.mean(f)
-        if y.dim() == 2:
-            y = y.to(f).clamp_min(0)
-            residual = y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
-        else:
-            label = one_hot(y.long().clamp_min(0), f.shape[-1]).bool()
-            residual = torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
-        return residual / self._temperature(f)
+        return self._residual(self.mean(f), y) / self._temperature(f)
 
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), 0 where the label is missing, (N, C, C)."""
@@ -212,6 +205,24 @@ class Categorical(Likelihood):
         # E[p_c (1 - p_c)] = T d E[p_c]/d mean_c = κ_c p_c (1 - p_c), which is the aleatoric part
         total = p * complement(p)
         return CategoricalResponse(self, logits, (1 - kappa) * total, kappa * total)
+
+    def averaged_derivatives(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        """From the averages of p, p (1 - p) and p pᵀ: one product for each example, and no matrix for each f."""
+        if type(self) is not Categorical:
+            return None  # a subclass may override the density
+        p, temperature = self.mean(f), self._temperature(f)
+        outer = p.permute(1, 2, 0) @ p.transpose(0, 1) / -len(f)
+        curvature = outer.diagonal_scatter((p * complement(p)).mean(0), dim1=-2, dim2=-1)
+        curvature = curvature * label_mass(y, p).view(-1, 1, 1) / temperature**2
+        return self._residual(p.mean(0), y) / temperature, curvature
+
+    def _residual(self, p: Tensor, y: Tensor) -> Tensor:
+        """``y - p``, without cancellation where p is near 1; 0 where the label is missing."""
+        if y.dim() == 2:
+            y = y.to(p).clamp_min(0)
+            return y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
+        label = one_hot(y.long().clamp_min(0), p.shape[-1]).bool()
+        return torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
 
     def _temperature(self, f: Tensor) -> Tensor:
         return self.log_temperature.to(f).exp()
