@@ -129,8 +129,7 @@ class Expectation:
         return residual, curvature
 
     def _draws(self, mean: Tensor, covariance: Tensor, largest: int) -> Iterator[tuple[slice, Tensor]]:
-        """Points of f, (2, randomizations, points, m, C), by tiles of m examples, from each of which follow `largest`
-        numbers."""
+        """Points of f, (2, randomizations, points, m, C), in tiles of m examples, with `largest` numbers for each."""
         n, c = mean.shape
         shifts = min(_RANDOMIZATIONS, self.samples // 2)
         each = self.samples // (2 * shifts)
