@@ -54,7 +54,7 @@ class GivenGaussian(StructureSpec):
         if model.displacement is None:
             return found
         f = found.points.f + found.jvp(model, model.displacement)
-        return replace(found, points=replace(found.points, f=f))
+        return replace(found, points=replace(found.points, f=f), base=found.points)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> GaussianStructure:
         """From the precision of a checkpoint."""
