@@ -182,6 +182,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), diagonal blocks (n, C, C)."""
         blocks = diagonal_blocks(rows, self.variances)
         k, n = rows.num_cotangents, rows.num_examples
+        if not len(self.factor):
+            return blocks  # nothing is known: the prior's
         step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * rows.dtype.itemsize))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
