@@ -73,7 +73,7 @@ class BlockState(VariationalState):
         spec.check(prior)
         self.mean, self.spec, self._ratio, self._prior, self._shapes = mean, spec, ratio, prior, shapes
         self._prior_mean = prior.flat_mean().to(mean)
-        self._sums = [_of_mean_inputs(summary) for summary in summaries]
+        self._sums = list(summaries)
         self._refresh()
 
     # --- H
@@ -126,8 +126,7 @@ class BlockState(VariationalState):
             products = Products()
             for summary in fresh:
                 summary.add_factors(part.rows, self.spec.sharing, products, part.counts)
-        self._sums = [_averaged(old, _of_mean_inputs(new), step_size)
-                      for old, new in zip(self._sums, fresh, strict=True)]
+        self._sums = [_averaged(old, new, step_size) for old, new in zip(self._sums, fresh, strict=True)]
         self._ratio = torch.lerp(self._ratio, torch.ones_like(self._ratio), step_size)
         self._waited += step_size
         if self._waited >= tuning.BLOCK_REFRESH or self._changed():
@@ -180,15 +179,6 @@ def _times(prior: GaussianPrior, ratio: Tensor) -> GaussianPrior:
     with torch.no_grad():
         found.log_precision.add_(ratio.log().to(found.log_precision))
     return found
-
-
-def _of_mean_inputs(summary: Summary) -> Summary:
-    """Sums over the layer's inputs divided by their number: a Kronecker block needs their mean alone."""
-    count = summary.sums.get("count")
-    if count is None or float(count) == 0.0:
-        return summary
-    return Summary(summary.block, {name: value / count.to(value) if name in summary.inputs else value
-                                   for name, value in summary.sums.items()})
 
 
 def _trace(summary: Summary) -> Tensor:
