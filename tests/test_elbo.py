@@ -24,7 +24,8 @@ from refusals import inputs, labels, network, refused
 from registry_cases import tolerance
 
 pytestmark = [pytest.mark.filterwarnings("ignore:no factor rule"),
-              pytest.mark.filterwarnings("ignore:the fitted predictive")]  # fmt: skip
+              pytest.mark.filterwarnings("ignore:the fitted predictive"),
+              pytest.mark.filterwarnings("ignore:leave-one-out is not")]  # fmt: skip
 
 # --- expectations over f_n ~ N(m_n, V_nn)
 
@@ -125,6 +126,23 @@ def test_sampled_expectations(name: str) -> None:
                                rtol=1e-2, atol=5e-3)  # fmt: skip
     torch.testing.assert_close(curvature, product_rule(lambda f: likelihood.curvature(f, y).detach(), mean, covariance),
                                rtol=3e-2, atol=1e-2)  # fmt: skip
+
+
+@pytest.mark.parametrize("y", [torch.tensor([0, 2, -100]), torch.eye(3).double()], ids=["labels", "soft"])
+def test_average_of_class_curvatures(y: Tensor) -> None:
+    f = torch.randn(40, 3, 3, generator=torch.Generator().manual_seed(0)).double()
+    for likelihood in (ntkl.Categorical(1.7), ntkl.Tempered(ntkl.Categorical(1.7), 2.0)):
+        wanted = torch.stack([likelihood.curvature(one, y) for one in f]).mean(0)
+        torch.testing.assert_close(likelihood.averaged_curvature(f, y), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_pairs_leave_no_error_of_what_is_odd() -> None:
+    """The points are m ± e: a linear log density is averaged exactly."""
+    mean, covariance = drawn(3, 2)
+    linear = ntkl.CustomLikelihood(lambda f, y: (f * y).sum(1))
+    values, errors = Expectation(linear, 8).log_prob(mean, covariance, REAL)
+    torch.testing.assert_close(values, (mean * REAL).sum(1), rtol=1e-12, atol=1e-12)
+    assert (errors < 1e-12).all()
 
 
 def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +281,8 @@ def test_bound_of_any_gaussian_is_below_the_evidence_and_tight_at_the_posterior(
     model, x = nn.Linear(2, 1, bias=False).double(), inputs()[:, :2]
     y, prior = x[:, :1] - 0.3, ntkl.GaussianPrior(0.8)
     exact = ntkl.laplace(model, (x, y), ntkl.Gaussian(0.5), prior, "full")
-    evidence, optimum = exact.log_marginal_likelihood(correction=True), exact.network.theta - exact._refit_step()
+    evidence, optimum = exact.log_marginal_likelihood(correction=True), exact.network.theta
+    optimum = optimum - exact.posterior_precision.solve(exact.fitted.joint_gradient())
     h = exact.posterior_precision.multiply(torch.eye(2).double())
     for precision in (h, torch.tensor([0.7, 5.0]), 3 * h):
         for place in (optimum, optimum + 0.3):
@@ -349,6 +368,20 @@ def test_network_bound_of_function_space_reads_its_inputs() -> None:
         gp.elbo("nn")
     with refused(ntkl.DataError, "the inputs of the fit", "differ", "same inputs"):
         gp.elbo("nn", x=x + 1)
+
+
+def test_draws_of_the_network_come_in_pairs() -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
+    values = []
+    for e in posterior.posterior_precision.sample(3, torch.Generator().manual_seed(8)):
+        for theta in (posterior.network.theta + e, posterior.network.theta - e):
+            f = posterior.network.with_parameters(theta, x)
+            values.append(ntkl.Categorical().log_prob(f, y).sum().detach())
+    pairs = torch.stack(values).view(3, 2).mean(1)
+    found = posterior.elbo("nn", samples=5, generator=torch.Generator().manual_seed(8))  # rounded up to pairs
+    torch.testing.assert_close(found.log_likelihood, pairs.mean(), rtol=1e-12, atol=0)
+    assert found.standard_error == pytest.approx(float(pairs.std()) / 3**0.5, rel=1e-9)
 
 
 def test_blocks_of_draws_are_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,11 +523,22 @@ def test_another_prior_changes_the_divergence_alone() -> None:
         wanted = closed(theta, torch.linalg.inv(h), torch.zeros_like(theta), given.prior.flat_precision().detach())
         torch.testing.assert_close(given.kl().value, wanted, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(given.latent_moments(x)[1], before, rtol=0, atol=0)
-    merged = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.7),
-                                     precision=ntkl.laplace(model, (x, y), ntkl.Categorical(), prior,
-                                                            "gp").posterior_precision)  # fmt: skip
-    gamma = merged.num_parameters - 0.7 * torch.linalg.inv(h).trace()
-    torch.testing.assert_close(merged.effective_parameters().sum().double(), gamma, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["gp", ntkl.KFAC(damped=True)], ids=str)
+@pytest.mark.parametrize("groups", [("all", "layer"), ("layer", "all")])
+def test_effective_parameters_in_other_groups(structure: Any, groups: tuple[str, str]) -> None:
+    """The groups of the given precision's own prior may be finer or coarser than those of the posterior's."""
+    model, x, y, _ = problem()
+    own, other = (ntkl.GaussianPrior(0.7, groups=name) for name in groups)
+    precision = ntkl.laplace(model, (x, y), ntkl.Categorical(), own, structure).posterior_precision
+    given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), other, precision=precision)
+    with torch.no_grad():
+        given.prior.log_precision += 0.3
+    p0, place = given.prior.flat_precision().detach(), given.posterior_precision.groups
+    variances = precision.solve(torch.eye(len(p0), dtype=torch.float64)).diagonal()
+    wanted = torch.zeros(len(given.prior.log_precision), dtype=torch.float64).index_add_(0, place, 1 - p0 * variances)
+    torch.testing.assert_close(given.effective_parameters().double(), wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("form", ["matrix", "mapping"])
@@ -588,3 +632,42 @@ def test_bad_precisions() -> None:
     with refused(ntkl.UnsupportedError, "precision of a Gaussian", "none", "gaussian_posterior"):
         ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "gaussian")
     assert "gaussian" not in ntkl.structures.structure_names()
+
+
+# --- columns of comparisons
+
+
+def test_bounds_in_a_comparison_of_models() -> None:
+    """Asked for, they stand beside the evidence; a Gaussian that is no Laplace approximation has them alone."""
+    model, x, y, prior = problem()
+    data, likelihood = (x, y), ntkl.Categorical()
+    laplace = ntkl.laplace(model, data, likelihood, prior, "full")
+    given = ntkl.gaussian_posterior(model, data, likelihood, prior, precision=torch.full((43,), 30.0))
+    found = ntkl.compare_models({"laplace": laplace, "given": given}, (x, y), scores=("evidence", "loo", "elbo"))
+    assert found["given"].evidence is None and found["given"].loo is None and found["given"].bic is None
+    assert "Laplace posterior" in found["given"].loo_note
+    assert found["given"].elbo == float(given.elbo()) and found["laplace"].elbo == float(laplace.elbo())
+    assert found["laplace"].elbo_error == laplace.elbo().standard_error
+    assert found["laplace"].evidence == float(laplace.log_marginal_likelihood())
+    assert " ELBO " in str(found) and "BIC" not in str(found) and "conditional" not in str(found)
+    both = ntkl.compare_models([given], scores=["elbo_nn"])
+    assert both.rows[0].elbo_nn == float(given.elbo("nn")) and both.rows[0].elbo is None
+    usual = ntkl.compare_models([laplace, given])
+    assert usual["model 2"].conditional is None and "ELBO" not in str(usual)
+    with refused(ntkl.UnsupportedError, "scores.*elbo_nn", "'elbow'", "some of them"):
+        ntkl.compare_models([laplace], scores=["elbow"])
+    with refused(ntkl.UnsupportedError, "scores", "'elbo'", "list"):
+        ntkl.compare_models([laplace], scores="elbo")
+
+
+def test_bounds_in_a_comparison_of_structures() -> None:
+    model, x, y, prior = problem()
+    arguments = model, (x, y), ntkl.Categorical(), prior
+    found = ntkl.compare_evidence(*arguments, structures=["full", "kfac"], scores=["elbo"])
+    for row in found.rows:
+        wanted = ntkl.laplace(*arguments, row.structure).elbo()
+        assert row.elbo == pytest.approx(float(wanted), rel=1e-12) and row.elbo_error == wanted.standard_error
+    assert "ELBO ±" in str(found)
+    assert "ELBO" not in str(ntkl.compare_evidence(*arguments, structures=["full"]))
+    with refused(ntkl.UnsupportedError, "scores", "loo", "Pass"):
+        ntkl.compare_evidence(*arguments, scores=["loo"])

@@ -428,7 +428,7 @@ def test_inplace_moves_the_network() -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    {"structure": "full"}, {"structure": "gp", "batch_size": 7, "row_tolerance": 0.6}, {"structure": "kfac"},
+    {"structure": "full"}, {"structure": "gp", "batch_size": 9, "row_tolerance": 0.6}, {"structure": "kfac"},
     {"structure": "auto", "average": True, "batch_size": 5}, {"algorithm": "lgva", "relinearize": False},
 ], ids=str)  # fmt: skip
 def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> None:

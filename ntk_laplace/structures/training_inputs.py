@@ -26,7 +26,9 @@ def training_inputs(model: LinearizedModel, structure: Structure, x: InputData |
         if num_examples(inputs) != count and not settings.sharded:
             raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
                             f"{num_examples(inputs):,}", "Pass them in the order of the fit.")
-        network, targets = model.network, torch.zeros(num_examples(inputs))  # those of the points count
+        network, targets = model.network, structure.points.targets
+        if settings.sharded:  # the points are those of all processes
+            targets = torch.zeros(num_examples(inputs))
         batches = Batches((inputs, targets), settings.batch_size, network.device, network.input_dtype)
         source: Source = settings.own(batches)
     elif structure.source is None:
