@@ -60,6 +60,7 @@ from ntk_laplace.structures import (
     register_structure,
 )
 from ntk_laplace.structures.bounds import EvidenceBound
+from ntk_laplace.structures.elbo import Divergence, LowerBound
 from ntk_laplace.structures.evidence import Evidence
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
@@ -98,6 +99,7 @@ __all__ = [
     "CustomLikelihood",
     "DataError",
     "Diagonal",
+    "Divergence",
     "Evidence",
     "EvidenceBound",
     "EvidenceComparison",
@@ -120,6 +122,7 @@ __all__ = [
     "LeaveOneOut",
     "Likelihood",
     "LinearizedModel",
+    "LowerBound",
     "MemoryBudgetError",
     "MixedExamplesError",
     "ModelComparison",

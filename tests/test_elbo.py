@@ -130,17 +130,21 @@ def test_sampled_expectations(name: str) -> None:
     torch.testing.assert_close(curvature, known, rtol=3e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("y", [
-    torch.tensor([0, -100, 2, 1]),
-    torch.tensor([[0.2, 0.7, 0.1], [-100] * 3, [1.0, 0.0, 0.0], [0.0, 0.5, 0.5]]).double(),
-], ids=["hard", "soft"])  # fmt: skip
-@pytest.mark.parametrize("likelihood", [ntkl.Categorical(1.3), ntkl.Tempered(ntkl.Categorical(0.7), 2.0)], ids=repr)
-def test_averaged_derivatives(likelihood: ntkl.Likelihood, y: Tensor) -> None:
-    f = 3.0 * torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(0)).double()
-    residual, curvature = likelihood.averaged_derivatives(f, y)
-    one_by_one = [(likelihood.residual(one, y), likelihood.curvature(one, y)) for one in f]
-    for found, known in zip((residual, curvature), zip(*one_by_one, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(known).mean(0), rtol=1e-13, atol=1e-15)
+@pytest.mark.parametrize("y", [torch.tensor([0, 2, -100]), torch.eye(3).double()], ids=["labels", "soft"])
+def test_average_of_class_curvatures(y: Tensor) -> None:
+    f = torch.randn(40, 3, 3, generator=torch.Generator().manual_seed(0)).double()
+    for likelihood in (ntkl.Categorical(1.7), ntkl.Tempered(ntkl.Categorical(1.7), 2.0)):
+        wanted = torch.stack([likelihood.curvature(one, y) for one in f]).mean(0)
+        torch.testing.assert_close(likelihood.averaged_curvature(f, y), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_pairs_leave_no_error_of_what_is_odd() -> None:
+    """The points are m ± e: a linear log density is averaged exactly."""
+    mean, covariance = drawn(3, 2)
+    linear = ntkl.CustomLikelihood(lambda f, y: (f * y).sum(1))
+    values, errors = Expectation(linear, 8).log_prob(mean, covariance, REAL)
+    torch.testing.assert_close(values, (mean * REAL).sum(1), rtol=1e-12, atol=1e-12)
+    assert (errors < 1e-12).all()
 
 
 def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +372,20 @@ def test_network_bound_of_function_space_reads_its_inputs() -> None:
         gp.elbo("nn", x=x + 1)
 
 
+def test_draws_of_the_network_come_in_pairs() -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
+    values = []
+    for e in posterior.posterior_precision.sample(3, torch.Generator().manual_seed(8)):
+        for theta in (posterior.network.theta + e, posterior.network.theta - e):
+            f = posterior.network.with_parameters(theta, x)
+            values.append(ntkl.Categorical().log_prob(f, y).sum().detach())
+    pairs = torch.stack(values).view(3, 2).mean(1)
+    found = posterior.elbo("nn", samples=5, generator=torch.Generator().manual_seed(8))  # rounded up to pairs
+    torch.testing.assert_close(found.log_likelihood, pairs.mean(), rtol=1e-12, atol=0)
+    assert found.standard_error == pytest.approx(float(pairs.std()) / 3**0.5, rel=1e-9)
+
+
 def test_blocks_of_draws_are_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y, prior = problem()
     posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full", settings=ntkl.Settings(batch_size=4))
@@ -507,11 +525,22 @@ def test_another_prior_changes_the_divergence_alone() -> None:
         wanted = closed(theta, torch.linalg.inv(h), torch.zeros_like(theta), given.prior.flat_precision().detach())
         torch.testing.assert_close(given.kl().value, wanted, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(given.latent_moments(x)[1], before, rtol=0, atol=0)
-    merged = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.7),
-                                     precision=ntkl.laplace(model, (x, y), ntkl.Categorical(), prior,
-                                                            "gp").posterior_precision)  # fmt: skip
-    gamma = merged.num_parameters - 0.7 * torch.linalg.inv(h).trace()
-    torch.testing.assert_close(merged.effective_parameters().sum().double(), gamma, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["gp", ntkl.KFAC(damped=True)], ids=str)
+@pytest.mark.parametrize("groups", [("all", "layer"), ("layer", "all")])
+def test_effective_parameters_in_other_groups(structure: Any, groups: tuple[str, str]) -> None:
+    """The groups of the given precision's own prior may be finer or coarser than those of the posterior's."""
+    model, x, y, _ = problem()
+    own, other = (ntkl.GaussianPrior(0.7, groups=name) for name in groups)
+    precision = ntkl.laplace(model, (x, y), ntkl.Categorical(), own, structure).posterior_precision
+    given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), other, precision=precision)
+    with torch.no_grad():
+        given.prior.log_precision += 0.3
+    p0, place = given.prior.flat_precision().detach(), given.posterior_precision.groups
+    variances = precision.solve(torch.eye(len(p0), dtype=torch.float64)).diagonal()
+    wanted = torch.zeros(len(given.prior.log_precision), dtype=torch.float64).index_add_(0, place, 1 - p0 * variances)
+    torch.testing.assert_close(given.effective_parameters().double(), wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("form", ["matrix", "mapping"])

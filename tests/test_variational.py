@@ -100,7 +100,8 @@ def conjugate(algorithm: Algorithm, space: str = "full", seed: int = 0) -> Sampl
 
 
 @pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("algorithm", [OGGN(), VOGGN(2), VOGGN(4), LGVA(), SampledLGVA(2), VOGGN(1), VOGGN(3)], ids=repr)
+@pytest.mark.parametrize("algorithm", [OGGN(), VOGGN(2), VOGGN(4), LGVA(), SampledLGVA(2), VOGGN(1), VOGGN(3)],
+                         ids=repr)  # fmt: skip
 def test_conjugate_models_are_solved_exactly(algorithm: Algorithm, space: str) -> None:
     """H approaches its limit as (1-γ)^t with any samples; with pairs the mean has no noise."""
     slow, run, size = truth("linear_model", "gaussian", "layer"), conjugate(algorithm, space), 0.3
@@ -287,7 +288,8 @@ def test_example_weights_are_repetitions(algorithm: Algorithm) -> None:
     counts = torch.tensor([0, 1, 2, 1, 3, 1, 0, 1])
     means = []
     for data in ((x, y, counts.double()), (x.repeat_interleave(counts, 0), y.repeat_interleave(counts, 0))):
-        run = iteration(ntkl.laplace(network, data, ntkl.Gaussian(0.2), structure="full").fitted, data, algorithm, Matrix())
+        fit = ntkl.laplace(network, data, ntkl.Gaussian(0.2), structure="full").fitted
+        run = iteration(fit, data, algorithm, Matrix())
         for _ in range(3):
             run.step(0.3)
         means.append(run.mean)
@@ -304,7 +306,8 @@ def fit_sine(**arguments: Any) -> Any:
 
 
 LIKELIHOOD_CASES = [
-    ("one_column", "gaussian"), ("scalar_outputs", "poisson"), ("deep_mlp", "bernoulli"), ("layer_twice", "categorical"),
+    ("one_column", "gaussian"), ("scalar_outputs", "poisson"), ("deep_mlp", "bernoulli"),
+    ("layer_twice", "categorical"),
 ]  # fmt: skip
 
 
@@ -355,7 +358,8 @@ def test_oggn_ends_in_the_laplace_posterior() -> None:
             parameter.copy_(value)
     laplace = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0), "full")
     assert posterior.structure == "full" and posterior.network.shapes == laplace.network.shapes
-    assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(laplace.log_marginal_likelihood()), rel=1e-12)
+    known = float(laplace.log_marginal_likelihood())
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(known, rel=1e-12)
     assert float(laplace.evidence(correction=True).value - laplace.evidence().value) < 1e-8
     with pytest.warns(ntkl.NTKLaplaceWarning, match="not at its fixed point"):
         assert fit_sine(algorithm="oggn", steps=1).posterior.structure == "gaussian"
@@ -424,7 +428,7 @@ def test_inplace_moves_the_network() -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    {"structure": "full"}, {"structure": "gp", "batch_size": 7, "row_tolerance": 0.6}, {"structure": "kfac"},
+    {"structure": "full"}, {"structure": "gp", "batch_size": 9, "row_tolerance": 0.6}, {"structure": "kfac"},
     {"structure": "auto", "average": True, "batch_size": 5}, {"algorithm": "lgva", "relinearize": False},
 ], ids=str)  # fmt: skip
 def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> None:
@@ -504,7 +508,7 @@ def test_bad_start() -> None:
         fit_sine(start=ntkl.laplace(other, data, ntkl.Gaussian(0.1)))
     with pytest.raises(ntkl.UnsupportedError, match="in function space"):
         fit_sine(structure="gp", start=ntkl.laplace(network, data, ntkl.Gaussian(0.1), structure="full"))
-    with pytest.raises(ntkl.UnsupportedError, match='structure="kfac"|structure=\'kfac\''):
+    with pytest.raises(ntkl.UnsupportedError, match="structure='kfac'"):
         fit_sine(structure="kfac", start=ntkl.laplace(network, data, ntkl.Gaussian(0.1), structure="diag"))
 
 

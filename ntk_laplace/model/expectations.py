@@ -74,7 +74,14 @@ class Expectation:
             if mean.shape[1] == 1:
                 found = expectation_by_output(self.likelihood, _log_prob, mean, covariance, y)
                 return found, torch.zeros_like(found)
-            return self._sampled_log_prob(mean, covariance, y)
+            shifts, count = self._sizes()
+            values, errors = [], []
+            for part, f in self._points(mean, covariance, 1):
+                found = repeated(self.likelihood, _log_prob, f, y, part)
+                means = found.view(2, shifts, count, -1).mean((0, 2))
+                values.append(means.mean(0))
+                errors.append(means.std(0) / shifts**0.5)
+            return torch.cat(values), torch.cat(errors)
 
     def derivatives(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """E r_n, (n, C), and E Λ_n, (n, C, C), with r and Λ the likelihood's `residual` and `curvature`.
@@ -86,13 +93,19 @@ class Expectation:
             known = self._known(mean, covariance, y)
             if known is not None:
                 return known[1], known[2]
-            if mean.shape[1] > 1:
-                return self._sampled_derivatives(mean, covariance, y)
-            residual, curvature = (
-                expectation_by_output(self.likelihood, function, mean, covariance, y)
-                for function in (_residual, _curvature)
-            )
-            return residual, curvature
+            if mean.shape[1] == 1:
+                residual, curvature = (
+                    expectation_by_output(self.likelihood, function, mean, covariance, y)
+                    for function in (_residual, _curvature)
+                )
+                return residual, curvature
+            found = [
+                (repeated(self.likelihood, _residual, f, y, part).mean(0),
+                 self.likelihood.at(part).averaged_curvature(f, y[part]).detach())
+                for part, f in self._points(mean, covariance, mean.shape[1])
+            ]  # fmt: skip
+            residuals, curvatures = zip(*found, strict=True)
+            return torch.cat(residuals), torch.cat(curvatures)
 
     def _known(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         found = self.likelihood.expected(mean, covariance, y)
@@ -103,36 +116,13 @@ class Expectation:
                                    f"{[tuple(one.shape) for one in found]}", "Correct the method.")
         return found
 
-    def _sampled_log_prob(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Averages, and standard errors from the randomizations."""
-        values, errors = [], []
-        for part, f in self._draws(mean, covariance, mean.shape[1]):
-            found = repeated(self.likelihood, _log_prob, f.flatten(0, 2), y, part)
-            means = found.view(*f.shape[:3], -1).mean((0, 2))
-            values.append(means.mean(0))
-            errors.append(means.std(0) / len(means) ** 0.5)
-        return torch.cat(values), torch.cat(errors)
+    def _points(self, mean: Tensor, covariance: Tensor, each: int) -> Iterator[tuple[slice, Tensor]]:
+        """Values of f, (2 s k, m, C), for slices of examples: pairs m ± e, s randomizations of k points.
 
-    def _sampled_derivatives(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Averages of r and Λ."""
-        parts = []
-        for part, f in self._draws(mean, covariance, mean.shape[1] ** 2):
-            f = f.flatten(0, 2)
-            found = self.likelihood.at(part).averaged_derivatives(f, y[part])
-            if found is None:
-                residual, curvature = (
-                    repeated(self.likelihood, function, f, y, part).mean(0) for function in (_residual, _curvature)
-                )
-                found = residual, curvature
-            parts.append(found)
-        residual, curvature = (torch.cat(same) for same in zip(*parts, strict=True))
-        return residual, curvature
-
-    def _draws(self, mean: Tensor, covariance: Tensor, largest: int) -> Iterator[tuple[slice, Tensor]]:
-        """Points of f, (2, randomizations, points, m, C), in tiles of m examples, with `largest` numbers for each."""
+        `each` is the number of entries computed at a time for each entry of f.
+        """
         n, c = mean.shape
-        shifts = min(_RANDOMIZATIONS, self.samples // 2)
-        each = self.samples // (2 * shifts)
+        shifts, count = self._sizes()
         basis = self.likelihood.identified(c)
         if basis is None:
             root = covariance_root(covariance)
@@ -140,17 +130,22 @@ class Expectation:
             basis = basis.to(mean)
             root = basis @ covariance_root(basis.mT @ covariance @ basis)
         d = root.shape[2]
-        base = SobolEngine(d, scramble=True, seed=self._seed).draw(each, dtype=torch.float64).to(mean.device)
+        base = SobolEngine(d, scramble=True, seed=self._seed).draw(count, dtype=torch.float64).to(mean.device)
         generator = Generator().manual_seed(self._seed)
         shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64)
-        rows = max(1, tuning.AVERAGED_OUTPUTS // (2 * shifts * each * largest))
+        rows = max(1, tuning.AVERAGED_OUTPUTS // (2 * shifts * count * c * each))
         for start in range(0, n, rows):
             part = slice(start, min(start + rows, n))
-            # a random shift modulo 1 of a net is one as even as the net itself
-            uniform = (base.view(1, each, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)) % 1.0
-            z = torch.special.ndtri(uniform.clamp(2.0**-33, 1 - 2.0**-33)).to(mean)
-            e = torch.einsum("ncd,tsnd->tsnc", root[part], z)
-            yield part, torch.stack([mean[part] + e, mean[part] - e])
+            # (s, k, m, d): a random shift modulo 1 of a net is one as even as the net itself
+            uniform = (base.view(1, count, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)).frac_()
+            z = torch.special.ndtri(uniform.clamp_(2.0**-33, 1 - 2.0**-33)).to(mean).flatten(0, 1)
+            e = torch.einsum("ncd,snd->snc", root[part], z)
+            yield part, torch.cat([mean[part] + e, mean[part] - e])
+
+    def _sizes(self) -> tuple[int, int]:
+        """Randomizations of an example's points, and pairs in each."""
+        shifts = min(_RANDOMIZATIONS, self.samples // 2)
+        return shifts, self.samples // (2 * shifts)
 
 
 def _log_prob(likelihood: ObservationModel, f: Tensor, y: Tensor) -> Tensor:

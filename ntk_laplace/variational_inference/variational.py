@@ -202,6 +202,7 @@ def variational(
         form = representation(structure, rows, model.network.num_parameters, row_tolerance)
         if isinstance(given, Posterior):
             require_same_network(given, model)
+        iteration: Iteration
         if relinearize:
             form.require_memory(model, examples, rows, step_sizes.kept(steps, row_tolerance))
             model, iteration = _relinearized(model, batches, examples, form, method, given, seed)
@@ -316,12 +317,12 @@ def _tell_noise(method: Algorithm, step_size: float) -> None:
     warnings.warn(
         f"of samples={samples} one has no partner μ - e: at a constant step_size, μ keeps a squared distance of about "
         f"{floor:.3g} tr[(G H⁻¹)²] to its optimum, in the metric of H (up to {floor:.3g} times the effective number of "
-        "parameters); pass an even number, decay=100 or average=True", NTKLaplaceWarning, stacklevel=4,
+        "parameters); pass an even number, decay=100 or average=True", NTKLaplaceWarning, stacklevel=3,
     )  # fmt: skip
 
 
 def _step_size(value: object) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value <= 1:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) <= 1:
         raise HyperparameterError("a step_size in (0, 1]", repr(value), "Pass step_size=0.01, for instance.")
     return float(value)
 

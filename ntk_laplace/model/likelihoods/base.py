@@ -241,9 +241,10 @@ class Likelihood(nn.Module):
         """
         return None
 
-    def averaged_derivatives(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Averages of `residual` (n, C) and `curvature` (n, C, C) over f (S, n, C), if faster than one by one."""
-        return None
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """`curvature` averaged over equally likely samples of f (S, n, C), (n, C, C)."""
+        index = torch.arange(f.shape[1], device=f.device).repeat(len(f))
+        return self.at(index).curvature(f.flatten(0, 1), y[index]).unflatten(0, f.shape[:2]).mean(0)
 
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance), linearized through the link ([T20] 3.16)."""

@@ -111,12 +111,27 @@ class Categorical(Likelihood):
 
     def residual(self, f: Tensor, y: Tensor) -> Tensor:
         """``(y - p) / T`` ([T20] 2.5), y one-hot for hard labels, (N, C), without cancellation where p is near 1."""
-        return self._residual(self.mean(f), y) / self._temperature(f)
+        p = self.mean(f)
+        if y.dim() == 2:
+            y = y.to(f).clamp_min(0)
+            residual = y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
+        else:
+            label = one_hot(y.long().clamp_min(0), f.shape[-1]).bool()
+            residual = torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
+        return residual / self._temperature(f)
 
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), 0 where the label is missing, (N, C, C)."""
         hessian = self.response_covariance(f) / self._temperature(f) ** 2
         return hessian if y is None else hessian * label_mass(y, f).view(-1, 1, 1)
+
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """``(diag(E p) - E p pᵀ) / T²`` over samples of f (S, n, C), without a matrix for each of them, (n, C, C)."""
+        if type(self) is not Categorical:
+            return super().averaged_curvature(f, y)  # a subclass may override the curvature
+        p = torch.softmax(f / self._temperature(f), -1).transpose(0, 1)  # (n, S, C)
+        hessian = torch.diag_embed(p.mean(1)) - p.mT @ p / len(f)
+        return hessian / self._temperature(f) ** 2 * label_mass(y, f[0]).view(-1, 1, 1)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """S (N, C, C-1) with ``S Sᵀ`` equal to `curvature`, by a Householder reflection of A = diag(√p) - p √pᵀ.
@@ -205,24 +220,6 @@ class Categorical(Likelihood):
         # E[p_c (1 - p_c)] = T d E[p_c]/d mean_c = κ_c p_c (1 - p_c), which is the aleatoric part
         total = p * complement(p)
         return CategoricalResponse(self, logits, (1 - kappa) * total, kappa * total)
-
-    def averaged_derivatives(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """From the averages of p, p (1 - p) and p pᵀ: one product for each example, and no matrix for each f."""
-        if type(self) is not Categorical:
-            return None  # a subclass may override the density
-        p, temperature = self.mean(f), self._temperature(f)
-        outer = p.permute(1, 2, 0) @ p.transpose(0, 1) / -len(f)
-        curvature = outer.diagonal_scatter((p * complement(p)).mean(0), dim1=-2, dim2=-1)
-        curvature = curvature * label_mass(y, p).view(-1, 1, 1) / temperature**2
-        return self._residual(p.mean(0), y) / temperature, curvature
-
-    def _residual(self, p: Tensor, y: Tensor) -> Tensor:
-        """``y - p``, without cancellation where p is near 1; 0 where the label is missing."""
-        if y.dim() == 2:
-            y = y.to(p).clamp_min(0)
-            return y * complement(p) - (y.sum(-1, keepdim=True) - y) * p
-        label = one_hot(y.long().clamp_min(0), p.shape[-1]).bool()
-        return torch.where(label, complement(p), -p) * is_observed(y).unsqueeze(-1)
 
     def _temperature(self, f: Tensor) -> Tensor:
         return self.log_temperature.to(f).exp()

@@ -178,10 +178,9 @@ class Tempered(Likelihood):
         log_prob, residual, curvature = found
         return self.weight * log_prob, self.weight * residual, self.weight * curvature
 
-    def averaged_derivatives(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        """w times the likelihood's."""
-        found = self.likelihood.averaged_derivatives(f, y)
-        return None if found is None else (self.weight * found[0], self.weight * found[1])
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """w times the likelihood's average."""
+        return self.weight * self.likelihood.averaged_curvature(f, y)
 
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance)."""
