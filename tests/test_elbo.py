@@ -246,7 +246,7 @@ class Curved(nn.Module):
         return self.weights[0] * torch.tanh(self.weights[1] * x)
 
 
-def grid(half: float = 9.0, count: int = 601) -> tuple[Tensor, float]:
+def grid(half: float = 9.0, count: int = 401) -> tuple[Tensor, float]:
     """Points of a square, (count², 2), and the area of a cell."""
     line = torch.linspace(-half, half, count, dtype=torch.float64)
     return torch.cartesian_prod(line, line), float(line[1] - line[0]) ** 2
@@ -256,6 +256,7 @@ POINTS = torch.tensor([[-1.5], [-0.4], [0.3], [1.1], [2.0]]).double()
 ONES = torch.tensor([[0.0], [1.0], [0.0], [1.0], [1.0]]).double()
 
 
+@pytest.mark.slow
 def test_bound_on_a_grid() -> None:
     """E log p - KL of the linearized model, of the network and their evidences, by sums over a grid of the weights."""
     model, likelihood, prior = Curved(), ntkl.Bernoulli(), ntkl.GaussianPrior(0.5)
@@ -278,6 +279,7 @@ def test_bound_on_a_grid() -> None:
         assert float(found.log_likelihood - found.kl) == pytest.approx(float(found), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_bound_of_any_gaussian_is_below_the_evidence_and_tight_at_the_posterior() -> None:
     """A linear-Gaussian model: log p(D) - ELBO is the divergence from the exact posterior, zero there."""
     model, x = nn.Linear(2, 1, bias=False).double(), inputs()[:, :2]
@@ -298,6 +300,7 @@ def test_bound_of_any_gaussian_is_below_the_evidence_and_tight_at_the_posterior(
             assert abs(float(near) - float(evidence - gap)) <= 4 * near.standard_error + 1e-9
 
 
+@pytest.mark.slow
 def test_bound_after_a_what_if_is_that_of_the_changed_data() -> None:
     """Of the moved weights, the new H and the remaining points, written out."""
     model, x = network(2), inputs()
@@ -343,6 +346,7 @@ USERS: dict[str, tuple[Callable[[], ntkl.Likelihood], Callable[[Tensor], Tensor]
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", USERS)
 def test_bound_of_every_likelihood(name: str) -> None:
     """Both kinds agree with plain draws of f and of the weights, for two structures."""
