@@ -428,7 +428,8 @@ def test_inplace_moves_the_network() -> None:
 
 
 @pytest.mark.parametrize("arguments", [
-    {"structure": "full"}, {"structure": "gp", "batch_size": 9, "row_tolerance": 0.6}, {"structure": "kfac"},
+    {"structure": "full", "start": "map"}, {"structure": "kfac"},
+    {"structure": "gp", "batch_size": 9, "start": "map", "row_tolerance": 0.6},
     {"structure": "auto", "average": True, "batch_size": 5}, {"algorithm": "lgva", "relinearize": False},
 ], ids=str)  # fmt: skip
 def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> None:
