@@ -403,6 +403,23 @@ def test_one_whole_step_has_the_sums_of_laplace(structure: str) -> None:
     assert relative_error(fit.posterior.posterior_precision.solve(unit), known.posterior_precision.solve(unit)) < 1e-10
 
 
+def test_block_structures_with_options() -> None:
+    network, data = classes()
+    given = {"start": 2.0, "step_size": 0.1, "steps": 2, "elbo_every": 0}
+    fits = [ntkl.variational(network, data, ntkl.Categorical(), structure=structure, **given)
+            for structure in ("kfac", KFAC(), KFAC(sharing="reduce"))]  # one position: the same sums
+    assert all(torch.equal(fits[0].posterior.fitted.theta, fit.posterior.fitted.theta) for fit in fits)
+    with pytest.raises(ntkl.UnsupportedError, match="one pass"):
+        ntkl.variational(network, data, ntkl.Categorical(), structure=ntkl.EKFAC(), **given)
+    with pytest.raises(ntkl.UnsupportedError, match="structure='kfac'"):
+        ntkl.variational(network, data, ntkl.Categorical(), structure="kfac",
+                         **given | {"start": fits[0].posterior})
+    settings = ntkl.Settings(memory_budget=1000)
+    for structure in ("kfac", "diag"):
+        with pytest.raises(ntkl.MemoryBudgetError, match="averages"):
+            ntkl.variational(network, data, ntkl.Categorical(), structure=structure, settings=settings, **given)
+
+
 @pytest.mark.parametrize("options", [
     ANCHORED, {"structure": "kfac", "batch_size": 6, "step_size": 0.009}, {"structure": "diag", "batch_size": 6},
 ], ids=lambda options: options.get("structure", "gp"))  # fmt: skip

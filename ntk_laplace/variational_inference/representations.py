@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, GivenPrecision, PosteriorPrecision
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.curvature import (
+    FullPrecision,
+    FunctionSpacePrecision,
+    GivenPrecision,
+    PosteriorPrecision,
+    find_parameter_blocks,
+)
+from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import take
 from ntk_laplace.runtime import tuning
@@ -66,7 +73,7 @@ class Representation(ABC):
 
 
 def representation(name: object, rows: int, num_parameters: int, row_tolerance: float) -> Representation:
-    """The representation of a name; "auto" chooses by the number of rows of the first step.
+    """The representation of a name, or of a block structure; "auto" chooses by the number of rows of the first step.
 
     Raises
     ------
@@ -77,6 +84,8 @@ def representation(name: object, rows: int, num_parameters: int, row_tolerance: 
         "full": Matrix(), "gp": Rows(row_tolerance), "kfac": Blocks(KFAC()), "diag": Blocks(Diagonal()),
         "auto": Matrix() if rows > num_parameters else Rows(row_tolerance, num_parameters),
     }  # fmt: skip
+    if isinstance(name, BlockSpec):
+        return Blocks(name)
     if not isinstance(name, str) or name not in found:
         raise UnsupportedError(f"structure among {', '.join(_NAMES)}", repr(name)[:80],
                                'Use "full" for small networks, "gp" for few rows, "kfac" for large ones.')
@@ -183,7 +192,15 @@ class Blocks(Representation):
     spec: BlockSpec
 
     def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
-        """The fit at the start has the same sums, and refuses them."""
+        """The averages, those of the last eigendecomposition, those of a step, and a copy to resume from."""
+        few = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NTKLaplaceWarning)  # the first step says it
+            blocks = find_parameter_blocks(few, model.prior, self.spec.kind, self.spec.squares)
+        needed = self.spec.memory(blocks, model)
+        replace(needed, stored={name: 4 * size for name, size in needed.stored.items()}).require(
+            model, f"the averages of structure={self.spec.name!r}",
+            'Use structure="diag", parameters="last_layer", or dtype=torch.float32.')
 
     def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> BlockState:
         """H is diagonal, without sums."""

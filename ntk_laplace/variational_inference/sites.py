@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
+from ntk_laplace.errors import NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.priors import GaussianPrior
@@ -42,6 +43,7 @@ class _Anchor:
     """
 
     def __init__(self, fitted: FittedModel, samples: int) -> None:
+        fitted = FittedModel(fitted.model, fitted.structure)  # without its factorization
         self.fitted, self._expectation = fitted, Expectation(fitted.likelihood, samples)
         self.theta, self.prior, self.shapes = fitted.theta, fitted.prior, fitted.network.shapes
 
@@ -141,6 +143,7 @@ class AnchoredSites(Iteration):
         self._anchor = anchor = _Anchor(fitted, samples)
         self._rows = rows = Jacobian.concatenate(list(anchor.rows()))
         self._start, self._share = start, 0.0
+        self._held: FunctionSpacePrecision | None = None
         self._linear = torch.zeros_like(rows.f)
         self._curvature = anchor.curvature() if start is None else rows.f.new_zeros(*rows.f.shape, rows.f.shape[1])
         basis = fitted.likelihood.identified(rows.f.shape[1])
@@ -159,7 +162,9 @@ class AnchoredSites(Iteration):
     @property
     def precision(self) -> FunctionSpacePrecision:
         """H of the present q; `log_det` is relative to D."""
-        return self._precision
+        if self._held is None:
+            raise NumericalError("sites with a precision", "those of a step that failed", "Restore an earlier record.")
+        return self._held
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """m (N, C), and V_nn (N, C, C) in the directions on which the likelihood depends.
@@ -167,12 +172,12 @@ class AnchoredSites(Iteration):
         In these, Sᵀ V_nn S = I - [B⁻¹]_nn with S Sᵀ = L. The right side is a difference of numbers close to 1 where a
         site hardly changes V; there V_nn is solved for.
         """
-        seen = torch.eye(self._root.shape[2]).to(self._root) - self._precision.inverse_blocks
+        seen = torch.eye(self._root.shape[2]).to(self._root) - self.precision.inverse_blocks
         covariance = self._left_inverse.mT @ seen @ self._left_inverse
         least = seen.diagonal(dim1=1, dim2=2).min(1).values
         solved = (least < torch.finfo(seen.dtype).eps ** (1 / 3)).nonzero().squeeze(1)
         if len(solved):
-            blocks = self._precision.covariance_blocks(self._rows.subset(solved))
+            blocks = self.precision.covariance_blocks(self._rows.subset(solved))
             if self._identified is not None:
                 projector = self._identified @ self._identified.mT
                 blocks = projector @ blocks @ projector
@@ -191,7 +196,7 @@ class AnchoredSites(Iteration):
         self._factorize()
         # μ ← μ + γ H⁻¹g, so that gᵀH⁻¹g is the square of the move in the metric of H, over γ²
         moved, pushed = self._displacement - displacement, self._outputs - mean
-        square = (self._precision.prior_precision * moved.square()).sum()
+        square = (self.precision.prior_precision * moved.square()).sum()
         square += (pushed * _times(self._curvature, pushed)).sum()
         return float(square.sqrt()) / step_size
 
@@ -205,9 +210,10 @@ class AnchoredSites(Iteration):
         vectors = vectors if basis is None else basis @ vectors
         self._root = vectors * roots
         self._left_inverse = (vectors * torch.where(roots > 0, 1.0 / roots, 0.0)).mT
-        self._precision = FunctionSpacePrecision(self._rows, self._root, self._diagonal(), self._anchor.shapes)
+        self._held = None  # free the old B before the new one is allocated
+        self._held = FunctionSpacePrecision(self._rows, self._root, self._diagonal(), self._anchor.shapes)
         natural = self._rows.vjp(self._linear, self._anchor.shapes).add_(self._pull, alpha=self._share)
-        self._displacement = self._precision.solve(natural)
+        self._displacement = self.precision.solve(natural)
         self._outputs = self._rows.f + self._rows.jvp(self._anchor.shapes.named(self._displacement))
 
     def _diagonal(self) -> GaussianPrior:

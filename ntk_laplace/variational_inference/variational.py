@@ -53,7 +53,7 @@ def variational(
     data: Any,
     likelihood: Likelihood,
     prior: GaussianPrior | None = None,
-    structure: str = "full",
+    structure: str | StructureSpec = "full",
     algorithm: str = "voggn",
     *,
     start: Start = "map",
@@ -91,11 +91,12 @@ def variational(
         In the mode of use. It is copied, and left as it is unless `inplace`.
     data, likelihood, prior, parameters, dtype, output, targets
         As in `laplace`.
-    structure : str
+    structure : str or StructureSpec
         "full": H is a P x P matrix. "gp": function space, H = diag(d) + RᵀR with rows R of all steps, whose number
         grows by N R S each step; nothing of size P x P. "auto": function space until there are more rows than
-        parameters, then weight space; the same numbers up to rounding. "kfac", "diag": H is block diagonal, from moving
-        averages of the structure's sums; noisy K-FAC and VOGN with generalized Gauss-Newton steps.
+        parameters, then weight space; the same numbers up to rounding. "kfac", "diag", or `KFAC` and
+        `Diagonal` with their options: H is block diagonal, from moving averages of the structure's sums; noisy K-FAC
+        and VOGN with generalized Gauss-Newton steps.
     algorithm : str
         "voggn" averages over weight samples of the network, and maximizes the network's ELBO. "lgva" linearizes the
         network at μ in each step. "oggn" evaluates at μ alone: Newton steps of the log joint, which end in the Laplace
@@ -221,7 +222,7 @@ def variational(
             of_network, linear = found.elbo("nn", elbo_samples, generator=generator), found.elbo("glm", _POINTS)
             return (float(of_network), float(of_network.standard_error), float(linear), float(linear.standard_error))
 
-        signature = _signature(model, examples, structure, method, relinearize, step_sizes, average, seed, steps)
+        signature = _signature(model, examples, f"{structure}", method, relinearize, step_sizes, average, seed, steps)
         run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
         run.go(settings, callbacks)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
