@@ -224,7 +224,7 @@ def main() -> None:
     arguments = parser(__doc__, "variational.json")
     arguments.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
     arguments.add_argument("--data", type=Path, help="folder with mnist.npz")
-    arguments.add_argument("--small", type=int, help="a number of examples, for a trial")
+    arguments.add_argument("--small", type=int, nargs="?", const=12, help="a number of examples, for a trial")
     arguments.add_argument("--structures", default="kfac,diag", help="part kfac")
     arguments.add_argument("--steps", type=int, default=500, help="part kfac")
     arguments.add_argument("--step-size", type=float, default=0.005, help="part kfac")

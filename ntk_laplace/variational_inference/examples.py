@@ -88,7 +88,9 @@ class Examples:
                 model.jacobian_pass.prepare(x)
             self.num_examples += num_examples(x)
             size += num_bytes(x)
-            kept = [*kept, (x, y)] if size <= tuning.HELD_BYTES else []
+            kept.append((x, y))
+            if size > tuning.HELD_BYTES:
+                kept.clear()
         self._kept = kept if size <= tuning.HELD_BYTES else None
         self._weights = batches.weights
         model.likelihood.bind(self.num_examples, model.network.num_outputs)

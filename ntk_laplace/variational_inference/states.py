@@ -197,14 +197,19 @@ class FunctionSpaceState(VariationalState):
         self._prior, self._shapes, self._tolerance = prior, shapes, tolerance
         self._prior_mean, self.dropped = prior.flat_mean().to(mean), 0.0
         self._ages: list[tuple[int, float]] = [(rows.num_examples, 1.0)] if rows.num_examples else []
-        self._scales, self._class_of = self._ratio.unique(return_inverse=True)
-        self._variances = [self._of_class(number) for number in range(len(self._scales))]
+        self._scales, classes = self._ratio.unique(return_inverse=True)
+        self._classify(classes)
         self._grams = [gram(rows, None, variances) for variances in self._variances]
         self._precision: FunctionSpacePrecision | None = None
 
+    def _classify(self, classes: Tensor) -> None:
+        """Note which groups have the same multiple d / P0: they share a matrix of products."""
+        self._classes = classes
+        self._variances = [self._of_class(number) for number in range(int(classes.max()) + 1)]
+
     def _of_class(self, number: int) -> Variances:
-        """Prior variances of the groups whose d is the same multiple of P0; the others contribute nothing."""
-        found, chosen = {}, self._class_of == number
+        """Prior variances of the groups of a class; the others contribute nothing."""
+        found, chosen = {}, self._classes == number
         for name, variance in prior_variances(self._prior, self._shapes).items():
             own = chosen[self._prior.group_of(name)]
             if own.ndim:
@@ -284,8 +289,8 @@ class FunctionSpaceState(VariationalState):
     def record(self) -> dict[str, Any]:
         """μ, d/P0, the rows with their ages and their products, and what was dropped."""
         return copy.deepcopy({
-            "mean": self.mean, "ratio": self._ratio, "scales": self._scales, "rows": self._rows.record(),
-            "ages": self._ages, "grams": self._grams, "dropped": self.dropped,
+            "mean": self.mean, "ratio": self._ratio, "scales": self._scales, "classes": self._classes,
+            "rows": self._rows.record(), "ages": self._ages, "grams": self._grams, "dropped": self.dropped,
         })  # fmt: skip
 
     def restore(self, record: Mapping[str, Any]) -> None:
@@ -293,6 +298,7 @@ class FunctionSpaceState(VariationalState):
         record = copy.deepcopy(dict(record))
         self.mean, self._ratio = record["mean"].to(self.mean), record["ratio"].to(self.mean)
         self._scales, self._grams = record["scales"].to(self.mean), [own.to(self.mean) for own in record["grams"]]
+        self._classify(record["classes"].to(self.mean.device))
         self._rows = Jacobian.from_record(record["rows"]).to(self.mean.dtype, self.mean.device)
         self._ages, self.dropped = [(int(n), float(w)) for n, w in record["ages"]], record["dropped"]
         self._precision = None

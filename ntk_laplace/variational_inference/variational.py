@@ -206,7 +206,9 @@ def variational(
         iteration: Iteration
         if relinearize:
             form.require_memory(model, examples, rows, step_sizes.kept(steps, row_tolerance))
-            model, iteration = _relinearized(model, batches, examples, form, method, given, seed)
+            # a state to resume from takes the place of any start
+            resumed = 1.0 if given is None and settings.resume is not None else given
+            model, iteration = _relinearized(model, batches, examples, form, method, resumed, seed)
         else:
             model, iteration = _anchored(model, batches, examples, form, method, given)
 
