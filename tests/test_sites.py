@@ -224,11 +224,15 @@ def test_elbo_is_at_least_that_of_laplace() -> None:
         assert gained > 1e-6, (seed, gained)
 
 
-class _Logistic(gpytorch.likelihoods._OneDimensionalLikelihood):
+class _Logistic(gpytorch.likelihoods.Likelihood):
     """Bernoulli with a logistic link: that of GPyTorch is a probit."""
 
     def forward(self, f: Tensor, *args: object, **kwargs: object) -> torch.distributions.Bernoulli:
         return torch.distributions.Bernoulli(logits=f)
+
+    def expected_log_prob(self, y: Tensor, q: gpytorch.distributions.MultivariateNormal, *args: object,
+                          **kwargs: object) -> Tensor:  # fmt: skip
+        return gpytorch.utils.quadrature.GaussHermiteQuadrature1D()(lambda f: self.forward(f).log_prob(y), q)
 
 
 class _FullRank(gpytorch.models.ApproximateGP):
