@@ -118,6 +118,7 @@ def test_conjugate_models_are_solved_exactly(algorithm: Algorithm, space: str) -
         assert relative_error(run.mean, optimum) < 1e-9
 
 
+@pytest.mark.slow
 def test_noise_floor_of_a_single_sample() -> None:
     """The stationary squared distance is γ/((2-γ)S) tr[(G H⁻¹)²], in the metric of H."""
     slow, run, size = truth("linear_model", "gaussian", "layer"), conjugate(VOGGN(1)), 0.5
@@ -217,6 +218,7 @@ def test_function_space_is_weight_space(prior: str, start: float | None, samples
     assert relative_error(dense(later.precision), dense(matrix.precision)) < 1e-9
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_dropped_rows_are_bounded() -> None:
     """‖P0^-½ ΔH P0^-½‖ is at most the stated bound, and that at most the tolerance times the largest Ĝ."""
@@ -340,6 +342,7 @@ def test_ends_in_a_posterior(network: str, likelihood: str, structure: str) -> N
     assert "3 steps" in str(fit)
 
 
+@pytest.mark.slow
 def test_voggn_raises_the_elbo() -> None:
     """From the Laplace posterior, whose network's ELBO is far below that of its linearization."""
     fit = fit_sine(start="map", steps=150, step_size=0.05, elbo_every=150)
@@ -348,6 +351,7 @@ def test_voggn_raises_the_elbo() -> None:
     assert abs(history.elbo_nn[1] - history.elbo_glm[1]) < 10.0 < history.elbo_glm[0] - history.elbo_nn[0]
 
 
+@pytest.mark.slow
 def test_oggn_ends_in_the_laplace_posterior() -> None:
     network, data = sine()
     fit = fit_sine(algorithm="oggn", steps=300, start="map", tolerance=1e-10)
