@@ -38,7 +38,7 @@ PRIVATE = {
     "_summary": "a module of examples/predictions",
     "_in_sets": "a function of examples/predictions, beside its definition",
 }
-# torch's, NumPy's, GPyTorch's and pytest's own
+# torch's, NumPy's and pytest's own
 FOREIGN = {
     "_backward_hooks", "_base", "_dynamo", "_forward_hooks", "_index_put_impl_", "_make_wrapper_subclass", "_schema",
     "_setup_privateuseone_for_python_backend", "_to_copy", "_version", "_C", "_input_metadata",
