@@ -7,6 +7,7 @@ from ntk_laplace.model.network import outside_autocast
 from ntk_laplace.posterior.compression import CompressionVerbs
 from ntk_laplace.posterior.coverage import CoverageVerbs
 from ntk_laplace.posterior.retraining import RetrainingVerbs
+from ntk_laplace.posterior.sampled_evidence import SampledEvidenceVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
 from ntk_laplace.posterior.what_if import WhatIfVerbs
 
@@ -30,7 +31,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 
 @_outside_autocast
-class Posterior(SelectionVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs):
+class Posterior(SelectionVerbs, SampledEvidenceVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every
