@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Generator, Tensor
 
 from ntk_laplace.errors import UnsupportedError
@@ -45,7 +43,7 @@ def annealed_evidence(
         path = HamiltonianPath(likelihood_of(fitted, model, x, chains), prior, base, leapfrog)
     path.adapt(betas, chains, generator, shown)
     log_weights = forward(path, betas, chains, generator, shown)
-    told = _told(path)
+    told = path.told()
     upper = None
     if bounds:
         draws = _exact_draws(fitted, chains, generator) if exact_draws is None else exact_draws
@@ -54,14 +52,6 @@ def annealed_evidence(
         **summary(log_weights, path.log_density_error), model=model, start=start, temperatures=temperatures,
         symmetry=log_symmetries(fitted.network, fitted.prior), sampler=path.sampler, upper_log_weights=upper, **told,
     )  # fmt: skip
-
-
-def _told(path: Path) -> dict[str, Any]:
-    """What Hamiltonian trajectories tell of a run."""
-    if not isinstance(path, HamiltonianPath) or not path.acceptances:
-        return {}
-    seen = path.acceptances
-    return {"acceptance": sum(seen) / len(seen), "lowest_acceptance": min(seen), "diverged": path.num_diverged}
 
 
 def _conjugate(fitted: FittedModel, model: str) -> bool:

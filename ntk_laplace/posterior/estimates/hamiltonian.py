@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -17,9 +18,10 @@ __all__ = ["HamiltonianPath", "Weights"]
 
 _WISHED = 0.8  # acceptance that the steps are adapted to
 _RATE = 0.5  # change of a log step for an acceptance that is off by 1
-_PILOT_TEMPERATURES, _PILOT_CHAINS = 50, 16
+_PILOT_TEMPERATURES, _PILOT_CHAINS = 25, 16
 _FIRST_TRIALS, _TRIALS = 25, 4  # transitions of the pilot at its first temperature, and at the others
 _JITTER = 0.2  # relative width of a trajectory's step: fixed ones may return to where they began
+_STUCK = 0.1  # share of accepted trajectories below which a chain is called stuck
 _DIVERGED = 1000.0  # growth of the energy beyond which a trajectory has diverged
 
 
@@ -80,8 +82,10 @@ class HamiltonianPath(Path[Weights]):
         Step at each temperature.
     acceptances : list of float
         Mean acceptance of each transition.
-    diverged : Tensor, (S,), or None
-        Which chains have diverged at least once.
+    divergences : list of float
+        Share of the chains whose energy has diverged in each transition.
+    accepted : Tensor, (S,)
+        Transitions that each chain has accepted.
     """
 
     sampler = "Hamiltonian Monte Carlo of the weights"
@@ -97,12 +101,17 @@ class HamiltonianPath(Path[Weights]):
     def forget(self) -> None:
         """Start to count acceptances and divergences anew."""
         self.acceptances: list[float] = []
-        self.diverged: Tensor | None = None
+        self.divergences: list[float] = []
+        self.accepted = self._base.mean.new_zeros(0)
 
-    @property
-    def num_diverged(self) -> int:
-        """Chains that have diverged at least once."""
-        return 0 if self.diverged is None else int(self.diverged.sum())
+    def told(self) -> dict[str, Any]:
+        """Acceptance, divergences and stuck chains of the transitions since `forget`."""
+        seen = self.acceptances
+        if not seen:
+            return {}
+        return {"acceptance": sum(seen) / len(seen), "lowest_acceptance": min(seen),
+                "diverged": sum(self.divergences) / len(seen),
+                "stuck": int((self.accepted < _STUCK * len(seen)).sum())}
 
     def start(self, count: int, generator: Generator) -> Weights:
         """Exact draws from q0."""
@@ -137,10 +146,11 @@ class HamiltonianPath(Path[Weights]):
             velocity = velocity + share * size * self._base.solve(moved.slope(beta))
         change = moved.log_density(beta) - self._kinetic(velocity) - before
         change = torch.where(change.isnan(), -torch.inf, change)
-        bad = change < -_DIVERGED
-        self.diverged = bad if self.diverged is None or len(self.diverged) != count else self.diverged | bad
+        taken = uniform(count, change, generator).log() < change
+        self.divergences.append(float((change < -_DIVERGED).double().mean()))
         self.acceptances.append(float(change.clamp_max(0.0).exp().mean()))
-        return moved.where(uniform(count, change, generator).log() < change, state)
+        self.accepted = taken.to(change) if len(self.accepted) != count else self.accepted + taken
+        return moved.where(taken, state)
 
     def _kinetic(self, velocity: Tensor) -> Tensor:
         return 0.5 * (velocity * self._base.multiply(velocity)).sum(1)

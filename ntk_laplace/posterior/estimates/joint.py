@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,31 +35,42 @@ class ManyPoints:
 
     def __init__(self, likelihood: Likelihood, points: TrainingPoints) -> None:
         self._likelihood, self._points = likelihood, points
+        self._repeats: dict[tuple[int, int, int], tuple[Likelihood, TrainingPoints]] = {}
 
     def values(self, f: Tensor, part: slice = slice(None)) -> Tensor:
         """Σ log p(y_n | f_n) over some of the points, (S,), nats, for their f (S, n, C); -inf if it is not finite."""
-        likelihood, points, good = self._repeated(f, part)
-        with torch.no_grad():
-            found = points.log_prob(likelihood).view(f.shape[:2])
-        found = torch.where(good & ~found.isnan(), found, -torch.inf)
-        return found.sum(1)
+        return self._values(*self._repeated(f, part))
 
     def values_and_residuals(self, f: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """`values`, and their gradients in f, (S, n, C); zero where an output is not finite."""
         likelihood, points, good = self._repeated(f, part)
-        residual = points.residual(likelihood).detach().view(f.shape)
-        return self.values(f, part), torch.where(good.unsqueeze(-1), residual, 0.0)
+        with torch.no_grad():
+            residual = points.residual(likelihood).view(f.shape)
+        return self._values(likelihood, points, good), torch.where(good.unsqueeze(-1), residual, 0.0)
+
+    @staticmethod
+    def _values(likelihood: Likelihood, points: TrainingPoints, good: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = points.log_prob(likelihood).view(good.shape)
+        return torch.where(good & ~found.isnan(), found, -torch.inf).sum(1)
 
     def _repeated(self, f: Tensor, part: slice) -> tuple[Likelihood, TrainingPoints, Tensor]:
         """The points S times over, the likelihood of all of them, and a mask of those whose outputs are finite."""
-        good = torch.isfinite(f).all(-1)
-        f, count = f.detach(), len(f)
-        own = self._points.subset(part)
-        index = torch.arange(self._points.num_examples, device=f.device)[part].repeat(count)
+        good, (start, stop, _) = torch.isfinite(f).all(-1), part.indices(self._points.num_examples)
+        key = len(f), start, stop
+        if key not in self._repeats:
+            self._repeats = {kept: value for kept, value in self._repeats.items() if kept[0] == len(f)}
+            self._repeats[key] = self._repeat(*key)
+        likelihood, points = self._repeats[key]
+        f = torch.where(good.unsqueeze(-1), f.detach(), 0.0).flatten(0, 1)
+        return likelihood, replace(points, f=f), good
+
+    def _repeat(self, count: int, start: int, stop: int) -> tuple[Likelihood, TrainingPoints]:
+        own = self._points.subset(slice(start, stop))
+        index = torch.arange(start, stop, device=own.f.device).repeat(count)
         targets = own.targets.repeat(count, *[1] * (own.targets.ndim - 1))
         weights = None if own.weights is None else own.weights.repeat(count)
-        f = torch.where(good.unsqueeze(-1), f, 0.0).flatten(0, 1)
-        return self._likelihood.at(index), TrainingPoints(f, targets, weights), good
+        return self._likelihood.at(index), TrainingPoints(own.f, targets, weights)
 
 
 class WeightLikelihood(ABC):

@@ -12,7 +12,7 @@ and Adams 2015), if each transition is reversible.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -55,6 +55,10 @@ class Path(ABC, Generic[State]):
     @abstractmethod
     def at_weights(self, thetas: Tensor) -> State:
         """The states at weights (S, P)."""
+
+    def told(self) -> dict[str, Any]:
+        """What the transitions tell of a run: fields of an `AnnealedEvidence`."""
+        return {}
 
     @abstractmethod
     def start(self, count: int, generator: Generator) -> State:

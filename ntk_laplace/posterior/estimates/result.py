@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AnnealedEvidence", "ApproximationErrors", "EvidenceEstimate"]
 
+_TOLD = 0.01  # share of diverged trajectories from which words tell them
 _FEWEST = 10.0  # effective samples below which their own spread is not known
 
 
@@ -128,8 +129,10 @@ class AnnealedEvidence(EvidenceEstimate):
         Mean rate over temperatures and chains; None for slices, which reject nothing, and without a transition.
     lowest_acceptance : float or None
         Lowest mean over the chains at a temperature.
-    diverged : int
-        Chains in which the energy of a trajectory grew beyond all bounds at least once.
+    diverged : float
+        Share of the trajectories whose energy grew by 1,000 or without bound; they are rejected.
+    stuck : int
+        Chains that accepted fewer than a tenth of their trajectories.
     upper_log_weights : Tensor, (chains,), or None
         Of the chains from exact draws back to the start (Grosse, Ghahramani and Adams 2015), with ``bounds=True``.
     """
@@ -139,7 +142,8 @@ class AnnealedEvidence(EvidenceEstimate):
     sampler: str = ""
     acceptance: float | None = None
     lowest_acceptance: float | None = None
-    diverged: int = 0
+    diverged: float = 0.0
+    stuck: int = 0
     upper_log_weights: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -166,8 +170,10 @@ class AnnealedEvidence(EvidenceEstimate):
     def words(self) -> str:
         """Whether to trust the value, and why."""
         found = [super().words]
-        if self.diverged:
-            found.append(f"{self.diverged} of {self.samples} chains diverged at least once")
+        if self.stuck:
+            found.append(f"{self.stuck} of {self.samples} chains were stuck")
+        if self.diverged >= _TOLD:
+            found.append(f"{self.diverged:.0%} of the trajectories diverged")
         if self.acceptance is not None:
             found.append(f"acceptance {self.acceptance:.2f}, at least {self.lowest_acceptance:.2f} at each temperature")
         if self.upper is not None:
@@ -247,8 +253,3 @@ class ApproximationErrors:
 
 def _error_of_mean(values: Tensor) -> float:
     return float(values.std()) / len(values) ** 0.5 if len(values) > 1 else math.nan
-
-
-def all_finite(values: Tensor) -> bool:
-    """Whether no entry is NaN or infinite."""
-    return bool(torch.isfinite(values).all())
