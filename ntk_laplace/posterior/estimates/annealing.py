@@ -18,6 +18,8 @@ from ntk_laplace.structures import FittedModel
 
 __all__ = ["annealed_evidence"]
 
+_EFFECTIVE = 0.5  # share of effective chains above which few chains are trusted
+
 
 def annealed_evidence(
     fitted: FittedModel, temperatures: int, chains: int, start: str, model: str, leapfrog: int, bounds: bool,
@@ -49,7 +51,7 @@ def annealed_evidence(
         draws = _exact_draws(fitted, chains, generator) if exact_draws is None else exact_draws
         upper = backward(path, betas, path.at_weights(draws), generator, shown).double().cpu()
     return AnnealedEvidence(
-        **summary(log_weights, path.log_density_error), model=model, start=start, temperatures=temperatures,
+        **summary(log_weights, path.log_density_error, _EFFECTIVE), model=model, start=start, temperatures=temperatures,
         symmetry=log_symmetries(fitted.network, fitted.prior), sampler=path.sampler, upper_log_weights=upper, **told,
     )  # fmt: skip
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ntk_laplace.posterior.estimates.weights import (
@@ -102,12 +101,15 @@ class EvidenceEstimate:
         return f"{self._title} ({self.words}{self._modes})"
 
 
-def summary(log_weights: Tensor, other_error: float = 0.0) -> dict[str, float | bool | Tensor]:
-    """The common fields of an estimate, from its log weights and an independent error of all of them."""
+def summary(log_weights: Tensor, other_error: float = 0.0, share: float = 1.0) -> dict[str, Any]:
+    """The common fields of an estimate, from its log weights and an independent error of all of them.
+
+    If more than `share` of few weights are effective, they are trusted at any k̂: it is then that of very few weights.
+    """
     log_weights = log_weights.double().cpu()
     khat, effective = pareto_shape(log_weights), effective_samples(log_weights)
     equal = khat == -math.inf
-    trusted = equal or (khat <= RELIABLE and effective >= _FEWEST)
+    trusted = equal or (effective >= _FEWEST and (khat <= RELIABLE or effective > share * len(log_weights)))
     error = math.hypot(0.0 if equal else standard_error(log_weights), other_error)
     return {"value": log_mean(log_weights), "standard_error": error, "ess": effective, "khat": khat,
             "trusted": trusted, "log_weights": log_weights}
@@ -116,6 +118,9 @@ def summary(log_weights: Tensor, other_error: float = 0.0) -> dict[str, float | 
 @dataclass(frozen=True)
 class AnnealedEvidence(EvidenceEstimate):
     """An evidence by annealed importance sampling (Neal 2001), nats; one weight for each chain.
+
+    k̂ of a few chains rests on a dozen weights. `trusted` therefore also holds where more than half of the chains are
+    effective.
 
     Attributes
     ----------
@@ -244,9 +249,9 @@ class ApproximationErrors:
         error = f" ± {self.laplace_error:.3g}" if self.laplace_error else ""
         return "\n".join([
             f"Laplace evidence {self.laplace:,.3f}{error} nats",
-            f"  {gauss:+,.3f} ± {gauss_error:.3g}: the Gaussian",
+            f"  {round(gauss, 3) + 0.0:+,.3f} ± {gauss_error:.3g}: the Gaussian",
             str(self.linearized),
-            f"  {line:+,.3f} ± {line_error:.3g}: the linearization",
+            f"  {round(line, 3) + 0.0:+,.3f} ± {line_error:.3g}: the linearization",
             str(self.network),
         ])  # fmt: skip
 
