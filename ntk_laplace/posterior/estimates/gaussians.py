@@ -142,7 +142,9 @@ def prior_gaussian(fitted: FittedModel) -> DiagonalGaussian:
         return DiagonalGaussian(prior.flat_mean().to(like), prior.flat_precision().to(like))
 
 
-def posterior_gaussian(fitted: FittedModel, mean: Tensor, inflation: float = 1.0, dense: bool = False) -> WeightGaussian:
+def posterior_gaussian(
+    fitted: FittedModel, mean: Tensor, inflation: float = 1.0, dense: bool = False
+) -> WeightGaussian:
     """N(m, c H⁻¹) for the H of the posterior's structure; `dense` writes H out if it is small."""
     precision = fitted.precision
     with torch.no_grad():

@@ -49,7 +49,7 @@ class Path(ABC, Generic[State]):
     sampler: str
     log_density_error: float = 0.0
 
-    def adapt(self, betas: Tensor, chains: int, generator: Generator, shown: bool | None) -> None:  # noqa: B027
+    def adapt(self, betas: Tensor, chains: int, generator: Generator, shown: bool | None) -> None:
         """Choose what the transitions need to know, before the run."""
 
     @abstractmethod

@@ -34,7 +34,8 @@ def log_symmetries(network: Network, prior: GaussianPrior) -> float | None:
     linear, between = layers[::2], layers[1::2]
     if len(layers) < 3 or len(layers) % 2 == 0 or not all(type(layer) is nn.Linear for layer in linear):
         return None
-    if not all(isinstance(layer, _ELEMENTWISE) for layer in between) or len({id(layer) for layer in linear}) < len(linear):
+    shared = len({id(layer) for layer in linear}) < len(linear)
+    if shared or not all(isinstance(layer, _ELEMENTWISE) for layer in between):
         return None
     if set(network.names) != {name for name, _ in module.named_parameters()} or not _exchangeable(network, prior):
         return None
@@ -48,5 +49,5 @@ def log_symmetries(network: Network, prior: GaussianPrior) -> float | None:
 def _exchangeable(network: Network, prior: GaussianPrior) -> bool:
     """Whether the prior has mean zero, and one precision for each tensor."""
     with torch.no_grad():
-        parts = network.unflatten(prior.flat_precision())
-        return not bool(prior.flat_mean().any()) and all(bool((own == own.flatten()[0]).all()) for own in parts.values())
+        alike = all(bool((own == own.flatten()[0]).all()) for own in network.unflatten(prior.flat_precision()).values())
+        return alike and not bool(prior.flat_mean().any())
