@@ -19,7 +19,7 @@ __all__ = ["HamiltonianPath", "Weights"]
 _WISHED = 0.8  # acceptance that the steps are adapted to
 _RATE = 0.5  # change of a log step for an acceptance that is off by 1
 _PILOT_TEMPERATURES, _PILOT_CHAINS = 25, 16
-_FIRST_TRIALS, _TRIALS = 25, 4  # transitions of the pilot at its first temperature, and at the others
+_FIRST_TRIALS, _TRIALS = 20, 5  # transitions of the pilot at its first temperature, and at the others
 _JITTER = 0.2  # relative width of a trajectory's step: fixed ones may return to where they began
 _STUCK = 0.1  # share of accepted trajectories below which a chain is called stuck
 _DIVERGED = 1000.0  # growth of the energy beyond which a trajectory has diverged
@@ -160,7 +160,8 @@ class HamiltonianPath(Path[Weights]):
         last = len(betas) - 1
         if last < 2:
             return
-        places = torch.linspace(1, last - 1, min(last - 1, _PILOT_TEMPERATURES), dtype=torch.float64).round().long()
+        count = max(1, min(last // 4, _PILOT_TEMPERATURES))
+        places = torch.linspace(1, last - 1, count, dtype=torch.float64).round().long()
         state = self.start(min(chains, _PILOT_CHAINS), generator)
         log_step, found = -0.25 * math.log(len(self._base.mean)), []
         for place in track(places.tolist(), "ntk_laplace: adapting the steps of the chains", len(places), shown):
