@@ -40,7 +40,7 @@ from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.conformal import PredictionIntervals, PredictionSets
 from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationErrors, EvidenceEstimate
 from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
-from ntk_laplace.posterior.fit import laplace, load
+from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.runtime.distributed import process_group
@@ -60,6 +60,7 @@ from ntk_laplace.structures import (
     register_structure,
 )
 from ntk_laplace.structures.bounds import EvidenceBound
+from ntk_laplace.structures.elbo import Divergence, LowerBound
 from ntk_laplace.structures.evidence import Evidence
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
@@ -98,6 +99,7 @@ __all__ = [
     "CustomLikelihood",
     "DataError",
     "Diagonal",
+    "Divergence",
     "Evidence",
     "EvidenceBound",
     "EvidenceComparison",
@@ -121,6 +123,7 @@ __all__ = [
     "LeaveOneOut",
     "Likelihood",
     "LinearizedModel",
+    "LowerBound",
     "MemoryBudgetError",
     "MixedExamplesError",
     "ModelComparison",
@@ -159,6 +162,7 @@ __all__ = [
     "compare_models",
     "empirical_ntk",
     "explore",
+    "gaussian_posterior",
     "gp",
     "laplace",
     "load",

@@ -607,7 +607,7 @@ def test_bad_arguments() -> None:
         with refused(ntkl.DataError, r"exact draws of the weights, \(m, 2\)", got, "Pass weights"):
             posterior.annealed_evidence(2, 30, bounds=True, exact_draws=draws)  # type: ignore[arg-type]
     gp = ntkl.laplace(posterior.network.module, (x, y), ntkl.Bernoulli(), structure="gp")
-    with refused(ntkl.DataError, "the training inputs x", "none", "Pass them as x"):
+    with refused(ntkl.DataError, "the training inputs x", "none", "Pass x="):
         gp.importance_evidence()
     with refused(ntkl.DataError, "the inputs of the fit", "differ", "Pass the same inputs"):
         gp.annealed_evidence(2, 30, x=x.flip(0))

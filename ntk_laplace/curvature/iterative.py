@@ -281,6 +281,15 @@ class IterativePrecision(PosteriorPrecision):
         found = fine.base.effective_parameters()
         return found if fine._complete else found.index_add_(0, self.groups, fine._left.square().mean(0))
 
+    @property
+    def effective_error(self) -> float:
+        """Standard error of the sum of `effective_parameters`, from the spread of the draws."""
+        fine = self.refined
+        if fine._complete:
+            return 0.0
+        each = fine._left.square().sum(1)
+        return float(each.std() / len(each) ** 0.5)
+
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,).
 

@@ -51,8 +51,9 @@ def importance_evidence(
 def center(fitted: FittedModel, model: str) -> Tensor:
     """Mean of the posterior's Gaussian, (P,): the weights, or one Newton step further for the linearized model.
 
-    The step reaches the optimum of a Gaussian likelihood. Where the network is trained to its optimum it is zero.
+    The step reaches the optimum of a Gaussian likelihood. Where the network is trained to its optimum it is zero. A
+    Gaussian that was found elsewhere keeps its mean.
     """
-    if model == "nn":
+    if model == "nn" or not fitted.structure.spec.laplace:
         return fitted.theta
     return fitted.theta - fitted.precision.solve(fitted.joint_gradient())

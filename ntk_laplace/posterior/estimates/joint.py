@@ -111,7 +111,7 @@ class NetworkLikelihood(WeightLikelihood):
 
     def __init__(self, fitted: FittedModel, x: InputData | None, count: int) -> None:
         model = fitted.model
-        source = training_inputs(model, fitted.structure, x)
+        source = training_inputs(model, fitted.structure, x, "x=")
         self._dtype = model.jacobian_pass.dtype
         self._batches: list[Inputs] = [inputs for inputs, _ in merged_batches(source, model.network)]
         self._points = ManyPoints(fitted.likelihood, fitted.points)

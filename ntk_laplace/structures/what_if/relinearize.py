@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import NumericalError, UnsupportedError, require_whole
-from ntk_laplace.model.data import InputData, Source
+from ntk_laplace.model.data import InputData, Source, fill_buffer
+from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
-from ntk_laplace.structures.training_inputs import outputs_at, training_inputs
+from ntk_laplace.structures.training_inputs import training_inputs
 
 __all__ = ["relinearized"]
 
@@ -60,7 +61,7 @@ def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> Fitted
     quiet = replace(model.settings, progress=False, checkpoint=None, resume=None)
     model = replace(model, settings=quiet)
     with torch.no_grad():
-        source = training_inputs(model, fitted.structure, x)
+        source = training_inputs(model, fitted.structure, x, "relinearize(x)")
         descent = _Descent.of(model, fitted.structure, source)
         for _ in track(range(steps), "ntk_laplace: relinearizing", steps, shown):
             if not descent.step():
@@ -128,7 +129,7 @@ class _Descent:
         size = 1.0
         for _ in range(tuning.HALVINGS):
             candidate = theta + size * direction
-            f = outputs_at(self.model, self._source, candidate)
+            f = _outputs(self.model, self._source, candidate)
             if self._value(candidate, f) <= value + 1e-4 * size * slope + slack:
                 return candidate
             size /= 2
@@ -153,3 +154,10 @@ class _Descent:
             self.model = replace(model, network=network, jacobian_pass=factors)
         made = self.structure.refit_on(self.model, self._source)
         self.structure = made.with_points(replace(points, f=made.points.f, expanded=None))
+
+
+def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:
+    """Outputs of the network at θ, (N, C)."""
+    network: Network = model.network
+    found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
+    return found.rows.to(model.jacobian_pass.dtype)
