@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -536,7 +537,7 @@ def test_a_gaussian_likelihood_has_no_error_of_the_gaussian() -> None:
 
 def test_the_generator_decides() -> None:
     posterior, _, _ = logistic()
-    for ask in (posterior.importance_evidence, lambda **options: posterior.annealed_evidence(3, 30, leapfrog=1, **options)):
+    for ask in (posterior.importance_evidence, functools.partial(posterior.annealed_evidence, 3, 30, leapfrog=1)):
         assert torch.equal(ask(generator=seeded(1)).log_weights, ask(generator=seeded(1)).log_weights)
         assert not torch.equal(ask(generator=seeded(1)).log_weights, ask(generator=seeded(2)).log_weights)
         torch.manual_seed(5)
@@ -575,6 +576,31 @@ def test_symmetries_that_the_prior_or_the_choice_breaks() -> None:
     for options in every:
         posterior = ntkl.laplace(perceptron(1, 3, 1), (x, y), ntkl.Gaussian(0.1), structure="full", **options)
         assert posterior.importance_evidence(40, 1.05, "glm", generator=seeded()).symmetry is None
+
+
+def test_columns_of_comparisons() -> None:
+    posterior, x, y = logistic()
+    found = ntkl.compare_models({"one": posterior}, scores=("evidence", "importance"))
+    row = found["one"]
+    exact = by_quadrature(x, y)
+    assert row.importance_trusted and abs(row.importance - exact) < 4 * row.importance_error < 0.2
+    assert "importance" in str(found) and f"{row.importance:.2f} ±" in str(found)
+    arguments = posterior.network.module, (x, y), ntkl.Bernoulli(), ntkl.GaussianPrior(0.5)
+    rows = ntkl.compare_evidence(*arguments, structures=["full", "diag"], scores=["importance"])
+    assert all(abs(one.importance - exact) < 4 * one.importance_error < 0.5 for one in rows.rows)
+    assert "importance" in str(rows) and "imp. ±" in str(rows)
+
+
+def test_a_gaussian_found_elsewhere_is_a_proposal() -> None:
+    """Two Gaussians, one network: one evidence, and the mean that was given."""
+    posterior, x, y = logistic()
+    options = posterior.network.module, (x, y), ntkl.Bernoulli(), ntkl.GaussianPrior(0.5)
+    given = ntkl.gaussian_posterior(*options, precision=torch.tensor([1.2, 1.0]).double())
+    for model in ("nn", "glm"):
+        found = given.importance_evidence(4000, 1.2, model, generator=seeded())
+        assert found.trusted and abs(found.value - by_quadrature(x, y)) < 3 * found.standard_error
+    with refused(ntkl.UnsupportedError, "what Laplace's evidence hides", "found elsewhere", "elbo"):
+        given.approximation_errors()
 
 
 # ------------------------------------------------------------------------------------------------ bad input
