@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from numbers import Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -170,7 +170,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         generator = self._seeded(generator) if generator is None else generator
         with torch.no_grad():
             first = self.evidence(correction)
-        options = {"x": x, "generator": generator, "leapfrog": leapfrog}
+        options: dict[str, Any] = {"x": x, "generator": generator, "leapfrog": leapfrog}
         linearized = self.annealed_evidence(temperatures, chains, "posterior", "glm", **options)
         network = self.annealed_evidence(temperatures, chains, start, "nn", **options)
         return ApproximationErrors(float(first), first.standard_error, linearized, network)

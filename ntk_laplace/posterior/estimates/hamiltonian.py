@@ -163,7 +163,7 @@ class HamiltonianPath(Path[Weights]):
         count = max(1, min(last // 4, _PILOT_TEMPERATURES))
         places = torch.linspace(1, last - 1, count, dtype=torch.float64).round().long()
         state = self.start(min(chains, _PILOT_CHAINS), generator)
-        log_step, found = -0.25 * math.log(len(self._base.mean)), []
+        log_step, found = -0.25 * math.log(len(self._base.mean)), list[float]()
         for place in track(places.tolist(), "ntk_laplace: adapting the steps of the chains", len(places), shown):
             for _ in range(_TRIALS if found else _FIRST_TRIALS):
                 state = self._trajectory(state, float(betas[place]), math.exp(log_step), generator)

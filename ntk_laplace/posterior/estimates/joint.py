@@ -205,7 +205,7 @@ def all_rows(fitted: FittedModel) -> Jacobian:
     MemoryBudgetError
         After the first batch, if the rows of all points do not fit in memory.
     """
-    n, parts = fitted.num_examples, []
+    n, parts = fitted.num_examples, list[Jacobian]()
     for rows in fitted.rows_at(torch.arange(n)):
         if not parts and rows.num_examples < n:
             needed = 2 * rows.nbytes * -(-n // rows.num_examples)

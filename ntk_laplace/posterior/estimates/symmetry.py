@@ -31,8 +31,8 @@ def log_symmetries(network: Network, prior: GaussianPrior) -> float | None:
     if not isinstance(module, nn.Sequential):
         return None
     layers = [layer for layer in module if not isinstance(layer, (nn.Flatten, nn.Identity, nn.Dropout))]
-    linear, between = layers[::2], layers[1::2]
-    if len(layers) < 3 or len(layers) % 2 == 0 or not all(type(layer) is nn.Linear for layer in linear):
+    linear, between = [layer for layer in layers[::2] if type(layer) is nn.Linear], layers[1::2]
+    if len(layers) < 3 or len(layers) % 2 == 0 or len(linear) <= len(between):
         return None
     shared = len({id(layer) for layer in linear}) < len(linear)
     if shared or not all(isinstance(layer, _ELEMENTWISE) for layer in between):

@@ -55,8 +55,8 @@ def compare_models(
     scores : sequence of str
         Which columns: "evidence", "conditional", "loo", "bic", "aic", all of them by default; and "elbo" and "elbo_nn",
         the evidence lower bounds of `Posterior.elbo`, and "importance", the network's evidence of
-        `Posterior.importance_evidence` (marked * if it is not to be trusted), which every Gaussian has. A posterior that is no Laplace
-        approximation has no evidence, conditional evidence and leave-one-out.
+        `Posterior.importance_evidence` (marked * if it is not to be trusted), which every Gaussian has. A posterior
+        that is no Laplace approximation has no evidence, conditional evidence and leave-one-out.
 
     Returns
     -------
@@ -184,21 +184,20 @@ def _row(
         evidence, error = float(found), found.standard_error
         check = check_prior(posterior, used, evidence)
     loo, note = _left_out(posterior) if "loo" in scores else (None, "")
-    bounds: dict[str, Any] = {}
+    bounds: dict[str, float] = {}
     for score in BOUNDS.keys() & set(scores):
         bound = posterior.elbo(BOUNDS[score])
         bounds |= {score: float(bound), f"{score}_error": bound.standard_error}
-    if SAMPLED in scores:
-        drawn = posterior.importance_evidence()
-        bounds |= {"importance": drawn.value, "importance_error": drawn.standard_error,
-                   "importance_trusted": drawn.trusted}
+    drawn = posterior.importance_evidence() if SAMPLED in scores else None
+    if drawn is not None:
+        bounds |= {"importance": drawn.value, "importance_error": drawn.standard_error}
     return ModelScores(
         name=name, structure=posterior.structure, parameters=posterior.num_parameters,
         effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
         bic=float(posterior.bic()) if "bic" in scores else None,
         aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
         narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
-        evidence_error=error, **bounds, **tested,
+        evidence_error=error, importance_trusted=None if drawn is None else drawn.trusted, **bounds, **tested,
     )  # fmt: skip
 
 
