@@ -180,7 +180,7 @@ def main() -> None:
     arguments = parser(__doc__, "evidence_estimates.json")
     arguments.add_argument("--parts", default=",".join(PARTS), help="some of " + ", ".join(PARTS))
     arguments.add_argument("--seeds", type=int, default=100, help="data sets of the coverage")
-    arguments.add_argument("--temperatures", type=int, default=1500, help="of the units")
+    arguments.add_argument("--temperatures", type=int, default=1000, help="of the units")
     arguments.add_argument("--small", action="store_true", help="a few of everything, to try the script")
     options: argparse.Namespace = arguments.parse_args()
     torch.set_num_threads(options.threads)
@@ -194,7 +194,7 @@ def main() -> None:
                 for name, own in result["coverage"].items()]
         print("\ncoverage\n" + table(["estimate", *names], rows), flush=True)
     if "units" in parts:
-        result["units"] = units(small, *((25, 20, 32) if small else (100, options.temperatures, 256)))
+        result["units"] = units(small, *((25, 20, 32) if small else (100, options.temperatures, 128)))
         rows = [[count, name, f"{own[name]['value']:.3f} ± {own[name]['error']:.2g}", f"{own[name]['khat']:.2f}",
                  f"{own['symmetry']:.3f}", f"{own[name]['from the prior' + chr(39) + 's']:+.3f}",
                  f"{own[name]['joint error']:.3f}"]
@@ -202,7 +202,7 @@ def main() -> None:
         head = ["units", "estimate", "nats", "khat", "log 2^M M!", "with it, less the prior's", "joint error"]
         print("\nunits\n" + table(head, rows), flush=True)
     if "chains" in parts:
-        result["chains"] = chains(*((4, 4) if small else (64, 25)))
+        result["chains"] = chains(*((4, 4) if small else (64, 10)))
         rows = [[model, *(f"{result['chains'][model][key]:.3g}" for key in ("together", "alone", "ratio"))]
                 for model in ("nn", "glm")]
         print("\nchains\n" + table(["model", "at once, s", "one by one, s", "ratio"], rows))
