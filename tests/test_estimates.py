@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outside_structure import Eigen
+from outside_structure import Eigen, EigenPrecision
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -26,6 +26,7 @@ from ntk_laplace.posterior.estimates.joint import LinearizedLikelihood, NetworkL
 from ntk_laplace.posterior.estimates.paths import schedule
 from ntk_laplace.posterior.estimates.slices import SlicedPath
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.reduction import SingleProcess
 from refusals import refused
 from registry import LIKELIHOODS, NETWORKS, problem, targets
 from registry_cases import offered
@@ -189,7 +190,7 @@ def test_weights_of_a_conjugate_model_are_equal(case: str, structure: Any) -> No
         posterior.annealed_evidence(1, 30, model="glm", bounds=True, generator=seeded()),
         posterior.annealed_evidence(4, 30, model="glm", generator=seeded()),
     ):
-        assert float(found.log_weights.std()) < 1e-9
+        assert float(found.log_weights.std()) < 1e-9 and not found.log_weights.requires_grad
         assert float(found) == pytest.approx(exact, abs=1e-9)
         assert found.trusted and found.khat == -math.inf and found.standard_error == 0.0 and "exact" in found.words
     assert posterior.annealed_evidence(1, 30, model="glm", bounds=True).upper == pytest.approx(exact, abs=1e-9)
@@ -638,6 +639,32 @@ def test_bad_arguments() -> None:
     with refused(ntkl.DataError, "the inputs of the fit", "differ", "Pass the same inputs"):
         gp.annealed_evidence(2, 30, x=x.flip(0))
     assert gp.importance_evidence(x=x).trusted
+
+
+class Two(SingleProcess):
+    """A process that says that it is one of two."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+
+def test_several_processes_are_refused() -> None:
+    posterior, _, _ = logistic()
+    vars(posterior.fitted.model)["settings"] = ntkl.Settings(reducer=Two())
+    for ask in (posterior.importance_evidence, posterior.annealed_evidence):
+        with refused(ntkl.UnsupportedError, "one process", "2", "Save the fit"):
+            ask()
+
+
+def test_a_structure_that_does_not_sample_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = sines()
+    posterior = ntkl.laplace(perceptron(1, 2, 1), (x, y), ntkl.Gaussian(0.1), structure=Eigen())
+    monkeypatch.setattr(EigenPrecision, "sample", lambda self, count, generator=None: torch.zeros(count, 3))
+    for ask in (posterior.importance_evidence, posterior.annealed_evidence):
+        monkeypatch.setattr(tuning, "DENSE_METRIC", 0)
+        with refused(ntkl.UnsupportedError, "a tensor .* of EigenPrecision.sample", r"\(\d+, 3\)", "Correct"):
+            ask()
 
 
 def test_memory_is_refused_before_it_is_allocated() -> None:
