@@ -4,8 +4,8 @@
 
 * coverage: logistic regression with two parameters, 100 data sets: the share whose estimate is within three of its
   reported standard errors of quadrature; and 100 conjugate models whose evidence lies between the bounds.
-* units: one hidden layer of 1, 2 and 3 tanh units: annealing from the prior sees all 2^M M! modes, importance sampling
-  and annealing from the posterior see one.
+* units: one hidden layer of 1, 2 and 3 tanh units, 25 points: annealing from the prior sees all 2^M M! modes,
+  importance sampling and annealing from the posterior see one.
 * chains: 64 chains of annealing at once against 64 single ones.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 
 PARTS = ("coverage", "units", "chains")
-NOISE = 0.05
+NOISE = 0.2
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -115,12 +115,15 @@ def coverage(seeds: int, small: bool) -> dict[str, Any]:
 # --- units
 
 
-def perceptron(units: int, n: int) -> ntkl.Posterior:
-    """One hidden layer at the best of ten optima."""
-    x = 4 * torch.rand(n, 1, generator=seeded(0), dtype=torch.float64) - 2
-    y = torch.sin(2 * x) + NOISE**0.5 * torch.randn(n, 1, generator=seeded(1), dtype=torch.float64)
+def perceptron(units: int) -> ntkl.Posterior:
+    """One hidden layer at the best of twelve optima, for 25 points of as many steps of alternating signs."""
+    x = 4 * torch.rand(25, 1, generator=seeded(0), dtype=torch.float64) - 2
+    places = torch.linspace(-1, 1, units, dtype=torch.float64) if units > 1 else torch.zeros(1, dtype=torch.float64)
+    signs = (-1.0) ** torch.arange(units, dtype=torch.float64)
+    y = (1.5 * signs * torch.tanh(2 * (x - places))).sum(1, keepdim=True)
+    y = y + NOISE**0.5 * torch.randn(25, 1, generator=seeded(1), dtype=torch.float64)
     best: tuple[float, nn.Module] | None = None
-    for start in range(10):
+    for start in range(12):
         torch.manual_seed(start)
         network = nn.Sequential(nn.Linear(1, units), nn.Tanh(), nn.Linear(units, 1)).double()
         with torch.no_grad():
@@ -132,14 +135,14 @@ def perceptron(units: int, n: int) -> ntkl.Posterior:
     return ntkl.laplace(best[1], (x, y), ntkl.Gaussian(NOISE), ntkl.GaussianPrior(1.0), "full")
 
 
-def units(small: bool, n: int, temperatures: int, chains: int) -> dict[str, Any]:
+def units(small: bool, temperatures: int, chains: int) -> dict[str, Any]:
     """Three estimates of each network."""
     found = {}
     for count in (1,) if small else (1, 2, 3):
-        posterior = perceptron(count, n)
+        posterior = perceptron(count)
         options: dict[str, Any] = {"generator": seeded(count)}
         prior = posterior.annealed_evidence(temperatures, chains, "prior", **options)
-        near = posterior.annealed_evidence(temperatures, chains, **options)
+        near = posterior.annealed_evidence(temperatures // 4, chains // 2, **options)
         drawn = posterior.importance_evidence(2000 if small else 200_000, 1.5, **options)
         symmetry = prior.symmetry or 0.0
         found[str(count)] = {
@@ -194,7 +197,7 @@ def main() -> None:
                 for name, own in result["coverage"].items()]
         print("\ncoverage\n" + table(["estimate", *names], rows), flush=True)
     if "units" in parts:
-        result["units"] = units(small, *((25, 20, 32) if small else (100, options.temperatures, 128)))
+        result["units"] = units(small, *((20, 64) if small else (options.temperatures, 512)))
         rows = [[count, name, f"{own[name]['value']:.3f} ± {own[name]['error']:.2g}", f"{own[name]['khat']:.2f}",
                  f"{own['symmetry']:.3f}", f"{own[name]['from the prior' + chr(39) + 's']:+.3f}",
                  f"{own[name]['joint error']:.3f}"]
