@@ -143,7 +143,7 @@ def units(small: bool, temperatures: int, chains: int) -> dict[str, Any]:
         options: dict[str, Any] = {"generator": seeded(count)}
         prior = posterior.annealed_evidence(temperatures, chains, "prior", **options)
         near = posterior.annealed_evidence(temperatures // 4, chains // 2, **options)
-        drawn = posterior.importance_evidence(2000 if small else 200_000, 1.5, **options)
+        drawn = posterior.importance_evidence(2000 if small else 500_000, 2.0, **options)
         symmetry = prior.symmetry or 0.0
         found[str(count)] = {
             "Laplace": float(posterior.evidence()), "symmetry": symmetry,
