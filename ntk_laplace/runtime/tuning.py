@@ -116,6 +116,7 @@ PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra 
 MISSED = 1.25  # times the wished standard error of an evidence: beyond, a warning says that it was not reached
 VARIANCE_ERROR = 0.05  # expected relative error of a variance by draws, above which it is solved exactly
 
+PROGRESS_DELAY = 0.5  # seconds of a pass or of predictions after which a progress bar appears on a terminal
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error
 HALVINGS = 40  # halvings of a step in a line search; more raise an error

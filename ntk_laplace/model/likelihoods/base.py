@@ -189,6 +189,13 @@ class Likelihood(nn.Module):
         """R, the number of columns of `root`."""
         return num_outputs
 
+    def identified(self, num_outputs: int) -> Tensor | None:
+        """Orthonormal columns (C, m) that span the directions of f on which `log_prob` depends; None for all of them.
+
+        Expectations over f ignore the other directions.
+        """
+        return None
+
     # --- the response -----------------------------------------------------------------------------------
 
     def mean(self, f: Tensor) -> Tensor:
@@ -233,6 +240,11 @@ class Likelihood(nn.Module):
         `curvature`. See `ntk_laplace.model.expectations`.
         """
         return None
+
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """`curvature` averaged over equally likely samples of f (S, n, C), (n, C, C)."""
+        index = torch.arange(f.shape[1], device=f.device).repeat(len(f))
+        return self.at(index).curvature(f.flatten(0, 1), y[index]).unflatten(0, f.shape[:2]).mean(0)
 
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance), linearized through the link ([T20] 3.16)."""

@@ -79,6 +79,15 @@ class Categorical(Likelihood):
         """C - 1, because adding a constant to all logits changes nothing."""
         return num_outputs - 1
 
+    def identified(self, num_outputs: int) -> Tensor | None:
+        """All directions but the constant one: columns 2 to C of the reflection that maps the first axis to it."""
+        if type(self) is not Categorical:
+            return None  # a subclass may override the density
+        c = num_outputs
+        v = torch.full((c,), c**-0.5, dtype=torch.float64)
+        v[0] -= 1.0
+        return (torch.eye(c, dtype=torch.float64) - 2.0 * torch.outer(v, v) / v.square().sum())[:, 1:]
+
     def observed(self, y: Tensor) -> Tensor | None:
         """Mask of observed labels, (N,); None if all are observed."""
         there = is_observed(y)
@@ -115,6 +124,14 @@ class Categorical(Likelihood):
         """``(diag(p) - p pᵀ) / T²`` ([T20] Table 2.1), 0 where the label is missing, (N, C, C)."""
         hessian = self.response_covariance(f) / self._temperature(f) ** 2
         return hessian if y is None else hessian * label_mass(y, f).view(-1, 1, 1)
+
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """``(diag(E p) - E p pᵀ) / T²`` over samples of f (S, n, C), without a matrix for each of them, (n, C, C)."""
+        if type(self) is not Categorical:
+            return super().averaged_curvature(f, y)  # a subclass may override the curvature
+        p = torch.softmax(f / self._temperature(f), -1).transpose(0, 1)  # (n, S, C)
+        hessian = torch.diag_embed(p.mean(1)) - p.mT @ p / len(f)
+        return hessian / self._temperature(f) ** 2 * label_mass(y, f[0]).view(-1, 1, 1)
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """S (N, C, C-1) with ``S Sᵀ`` equal to `curvature`, by a Householder reflection of A = diag(√p) - p √pᵀ.

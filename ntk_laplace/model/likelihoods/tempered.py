@@ -132,6 +132,10 @@ class Tempered(Likelihood):
         """The likelihood's."""
         return self.likelihood.rank(num_outputs)
 
+    def identified(self, num_outputs: int) -> Tensor | None:
+        """The likelihood's."""
+        return self.likelihood.identified(num_outputs)
+
     # --- the response, delegated to the likelihood
 
     def mean(self, f: Tensor) -> Tensor:
@@ -173,6 +177,10 @@ class Tempered(Likelihood):
             return None
         log_prob, residual, curvature = found
         return self.weight * log_prob, self.weight * residual, self.weight * curvature
+
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """w times the likelihood's average."""
+        return self.weight * self.likelihood.averaged_curvature(f, y)
 
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance)."""
