@@ -19,6 +19,7 @@ from ntk_laplace.errors import (
     TargetError,
     TrainingInterrupted,
     UnsupportedError,
+    VariationalInterrupted,
 )
 from ntk_laplace.gp.ntk import empirical_ntk
 from ntk_laplace.jacobian import Jacobian
@@ -82,6 +83,8 @@ from ntk_laplace.training import (
     TrainingState,
     train_with_evidence,
 )
+from ntk_laplace.variational_inference.result import VariationalFit, VariationalHistory, VariationalStep
+from ntk_laplace.variational_inference.variational import variational
 
 __version__ = "0.1.0"
 
@@ -157,6 +160,10 @@ __all__ = [
     "TrainingInterrupted",
     "TrainingState",
     "UnsupportedError",
+    "VariationalFit",
+    "VariationalHistory",
+    "VariationalInterrupted",
+    "VariationalStep",
     "attribution",
     "compare_evidence",
     "compare_models",
@@ -171,4 +178,5 @@ __all__ = [
     "register_likelihood",
     "register_structure",
     "train_with_evidence",
+    "variational",
 ]

@@ -64,6 +64,15 @@ def test_the_benchmark_of_scale(tmp_path: Path) -> None:
         (float(row[2].split()[0]) for row in found["rank"]), reverse=True)
 
 
+def test_the_benchmark_of_variational_inference(tmp_path: Path) -> None:
+    """The parts at toy size; rows are kept, and each of the tables is printed."""
+    parts = ("step", "rows", "sites")
+    printed = run("benchmarks/variational.py", tmp_path, "--parts", ",".join(parts), "--repeats", "1")
+    found = figures(tmp_path / "variational.json")["parts"]
+    assert set(parts) == set(found) and all(f"\n{part}\n" in printed for part in parts)
+    assert [row[0] for row in found["rows"]] == sorted((row[0] for row in found["rows"]), key=int)
+
+
 def test_the_benchmark_of_a_device(tmp_path: Path) -> None:
     """Every part runs on the CPU; figures that another way gives too are the same."""
     printed = run("benchmarks/gpu.py", tmp_path, "--device", "cpu")
