@@ -39,6 +39,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.conformal import PredictionIntervals, PredictionSets
+from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationErrors, EvidenceEstimate
 from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
@@ -91,6 +92,8 @@ __all__ = [
     "EKFAC",
     "INF",
     "KFAC",
+    "AnnealedEvidence",
+    "ApproximationErrors",
     "Bernoulli",
     "Calibration",
     "Categorical",
@@ -103,6 +106,7 @@ __all__ = [
     "Evidence",
     "EvidenceBound",
     "EvidenceComparison",
+    "EvidenceEstimate",
     "EvidenceHistory",
     "EvidenceSchedule",
     "EvidenceTraining",

@@ -36,7 +36,7 @@ ORDER = [
     ["structures"],
     ["structures.evidence", "structures.what_if"],
     ["structures.bounds", "structures.elbo"],
-    ["posterior.explain", "posterior.hyperparameters", "posterior.scores"],
+    ["posterior.estimates", "posterior.explain", "posterior.hyperparameters", "posterior.scores"],
     ["posterior.calibrate", "posterior.conformal"],
     ["posterior"],
     ["posterior.fit", "gp.ntk"],

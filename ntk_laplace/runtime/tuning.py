@@ -75,6 +75,13 @@ KEPT_ROWS_BYTES = 512 * MIB  # rows of the training points that are kept between
 GP_ROWS_BYTES = 128 * MIB  # dense rows at a time in gradients of a GPyTorch kernel
 GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
 
+# --- evidence by sampling
+
+CHAIN_BYTES = 256 * MIB  # what autograd keeps of a pass at several weights, at a time
+GRAPH_FACTOR = 2  # bytes at the peak of a pass with its gradient, relative to what autograd keeps
+DENSE_METRIC = 2048  # parameters up to which a posterior precision is written out to precondition chains
+SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampled as f; more are sampled as weights
+
 # --- training to an optimum
 
 HELD_BYTES = 1024 * MIB  # inputs kept in memory between passes over the data
