@@ -19,6 +19,7 @@ from ntk_laplace.errors import (
     TargetError,
     TrainingInterrupted,
     UnsupportedError,
+    VariationalInterrupted,
 )
 from ntk_laplace.gp.ntk import empirical_ntk
 from ntk_laplace.jacobian import Jacobian
@@ -38,6 +39,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.conformal import PredictionIntervals, PredictionSets
+from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationErrors, EvidenceEstimate
 from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
 from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
@@ -81,6 +83,8 @@ from ntk_laplace.training import (
     TrainingState,
     train_with_evidence,
 )
+from ntk_laplace.variational_inference.result import VariationalFit, VariationalHistory, VariationalStep
+from ntk_laplace.variational_inference.variational import variational
 
 __version__ = "0.1.0"
 
@@ -88,6 +92,8 @@ __all__ = [
     "EKFAC",
     "INF",
     "KFAC",
+    "AnnealedEvidence",
+    "ApproximationErrors",
     "Bernoulli",
     "Calibration",
     "Categorical",
@@ -100,6 +106,7 @@ __all__ = [
     "Evidence",
     "EvidenceBound",
     "EvidenceComparison",
+    "EvidenceEstimate",
     "EvidenceHistory",
     "EvidenceSchedule",
     "EvidenceTraining",
@@ -153,6 +160,10 @@ __all__ = [
     "TrainingInterrupted",
     "TrainingState",
     "UnsupportedError",
+    "VariationalFit",
+    "VariationalHistory",
+    "VariationalInterrupted",
+    "VariationalStep",
     "attribution",
     "compare_evidence",
     "compare_models",
@@ -167,4 +178,5 @@ __all__ = [
     "register_likelihood",
     "register_structure",
     "train_with_evidence",
+    "variational",
 ]

@@ -41,6 +41,18 @@ def test_the_structured_benchmark(tmp_path: Path) -> None:
     assert "KFAC predictive of 100" in printed
 
 
+def test_the_benchmark_of_estimates(tmp_path: Path) -> None:
+    """A few data sets, one unit, four chains: what is exact is, and the table says what the figures do."""
+    printed = run("benchmarks/evidence_estimates.py", tmp_path)
+    found = figures(tmp_path / "evidence_estimates.json")
+    covered = found["coverage"]
+    assert covered["one temperature, conjugate"]["within"] == 1.0
+    assert covered["importance, network"]["within"] >= 0.75 and covered["importance, network"]["error"] < 0.05
+    assert found["units"]["1"]["symmetry"] == pytest.approx(math.log(2.0))
+    assert all(found["chains"][model]["ratio"] > 0 for model in ("nn", "glm"))
+    assert all(f"\n{part}\n" in printed for part in ("coverage", "units", "chains"))
+
+
 def test_the_benchmark_of_scale(tmp_path: Path) -> None:
     """The parts at toy size; what has an exact value beside it is near that."""
     parts = ("products", "spread", "rank")
@@ -50,6 +62,15 @@ def test_the_benchmark_of_scale(tmp_path: Path) -> None:
     assert all(abs(float(row[3])) < 0.05 * abs(float(row[4])) for row in found["spread"])
     assert [float(row[2].split()[0]) for row in found["rank"]] == sorted(
         (float(row[2].split()[0]) for row in found["rank"]), reverse=True)
+
+
+def test_the_benchmark_of_variational_inference(tmp_path: Path) -> None:
+    """The parts at toy size; rows are kept, and each of the tables is printed."""
+    parts = ("step", "rows", "sites")
+    printed = run("benchmarks/variational.py", tmp_path, "--parts", ",".join(parts), "--repeats", "1")
+    found = figures(tmp_path / "variational.json")["parts"]
+    assert set(parts) == set(found) and all(f"\n{part}\n" in printed for part in parts)
+    assert [row[0] for row in found["rows"]] == sorted((row[0] for row in found["rows"]), key=int)
 
 
 def test_the_benchmark_of_a_device(tmp_path: Path) -> None:

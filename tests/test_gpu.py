@@ -31,7 +31,7 @@ CUDA = pytest.param(
 CPU = pytest.param("cpu", id="cpu")
 DEVICES = [CPU, CUDA]
 ASKED = MORE | VERBS
-DRAWN = {"glm", "left out density"}
+DRAWN = {"glm", "left out density", "annealed"}
 """Verbs that average draws, of which each device has its own."""
 CLASSES = [name for name in NETWORKS if "categorical" in offered(name)]
 WORK = [pytest.param("deep_mlp", *CPU.values, id="deep_mlp-cpu")]

@@ -72,11 +72,14 @@ FIGURES = {
     "training_history": lambda: plotting.training_history(
         EvidenceHistory(["noise"], [1, 3], [-9.0, -5.0], [-9.5, -5.5], [[2.0], [1.0]], [8.0, 7.0, 6.0])
     ),
+    "variational_history": lambda: plotting.variational_history(ntkl.VariationalHistory(
+        [0.1, 0.1], [3.0, 1.0], [], [0, 2], [-9.0, -5.0], [0.1, 0.2], [-8.0, -4.0], [0.0, 0.0]
+    )),
     "learning_curve": lambda: plotting.learning_curve(LearningCurve(torch.linspace(-2, -1, 24).reshape(2, 12))),
     "removal_curves": lambda: plotting.removal_curves([0, 5, 10], {"ours": [0.1, 0.3, 0.6], "chance": [0.1, 0.1, 0.2]}),
 }
 UNTITLED = {"image_explanations", "explanation", "hyperparameter_history", "training_history", "learning_curve",
-            "removal_curves"}  # fmt: skip
+            "removal_curves", "variational_history"}  # fmt: skip
 
 
 def test_every_public_picture_is_drawn_here() -> None:

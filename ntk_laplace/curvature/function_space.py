@@ -17,6 +17,7 @@ from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import symmetric_eigenvalues
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_property
 from ntk_laplace.runtime.resources import require_memory
@@ -31,11 +32,13 @@ class FunctionSpacePrecision(PosteriorPrecision):
     ----------
     rows : Jacobian
         Rows of J at the training points, one cotangent per output.
-    root : Tensor, (N, C, R)
-        S with S Sᵀ = Λ.
+    root : Tensor, (N, C, R), optional
+        S with S Sᵀ = Λ; None if the rows are those of SᵀJ.
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
         The parameters, in order.
+    gram : Tensor, (N*R, N*R), optional
+        SᵀKS, if it is known: its lower triangle is overwritten.
 
     Attributes
     ----------
@@ -45,13 +48,20 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     reducer: Reducer = SingleProcess()
 
-    def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(
+        self, rows: Jacobian, root: Tensor | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
+        gram: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(prior, shapes, rows.f)
-        self.rows, self.root = rows, root
+        own = torch.eye(rows.num_cotangents).to(rows.f).expand(rows.num_examples, -1, -1)
+        self.rows, self.root = rows, own if root is None else root
         self.variances: Variances = read_once(prior_variances(prior, shapes))
         self._group_of = {name: prior.group_of(name) for name in shapes}
-        self.weighted = rows.weighted(root)
-        self.factor = self._factorized(self.variances)
+        self.weighted = rows if root is None else rows.weighted(root)
+        if gram is None:
+            self.factor = self._factorized(self.variances)
+        else:
+            self.factor = LowerTriangle.of(gram).add_to_diagonal_(1.0).cholesky_()
 
     def _factorized(self, variances: Variances) -> LowerTriangle:
         """L with B = I + SᵀKS = L Lᵀ; only the lower triangle is ever stored."""
@@ -134,7 +144,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; SᵀKS is recomputed, because the factor overwrote B."""
         if not self._lists_eigenvalues(len(self.factor)):
             return None
-        return torch.linalg.eigvalsh(gram(self.weighted, None, self.variances), UPLO="L")
+        return symmetric_eigenvalues(gram(self.weighted, None, self.variances))
 
     def log_det_at(self, factor: float) -> Tensor:
         """log det B with all prior precisions multiplied by a factor, from a second triangle."""
@@ -181,6 +191,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), diagonal blocks (n, C, C)."""
         blocks = diagonal_blocks(rows, self.variances)
         k, n = rows.num_cotangents, rows.num_examples
+        if not len(self.factor):
+            return blocks  # nothing is known: the prior's
         step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * rows.dtype.itemsize))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))

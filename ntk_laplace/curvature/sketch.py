@@ -14,6 +14,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.krylov import inner, low_rank
+from ntk_laplace.runtime.linalg import symmetric_eigen
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 
 __all__ = ["Curvature", "Sketch", "growing", "normal", "sketched"]
@@ -75,7 +76,7 @@ class Sketch:
     def at(self, curvature: Curvature) -> tuple[Sketch, LowRankPrecision]:
         """P0 + FᵀF at the present prior, and the sketch with its rows turned, whose factor is that of the precision."""
         scale = prior_deviation(curvature.prior, self.factor)
-        values, turn = torch.linalg.eigh(inner(self.factor, self.factor, scale.square()))
+        values, turn = symmetric_eigen(inner(self.factor, self.factor, scale.square()))
         mixing = None if self.mixing is None else turn.T @ self.mixing
         turned = replace(self, factor=turn.T @ self.factor, mixing=mixing)
         return turned, LowRankPrecision(turned.factor, values.clamp_min(0.0), curvature.prior, curvature.shapes)

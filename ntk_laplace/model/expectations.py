@@ -123,15 +123,21 @@ class Expectation:
         """
         n, c = mean.shape
         shifts, count = self._sizes()
-        base = SobolEngine(c, scramble=True, seed=self._seed).draw(count, dtype=torch.float64).to(mean.device)
+        basis = self.likelihood.identified(c)
+        if basis is None:
+            root = covariance_root(covariance)
+        else:
+            basis = basis.to(mean)
+            root = basis @ covariance_root(basis.mT @ covariance @ basis)
+        d = root.shape[2]
+        base = SobolEngine(d, scramble=True, seed=self._seed).draw(count, dtype=torch.float64).to(mean.device)
         generator = Generator().manual_seed(self._seed)
-        shift = torch.rand(shifts, n, c, generator=generator, dtype=torch.float64)
-        root = covariance_root(covariance)
+        shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64)
         rows = max(1, tuning.AVERAGED_OUTPUTS // (2 * shifts * count * c * each))
         for start in range(0, n, rows):
             part = slice(start, min(start + rows, n))
-            # (s, k, m, C): a random shift modulo 1 of a net is one as even as the net itself
-            uniform = (base.view(1, count, 1, c) + shift[:, part].unsqueeze(1).to(mean.device)).frac_()
+            # (s, k, m, d): a random shift modulo 1 of a net is one as even as the net itself
+            uniform = (base.view(1, count, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)).frac_()
             z = torch.special.ndtri(uniform.clamp_(2.0**-33, 1 - 2.0**-33)).to(mean).flatten(0, 1)
             e = torch.einsum("ncd,snd->snc", root[part], z)
             yield part, torch.cat([mean[part] + e, mean[part] - e])

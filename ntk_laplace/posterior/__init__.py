@@ -10,6 +10,7 @@ from ntk_laplace.posterior.compression import CompressionVerbs
 from ntk_laplace.posterior.coverage import CoverageVerbs
 from ntk_laplace.posterior.lower_bound import LowerBoundVerbs
 from ntk_laplace.posterior.retraining import RetrainingVerbs
+from ntk_laplace.posterior.sampled_evidence import SampledEvidenceVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
 from ntk_laplace.posterior.what_if import WhatIfVerbs
 
@@ -21,6 +22,7 @@ _Class = TypeVar("_Class", bound=type)
 _OF_LAPLACE = {
     "log_marginal_likelihood": "the evidence",
     "evidence": "the evidence",
+    "approximation_errors": "what Laplace's evidence hides",
     "evidence_bound": "a bound of the evidence by blocks",
     "evidence_curve": "the evidence over many precisions",
     "spectrum": "the eigenvalues of its curvature",
@@ -82,7 +84,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 @_outside_autocast
 @_require_laplace
 class Posterior(
-    SelectionVerbs, LowerBoundVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs
+    SelectionVerbs, LowerBoundVerbs, SampledEvidenceVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs
 ):  # fmt: skip
     """Laplace-GGN posterior of a trained network.
 
@@ -96,8 +98,8 @@ class Posterior(
     likelihood : Likelihood
     prior : GaussianPrior
     structure : str
-        "gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag", or one of your own; "gaussian" for one
-        that was found elsewhere.
+        "gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag", or one of your own; "gaussian" for a
+        Gaussian that was found elsewhere.
     predictive : Calibration or None
         The fitted calibration that `predict` uses.
     """

@@ -6,9 +6,13 @@ one matrix plus blocks on every device. The blocked algorithms are those of `low
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import NumericalError
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite, require_full_precision
 
 __all__ = [
@@ -22,6 +26,8 @@ __all__ = [
     "mirror_lower_",
     "solve_lower",
     "solve_spd",
+    "symmetric_eigen",
+    "symmetric_eigenvalues",
     "symmetric_root",
 ]
 
@@ -81,8 +87,12 @@ def cholesky_of(matrix: Tensor) -> Tensor:
     return factor
 
 
-def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> None:
-    """``matrix += rowsᵀ rows`` in the lower triangle (full diagonal blocks), at half the cost of the full product.
+def add_outer_lower_(
+    matrix: Tensor, rows: Tensor, block: int | None = None, *, scale: float = 1.0, keep: float = 1.0
+) -> None:
+    """``matrix ← keep matrix + scale rowsᵀ rows`` in the lower triangle, at half the cost of the full product.
+
+    Diagonal blocks are full. With `keep` 0 the matrix may be uninitialized.
 
     Parameters
     ----------
@@ -90,12 +100,14 @@ def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> 
     rows : Tensor, (m, n)
     block : int, optional
         Height of a panel; by default about n / 5, between 96 and 1024.
+    scale, keep : float
+        1 by default: the product is added.
     """
     n = matrix.shape[0]
     block = max(96, min(1024, round(n / 160) * 32)) if block is None else block  # multiples of 32 suit the kernels
     for start in range(0, n, block):
         stop = min(start + block, n)
-        matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
+        matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop], alpha=scale, beta=keep)
 
 
 def cholesky_log_det(factor: Tensor) -> Tensor:
@@ -140,8 +152,48 @@ def symmetric_root(matrix: Tensor) -> Tensor:
     Negative eigenvalues, which rounding causes, are set to zero; they are of the order of machine precision times the
     largest eigenvalue. A root needs no inverse, so no jitter is added.
     """
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = symmetric_eigen(matrix)
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+
+
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (..., n), ascending, and eigenvectors (..., n, n) of symmetric matrices; lower triangles are read.
+
+    Raises
+    ------
+    NumericalError
+        If they are not finite.
+    """
+
+    def decomposed(lower: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(lower, UPLO="L")
+        return values, vectors
+
+    return _finite(matrix, decomposed)
+
+
+def symmetric_eigenvalues(matrix: Tensor) -> Tensor:
+    """The eigenvalues of `symmetric_eigen` alone, which are cheaper than both."""
+    return _finite(matrix, lambda lower: (torch.linalg.eigvalsh(lower, UPLO="L"),))[0]
+
+
+_Parts = TypeVar("_Parts", bound=tuple[Tensor, ...])
+
+
+def _finite(matrix: Tensor, decompose: Callable[[Tensor], _Parts]) -> _Parts:
+    """The parts of a decomposition, eigenvalues first, in double precision where single precision fails.
+
+    The divide-and-conquer routine of some LAPACK builds returns NaN for finite float32 matrices of low rank.
+    """
+    found = decompose(matrix)
+    if found[0].isfinite().all():
+        return found
+    if matrix.dtype == torch.float32:
+        again = decompose(matrix.double())
+        if again[0].isfinite().all():
+            return type(found)(part.to(matrix) for part in again)
+    raise NumericalError("a symmetric matrix with finite eigenvalues", "NaN or infinite ones",
+                         "Check inputs, targets and weights for values that are not finite, or are very large.")
 
 
 def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | None:

@@ -43,6 +43,8 @@ LARGEST_SHARED_PRODUCT = 1024  # columns of a product that a bias's block and a 
 COVARIANCE_BYTES = 192 * MIB  # cross-covariances with the training points at a time
 FULL_ROWS_BYTES = 256 * MIB  # dense rows at a time, structure "full"
 HESSIAN_EXAMPLES = 4096  # examples whose output Hessians are compared at a time
+BLOCK_REFRESH = 0.05  # steps of variational inference, in units of step size, between two eigendecompositions
+BLOCK_CHANGE = 0.05  # relative change of a block's trace, after which it is decomposed anew before that
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 # --- linear algebra
@@ -72,6 +74,13 @@ DRAWN_NUMBERS = 2**25  # random numbers at a time, leave-one-out
 KEPT_ROWS_BYTES = 512 * MIB  # rows of the training points that are kept between passes, leave-one-out of some
 GP_ROWS_BYTES = 128 * MIB  # dense rows at a time in gradients of a GPyTorch kernel
 GP_CACHED_INPUTS = 4  # training and test inputs of two cross-validation folds
+
+# --- evidence by sampling
+
+CHAIN_BYTES = 256 * MIB  # what autograd keeps of a pass at several weights, at a time
+GRAPH_FACTOR = 2  # bytes at the peak of a pass with its gradient, relative to what autograd keeps
+DENSE_METRIC = 2048  # parameters up to which a posterior precision is written out to precondition chains
+SLICED_OUTPUTS = 20_000  # outputs N C up to which the linearized model is sampled as f; more are sampled as weights
 
 # --- training to an optimum
 

@@ -93,6 +93,7 @@ MORE: dict[str, Verb] = {
     "merged": lambda p, x, y: p.merge(copy.deepcopy(p)).log_det(),
     "criteria": lambda p, x, y: p.aic() + p.bic(),
     "draws": lambda p, x, y: shape_of_draws(p, x),
+    "annealed": lambda p, x, y: p.annealed_evidence(50, 60, model="glm").value,
     "float32": lambda p, x, y: there_and_back(p),
 }
 """The others, for a real device."""

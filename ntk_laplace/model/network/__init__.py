@@ -7,6 +7,15 @@ from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.choice import ParameterChoice
 from ntk_laplace.model.network.copying import require_module
 from ntk_laplace.model.network.frozen import Network, preserved_rng
+from ntk_laplace.model.network.many import ManyWeights
 from ntk_laplace.model.network.precision import outside_autocast
 
-__all__ = ["Caller", "Network", "ParameterChoice", "outside_autocast", "preserved_rng", "require_module"]
+__all__ = [
+    "Caller",
+    "ManyWeights",
+    "Network",
+    "ParameterChoice",
+    "outside_autocast",
+    "preserved_rng",
+    "require_module",
+]

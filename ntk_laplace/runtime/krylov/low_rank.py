@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import symmetric_eigen
 
 __all__ = ["LowRank", "inner", "low_rank", "turned_"]
 
@@ -50,7 +51,7 @@ def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor, scale: Tensor)
     kept = values > 8.0 * len(values) * torch.finfo(tests.dtype).eps
     root = (units.unsqueeze(1) * vectors[:, kept] * values[kept].rsqrt()).to(tests)
     factor = turned_(root, factor)
-    values, turn = torch.linalg.eigh(inner(factor, factor, scale.square()))
+    values, turn = symmetric_eigen(inner(factor, factor, scale.square()))
     clear = values > len(values) * torch.finfo(tests.dtype).eps * values[-1:].clamp_min(0.0)
     values, turn = values[clear], turn[:, clear]
     return LowRank(values, turned_(turn, factor), (root @ turn).T)

@@ -16,7 +16,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.scores import require_beginning
 from ntk_laplace.tools.comparison.priors import PriorCheck, check_prior
-from ntk_laplace.tools.comparison.ranking import BOUNDS, CRITERIA, ModelComparison, ModelScores
+from ntk_laplace.tools.comparison.ranking import BOUNDS, CRITERIA, SAMPLED, ModelComparison, ModelScores
 
 __all__ = ["compare_models"]
 
@@ -54,8 +54,9 @@ def compare_models(
         Method of `predict` for the test data.
     scores : sequence of str
         Which columns: "evidence", "conditional", "loo", "bic", "aic", all of them by default; and "elbo" and "elbo_nn",
-        the evidence lower bounds of `Posterior.elbo`, which every Gaussian has. A posterior that is no Laplace
-        approximation has no evidence, conditional evidence and leave-one-out.
+        the evidence lower bounds of `Posterior.elbo`, and "importance", the network's evidence of
+        `Posterior.importance_evidence` (marked * if it is not to be trusted), which every Gaussian has. A posterior
+        that is no Laplace approximation has no evidence, conditional evidence and leave-one-out.
 
     Returns
     -------
@@ -68,7 +69,7 @@ def compare_models(
     UnsupportedError
         If the likelihoods cannot be compared, or a method or a score is unknown.
     """
-    known = (*CRITERIA, *BOUNDS)
+    known = (*CRITERIA, *BOUNDS, SAMPLED)
     if isinstance(scores, str) or not all(score in known for score in scores):
         raise UnsupportedError(f"scores= among {', '.join(known)}", repr(scores), "Pass some of them, in a list.")
     named = _named(models)
@@ -187,13 +188,16 @@ def _row(
     for score in BOUNDS.keys() & set(scores):
         bound = posterior.elbo(BOUNDS[score])
         bounds |= {score: float(bound), f"{score}_error": bound.standard_error}
+    drawn = posterior.importance_evidence() if SAMPLED in scores else None
+    if drawn is not None:
+        bounds |= {"importance": drawn.value, "importance_error": drawn.standard_error}
     return ModelScores(
         name=name, structure=posterior.structure, parameters=posterior.num_parameters,
         effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
         bic=float(posterior.bic()) if "bic" in scores else None,
         aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
         narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
-        evidence_error=error, **bounds, **tested,
+        evidence_error=error, importance_trusted=None if drawn is None else drawn.trusted, **bounds, **tested,
     )  # fmt: skip
 
 

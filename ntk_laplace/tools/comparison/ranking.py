@@ -14,17 +14,21 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["BOUNDS", "CRITERIA", "ModelComparison", "ModelScores"]
+__all__ = ["BOUNDS", "CRITERIA", "SAMPLED", "ModelComparison", "ModelScores"]
 
 CRITERIA = ("evidence", "conditional", "loo", "bic", "aic")
 BOUNDS = {"elbo": "glm", "elbo_nn": "nn"}
 """Columns with a lower bound of the evidence, and the method of each."""
-_ERRORS = {name: f"{name}_error" for name in ("evidence", *BOUNDS)}
+SAMPLED = "importance"
+"""Column of the network's evidence by importance sampling."""
+_ERRORS = {name: f"{name}_error" for name in ("evidence", *BOUNDS, SAMPLED)}
+_TRUST = {"loo": "loo_trusted", SAMPLED: "importance_trusted"}
 LESS_IS_BETTER = ("test_brier", "test_ece", "test_rmse")
 _HEADINGS = {
     "parameters": ("P", "{:,}"), "effective_parameters": ("effective", "{:.1f}"), "evidence": ("evidence", "{:.2f}"),
     "conditional": ("conditional", "{:.2f}"), "loo": ("LOO", "{:.2f}"), "bic": ("BIC", "{:.1f}"),
     "aic": ("AIC", "{:.1f}"), "elbo": ("ELBO", "{:.2f}"), "elbo_nn": ("ELBO nn", "{:.2f}"),
+    "importance": ("importance", "{:.2f}"),
     "test_log_likelihood": ("test log lik.", "{:.4f}"),
     "test_accuracy": ("accuracy", "{:.4f}"), "test_rmse": ("RMSE", "{:.4f}"),
 }  # fmt: skip
@@ -32,6 +36,7 @@ _WORDS = {
     "evidence": "evidence, nats", "conditional": "conditional evidence, nats", "loo": "leave-one-out log density, nats",
     "bic": "BIC as a log score, nats", "aic": "AIC as a log score, nats",
     "elbo": "evidence lower bound, linearized model, nats", "elbo_nn": "evidence lower bound, network, nats",
+    "importance": "evidence by importance sampling, network, nats",
     "test_log_likelihood": "test log likelihood, nats per example", "test_accuracy": "test accuracy",
     "test_brier": "test Brier score", "test_ece": "test calibration error", "test_rmse": "test RMSE",
     "parameters": "parameters", "effective_parameters": "effective parameters",
@@ -74,6 +79,12 @@ class ModelScores:
         Evidence lower bounds of the linearized model and of the network, if asked for.
     elbo_error, elbo_nn_error : float
         Their standard errors.
+    importance : float or None
+        Evidence of the network by importance sampling, if asked for.
+    importance_error : float
+        Its standard error.
+    importance_trusted : bool or None
+        Whether it is to be trusted.
     test_log_likelihood : float or None
         In nats per test example; like all scores below None without test data.
     test_accuracy, test_brier, test_ece : float or None
@@ -102,6 +113,9 @@ class ModelScores:
     elbo_error: float = 0.0
     elbo_nn: float | None = None
     elbo_nn_error: float = 0.0
+    importance: float | None = None
+    importance_error: float = 0.0
+    importance_trusted: bool | None = None
     test_log_likelihood: float | None = None
     test_accuracy: float | None = None
     test_brier: float | None = None
@@ -209,8 +223,9 @@ class ModelComparison:
                 if name in _ERRORS:
                     errors = [getattr(row, _ERRORS[name]) for row in self.rows]
                     cells = [c + f" ± {error:.2g}" * bool(error) for c, error in zip(cells, errors, strict=True)]
-                if name == "loo":
-                    cells = [c + "*" * (row.loo_trusted is False) for c, row in zip(cells, self.rows, strict=True)]
+                if name in _TRUST:
+                    good = [getattr(row, _TRUST[name]) for row in self.rows]
+                    cells = [c + "*" * (trusted is False) for c, trusted in zip(cells, good, strict=True)]
                 columns.append([heading, *cells])
         lines = [head, "", *aligned(columns)]
         found = {name: rho for name, rho in self._correlations().items() if rho is not None}
@@ -240,7 +255,7 @@ class ModelComparison:
     def _correlations(self) -> dict[str, float | None]:
         """ρ of each criterion with the test log likelihood; None if it is undefined."""
         found: dict[str, float | None] = {}
-        for name in (*CRITERIA, *BOUNDS):
+        for name in (*CRITERIA, *BOUNDS, SAMPLED):
             columns = name, "test_log_likelihood"
             known = all(getattr(row, column) is not None for row in self.rows for column in columns)
             rho = self.spearman(name) if known else float("nan")

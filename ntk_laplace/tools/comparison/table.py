@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["EvidenceComparison", "StructureEvidence", "aligned"]
 
 
-_OPTIONAL = ("difference", "correction", "standard_error", "elbo", "elbo_error")
+_OPTIONAL = ("difference", "correction", "standard_error", "elbo", "elbo_error", "importance",
+             "importance_error")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class StructureEvidence:
         Of the evidence, if it is a stochastic estimate; 0 if it is not.
     elbo, elbo_error : float or None
         Evidence lower bound of the linearized model, if requested, and its standard error.
+    importance, importance_error : float or None
+        Evidence of the linearized model by importance sampling from this structure's Gaussian, if requested, and its
+        standard error; a note says where it is not to be trusted.
     note : str
         Empty, or "refused: ..." or "failed: ..." with the reason, or "note: ..." with warnings of the fit that no
         earlier row reports.
@@ -64,6 +68,8 @@ class StructureEvidence:
     standard_error: float | None = None
     elbo: float | None = None
     elbo_error: float | None = None
+    importance: float | None = None
+    importance_error: float | None = None
     note: str = ""
 
 
@@ -158,6 +164,7 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
         "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
         "log joint": ("log_joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
         "ELBO": ("elbo", "{:.3f}"), "ELBO ±": ("elbo_error", "{:.2g}"),
+        "importance": ("importance", "{:.3f}"), "imp. ±": ("importance_error", "{:.2g}"),
         "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
     }  # fmt: skip
     columns: list[list[str] | None] = []
@@ -169,7 +176,7 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
             cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
         if name == "difference":
             cells = ["exact" if row.structure == exact else cell for row, cell in zip(rows, cells, strict=True)]
-        if name in ("standard_error", "elbo_error"):
+        if name in ("standard_error", "elbo_error", "importance_error"):
             values = [value or None for value in values]  # not a column of zeros
             cells = ["" if value is None else form.format(value) for value in values]
         optional = name in _OPTIONAL and all(value is None for value in values)

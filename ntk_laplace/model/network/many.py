@@ -1,0 +1,108 @@
+"""A network at many values of its parameters at once: one forward pass for all of them, by `torch.func.vmap`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NTKLaplaceError, NTKLaplaceWarning
+from ntk_laplace.model.data import Inputs, num_examples, take
+from ntk_laplace.model.network.frozen import Network
+from ntk_laplace.runtime import tuning
+
+__all__ = ["ManyWeights"]
+
+
+class ManyWeights:
+    """Outputs of a network at many values of its chosen parameters, differentiable in these.
+
+    A network that `torch.func.vmap` does not take, or whose outputs it changes, is evaluated at one value after the
+    other, with a warning.
+
+    Parameters
+    ----------
+    network : Network
+    x : Inputs
+        Inputs of the network, of n examples.
+
+    Attributes
+    ----------
+    batched : bool
+        Whether all values share a forward pass.
+    """
+
+    def __init__(self, network: Network, x: Inputs) -> None:
+        self.network = network
+        self.batched = self._is_batched(take(x, slice(0, 2)))
+
+    def __call__(self, thetas: Tensor, x: Inputs) -> Tensor:
+        """Outputs (S, n, C) at values (S, P) and inputs of n examples; they may be infinite or NaN."""
+        thetas = thetas.to(self.network.dtype)
+        with self.network.arithmetic():
+            if self.batched:
+                return torch.func.vmap(lambda theta: self._one(theta, x))(thetas)
+            return torch.stack([self._one(theta, x) for theta in thetas])
+
+    def _one(self, theta: Tensor, x: Inputs) -> Tensor:
+        values = {f"module.{name}": value for name, value in self.network.unflatten(theta).items()}
+        found = torch.func.functional_call(self.network.caller, values, (x,))
+        return found.unsqueeze(1) if found.ndim == 1 else found
+
+    def _is_batched(self, x: Inputs) -> bool:
+        theta = self.network.theta
+        thetas = torch.stack([theta, theta * 1.001]).requires_grad_()
+        self.batched = True
+        try:
+            with warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")  # of a vmap without a rule for an operation, which is slow and right
+                found = self(thetas, x)
+                torch.autograd.grad(found.sum(), thetas)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, NTKLaplaceError) as error:
+            return self._alone(f"an error, {type(error).__name__}: {str(error).strip().splitlines()[0]}")
+        self.batched = False
+        with torch.no_grad():
+            alone = self(thetas, x)
+        scale = float(alone.abs().max()) or 1.0
+        gap = float((found.detach() - alone).abs().max())
+        good = gap <= 1e3 * torch.finfo(self.network.precision).eps * scale
+        return good or self._alone(f"outputs that differ by {gap:.2g}")
+
+    @staticmethod
+    def _alone(got: str) -> bool:
+        warnings.warn(f"torch.func.vmap does not evaluate this network at several weights at once ({got}): each is "
+                      "evaluated alone, which is slower", NTKLaplaceWarning, stacklevel=9)
+        return False
+
+    def saved_bytes(self, x: Inputs) -> int:
+        """Predicted bytes that autograd keeps at `x` for one value of the parameters, from two small batches."""
+        few = [take(x, slice(0, count)) for count in (1, 2)]
+        sizes = [self._kept(part) for part in few]
+        n = num_examples(x)
+        return sizes[0] if n == 1 else max(sizes[0], sizes[0] + (n - 1) * (sizes[1] - sizes[0]))
+
+    def _kept(self, x: Inputs) -> int:
+        seen: dict[tuple[int, int], int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            seen[tensor.data_ptr(), tensor.numel()] = tensor.nbytes
+            return tensor
+
+        theta = self.network.theta.requires_grad_()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, _same):
+            found = self._one(theta, x)
+        return sum(seen.values()) + found.nbytes
+
+    def at_once(self, x: Inputs, budget: int) -> tuple[int, int]:
+        """How many values of the parameters, and how many examples, one pass with its graph may take."""
+        n = num_examples(x)
+        whole = self.saved_bytes(x) * tuning.GRAPH_FACTOR
+        if whole <= budget:
+            return max(1, budget // max(1, whole)), n
+        return 1, max(1, n * budget // whole)
+
+
+def _same(tensor: Any) -> Any:
+    return tensor

@@ -1,0 +1,59 @@
+"""Importance sampling of an evidence from the posterior's Gaussian ([L22] Eq. 12, 13)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from ntk_laplace.model.data import InputData
+from ntk_laplace.posterior.estimates.gaussians import posterior_gaussian, prior_gaussian
+from ntk_laplace.posterior.estimates.joint import likelihood_of
+from ntk_laplace.posterior.estimates.result import EvidenceEstimate, summary
+from ntk_laplace.posterior.estimates.symmetry import log_symmetries
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.structures import FittedModel
+
+__all__ = ["center", "importance_evidence"]
+
+
+def importance_evidence(
+    fitted: FittedModel, samples: int, inflation: float, model: str, x: InputData | None, generator: Generator
+) -> EvidenceEstimate:
+    """log (1/S) Σ p(D, θ_s)/q(θ_s) for θ_s ~ q = N(m, c H⁻¹).
+
+    Parameters
+    ----------
+    fitted : FittedModel
+    samples : int
+        S.
+    inflation : float
+        c.
+    model : str
+        "nn" or "glm".
+    x : optional
+        The training inputs, if the structure does not keep the data and the model is "nn".
+    generator : torch.Generator
+    """
+    chunk = max(1, min(samples, tuning.WEIGHT_SAMPLE_BYTES // (fitted.theta.numel() * fitted.theta.element_size())))
+    chunk = max(1, min(chunk, tuning.SAMPLED_OUTPUTS // fitted.points.f.numel()))
+    likelihood, prior = likelihood_of(fitted, model, x, chunk), prior_gaussian(fitted)
+    proposal = posterior_gaussian(fitted, center(fitted, model), inflation)
+    sizes = [min(chunk, samples - start) for start in range(0, samples, chunk)]
+    parts: list[Tensor] = []
+    for size in track(sizes, "ntk_laplace: importance samples", samples, fitted.settings.progress, lambda size: size):
+        thetas = proposal.draws(size, generator)
+        parts.append(likelihood.values(thetas) + prior.log_density(thetas) - proposal.log_density(thetas))
+    found = summary(torch.cat(parts), 0.5 * proposal.log_det_error)
+    return EvidenceEstimate(**found, model=model, symmetry=log_symmetries(fitted.network, fitted.prior))
+
+
+def center(fitted: FittedModel, model: str) -> Tensor:
+    """Mean of the posterior's Gaussian, (P,): the weights, or one Newton step further for the linearized model.
+
+    The step reaches the optimum of a Gaussian likelihood. Where the network is trained to its optimum it is zero. A
+    Gaussian that was found elsewhere keeps its mean.
+    """
+    if model == "nn" or not fitted.structure.spec.laplace:
+        return fitted.theta
+    return fitted.theta - fitted.precision.solve(fitted.joint_gradient())
