@@ -219,6 +219,32 @@ def test_function_space_is_weight_space(prior: str, start: float | None, samples
 
 
 @pytest.mark.slow
+class _Subclass(ntkl.Categorical):
+    """Its Λ has a root of C - 1 columns, and no directions of f are known to be without effect."""
+
+
+@pytest.mark.parametrize("likelihood", [ntkl.Categorical(), ntkl.Tempered(ntkl.Categorical(), 0.5), _Subclass()],
+                         ids=["categorical", "tempered", "subclass"])  # fmt: skip
+def test_averaged_curvatures_join_the_rows_of_a_posterior(likelihood: ntkl.Likelihood) -> None:
+    """LGVA from Laplace's rows, and VOGGN from LGVA's: the roots of Λ and of an average may differ in columns."""
+    case, found = problem("layer_twice"), []
+    data = case.x, targets(LIKELIHOODS["categorical"], case)
+    for structure in ("full", "gp"):
+        given = {"structure": structure, "step_size": 0.3, "steps": 2, "elbo_every": 0}
+        laplace = ntkl.laplace(case.network, data, likelihood, PRIORS["layer"].build(case), structure)
+        prior = PRIORS["layer"].build(case)
+        averaged = ntkl.variational(case.network, data, likelihood, prior, algorithm="lgva", start=laplace, **given)
+        sampled = ntkl.variational(case.network, data, likelihood, prior, algorithm="voggn", start=averaged.posterior,
+                                   **given | {"step_size": 1e-3})  # fmt: skip
+        ones = torch.ones_like(laplace.fitted.theta)
+        found.append([(fit.posterior.fitted.theta, fit.posterior.posterior_precision.solve(ones))
+                      for fit in (averaged, sampled)])  # fmt: skip
+    (dense_mean, dense_solved), (rows_mean, rows_solved) = found[0][0], found[1][0]
+    assert relative_error(rows_mean, dense_mean) < 1e-9 and relative_error(rows_solved, dense_solved) < 1e-9
+    # the same q draws other numbers from rows: equal up to the noise of small steps
+    assert relative_error(found[1][1][1], found[0][1][1]) < 0.05
+
+
 @torch.no_grad()
 def test_dropped_rows_are_bounded() -> None:
     """‖P0^-½ ΔH P0^-½‖ is at most the stated bound, and that at most the tolerance times the largest Ĝ."""
@@ -463,6 +489,29 @@ def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> No
         fit_sine(settings=ntkl.Settings(resume={"other": 1}))
 
 
+def test_a_converged_run_is_not_continued(tmp_path: Any) -> None:
+    given = {"algorithm": "oggn", "start": "map", "tolerance": 1e-4, "steps": 50}
+    whole = fit_sine(**given, settings=ntkl.Settings(checkpoint=tmp_path / "state"))
+    again = fit_sine(**given, settings=ntkl.Settings(resume=tmp_path / "state"))
+    assert len(whole.history) < 50 and again.history == whole.history and again.stopped == whole.stopped
+    assert torch.equal(again.posterior.network.theta, whole.posterior.network.theta)
+    further = fit_sine(**given | {"tolerance": 1e-30}, settings=ntkl.Settings(resume=tmp_path / "state"))
+    assert len(further.history) == 50
+
+
+def test_resuming_another_tempering_is_refused(tmp_path: Any) -> None:
+    network, (x, y) = sine()
+    given = {"start": 10.0, "steps": 2, "elbo_every": 0}
+    for weight, settings in ((0.5, ntkl.Settings(checkpoint=tmp_path / "state")),
+                             (0.25, ntkl.Settings(resume=tmp_path / "state"))):  # fmt: skip
+        likelihood = ntkl.Tempered(ntkl.Gaussian(0.1), weight)
+        if weight == 0.5:
+            ntkl.variational(network, (x, y), likelihood, settings=settings, **given)
+            continue
+        with pytest.raises(ntkl.UnsupportedError, match="likelihood of the interrupted run"):
+            ntkl.variational(network, (x, y), likelihood, settings=settings, **given)
+
+
 def _every_step() -> Any:
     """Snapshots after every step."""
     from unittest import mock
@@ -498,6 +547,10 @@ def _every_step() -> Any:
     ({"algorithm": "lgva", "expectations": "both"}, ntkl.UnsupportedError, "outputs"),
     ({"relinearize": False}, ntkl.UnsupportedError, "relinearize"),
     ({"callbacks": [3]}, ntkl.UnsupportedError, "callbacks"),
+    ({"callbacks": 3}, ntkl.UnsupportedError, "callbacks"),
+    ({"callbacks": None}, ntkl.UnsupportedError, "callbacks"),
+    ({"seed": 2**70}, ntkl.HyperparameterError, r"seed below 2\*\*63"),
+    ({"algorithm": "oggn", "samples": 4}, ntkl.UnsupportedError, "4 with algorithm"),
     ({"settings": ntkl.Settings(memory_budget=1000)}, ntkl.MemoryBudgetError, "copy to resume from"),
     ({"structure": "gp", "settings": ntkl.Settings(memory_budget=1000)}, ntkl.MemoryBudgetError, "row_tolerance"),
 ], ids=str)  # fmt: skip
@@ -524,6 +577,14 @@ def test_odd_samples_are_told() -> None:
         warnings.simplefilter("error")
         fit_sine(samples=4, steps=1)
         fit_sine(algorithm="oggn", start="map", steps=1)
+
+
+def test_targets_are_refused_before_a_step() -> None:
+    """Not as a step that diverged."""
+    network, (x, y) = sine()
+    for start in (10.0, "map"):
+        with pytest.raises(ntkl.NonFiniteError, match="missing targets"):
+            ntkl.variational(network, (x, y * math.nan), ntkl.Gaussian(0.1), start=start, steps=2, elbo_every=0)
 
 
 def test_likelihoods_that_are_not_concave() -> None:
