@@ -411,6 +411,26 @@ def test_linearized_once(structure: str) -> None:
 
 
 @pytest.mark.parametrize("structure", ["full", "gp", "kfac"])
+def test_a_start_of_another_prior_has_its_own_precision(structure: str) -> None:
+    """H of the start contains the prior that it was fitted with."""
+    network, data = sine()
+    laplace = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(7.0), structure)
+    model = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(2.0), structure).fitted.model
+    examples = Examples(model, Batches(data, None, model.network.device, model.network.input_dtype), None)
+    state = SPACES["gp" if structure == "gp" else "full"].of(model, examples, laplace.fitted)
+    assert relative_error(dense(state.precision), dense(laplace.posterior_precision)) < 1e-9
+
+
+def test_a_posterior_in_single_precision_is_a_start() -> None:
+    network, data = sine()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        laplace = ntkl.laplace(network, data, ntkl.Gaussian(0.1), structure="gp", dtype=dtype)
+        found.append(fit_sine(structure="gp", start=laplace, steps=2).posterior.latent_moments(data[0])[1])
+    assert all(one.dtype == torch.float64 for one in found) and relative_error(*found) < 1e-3
+
+
+@pytest.mark.parametrize("structure", ["full", "gp", "kfac"])
 def test_a_posterior_is_a_start(structure: str) -> None:
     """Its mean, and its H: of a Laplace posterior and, where H is that of any Gaussian, of an earlier run."""
     network, data = sine()
@@ -455,6 +475,28 @@ def test_inplace_moves_the_network() -> None:
     fit = ntkl.variational(network, data, ntkl.Gaussian(0.1), start=10.0, steps=2, elbo_every=0, inplace=True)
     flat = torch.cat([p.detach().flatten() for p in network.parameters()])
     assert torch.equal(flat, fit.posterior.network.theta)
+
+
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_saved_and_moved(structure: str, tmp_path: Any) -> None:
+    """The file has no weights: the network that was moved to μ has."""
+    network, (x, y) = sine()
+    given = {"structure": structure, "start": 10.0, "steps": 3, "elbo_every": 0, "step_size": 0.1}
+    posterior = ntkl.variational(network, (x, y), ntkl.Gaussian(0.1), **given, inplace=True).posterior
+    wanted, whole = posterior.latent_moments(x)[1], posterior.elbo().value
+    posterior.save(tmp_path / "q")
+    loaded = ntkl.load(tmp_path / "q", network, (x, y))
+    assert relative_error(loaded.latent_moments(x)[1], wanted) < 1e-12
+    assert float(loaded.elbo()) == pytest.approx(float(whole), rel=1e-12)
+    assert relative_error(posterior.to(dtype=torch.float32).latent_moments(x)[1].double(), wanted) < 1e-4
+    rows = ntkl.variational(*sine(), ntkl.Gaussian(0.1), **given | {"structure": "gp"}).posterior
+    with pytest.raises(ntkl.UnsupportedError, match="FunctionSpacePrecision.*checkpoint"):
+        rows.save(tmp_path / "rows", include_data=True)
+
+
+def test_an_average_that_never_began_is_told() -> None:
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="nothing was averaged"):
+        fit_sine(average=True, callbacks=lambda step: step.stop())
 
 
 @pytest.mark.parametrize("arguments", [

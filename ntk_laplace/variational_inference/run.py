@@ -136,6 +136,9 @@ class Run:
                 if self.stopped:
                     break
             self.stopped = self.stopped or "all were asked for"
+            if self._sum is not None and not self._summed:
+                warnings.warn("the run ended before its second half: nothing was averaged, and the mean is that of the "
+                              "last step; pass fewer steps=", NTKLaplaceWarning, stacklevel=4)
             save(lambda: self._snapshot() | {"stopped": ""}, now=True)
             if self._every and self.history.steps[-1] != len(self.history):
                 self._evaluate()

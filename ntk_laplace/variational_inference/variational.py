@@ -103,7 +103,7 @@ def variational(
         posterior.
     start : str, Posterior or float
         "map": the optimum of the log joint from the network's weights, by L-BFGS, with Laplace's H. A posterior of this
-        network: its mean and precision. A number λ: the network's weights with H = λI (10 is [T20]'s Σ = 0.1 I).
+        network: its mean and precision; in blocks, a Laplace posterior of the same structure. A number λ: the network's weights with H = λI (10 is [T20]'s Σ = 0.1 I).
     samples : int, optional
         S, weight samples per step, in pairs μ ± e: 2 by default. An odd number leaves one without a partner, so that μ
         keeps a noise at constant step sizes; a warning says how large. For "lgva" over outputs, the points of f for
@@ -260,8 +260,9 @@ def _anchored(
                                "relinearize=False", f"{type(method).__name__}, structure={form.spec.name!r}, "
                                f"{examples.per_step:,} examples a step", "Leave relinearize= out.")
     if isinstance(start, Posterior) and not (start.fitted.exact and start.fitted.model.displacement is None):
+        at = "" if start.fitted.model.displacement is None else ", at other weights than its network's"
         raise UnsupportedError("an exact Laplace posterior as the start of relinearize=False",
-                               f"structure={start.structure!r}", 'Pass start="map", or a precision.')
+                               f"structure={start.structure!r}{at}", 'Pass start="map", or a precision.')
     theta = start.fitted.theta if isinstance(start, Posterior) else model.network.theta
     if start is None:
         fitted = optimum(model, batches, form.spec)
