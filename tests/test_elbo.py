@@ -456,7 +456,7 @@ def test_error_of_an_estimate_beside_another_prior_is_a_bound() -> None:
     found = given.posterior_precision
     largest = 2.0 / float(precision.prior_precision[0])
     assert precision.effective_error > 0
-    assert found.effective_error == pytest.approx(largest * precision.effective_error, rel=1e-9)
+    assert found.effective_error == pytest.approx(largest * precision.effective_error, rel=1e-6)
 
 
 def test_results_print_their_terms() -> None:
