@@ -103,7 +103,8 @@ def variational(
         posterior.
     start : str, Posterior or float
         "map": the optimum of the log joint from the network's weights, by L-BFGS, with Laplace's H. A posterior of this
-        network: its mean and precision; in blocks, a Laplace posterior of the same structure. A number λ: the network's weights with H = λI (10 is [T20]'s Σ = 0.1 I).
+        network: its mean and precision; in blocks, a Laplace posterior of the same structure. A number λ:
+        the network's weights with H = λI (10 is [T20]'s Σ = 0.1 I).
     samples : int, optional
         S, weight samples per step, in pairs μ ± e: 2 by default. An odd number leaves one without a partner, so that μ
         keeps a noise at constant step sizes; a warning says how large. For "lgva" over outputs, the points of f for
