@@ -367,7 +367,7 @@ def test_ends_in_a_posterior(network: str, likelihood: str, structure: str) -> N
     frame = history.to_dataframe()
     assert frame["step"].tolist() == [0, 1, 2, 3] and frame["elbo_nn"].notna().tolist() == [True, False, True, True]
     assert len(history.plot().axes) == 2
-    assert "3 steps" in str(fit)
+    assert "3 steps" in str(fit) and "natural_gradient" not in repr(fit)
 
 
 @pytest.mark.slow
