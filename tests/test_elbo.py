@@ -433,6 +433,32 @@ def test_bound_refuses_bad_input() -> None:
         small.elbo()
 
 
+def test_error_of_an_estimated_divergence_is_part_of_the_bounds() -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, ntkl.Iterative(rank=4, probes=4))
+    kl, bound = posterior.kl(), posterior.elbo()
+    values = Expectation(posterior.likelihood, 1000).log_prob(
+        posterior.fitted.points.f, posterior.latent_moments(x)[1], posterior.fitted.points.targets)[1]  # fmt: skip
+    assert kl.standard_error > 0
+    sampled = float(values.square().sum().sqrt())
+    assert bound.standard_error == pytest.approx((sampled**2 + kl.standard_error**2) ** 0.5, rel=1e-3)
+
+
+def test_error_of_an_estimate_beside_another_prior_is_a_bound() -> None:
+    """The error of Σ_g δ_g tr_g(H⁻¹) is at most that of the estimate times the largest ratio of the priors."""
+    model, x, y, prior = problem()
+    precision = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior,
+                             ntkl.Iterative(rank=4, probes=4)).posterior_precision  # fmt: skip
+    other = ntkl.GaussianPrior(1.0, groups="layer")
+    given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), other, precision=precision)
+    with torch.no_grad():
+        given.prior.log_precision.copy_(torch.tensor([2.0, 0.5]).log())
+    found = given.posterior_precision
+    largest = 2.0 / float(precision.prior_precision[0])
+    assert precision.effective_error > 0
+    assert found.effective_error == pytest.approx(largest * precision.effective_error, rel=1e-6)
+
+
 def test_results_print_their_terms() -> None:
     model, x, y, prior = problem()
     posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
@@ -618,6 +644,8 @@ def test_bad_precisions() -> None:
         (torch.cat([torch.ones(42), -torch.ones(1)]), error, ("positive finite", "-1 at entry 42", "variances")),
         (nan, error, ("positive finite", "nan", "variances")),
         (wrong, error, ("symmetric", "0.5", "rounding")),
+        (eye.to_sparse(), error, ("dense", "sparse", "to_dense")),
+        (torch.ones(43, device="meta"), error, ("dense", "meta", "to_dense")),
         (eye * torch.nan, error, ("finite numbers", "NaN", "Check")),
         (-eye, ntkl.NumericalError, ("positive definite", "Cholesky", "inverse of a covariance")),
         ({k: v for k, v in mapping.items() if k != "0.bias"}, error, ("0.weight", "none for 0.bias", "Name")),

@@ -473,6 +473,13 @@ def test_resumed_runs_are_bit_identical(options: dict[str, object]) -> None:
         with pytest.raises(ntkl.VariationalInterrupted) as caught:
             run(stop=5)
     rest = run(ntkl.Settings(resume=caught.value.state))
+    if "relinearize" in options:  # the state is that of one linearization, from one start
+        for structure in ("gp", "full"):
+            given |= {"structure": structure, "start": "map"}
+            with pytest.raises(ntkl.UnsupportedError, match="structure" if structure == "full" else "linearized at"):
+                run(ntkl.Settings(resume=caught.value.state))
+        given |= {"structure": "gp", "start": 9.0}  # takes the place of any other number
+        rest = run(ntkl.Settings(resume=caught.value.state))
     assert torch.equal(rest.posterior.fitted.theta, whole.posterior.fitted.theta)
     assert rest.history.natural_gradient == whole.history.natural_gradient
     ones = torch.ones_like(whole.posterior.fitted.theta)

@@ -219,6 +219,32 @@ def test_function_space_is_weight_space(prior: str, start: float | None, samples
 
 
 @pytest.mark.slow
+class _Subclass(ntkl.Categorical):
+    """Its Λ has a root of C - 1 columns, and no directions of f are known to be without effect."""
+
+
+@pytest.mark.parametrize("likelihood", [ntkl.Categorical(), ntkl.Tempered(ntkl.Categorical(), 0.5), _Subclass()],
+                         ids=["categorical", "tempered", "subclass"])  # fmt: skip
+def test_averaged_curvatures_join_the_rows_of_a_posterior(likelihood: ntkl.Likelihood) -> None:
+    """LGVA from Laplace's rows, and VOGGN from LGVA's: the roots of Λ and of an average may differ in columns."""
+    case, found = problem("layer_twice"), []
+    data = case.x, targets(LIKELIHOODS["categorical"], case)
+    for structure in ("full", "gp"):
+        given = {"structure": structure, "step_size": 0.3, "steps": 2, "elbo_every": 0}
+        laplace = ntkl.laplace(case.network, data, likelihood, PRIORS["layer"].build(case), structure)
+        prior = PRIORS["layer"].build(case)
+        averaged = ntkl.variational(case.network, data, likelihood, prior, algorithm="lgva", start=laplace, **given)
+        sampled = ntkl.variational(case.network, data, likelihood, prior, algorithm="voggn", start=averaged.posterior,
+                                   **given | {"step_size": 1e-3})  # fmt: skip
+        ones = torch.ones_like(laplace.fitted.theta)
+        found.append([(fit.posterior.fitted.theta, fit.posterior.posterior_precision.solve(ones))
+                      for fit in (averaged, sampled)])  # fmt: skip
+    (dense_mean, dense_solved), (rows_mean, rows_solved) = found[0][0], found[1][0]
+    assert relative_error(rows_mean, dense_mean) < 1e-9 and relative_error(rows_solved, dense_solved) < 1e-9
+    # the same q draws other numbers from rows: equal up to the noise of small steps
+    assert relative_error(found[1][1][1], found[0][1][1]) < 0.05
+
+
 @torch.no_grad()
 def test_dropped_rows_are_bounded() -> None:
     """‖P0^-½ ΔH P0^-½‖ is at most the stated bound, and that at most the tolerance times the largest Ĝ."""
@@ -262,7 +288,8 @@ def sine(n: int = 24) -> tuple[nn.Sequential, tuple[Tensor, Tensor]]:
     return network, (x, y)
 
 
-def test_minibatches_add_up() -> None:
+@pytest.mark.parametrize("algorithm", [OGGN(), LGVA()], ids=repr)
+def test_minibatches_add_up(algorithm: Algorithm) -> None:
     """Terms of one order of minibatches average to those of all examples, with noise per point and example weights."""
     network, (x, y) = sine(24)
     noise, weights = torch.linspace(0.1, 1.0, 24).double(), torch.linspace(0.0, 2.0, 24).double()
@@ -272,7 +299,8 @@ def test_minibatches_add_up() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def sums(examples: Examples, steps: int) -> tuple[Tensor, Tensor]:
-        parts = [one for _ in range(steps) for one in OGGN().terms(model, state, examples.next(generator), generator)]
+        parts = [one for _ in range(steps)
+                 for one in algorithm.terms(model, state, examples.next(generator), generator)]  # fmt: skip
         rows = torch.cat([one.rows.dense(model.network.shapes).flatten(0, 1) for one in parts])
         return sum(one.gradient for one in parts) / steps, rows.T @ rows / steps
 
@@ -339,7 +367,7 @@ def test_ends_in_a_posterior(network: str, likelihood: str, structure: str) -> N
     frame = history.to_dataframe()
     assert frame["step"].tolist() == [0, 1, 2, 3] and frame["elbo_nn"].notna().tolist() == [True, False, True, True]
     assert len(history.plot().axes) == 2
-    assert "3 steps" in str(fit)
+    assert "3 steps" in str(fit) and "natural_gradient" not in repr(fit)
 
 
 @pytest.mark.slow
@@ -382,6 +410,26 @@ def test_linearized_once(structure: str) -> None:
     evidence = laplace.evidence(correction=True).value
     assert float(fit.posterior.elbo("glm")) == pytest.approx(float(evidence), rel=1e-9)
     assert math.isfinite(float(fit.posterior.elbo("nn", 4)))
+
+
+@pytest.mark.parametrize("structure", ["full", "gp", "kfac"])
+def test_a_start_of_another_prior_has_its_own_precision(structure: str) -> None:
+    """H of the start contains the prior that it was fitted with."""
+    network, data = sine()
+    laplace = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(7.0), structure)
+    model = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(2.0), structure).fitted.model
+    examples = Examples(model, Batches(data, None, model.network.device, model.network.input_dtype), None)
+    state = SPACES["gp" if structure == "gp" else "full"].of(model, examples, laplace.fitted)
+    assert relative_error(dense(state.precision), dense(laplace.posterior_precision)) < 1e-9
+
+
+def test_a_posterior_in_single_precision_is_a_start() -> None:
+    network, data = sine()
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        laplace = ntkl.laplace(network, data, ntkl.Gaussian(0.1), structure="gp", dtype=dtype)
+        found.append(fit_sine(structure="gp", start=laplace, steps=2).posterior.latent_moments(data[0])[1])
+    assert all(one.dtype == torch.float64 for one in found) and relative_error(*found) < 1e-3
 
 
 @pytest.mark.parametrize("structure", ["full", "gp", "kfac"])
@@ -431,6 +479,28 @@ def test_inplace_moves_the_network() -> None:
     assert torch.equal(flat, fit.posterior.network.theta)
 
 
+@pytest.mark.parametrize("structure", ["full", "diag"])
+def test_saved_and_moved(structure: str, tmp_path: Any) -> None:
+    """The file has no weights: the network that was moved to μ has."""
+    network, (x, y) = sine()
+    given = {"structure": structure, "start": 10.0, "steps": 3, "elbo_every": 0, "step_size": 0.1}
+    posterior = ntkl.variational(network, (x, y), ntkl.Gaussian(0.1), **given, inplace=True).posterior
+    wanted, whole = posterior.latent_moments(x)[1], posterior.elbo().value
+    posterior.save(tmp_path / "q")
+    loaded = ntkl.load(tmp_path / "q", network, (x, y))
+    assert relative_error(loaded.latent_moments(x)[1], wanted) < 1e-12
+    assert float(loaded.elbo()) == pytest.approx(float(whole), rel=1e-12)
+    assert relative_error(posterior.to(dtype=torch.float32).latent_moments(x)[1].double(), wanted) < 1e-4
+    rows = ntkl.variational(*sine(), ntkl.Gaussian(0.1), **given | {"structure": "gp"}).posterior
+    with pytest.raises(ntkl.UnsupportedError, match=r"FunctionSpacePrecision.*checkpoint"):
+        rows.save(tmp_path / "rows", include_data=True)
+
+
+def test_an_average_that_never_began_is_told() -> None:
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="nothing was averaged"):
+        fit_sine(average=True, callbacks=lambda step: step.stop())
+
+
 @pytest.mark.parametrize("arguments", [
     {"structure": "full", "start": "map"}, {"structure": "kfac"},
     {"structure": "gp", "batch_size": 9, "start": "map", "row_tolerance": 0.6},
@@ -441,14 +511,14 @@ def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> No
     whole = fit_sine(elbo_every=3, **arguments)
 
     def interrupt(step: Any) -> None:
-        if step.step == 5:
+        if step.step == 7:  # in the half that is averaged
             raise KeyboardInterrupt
 
     path = tmp_path / "state"
     slow = _every_step()
     with slow, pytest.raises(ntkl.VariationalInterrupted, match="resume") as caught:
         fit_sine(elbo_every=3, **arguments, callbacks=interrupt, settings=ntkl.Settings(checkpoint=path))
-    assert len(caught.value.state["history"]["step_size"]) == 4
+    assert len(caught.value.state["history"]["step_size"]) == 6
     for state in (caught.value.state, path):
         again = fit_sine(elbo_every=3, **arguments, settings=ntkl.Settings(resume=state))
         assert torch.equal(again.posterior.network.theta, whole.posterior.network.theta)
@@ -461,6 +531,29 @@ def test_interrupted_and_resumed(arguments: dict[str, Any], tmp_path: Any) -> No
         fit_sine(settings=ntkl.Settings(resume=tmp_path / "nothing"))
     with pytest.raises(ntkl.DataError, match="interrupted run"):
         fit_sine(settings=ntkl.Settings(resume={"other": 1}))
+
+
+def test_a_converged_run_is_not_continued(tmp_path: Any) -> None:
+    given = {"algorithm": "oggn", "start": "map", "tolerance": 1e-4, "steps": 50}
+    whole = fit_sine(**given, settings=ntkl.Settings(checkpoint=tmp_path / "state"))
+    again = fit_sine(**given, settings=ntkl.Settings(resume=tmp_path / "state"))
+    assert len(whole.history) < 50 and again.history == whole.history and again.stopped == whole.stopped
+    assert torch.equal(again.posterior.network.theta, whole.posterior.network.theta)
+    further = fit_sine(**given | {"tolerance": 1e-30}, settings=ntkl.Settings(resume=tmp_path / "state"))
+    assert len(further.history) == 50
+
+
+def test_resuming_another_tempering_is_refused(tmp_path: Any) -> None:
+    network, (x, y) = sine()
+    given = {"start": 10.0, "steps": 2, "elbo_every": 0}
+    for weight, settings in ((0.5, ntkl.Settings(checkpoint=tmp_path / "state")),
+                             (0.25, ntkl.Settings(resume=tmp_path / "state"))):  # fmt: skip
+        likelihood = ntkl.Tempered(ntkl.Gaussian(0.1), weight)
+        if weight == 0.5:
+            ntkl.variational(network, (x, y), likelihood, settings=settings, **given)
+            continue
+        with pytest.raises(ntkl.UnsupportedError, match="likelihood of the interrupted run"):
+            ntkl.variational(network, (x, y), likelihood, settings=settings, **given)
 
 
 def _every_step() -> Any:
@@ -498,6 +591,10 @@ def _every_step() -> Any:
     ({"algorithm": "lgva", "expectations": "both"}, ntkl.UnsupportedError, "outputs"),
     ({"relinearize": False}, ntkl.UnsupportedError, "relinearize"),
     ({"callbacks": [3]}, ntkl.UnsupportedError, "callbacks"),
+    ({"callbacks": 3}, ntkl.UnsupportedError, "callbacks"),
+    ({"callbacks": None}, ntkl.UnsupportedError, "callbacks"),
+    ({"seed": 2**70}, ntkl.HyperparameterError, r"seed below 2\*\*63"),
+    ({"algorithm": "oggn", "samples": 4}, ntkl.UnsupportedError, "4 with algorithm"),
     ({"settings": ntkl.Settings(memory_budget=1000)}, ntkl.MemoryBudgetError, "copy to resume from"),
     ({"structure": "gp", "settings": ntkl.Settings(memory_budget=1000)}, ntkl.MemoryBudgetError, "row_tolerance"),
 ], ids=str)  # fmt: skip
@@ -513,6 +610,11 @@ def test_bad_start() -> None:
         fit_sine(start=ntkl.laplace(other, data, ntkl.Gaussian(0.1)))
     with pytest.raises(ntkl.UnsupportedError, match="in function space"):
         fit_sine(structure="gp", start=ntkl.laplace(network, data, ntkl.Gaussian(0.1), structure="full"))
+    layers = ntkl.laplace(network, data, ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0, groups="layer"))
+    with torch.no_grad():
+        layers.prior.log_precision[0] += 0.5
+    with pytest.raises(ntkl.UnsupportedError, match="differ within a group"):
+        fit_sine(structure="gp", start=layers)
     with pytest.raises(ntkl.UnsupportedError, match="structure='kfac'"):
         fit_sine(structure="kfac", start=ntkl.laplace(network, data, ntkl.Gaussian(0.1), structure="diag"))
 
@@ -524,6 +626,14 @@ def test_odd_samples_are_told() -> None:
         warnings.simplefilter("error")
         fit_sine(samples=4, steps=1)
         fit_sine(algorithm="oggn", start="map", steps=1)
+
+
+def test_targets_are_refused_before_a_step() -> None:
+    """Not as a step that diverged."""
+    network, (x, y) = sine()
+    for start in (10.0, "map"):
+        with pytest.raises(ntkl.NonFiniteError, match="missing targets"):
+            ntkl.variational(network, (x, y * math.nan), ntkl.Gaussian(0.1), start=start, steps=2, elbo_every=0)
 
 
 def test_likelihoods_that_are_not_concave() -> None:

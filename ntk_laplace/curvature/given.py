@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature.full import FullPrecision
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
+from ntk_laplace.curvature.structured import BlockDiagonalPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks, gram
@@ -301,9 +302,9 @@ def given_precision(
         return _factorized_already(given, layout, like)
     if isinstance(given, Tensor):
         p = layout.num_parameters
+        _require_form("precision", given, given.shape == (p,) or given.shape == (p, p), f"({p}, {p}) or ({p},)")
         if given.shape == (p, p) and p > 1:
             return BlockwisePrecision({}, [(tuple(layout), _factor("precision", given, like, budget))], layout)
-        _require_form("precision", given, given.shape == (p,) or given.shape == (p, p), f"({p}, {p}) or ({p},)")
         return BlockwisePrecision(layout.parts(_diagonal("precision", given.reshape(-1), like)), [], layout)
     if isinstance(given, Mapping):
         return _by_name(given, layout, like, budget)
@@ -340,6 +341,9 @@ def _require_form(what: str, value: Tensor, fits: bool, form: str) -> None:
     if not fits:
         raise HyperparameterError(f"{what} of shape {form}", f"shape {tuple(value.shape)}",
                                   "Order its entries as the network's parameters are flattened.")
+    if value.layout != torch.strided or value.is_meta:
+        raise HyperparameterError(f"{what} as a dense tensor with values",
+                                  f"{'a meta tensor' if value.is_meta else value.layout}", "Call its to_dense().")
     if value.dtype not in (torch.float32, torch.float64):
         raise HyperparameterError(f"{what} in torch.float64 or torch.float32", f"{value.dtype}", "Convert it.")
 
@@ -386,4 +390,6 @@ def _factorized_already(given: PosteriorPrecision, layout: ParameterLayout, like
                                   "Move the posterior that it is from, posterior.to(device, dtype).")
     if isinstance(given, FullPrecision):
         return BlockwisePrecision({}, [(tuple(layout), given.factor)], layout)
+    if isinstance(given, BlockDiagonalPrecision) and all(part.block.kind == "diagonal" for part in given.algebras):
+        return BlockwisePrecision(layout.parts(given.multiply(torch.ones_like(own))), [], layout)
     return given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -142,6 +142,13 @@ def digest(*tensors: Tensor) -> str:
     return found.hexdigest()
 
 
+def _settings(record: Any) -> str:
+    """Names, and what is no tensor, of a likelihood's record."""
+    if isinstance(record, Mapping):
+        return "(" + ", ".join(f"{name}={_settings(value)}" for name, value in record.items()) + ")"
+    return "" if isinstance(record, Tensor) else f"{record}"
+
+
 class ModelSignature(Mapping[str, str]):
     """Fingerprints, by name, of everything that the sums over the data depend on.
 
@@ -153,7 +160,8 @@ class ModelSignature(Mapping[str, str]):
         self._network = model.network
         self._found = {
             "parameters": repr({name: tuple(shape) for name, shape in model.network.shapes.items()}),
-            "likelihood": type(likelihood).__name__ + digest(*likelihood.parameters(), *likelihood.buffers()),
+            "likelihood": type(likelihood).__name__ + _settings(likelihood.record())
+                          + digest(*likelihood.parameters(), *likelihood.buffers()),
             "curvature": repr(model.curvature_type),
             "prior groups": repr(model.prior.groups),
             "dtype": repr(model.jacobian_pass.dtype),

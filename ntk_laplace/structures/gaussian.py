@@ -111,5 +111,6 @@ class GaussianStructure(StreamedStructure):
     def _portable(self, what: str) -> PortablePrecision:
         if not isinstance(self.inner, PortablePrecision):
             raise UnsupportedError(f"a precision in tensors, {what}", f"a {type(self.inner).__name__}",
-                                   "Save or move the posterior that it is from, or give a tensor.")
+                                   "Save or move the posterior that it is from, or give a tensor. To variational(...), "
+                                   'pass dtype= or Settings(checkpoint=path), or structure="full" or "diag".')
         return self.inner

@@ -151,5 +151,11 @@ def _averaged(
 ) -> DataTerms:
     """Terms with averages of r (n, C) and Λ (n, C, C), which weights and `share` multiply."""
     counts = share * points.counts.to(rows.f)
-    root = root_of_hessian(curvature) * counts.sqrt().view(-1, 1, 1)
+    basis = model.likelihood.identified(curvature.shape[1])
+    if basis is None:
+        root = root_of_hessian(curvature)
+    else:  # as many columns as the likelihood's own root
+        basis = basis.to(curvature)
+        root = basis @ root_of_hessian(basis.mT @ curvature @ basis)
+    root = root * counts.sqrt().view(-1, 1, 1)
     return DataTerms(rows.vjp(counts.unsqueeze(1) * residual, model.network.shapes), rows.weighted(root), counts)

@@ -86,6 +86,8 @@ class Examples:
         for x, y in merged_batches(batches, model.network):
             if not model.network.evaluated:
                 model.jacobian_pass.prepare(x)
+            # refused here rather than in a step
+            model.likelihood.targets(y, num_examples(x), model.network.num_outputs)
             self.num_examples += num_examples(x)
             size += num_bytes(x)
             kept.append((x, y))

@@ -168,7 +168,8 @@ class Rows(Representation):
         if not isinstance(inner, FunctionSpacePrecision):
             raise UnsupportedError("a posterior in function space as the start of variational inference in it",
                                    f"structure={fitted.structure.name!r}", 'Pass structure="full", or another start.')
-        return self._state(model, fitted.theta.to(model.theta), inner.weighted, _ratio(model, inner))
+        rows = inner.weighted.to(model.theta.dtype, model.theta.device)
+        return self._state(model, fitted.theta.to(model.theta), rows, _ratio(model, inner).to(model.theta))
 
     def _state(self, model: LinearizedModel, theta: Tensor, rows: Jacobian, ratio: Tensor) -> FunctionSpaceState:
         with torch.no_grad():

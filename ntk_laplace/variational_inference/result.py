@@ -119,7 +119,7 @@ class VariationalFit:
     """
 
     posterior: Posterior
-    history: VariationalHistory
+    history: VariationalHistory = field(repr=False)  # a number for every step
     stopped: str
     dropped: float = 0.0
 

@@ -122,7 +122,8 @@ class Run:
         try:
             if not len(self.history) and not self.history.steps:
                 self._evaluate()
-            remaining = range(len(self.history), self._steps)
+            self._stop_if_converged()  # of a run that resumes
+            remaining = range(len(self.history), len(self.history) if self.stopped else self._steps)
             for _ in track(remaining, self._words, len(remaining), settings.progress):
                 self._step()
                 for callback in callbacks:
@@ -135,6 +136,9 @@ class Run:
                 if self.stopped:
                     break
             self.stopped = self.stopped or "all were asked for"
+            if self._sum is not None and not self._summed:
+                warnings.warn("the run ended before its second half: nothing was averaged, and the mean is that of the "
+                              "last step; pass fewer steps=", NTKLaplaceWarning, stacklevel=4)
             save(lambda: self._snapshot() | {"stopped": ""}, now=True)
             if self._every and self.history.steps[-1] != len(self.history):
                 self._evaluate()
@@ -161,6 +165,9 @@ class Run:
             self._sum, self._summed = self._sum + self.iteration.mean, self._summed + 1
         if self._every and len(history) % self._every == 0:
             self._evaluate()
+        self._stop_if_converged()
+
+    def _stop_if_converged(self) -> None:
         if self._tolerance is not None and self._decrement() <= self._tolerance:
             self.stopped = f"the natural gradient is within the tolerance of {self._tolerance:g} nats an example"
 
@@ -171,7 +178,7 @@ class Run:
 
     def _diverged(self, step: int, size: float, words: str) -> NumericalError:
         return NumericalError("steps of variational inference that stay finite",
-                              f"in step {step:,}, of size {size:.3g}: {words}",
+                              f"in step {step:,}, of size {size:.3g}: {words.rstrip('.')}",
                               f"Pass a smaller step_size, such as {size / 10:.2g}, or start=\"map\".")
 
     def _evaluate(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
-from ntk_laplace.errors import NumericalError
+from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.priors import GaussianPrior
@@ -62,6 +62,18 @@ class _Anchor:
         if points.weights is None:
             return residual, curvature
         return residual * points.weights.unsqueeze(1), curvature * points.weights.view(-1, 1, 1)
+
+    def require(self, theta: Tensor) -> None:
+        """Refuse a record of a network that was linearized at other weights.
+
+        Raises
+        ------
+        UnsupportedError
+        """
+        own, theta = self.theta, theta.to(self.theta)
+        if own.shape != theta.shape or not torch.allclose(own, theta, rtol=1e-6, atol=1e-6 * float(theta.abs().max())):
+            raise UnsupportedError("to resume with the network linearized at the weights of the interrupted run",
+                                   "other weights", "Pass the same network and start=, or start anew without resume=.")
 
 
 class AnchoredWeights(Iteration):
@@ -118,11 +130,12 @@ class AnchoredWeights(Iteration):
             yield DataTerms(rows.vjp(residual[part], self._anchor.shapes), rows.weighted(root[part]))
 
     def record(self) -> dict[str, Any]:
-        """Copies of the state's tensors."""
-        return self._state.record()
+        """Copies of the state's tensors, and θ*."""
+        return self._state.record() | {"anchor": self._anchor.theta.clone()}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Continue from a record."""
+        """Continue from a record of the same θ*."""
+        self._anchor.require(record["anchor"])
         self._state.restore(record)
 
 
@@ -230,13 +243,15 @@ class AnchoredSites(Iteration):
     # --- storage
 
     def record(self) -> dict[str, Any]:
-        """Copies of the sites, and the share of the prior."""
-        return {"linear": self._linear.clone(), "curvature": self._curvature.clone(), "share": self._share}
+        """Copies of the sites, the share of the prior, the start and θ*."""
+        return {"linear": self._linear.clone(), "curvature": self._curvature.clone(), "share": self._share,
+                "start": self._start, "anchor": self._anchor.theta.clone()}  # fmt: skip
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Continue from a record."""
+        """Continue from a record of the same θ*."""
+        self._anchor.require(record["anchor"])
         self._linear, self._curvature = (record[name].to(self._linear) for name in ("linear", "curvature"))
-        self._share = float(record["share"])
+        self._share, self._start = float(record["share"]), record["start"]
         self._factorize()
 
 

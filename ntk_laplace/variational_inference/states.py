@@ -248,7 +248,7 @@ class FunctionSpaceState(VariationalState):
         for part in terms:
             gradient += part.gradient
             parts.append(_scaled(part.rows, step_size**0.5))
-        new = Jacobian.concatenate(parts)
+        new = self._of_one_width(Jacobian.concatenate(parts))
         self._precision = None
         self._forget(1.0 - step_size)
         self._grams = [
@@ -262,6 +262,17 @@ class FunctionSpaceState(VariationalState):
         direction = self.precision.solve(gradient)
         self.mean = self.mean + step_size * direction
         return float((gradient @ direction).clamp_min(0.0).sqrt())
+
+    def _of_one_width(self, new: Jacobian) -> Jacobian:
+        """Rows of as many cotangents as the kept ones; whichever have fewer get rows of zeros.
+
+        A root of an average of Λ may have more columns than one of Λ.
+        """
+        width = max(new.num_cotangents, self._rows.num_cotangents)
+        if self._rows.num_cotangents < width:
+            self._rows = _padded(self._rows, width)
+            self._grams = [gram(self._rows, None, variances) for variances in self._variances]
+        return _padded(new, width)
 
     def _forget(self, keep: float) -> None:
         """Scale the rows and their products, and drop the rows whose weight is within the tolerance."""
@@ -308,6 +319,12 @@ def _scaled(rows: Jacobian, factor: float) -> Jacobian:
     """All rows times a number."""
     r = rows.num_cotangents
     return rows.weighted((torch.eye(r).to(rows.f) * factor).expand(rows.num_examples, r, r))
+
+
+def _padded(rows: Jacobian, width: int) -> Jacobian:
+    """Rows with so many cotangents, of which the last are zero."""
+    r, n = rows.num_cotangents, rows.num_examples
+    return rows if r == width else rows.weighted(torch.eye(r, width).to(rows.f).expand(n, r, width))
 
 
 def _bordered(matrix: Tensor, below: Tensor, corner: Tensor) -> Tensor:

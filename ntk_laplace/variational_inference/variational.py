@@ -103,7 +103,8 @@ def variational(
         posterior.
     start : str, Posterior or float
         "map": the optimum of the log joint from the network's weights, by L-BFGS, with Laplace's H. A posterior of this
-        network: its mean and precision. A number λ: the network's weights with H = λI (10 is [T20]'s Σ = 0.1 I).
+        network: its mean and precision; in blocks, a Laplace posterior of the same structure. A number λ:
+        the network's weights with H = λI (10 is [T20]'s Σ = 0.1 I).
     samples : int, optional
         S, weight samples per step, in pairs μ ± e: 2 by default. An odd number leaves one without a partner, so that μ
         keeps a noise at constant step sizes; a warning says how large. For "lgva" over outputs, the points of f for
@@ -182,12 +183,9 @@ def variational(
     method = _algorithm(algorithm, samples, expectations)
     if decay is None and not average:
         _tell_noise(method, step_sizes.first)
-    every = _require_numbers(steps, seed, batch_size, tolerance, row_tolerance, elbo_every, elbo_samples)
+    every, seed = _require_numbers(steps, seed, batch_size, tolerance, row_tolerance, elbo_every, elbo_samples)
     given = checked_start(start)
-    callbacks = [callbacks] if callable(callbacks) else list(callbacks)
-    if not all(map(callable, callbacks)):
-        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks),
-                               "Pass a function that takes a VariationalStep.")
+    called = _callables(callbacks)
     if settings.checkpoint is not None:
         require_writable(settings.checkpoint)
     form = representation(structure, 0, 0, row_tolerance)  # of "auto" any
@@ -224,7 +222,7 @@ def variational(
 
         signature = _signature(model, examples, f"{structure}", method, relinearize, step_sizes, average, seed, steps)
         run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
-        run.go(settings, callbacks)
+        run.go(settings, called)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
         if isinstance(method, OGGN):
             fitted, reason = _laplace(model, batches, run.mean, form.spec, fitted, reason)
@@ -263,8 +261,9 @@ def _anchored(
                                "relinearize=False", f"{type(method).__name__}, structure={form.spec.name!r}, "
                                f"{examples.per_step:,} examples a step", "Leave relinearize= out.")
     if isinstance(start, Posterior) and not (start.fitted.exact and start.fitted.model.displacement is None):
+        at = "" if start.fitted.model.displacement is None else ", at other weights than its network's"
         raise UnsupportedError("an exact Laplace posterior as the start of relinearize=False",
-                               f"structure={start.structure!r}", 'Pass start="map", or a precision.')
+                               f"structure={start.structure!r}{at}", 'Pass start="map", or a precision.')
     theta = start.fitted.theta if isinstance(start, Posterior) else model.network.theta
     if start is None:
         fitted = optimum(model, batches, form.spec)
@@ -277,10 +276,10 @@ def _anchored(
 def _require_numbers(
     steps: object, seed: object, batch_size: object, tolerance: object, row_tolerance: object, elbo_every: object,
     elbo_samples: object,
-) -> int:  # fmt: skip
-    """Refuse numbers out of range; return the steps between two estimates of the ELBO."""
+) -> tuple[int, int]:  # fmt: skip
+    """Refuse numbers out of range; return the steps between two estimates of the ELBO, and the seed."""
     count = require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
-    require_whole("seed", seed, 0, "Pass seed=0.")
+    checked = require_whole("seed", seed, 0, "Pass seed=0.")
     if batch_size is not None:
         require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
     if tolerance is not None:
@@ -289,8 +288,18 @@ def _require_numbers(
         raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
     require_whole("elbo_samples", elbo_samples, 4, "Leave it out for 50.")
     if elbo_every is None:
-        return max(1, count // _EVALUATIONS)
-    return require_whole("elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates.")
+        return max(1, count // _EVALUATIONS), checked
+    return require_whole("elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates."), checked
+
+
+def _callables(callbacks: Callback | Sequence[Callback]) -> Sequence[Callback]:
+    """One or several functions, in a list."""
+    if callable(callbacks):
+        return [callbacks]
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks)[:80],
+                               "Pass a function that takes a VariationalStep.")
+    return callbacks
 
 
 def _algorithm(name: object, samples: int | None, expectations: object) -> Algorithm:
@@ -302,6 +311,9 @@ def _algorithm(name: object, samples: int | None, expectations: object) -> Algor
     if expectations == "weights" and name != "lgva":
         raise UnsupportedError('expectations="weights" for algorithm="lgva"', f"algorithm={name!r}", "Leave it out.")
     if name == "oggn":
+        if samples is not None:
+            raise UnsupportedError('samples= for "voggn" or "lgva"', f'{samples} with algorithm="oggn", at μ alone',
+                                   "Leave it out.")
         return OGGN()
     if name == "lgva" and expectations == "outputs":
         return LGVA(_POINTS if samples is None else samples)
