@@ -92,7 +92,7 @@ def test_every_public_picture_is_drawn_here() -> None:
 def test_a_history_of_bounds_shows_both_at_their_last_values() -> None:
     """A start far below, bounds that are infinite, and a run that computed none."""
     nn, glm = [-1e5, -70.0, -65.0, -64.0, -63.0], [-30.0, -60.0, -59.0, -math.inf, -58.0]
-    history = ntkl.VariationalHistory([0.1] * 4, [9.0, 5.0, 3.0, 2.0], [], [0, 1, 2, 3, 4], nn, [1.0] * 5, glm, [0.0] * 5)
+    history = ntkl.VariationalHistory([0.1] * 4, [9.0, 5.0, 3.0, 2.0], [], [*range(5)], nn, [1.0] * 5, glm, [0.0] * 5)
     low, high = plotting.variational_history(history).axes[0].get_ylim()
     assert -100.0 < low < -71.0 and -30.0 < high < 0.0
     alone = plotting.variational_history(ntkl.VariationalHistory([0.1] * 4, [9.0, 5.0, 3.0, 2.0]))

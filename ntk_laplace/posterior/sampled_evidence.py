@@ -20,6 +20,7 @@ from ntk_laplace.posterior.estimates import (
     importance_evidence,
 )
 from ntk_laplace.posterior.evidence import EvidenceVerbs
+from ntk_laplace.runtime.sampling import require_generator
 
 __all__ = ["SampledEvidenceVerbs"]
 
@@ -182,8 +183,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
 
     def _require_sampling(self, model: object, generator: object) -> None:
         _require_among("model", model, _MODELS)
-        if generator is not None and not isinstance(generator, Generator):
-            raise UnsupportedError("a torch.Generator", repr(generator), "Pass torch.Generator().manual_seed(0).")
+        require_generator(generator)
         self._fitted.settings.reducer.require_one("evidences by sampling", "Save the fit, and load it on one process.")
 
     def _seeded(self, generator: Generator | None) -> Generator:
