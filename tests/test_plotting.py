@@ -13,6 +13,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.errors import DataError
 from ntk_laplace.metrics import Reliability
+from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationErrors
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.training import EvidenceHistory
@@ -76,6 +77,10 @@ FIGURES = {
     ),
     "variational_history": lambda: plotting.variational_history(ntkl.VariationalHistory(
         [0.1, 0.1], [3.0, 1.0], [], [0, 2], [-9.0, -5.0], [0.1, 0.2], [-8.0, -4.0], [0.0, 0.0]
+    )),
+    "approximation_errors": lambda: plotting.approximation_errors(ApproximationErrors(
+        -9.0, 0.1, *(AnnealedEvidence(value, 0.2, 20.0, 0.3, value < -8.0, model, None, torch.zeros(30))
+                     for value, model in ((-8.5, "glm"), (-7.0, "nn")))
     )),
     "learning_curve": lambda: plotting.learning_curve(LearningCurve(torch.linspace(-2, -1, 24).reshape(2, 12))),
     "removal_curves": lambda: plotting.removal_curves([0, 5, 10], {"ours": [0.1, 0.3, 0.6], "chance": [0.1, 0.1, 0.2]}),
