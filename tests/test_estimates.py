@@ -531,7 +531,7 @@ def test_outputs_that_are_not_finite_have_no_weight() -> None:
 
 def test_what_each_approximation_costs() -> None:
     posterior, _, _ = logistic()
-    found = posterior.approximation_errors(20, 100, leapfrog=3, generator=seeded())
+    found = posterior.approximation_errors(20, 80, leapfrog=2, generator=seeded())
     assert found.laplace == pytest.approx(float(posterior.evidence(True)))
     assert found.gaussian[0] == pytest.approx(found.linearized.value - found.laplace)
     assert found.linearization[0] == pytest.approx(found.network.value - found.linearized.value)
