@@ -139,6 +139,8 @@ def test_pareto_shape_where_there_is_none() -> None:
     assert pareto_shape(torch.full((1000,), 1e5) + 1e-8 * torch.randn(1000).double()) == -math.inf
     assert math.isnan(pareto_shape(torch.randn(20).double()))
     assert math.isnan(pareto_shape(torch.full((100,), -torch.inf)))
+    assert pareto_shape(torch.full((1000,), 60.0) + 1e-5 * torch.randn(1000)) == -math.inf  # of float32
+    assert pareto_shape(torch.full((1000,), 60.0).double() + 1e-5 * torch.randn(1000)) > -math.inf
     ties = torch.cat([torch.zeros(90), torch.linspace(1, 2, 10)]).double()
     assert math.isfinite(pareto_shape(ties))
 
@@ -223,8 +225,8 @@ def test_any_structure_proposes(structure: str) -> None:
     network = optimum(network, lambda f: -5.0 * (f - y).square().sum(), x, 1.0)
     posterior = ntkl.laplace(*options, structure)
     for model in ("nn", "glm"):
-        found = posterior.importance_evidence(4000, 1.2, model, generator=seeded())
-        assert found.trusted and abs(found.value - exact) < 3 * found.standard_error < 0.2
+        found = posterior.importance_evidence(2000, 1.2, model, generator=seeded())
+        assert found.trusted and abs(found.value - exact) < 3 * found.standard_error < 0.3
     assert abs(posterior.annealed_evidence(1, 30, model="glm").value - exact) < 1e-9
 
 
@@ -241,7 +243,7 @@ def test_bounds_from_the_prior(in_f: bool, monkeypatch: pytest.MonkeyPatch) -> N
     exact = float(posterior.evidence(correction=True))
     if not in_f:
         monkeypatch.setattr(tuning, "SLICED_OUTPUTS", 0)
-    found = posterior.annealed_evidence(60, 100, "prior", "glm", bounds=True, generator=seeded(1))
+    found = posterior.annealed_evidence(50, 100, "prior", "glm", bounds=True, leapfrog=4, generator=seeded(1))
     assert found.upper is not None and found.upper_error is not None
     assert found.lower - 2 * found.lower_error < exact < found.upper + 2 * found.upper_error
     assert found.lower + 0.1 < found.upper < found.lower + 30
@@ -258,7 +260,8 @@ def test_bounds_from_weights_that_made_the_data() -> None:
     posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.09), ntkl.GaussianPrior(1.0), "full")
     exact = float(posterior.evidence(correction=True))
     for model in ("nn", "glm"):
-        found = posterior.annealed_evidence(30, 60, "prior", model, True, exact_draws=theta, generator=seeded())
+        found = posterior.annealed_evidence(12, 40, "prior", model, True, leapfrog=4, exact_draws=theta,
+                                            generator=seeded())
         assert found.upper is not None and math.isnan(found.upper_error or 0.0)
         assert found.lower - 2 * found.lower_error < exact and abs(found.upper - exact) < 6.0
 
@@ -273,10 +276,10 @@ def test_logistic_regression_against_quadrature(seed: int = 0) -> None:
     estimates = [
         posterior.importance_evidence(2000, generator=seeded(seed)),
         posterior.importance_evidence(2000, model="glm", generator=seeded(seed)),
-        posterior.annealed_evidence(20, 64, leapfrog=5, generator=seeded(seed)),
-        posterior.annealed_evidence(60, 64, "prior", leapfrog=5, generator=seeded(seed)),
-        posterior.annealed_evidence(30, 64, "posterior", "glm", generator=seeded(seed)),
-        posterior.annealed_evidence(200, 100, "prior", "glm", generator=seeded(seed)),
+        posterior.annealed_evidence(10, 64, leapfrog=3, generator=seeded(seed)),
+        posterior.annealed_evidence(30, 64, "prior", leapfrog=4, generator=seeded(seed)),
+        posterior.annealed_evidence(15, 64, "posterior", "glm", generator=seeded(seed)),
+        posterior.annealed_evidence(80, 100, "prior", "glm", generator=seeded(seed)),
     ]
     for found in estimates:
         assert found.trusted and found.standard_error < 0.2
@@ -309,11 +312,11 @@ def test_the_linearized_network_in_f_against_quadrature(likelihood: str) -> None
             return prior + (t * f - np.logaddexp(0, f)).sum(-1)
         return prior + (t * f - np.exp(f)).sum(-1) - math.log(2.0)  # log 1! + log 2!
 
-    exact = quadrature(log_density, 25.0, 2001)
+    exact = quadrature(log_density, 25.0, 1001)
     prior, model = ntkl.GaussianPrior(precision), LIKELIHOODS[likelihood].build()
     posterior = ntkl.laplace(network, (x, y.double()), model, prior, "gp")
     for start in ("posterior", "prior"):
-        found = posterior.annealed_evidence(150, 150, start, "glm", generator=seeded(2))
+        found = posterior.annealed_evidence(60, 100, start, "glm", generator=seeded(2))
         assert found.trusted and "elliptical" in found.sampler and found.acceptance is None
         assert abs(found.value - exact) < 3 * found.standard_error < 0.5, f"{found} {exact}"
 
@@ -322,13 +325,13 @@ def test_a_tanh_unit_has_two_modes() -> None:
     """Identity 7: the prior's chains see both, importance sampling one; the study with 1, 2, 3 units is a benchmark."""
     x, y = sines(25)
     network = perceptron(1, 1, 1)
-    optimum(network, lambda f: -10.0 * (f - y).square().sum(), x, 1.0)
-    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.05), ntkl.GaussianPrior(1.0), "full")
+    optimum(network, lambda f: -2.5 * (f - y).square().sum(), x, 1.0)
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.2), ntkl.GaussianPrior(1.0), "full")
     one = posterior.importance_evidence(5000, 1.5, generator=seeded())
-    both = posterior.annealed_evidence(150, 100, "prior", leapfrog=5, generator=seeded())
+    both = posterior.annealed_evidence(60, 100, "prior", leapfrog=4, generator=seeded())
     assert one.symmetry == both.symmetry == pytest.approx(math.log(2.0)) and "are not added" in str(one)
     assert both.trusted and abs(both.value - one.value - one.symmetry) < 3 * both.standard_error < 0.8
-    near = posterior.annealed_evidence(40, 100, leapfrog=5, generator=seeded(1))
+    near = posterior.annealed_evidence(15, 80, leapfrog=4, generator=seeded(1))
     assert abs(near.value - one.value) < 4 * math.hypot(near.standard_error, one.standard_error)
 
 
@@ -337,9 +340,9 @@ def test_a_tanh_unit_has_two_modes() -> None:
 
 @pytest.mark.parametrize("sampler", ["hamiltonian", "slices", "slices from the posterior"])
 def test_transitions_leave_their_target_invariant(sampler: str) -> None:
-    """Exact draws of a Gaussian posterior stay exact: their mean and covariance, after 30 transitions."""
+    """Exact draws of a Gaussian posterior stay exact: their mean and covariance, after 20 transitions."""
     posterior = conjugate("full", "linear")
-    fitted, count = posterior.fitted, 4000
+    fitted, count = posterior.fitted, 2000
     target = posterior_gaussian(fitted, fitted.theta - fitted.precision.solve(fitted.joint_gradient()))
     start = target.draws(count, seeded())
     path: Any
@@ -351,8 +354,8 @@ def test_transitions_leave_their_target_invariant(sampler: str) -> None:
         path = SlicedPath(fitted, "posterior" if "from" in sampler else "prior")
     state = path.at_weights(start)
     first = state
-    for _ in range(30):
-        state = path.move(state, 1, 1.0, seeded(_ + 1))
+    for number in range(20):
+        state = path.move(state, 1, 1.0, seeded(number + 1))
     rows = posterior.jacobian(sines()[0]).dense(posterior.network.shapes)[0]
     if sampler == "hamiltonian":
         assert 0.6 < min(path.acceptances) < 0.995
@@ -385,13 +388,13 @@ def test_steps_are_adapted_before_the_run() -> None:
     posterior, _, _ = logistic()
     fitted = posterior.fitted
     prior = prior_gaussian(fitted)
-    path = HamiltonianPath(NetworkLikelihood(fitted, None, 64), prior, prior, 8)
-    betas = schedule(40)
+    path = HamiltonianPath(NetworkLikelihood(fitted, None, 64), prior, prior, 4)
+    betas = schedule(20)
     assert float(betas[0]) == 0.0 and float(betas[-1]) == 1.0 and bool((betas.diff() > 0).all())
     path.adapt(betas, 64, seeded(), False)
-    assert path.steps.shape == (39,) and path.acceptances == []
+    assert path.steps.shape == (19,) and path.acceptances == []
     kept, state = path.steps.clone(), path.start(64, seeded(1))
-    for number in range(1, 40):
+    for number in range(1, 20):
         state = path.move(state, number, float(betas[number]), seeded(number))
     told = path.told()
     assert torch.equal(path.steps, kept) and 0.65 < told["acceptance"] < 0.95 and told["stuck"] == 0
@@ -487,6 +490,22 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
                                few.log_weights.shape)
 
 
+def test_outputs_that_a_likelihood_refuses_have_no_weight() -> None:
+    """Log variances out of range, of some chains: the values and slopes of the others stay the same."""
+    x, y = sines(5)
+    likelihood = ntkl.HeteroscedasticGaussian()
+    posterior = ntkl.laplace(nn.Linear(1, 2, bias=False).double(), (x, y), likelihood, structure="full")
+    thetas = torch.tensor([[0.2, 0.1], [0.3, 1e6], [0.1, -0.4], [1e4, -1e6]]).double()
+    of = NetworkLikelihood(posterior.fitted, None, 4)
+    values, slopes = of.values_and_gradients(thetas)
+    assert values.isfinite().tolist() == [True, False, True, False] and not slopes[1::2].any()
+    alone = of.values_and_gradients(thetas[::2])
+    torch.testing.assert_close((values[::2], slopes[::2]), alone, rtol=0, atol=0)
+    assert torch.equal(of.values(thetas), values) and bool((values[1::2] == -math.inf).all())
+    reference = [likelihood.log_prob(x @ theta.view(1, 2), y).sum() for theta in thetas[::2]]
+    torch.testing.assert_close(values[::2], torch.stack(reference))
+
+
 def test_outputs_that_are_not_finite_have_no_weight() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -512,7 +531,7 @@ def test_outputs_that_are_not_finite_have_no_weight() -> None:
 
 def test_what_each_approximation_costs() -> None:
     posterior, _, _ = logistic()
-    found = posterior.approximation_errors(40, 100, leapfrog=5, generator=seeded())
+    found = posterior.approximation_errors(20, 80, leapfrog=2, generator=seeded())
     assert found.laplace == pytest.approx(float(posterior.evidence(True)))
     assert found.gaussian[0] == pytest.approx(found.linearized.value - found.laplace)
     assert found.linearization[0] == pytest.approx(found.network.value - found.linearized.value)
@@ -531,7 +550,7 @@ def test_what_each_approximation_costs() -> None:
 def test_a_gaussian_likelihood_has_no_error_of_the_gaussian() -> None:
     posterior = conjugate("gp", "linear")
     x, _ = sines()
-    found = posterior.approximation_errors(20, 30, start="prior", x=x, generator=seeded())
+    found = posterior.approximation_errors(5, 30, start="prior", leapfrog=2, x=x, generator=seeded())
     assert found.gaussian[0] == pytest.approx(0.0, abs=1e-9) and found.gaussian[1] == 0.0
     assert "+0.000 ± 0: the Gaussian" in str(found)
 
@@ -587,6 +606,9 @@ def test_columns_of_comparisons() -> None:
     assert row.importance_trusted and abs(row.importance - exact) < 4 * row.importance_error < 0.2
     assert "importance" in str(found) and f"{row.importance:.2f} ±" in str(found)
     arguments = posterior.network.module, (x, y), ntkl.Bernoulli(), ntkl.GaussianPrior(0.5)
+    models = {"one": posterior, "two": ntkl.laplace(*arguments, "gp")}
+    with refused(ntkl.DataError, "keep their training inputs, for importance", "two without", 'structure="full"'):
+        ntkl.compare_models(models, scores=["importance"])
     rows = ntkl.compare_evidence(*arguments, structures=["full", "diag"], scores=["importance"])
     assert all(abs(one.importance - exact) < 4 * one.importance_error < 0.5 for one in rows.rows)
     assert "importance" in str(rows) and "imp. ±" in str(rows)
@@ -684,6 +706,8 @@ def test_estimates_that_are_not_to_be_trusted() -> None:
     with pytest.warns(ntkl.NTKLaplaceWarning, match="not to be trusted: 10 weights are too few"):
         few = posterior.importance_evidence(10)
     assert not few.trusted and math.isnan(few.khat) and few.samples == 10
+    equal = posterior.annealed_evidence(2, 20, leapfrog=1, generator=seeded())  # trusted without a shape
+    assert equal.trusted and math.isnan(equal.khat) and "too few" in equal.words and "not to be" not in equal.words
     y = torch.sin(3 * x[:, :1])
     network = perceptron(2, 6, 1)
     with warnings.catch_warnings(record=True) as told:
@@ -691,6 +715,10 @@ def test_estimates_that_are_not_to_be_trusted() -> None:
         far = ntkl.laplace(network, (x, y), ntkl.Gaussian(1e-3), structure="full").importance_evidence(500)
     assert not far.trusted and far.khat > 0.7 and "is not an estimate" in str(far)
     assert "not to be trusted" in str(told[-1].message) and told[-1].filename == __file__
+    assert str(told[-1].message).endswith('Estimate it by annealed_evidence(model="nn")')
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="with more temperatures or chains") as told:
+        posterior.approximation_errors(1, 5, leapfrog=1)
+    assert [one.filename for one in told] == [__file__] * 2
 
 
 def test_saved_bytes_grow_with_the_examples() -> None:

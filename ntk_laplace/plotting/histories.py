@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from ntk_laplace.plotting.style import DARK_BLUE, ORANGE
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
@@ -38,22 +40,39 @@ def training_history(history: EvidenceHistory) -> Figure:
 
 
 def variational_history(history: VariationalHistory) -> Figure:
-    """Plot both ELBOs over the steps, and the norm of the natural gradient on a log scale below."""
-    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True)
-    both = (("network", history.elbo_nn, history.elbo_nn_error, DARK_BLUE, "o"),
-            ("linearized network", history.elbo_glm, history.elbo_glm_error, ORANGE, "s"))
-    for label, values, errors, color, marker in both:
-        top.errorbar(history.steps, values, errors, label=label, color=color, marker=marker, ms=3)
+    """Plot both ELBOs over the steps, and the norm of the natural gradient on a log scale below.
+
+    The axis of the ELBOs shows three quarters of the values of each: the first ones may be far below.
+    """
+    figure = Figure(figsize=(6.4, 5.2 if history.steps else 2.6), layout="constrained")
     if history.steps:
-        values = [value for own in (history.elbo_nn, history.elbo_glm) for value in own]
-        top.set_ylim(*_window(values, values))
-        top.legend(fontsize=8)
-    top.set_ylabel("ELBO, nats")
+        top, bottom = figure.subplots(2, 1, sharex=True)
+        _bounds(top, history)
+    else:
+        bottom = figure.subplots()
     bottom.semilogy(range(1, len(history) + 1), history.natural_gradient, color=DARK_BLUE, lw=1)
     bottom.set(xlabel="step", ylabel="norm of the natural gradient")
+    bottom.yaxis.set_major_formatter(LogFormatter())
+    bottom.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
+
+
+def _bounds(axes: Axes, history: VariationalHistory) -> None:
+    """Plot both ELBOs with their standard errors."""
+    both = (("network", history.elbo_nn, history.elbo_nn_error, DARK_BLUE, "o"),
+            ("linearized network", history.elbo_glm, history.elbo_glm_error, ORANGE, "s"))
+    low, high = math.inf, -math.inf
+    for label, values, errors, color, marker in both:
+        axes.errorbar(history.steps, values, errors, label=label, color=color, marker=marker, ms=3)
+        ends = sorted(end for end in map(float.__sub__, values, errors) if math.isfinite(end))
+        if ends:
+            low, high = min(low, ends[len(ends) // 4]), max(high, *filter(math.isfinite, values))
+    if math.isfinite(low):
+        margin = 0.15 * (high - low) or 1.0
+        axes.set_ylim(low - margin, high + margin)
+    axes.set_ylabel("ELBO, nats")
+    axes.legend(fontsize=8)
 
 
 def _history(

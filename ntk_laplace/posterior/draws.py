@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Generator, Tensor
 
-from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.sampling import draw_sizes
 
 __all__ = ["Sampler", "WeightDraws"]
 
@@ -36,7 +36,7 @@ class WeightDraws:
         self, draw: Sampler, count: int, numbers: int, like: Tensor, generator: Generator | None = None
     ) -> None:
         self._draw, self.count, self._generator = draw, count, generator
-        self._step = max(1, tuning.WEIGHT_SAMPLE_BYTES // (numbers * like.element_size()))
+        self._sizes = draw_sizes(count, numbers, like)
         self._source = generator if generator is not None else _default_generator(like.device)
         self._start: Tensor | None = None
         self._kept: Tensor | None = None
@@ -45,16 +45,15 @@ class WeightDraws:
         if self._kept is not None:
             yield from self._kept
             return
-        sizes = [min(self._step, self.count - first) for first in range(0, self.count, self._step)]
-        if self._source is None or len(sizes) == 1:
-            self._kept = torch.cat([self._draw(size, self._generator) for size in sizes])
+        if self._source is None or len(self._sizes) == 1:
+            self._kept = torch.cat([self._draw(size, self._generator) for size in self._sizes])
             yield from self._kept
             return
         if self._start is None:
             self._start = self._source.get_state()
         else:
             self._source.set_state(self._start)
-        for size in sizes:
+        for size in self._sizes:
             yield from self._draw(size, self._generator)
 
 

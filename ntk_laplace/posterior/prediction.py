@@ -23,6 +23,7 @@ from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import require_generator
 
 with warnings.catch_warnings():  # linear_operator scripts a function on import; newer torch warns
     warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")
@@ -138,7 +139,7 @@ class PredictionVerbs(Fitted):
         if not isinstance(own, Likelihood):
             raise UnsupportedError("a likelihood object, or None for the training one", f"{likelihood!r}",
                                    "Use for instance ntk_laplace.Gaussian(noise).")
-        _require_generator(generator)
+        require_generator(generator)
         scalar = self.network.scalar
         if method == "nn":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
@@ -165,7 +166,7 @@ class PredictionVerbs(Fitted):
             Function samples, joint over these inputs, (count, n, C); without it weight samples, (count, P).
         """
         require_whole("count", count, 0, "Pass how many draws you want.")
-        _require_generator(generator)
+        require_generator(generator)
         if x is None:
             return self._weights(count, generator)
         rows = self._jointly(x)
@@ -243,8 +244,3 @@ def _responses(
         with torch.no_grad():  # a temperature requires grad
             found.append(respond(*part))
     return joined(found)
-
-
-def _require_generator(generator: object) -> None:
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise UnsupportedError("a torch.Generator", repr(generator), "Pass torch.Generator().manual_seed(0).")

@@ -20,10 +20,12 @@ from ntk_laplace.posterior.estimates import (
     importance_evidence,
 )
 from ntk_laplace.posterior.evidence import EvidenceVerbs
+from ntk_laplace.runtime.sampling import require_generator
 
 __all__ = ["SampledEvidenceVerbs"]
 
 _MODELS, _STARTS = ("nn", "glm"), ("posterior", "prior")
+_LONGER = "with more temperatures or chains"
 _Estimate = TypeVar("_Estimate", bound=EvidenceEstimate)
 
 
@@ -75,7 +77,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         self._require_sampling(model, generator)
         with torch.inference_mode(False), torch.no_grad():
             found = importance_evidence(self._fitted, samples, float(inflation), model, x, self._seeded(generator))
-        return _told(found, "from a posterior closer to the network's")
+        return _told(found, f'by annealed_evidence(model="{model}")')
 
     def annealed_evidence(
         self, temperatures: int = 1000, chains: int = 64, start: str = "posterior", model: str = "nn",
@@ -127,16 +129,13 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         MemoryBudgetError
             If the chains do not fit in memory.
         """
-        require_whole("temperatures", temperatures, 1, "Leave it out for 1,000.")
-        require_whole("chains", chains, 1, "Leave it out for 64.")
-        require_whole("leapfrog", leapfrog, 1, "Leave it out for 8.")
-        _require_among("start", start, _STARTS)
         self._require_sampling(model, generator)
+        _require_chains(temperatures, chains, leapfrog, start)
         draws = None if exact_draws is None else self._draws_of(exact_draws)
         with torch.inference_mode(False), torch.no_grad():
             found = annealed_evidence(self._fitted, temperatures, chains, start, model, leapfrog, bool(bounds), draws,
                                       x, self._seeded(generator))
-        return _told(found, "with more temperatures or chains")
+        return _told(found, _LONGER)
 
     def approximation_errors(
         self, temperatures: int = 1000, chains: int = 64, start: str = "posterior", *, correction: bool = True,
@@ -167,20 +166,24 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         HyperparameterError, UnsupportedError, DataError, MemoryBudgetError
             As `annealed_evidence`.
         """
-        generator = self._seeded(generator) if generator is None else generator
-        with torch.no_grad():
+        self._require_sampling("nn", generator)
+        _require_chains(temperatures, chains, leapfrog, start)
+        generator = self._seeded(generator)
+        with torch.inference_mode(False), torch.no_grad():
             first = self.evidence(correction)
-        options: dict[str, Any] = {"x": x, "generator": generator, "leapfrog": leapfrog}
-        linearized = self.annealed_evidence(temperatures, chains, "posterior", "glm", **options)
-        network = self.annealed_evidence(temperatures, chains, start, "nn", **options)
-        return ApproximationErrors(float(first), first.standard_error, linearized, network)
+            common: dict[str, Any] = {
+                "leapfrog": leapfrog, "bounds": False, "exact_draws": None, "x": x, "generator": generator,
+            }  # fmt: skip
+            linearized = annealed_evidence(self._fitted, temperatures, chains, "posterior", "glm", **common)
+            network = annealed_evidence(self._fitted, temperatures, chains, start, "nn", **common)
+        return ApproximationErrors(float(first), first.standard_error, _told(linearized, _LONGER, 5),
+                                   _told(network, _LONGER, 5))
 
     # --- inside
 
     def _require_sampling(self, model: object, generator: object) -> None:
         _require_among("model", model, _MODELS)
-        if generator is not None and not isinstance(generator, Generator):
-            raise UnsupportedError("a torch.Generator", repr(generator), "Pass torch.Generator().manual_seed(0).")
+        require_generator(generator)
         self._fitted.settings.reducer.require_one("evidences by sampling", "Save the fit, and load it on one process.")
 
     def _seeded(self, generator: Generator | None) -> Generator:
@@ -208,14 +211,21 @@ def _require_among(what: str, given: object, known: tuple[str, ...]) -> None:
         raise UnsupportedError(f"{what} among {', '.join(map(repr, known))}", repr(given)[:80], "Choose one of these.")
 
 
+def _require_chains(temperatures: object, chains: object, leapfrog: object, start: object) -> None:
+    require_whole("temperatures", temperatures, 1, "Leave it out for 1,000.")
+    require_whole("chains", chains, 1, "Leave it out for 64.")
+    require_whole("leapfrog", leapfrog, 1, "Leave it out for 8.")
+    _require_among("start", start, _STARTS)
+
+
 def _require_positive(inflation: object) -> None:
     if not isinstance(inflation, Real) or isinstance(inflation, bool) or not 0 < float(inflation) < math.inf:
         raise HyperparameterError("a positive, finite inflation of the covariance", repr(inflation)[:80],
                                   "Leave it out for 1.2.")
 
 
-def _told(found: _Estimate, remedy: str) -> _Estimate:
-    """The estimate, with a warning if it is not to be trusted."""
+def _told(found: _Estimate, remedy: str, level: int = 4) -> _Estimate:
+    """The estimate, with a warning at the caller's line, `level` frames up, if it is not to be trusted."""
     if not found.trusted:
-        warnings.warn(f"the {found}. Estimate it {remedy}", NTKLaplaceWarning, stacklevel=4)
+        warnings.warn(f"the {found}. Estimate it {remedy}", NTKLaplaceWarning, stacklevel=level)
     return found

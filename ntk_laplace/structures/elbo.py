@@ -17,9 +17,9 @@ from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
 from ntk_laplace.model.expectations import Expectation
-from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.runtime.sampling import draw_sizes, require_generator
 from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.training_inputs import training_inputs
@@ -116,8 +116,7 @@ def lower_bound(
         raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method),
                                'Use "glm" for the linearized model, "nn" for the network.')
     require_whole("samples", samples, _FEWEST, "Pass a number of draws, such as 1000.")
-    if generator is not None and not isinstance(generator, Generator):
-        raise UnsupportedError("a torch.Generator", repr(generator), "Pass torch.Generator().manual_seed(0).")
+    require_generator(generator)
     kl = divergence(fitted)
     with torch.no_grad():
         found, error = _linearized(fitted, samples, generator) if method == "glm" else _network(
@@ -150,8 +149,7 @@ def _network(
     if generator is None:  # the same draws on all processes
         generator = Generator(theta.device).manual_seed(0)
     pairs = -(-samples // 2)
-    most = max(1, tuning.WEIGHT_SAMPLE_BYTES // (len(theta) * theta.element_size()))
-    sizes = [min(most, pairs - first) for first in range(0, pairs, most)]
+    sizes = draw_sizes(pairs, len(theta), theta)
     found = theta.new_zeros(pairs, dtype=torch.float64)
 
     def batches() -> Iterator[tuple[int, Tensor, int, Inputs]]:
@@ -161,7 +159,7 @@ def _network(
             draws = checked_form(precision, "sample", drawn, (size, len(theta)), theta)
             seen = 0
             for part, _ in merged_batches(source, model.network):
-                yield block * most, draws, seen, part
+                yield block * sizes[0], draws, seen, part
                 seen += num_examples(part)
 
     total = None if source.length is None else source.length * len(sizes)

@@ -12,6 +12,7 @@ from ntk_laplace.posterior.estimates.result import EvidenceEstimate, summary
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
+from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
 
 __all__ = ["center", "importance_evidence"]
@@ -35,11 +36,9 @@ def importance_evidence(
         The training inputs, if the structure does not keep the data and the model is "nn".
     generator : torch.Generator
     """
-    chunk = max(1, min(samples, tuning.WEIGHT_SAMPLE_BYTES // (fitted.theta.numel() * fitted.theta.element_size())))
-    chunk = max(1, min(chunk, tuning.SAMPLED_OUTPUTS // fitted.points.f.numel()))
-    likelihood, prior = likelihood_of(fitted, model, x, chunk), prior_gaussian(fitted)
+    sizes = draw_sizes(samples, len(fitted.theta), fitted.theta, tuning.SAMPLED_OUTPUTS // fitted.points.f.numel())
+    likelihood, prior = likelihood_of(fitted, model, x, sizes[0]), prior_gaussian(fitted)
     proposal = posterior_gaussian(fitted, center(fitted, model), inflation)
-    sizes = [min(chunk, samples - start) for start in range(0, samples, chunk)]
     parts: list[Tensor] = []
     for size in track(sizes, "ntk_laplace: importance samples", samples, fitted.settings.progress, lambda size: size):
         thetas = proposal.draws(size, generator)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import NonFiniteError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import InputData, Inputs, num_examples, take
 from ntk_laplace.model.likelihoods import Likelihood
@@ -39,20 +40,27 @@ class ManyPoints:
 
     def values(self, f: Tensor, part: slice = slice(None)) -> Tensor:
         """Σ log p(y_n | f_n) over some of the points, (S,), nats, for their f (S, n, C); -inf if it is not finite."""
-        return self._values(*self._repeated(f, part))
+        return self._found(f, part, residuals=False)[0]
 
     def values_and_residuals(self, f: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """`values`, and their gradients in f, (S, n, C); zero where an output is not finite."""
-        likelihood, points, good = self._repeated(f, part)
-        with torch.no_grad():
-            residual = points.residual(likelihood).view(f.shape)
-        return self._values(likelihood, points, good), torch.where(good.unsqueeze(-1), residual, 0.0)
+        return self._found(f, part, residuals=True)
 
-    @staticmethod
-    def _values(likelihood: Likelihood, points: TrainingPoints, good: Tensor) -> Tensor:
-        with torch.no_grad():
-            found = points.log_prob(likelihood).view(good.shape)
-        return torch.where(good & ~found.isnan(), found, -torch.inf).sum(1)
+    def _found(self, f: Tensor, part: slice, residuals: bool) -> tuple[Tensor, Tensor]:
+        """Values, and residuals or zeros; outputs that the likelihood refuses have no density."""
+        likelihood, points, good = self._repeated(f, part)
+        try:
+            with torch.no_grad():
+                values = points.log_prob(likelihood).view(good.shape)
+                slopes = points.residual(likelihood).view(f.shape) if residuals else torch.zeros_like(f)
+        except NonFiniteError:  # of at least one chain: the others are evaluated without it
+            if len(f) == 1:
+                return points.f.new_full((1,), -torch.inf), torch.zeros_like(f)
+            halves = [self._found(half, part, residuals) for half in f.chunk(2)]
+            values, slopes = (torch.cat(both) for both in zip(*halves, strict=True))
+            return values, slopes
+        values = torch.where(good & ~values.isnan(), values, -torch.inf).sum(1)
+        return values, torch.where(good.unsqueeze(-1), slopes, 0.0)
 
     def _repeated(self, f: Tensor, part: slice) -> tuple[Likelihood, TrainingPoints, Tensor]:
         """The points S times over, the likelihood of all of them, and a mask of those whose outputs are finite."""

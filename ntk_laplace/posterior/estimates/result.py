@@ -77,9 +77,11 @@ class EvidenceEstimate:
         """Whether to trust the value, and why."""
         if self.khat == -math.inf:
             return "all weights are equal: the value is exact up to rounding"
+        effective = f"{self.ess:,.0f} effective of {self.samples:,} samples"
         if math.isnan(self.khat):
-            return f"not to be trusted: {self.samples} weights are too few to see their tail"
-        shape, effective = f"Pareto k̂ = {self.khat:.2f}", f"{self.ess:,.0f} effective of {self.samples:,} samples"
+            few = f"{self.samples} weights are too few to see their tail"
+            return f"{few}, {effective}" if self.trusted else f"not to be trusted: {few}"
+        shape = f"Pareto k̂ = {self.khat:.2f}"
         if self.trusted:
             return f"{shape}, {effective}"
         why = f"above {RELIABLE}, so that the mean of the weights is not an estimate" if self.khat > RELIABLE else (
@@ -106,8 +108,9 @@ def summary(log_weights: Tensor, other_error: float = 0.0, share: float = 1.0) -
 
     If more than `share` of few weights are effective, they are trusted at any k̂: it is then that of very few weights.
     """
+    khat = pareto_shape(log_weights)
     log_weights = log_weights.double().cpu()
-    khat, effective = pareto_shape(log_weights), effective_samples(log_weights)
+    effective = effective_samples(log_weights)
     equal = khat == -math.inf
     trusted = equal or (effective >= _FEWEST and (khat <= RELIABLE or effective > share * len(log_weights)))
     error = math.hypot(0.0 if equal else standard_error(log_weights), other_error)

@@ -12,7 +12,7 @@ __all__ = ["RELIABLE", "effective_samples", "log_mean", "pareto_shape", "standar
 RELIABLE = 0.7
 """k̂ above which the mean of the weights is not an estimate (Vehtari, Simpson, Gelman, Yao and Gabry 2024)."""
 
-_EQUAL = 1e-9  # spread of log weights that are equal up to rounding, relative to their size
+_EQUAL, _ROUNDINGS = 1e-9, 100  # spread of equal log weights, relative to their size, and in roundings of their dtype
 _FEWEST_TAIL = 5  # weights from which the shape of their tail is estimated
 _PRIOR_DRAWS, _PRIOR_SHAPE = 10, 0.5  # of the weakly informative prior of the shape, as in PSIS
 
@@ -48,10 +48,11 @@ def pareto_shape(log_weights: Tensor) -> float:
     The tail has min(S/5, 3 √S) weights. The fit is that of Zhang and Stephens (2009), with the weakly informative prior
     of PSIS. -inf where the weights are equal up to rounding, and NaN where there are too few to tell.
     """
-    ordered = log_weights.double().sort().values
+    ordered, rounding = log_weights.double().sort().values, torch.finfo(log_weights.dtype).eps
     count = len(ordered)
-    # rounding of a log weight, which is a difference of larger numbers
-    if count > 1 and float(ordered[-1] - ordered[0]) <= _EQUAL * (1.0 + float(ordered[-1].abs())):
+    # a log weight is a difference of larger numbers, each with its rounding
+    equal = max(_EQUAL, _ROUNDINGS * rounding) * (1.0 + float(ordered[-1].abs()))
+    if count > 1 and float(ordered[-1] - ordered[0]) <= equal:
         return -math.inf
     size = math.ceil(min(0.2 * count, 3 * math.sqrt(count)))
     if size < _FEWEST_TAIL or not bool(torch.isfinite(ordered[-1])):

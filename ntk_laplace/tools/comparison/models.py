@@ -56,7 +56,8 @@ def compare_models(
         Which columns: "evidence", "conditional", "loo", "bic", "aic", all of them by default; and "elbo" and "elbo_nn",
         the evidence lower bounds of `Posterior.elbo`, and "importance", the network's evidence of
         `Posterior.importance_evidence` (marked * if it is not to be trusted), which every Gaussian has. A posterior
-        that is no Laplace approximation has no evidence, conditional evidence and leave-one-out.
+        that is no Laplace approximation has no evidence, conditional evidence and leave-one-out. "elbo_nn" and
+        "importance" need the training inputs, which structure "gp" does not keep.
 
     Returns
     -------
@@ -65,7 +66,7 @@ def compare_models(
     Raises
     ------
     DataError
-        If there are no models, two with the same name, or models of different data.
+        If there are no models, two with the same name, models of different data, or without inputs that a score needs.
     UnsupportedError
         If the likelihoods cannot be compared, or a method or a score is unknown.
     """
@@ -74,6 +75,7 @@ def compare_models(
         raise UnsupportedError(f"scores= among {', '.join(known)}", repr(scores), "Pass some of them, in a list.")
     named = _named(models)
     _require_same_data(named)
+    _require_inputs(named, scores)
     first = next(iter(named.values()))
     m = int(_SHARE * first.num_examples) if m is None else m
     method = _method(conditional, named) if "conditional" in scores else "none"
@@ -167,6 +169,17 @@ def _method(conditional: str, named: dict[str, Posterior]) -> str:
     exact = all(one.supports_conditional_evidence for one in named.values() if _is_laplace(one))
     few = next(iter(named.values())).num_examples < 3
     return "evidence" if exact else "none" if few else "average"
+
+
+def _require_inputs(named: Mapping[str, Posterior], scores: Sequence[str]) -> None:
+    """Refuse scores that evaluate the network at the training inputs, of posteriors that do not keep them."""
+    without = [name for name, posterior in named.items() if posterior.fitted.structure.source is None]
+    asked = [score for score in ("elbo_nn", SAMPLED) if score in scores]
+    if without and asked:
+        raise DataError(f"models that keep their training inputs, for {' and '.join(asked)}",
+                        f"{', '.join(without)} without them",
+                        'Fit them with structure="full", or ask each posterior: elbo("nn", x=x), '
+                        "importance_evidence(x=x).")
 
 
 def _is_laplace(posterior: Posterior) -> bool:

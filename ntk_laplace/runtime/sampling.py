@@ -1,0 +1,37 @@
+"""Random draws of weights: the generator that a caller gives, and how many at a time."""
+
+from __future__ import annotations
+
+from torch import Generator, Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.runtime import tuning
+
+__all__ = ["draw_sizes", "require_generator"]
+
+
+def require_generator(given: object) -> None:
+    """Refuse what is neither None nor a generator.
+
+    Raises
+    ------
+    UnsupportedError
+    """
+    if given is not None and not isinstance(given, Generator):
+        raise UnsupportedError("a torch.Generator", repr(given)[:80], "Pass torch.Generator().manual_seed(0).")
+
+
+def draw_sizes(count: int, numbers: int, like: Tensor, most: int | None = None) -> list[int]:
+    """Sizes of the parts in which `count` draws of so many numbers are made, each within the buffer of draws.
+
+    Parameters
+    ----------
+    count, numbers : int
+        Draws, and numbers in each.
+    like : Tensor
+        Has the dtype of the draws.
+    most : int, optional
+        Draws in a part, at most.
+    """
+    step = max(1, min(tuning.WEIGHT_SAMPLE_BYTES // (numbers * like.element_size()), count if most is None else most))
+    return [min(step, count - first) for first in range(0, count, step)]
