@@ -1,8 +1,8 @@
 """IVON and posteriors' variational inference: called by variational.py with the peers' interpreter.
 
 usage: _peer_variational.py input.npz output.npz --peer ivon|diag|dense --settings JSON --steps K [--threads T]
-Input: ``net/*``, ``x``, ``y``, ``noise``, ``precision``. Output: seconds, mean (P,), and precision (P,) or root (P, P) of
-the covariance of the Gaussian it found; or ``failed``, the words of its error.
+Input: ``net/*``, ``x``, ``y``, ``noise``, ``precision``. Output: seconds, mean (P,), and precision (P,) or root (P, P)
+of the covariance of the Gaussian it found; or ``failed``, the words of its error.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ import ntk_laplace as ntkl
 
 PRECISION, NOISE = 0.63, 0.1
 GAP = 1.6, 3.0
-IVON = [{"lr": lr, "hess_init": h, "samples": s} for lr, h, s in itertools.product((0.01, 0.03, 0.1), (1.0, 10.0), (1, 4))]
+IVON = [{"lr": lr, "hess_init": h, "samples": s}
+        for lr, h, s in itertools.product((0.01, 0.03, 0.1), (1.0, 10.0), (1, 4))]  # fmt: skip
 POSTERIORS = {
-    "diag": [{"lr": lr, "samples": s, "initial": i} for lr, s, i in itertools.product((1e-3, 3e-3, 1e-2), (1, 4), (0.1,))],
+    "diag": [{"lr": lr, "samples": s, "initial": 0.1} for lr, s in itertools.product((1e-3, 3e-3, 1e-2), (1, 4))],
     "dense": [{"lr": lr, "samples": s, "initial": 0.1} for lr, s in itertools.product((3e-4, 1e-3, 3e-3), (1, 4))],
 }
 

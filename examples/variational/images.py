@@ -223,8 +223,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in ("digits", "mnist") if options.data else ("digits",):
         data = Images(name, options)
-        results[name] = [once(options.out / f"{name}_{seed}.json", settings, lambda d=data, s=seed: study(d, s, options))
-                         for seed in range(options.seeds)]  # fmt: skip
+        kept = [options.out / f"{name}_{seed}.json" for seed in range(options.seeds)]
+        results[name] = [once(path, settings, lambda d=data, s=seed: study(d, s, options))
+                         for seed, path in enumerate(kept)]  # fmt: skip
         columns = ["log likelihood", "accuracy", "ECE", "unfamiliar", "fit", "predictions"]
         rows = [[method, *(f"{np.mean([one[method][column] for one in results[name]]):.3f}" for column in columns)]
                 for method in results[name][0] if isinstance(results[name][0][method], dict)]  # fmt: skip
