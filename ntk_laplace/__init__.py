@@ -39,7 +39,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.conformal import PredictionIntervals, PredictionSets
 from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
-from ntk_laplace.posterior.fit import laplace, load
+from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.runtime.distributed import process_group
@@ -155,6 +155,7 @@ __all__ = [
     "compare_models",
     "empirical_ntk",
     "explore",
+    "gaussian_posterior",
     "gp",
     "laplace",
     "load",

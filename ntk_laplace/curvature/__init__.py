@@ -6,6 +6,7 @@ from ntk_laplace.curvature.distributed_function_space import DistributedFunction
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
+from ntk_laplace.curvature.given import BlockwisePrecision, GivenPrecision, PortablePrecision, given_precision
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock, diagonal_block, find_parameter_blocks
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, group_numbers
@@ -15,6 +16,7 @@ __all__ = [
     "CURVATURES",
     "BlockDiagonalPrecision",
     "BlockPrecision",
+    "BlockwisePrecision",
     "CrossCovariance",
     "CurvatureType",
     "DistributedFunctionSpacePrecision",
@@ -22,14 +24,17 @@ __all__ = [
     "FactorEigen",
     "FullPrecision",
     "FunctionSpacePrecision",
+    "GivenPrecision",
     "LowRank",
     "ParameterBlock",
+    "PortablePrecision",
     "PosteriorPrecision",
     "Products",
     "Summary",
     "accumulate_ggn",
     "diagonal_block",
     "find_parameter_blocks",
+    "given_precision",
     "group_numbers",
     "prior_variances",
 ]

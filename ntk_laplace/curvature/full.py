@@ -78,6 +78,12 @@ class FullPrecision(PosteriorPrecision):
         """H⁻¹ v for vectors (..., P)."""
         return solve_spd(self.factor, vectors.reshape(-1, len(self.factor)).T).T.view_as(vectors)
 
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P)."""
+        flat = vectors.reshape(-1, self.num_parameters)
+        seen = LowerTriangle.of(self._ggn).multiply(flat.T).T + self.prior_precision * flat
+        return seen.view_as(vectors)
+
     # --- covariance of f
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:

@@ -147,6 +147,12 @@ class FunctionSpacePrecision(PosteriorPrecision):
         solved = self.factor.solve(inner.reshape(-1, 1)).view(inner.shape)
         return self.weighted.vjp(solved, self.shapes) / self.prior_precision
 
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v = P0 v + JᵀS SᵀJ v for vectors (..., P)."""
+        flat = vectors.reshape(-1, self.num_parameters)
+        seen = self.weighted.transposed_products(self.weighted.products(self.shapes.parts(flat)), self.shapes)
+        return (self.prior_precision * flat + seen).view_as(vectors)
+
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
         like = self.weighted.f

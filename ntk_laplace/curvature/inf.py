@@ -262,6 +262,11 @@ class InfBlock(BlockPrecision):
         solved = torch.cholesky_solve(inner.reshape(-1, inner.shape[-1]).T, factor).T.reshape(inner.shape)
         return scaled - weights * self._up(solved)
 
+    def multiply(self, values: Tensor) -> Tensor:
+        """H v for v (..., 1, o, i)."""
+        weights, _, _ = self._pieces
+        return values / weights + self._up(self._down(values).flatten(-2))
+
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹ for z (..., 1, o, i): [S20] Eq. 9 with the symmetric root of I + V_sV_sᵀ."""
         weights, _, _ = self._pieces

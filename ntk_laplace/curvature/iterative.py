@@ -281,6 +281,15 @@ class IterativePrecision(PosteriorPrecision):
         found = fine.base.effective_parameters()
         return found if fine._complete else found.index_add_(0, self.groups, fine._left.square().mean(0))
 
+    @property
+    def effective_error(self) -> float:
+        """Standard error of the sum of `effective_parameters`, from the spread of the draws."""
+        fine = self.refined
+        if fine._complete:
+            return 0.0
+        each = fine._left.square().sum(1)
+        return float(each.std() / len(each) ** 0.5)
+
     def log_det_curve(self, factors: Tensor) -> Tensor:
         """log det B with all prior precisions multiplied by each of `factors` (m,), from one Lanczos run; (m,).
 
@@ -338,6 +347,11 @@ class IterativePrecision(PosteriorPrecision):
         width = max(1, tuning.COVARIANCE_BYTES // (flat.shape[1] * flat.element_size()))
         parts = [self._solved_whitened(part) for part in flat.split(width)] if len(flat) else [flat]
         return (torch.cat(parts) * self.base.deviation).view_as(vectors)
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P)."""
+        flat = vectors.reshape(-1, self.num_parameters)
+        return (self.prior_precision * flat + self.curvature.products(flat)).view_as(vectors)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P): H⁻¹(P0^½ε + JᵀSε') has the covariance H⁻¹(P0 + JᵀΛJ)H⁻¹."""

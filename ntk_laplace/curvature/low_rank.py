@@ -93,6 +93,12 @@ class LowRankPrecision(PosteriorPrecision):
         flat = vectors.reshape(-1, self.num_parameters) * self.deviation
         return (self.whitened_solve(flat) * self.deviation).view_as(vectors)
 
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P)."""
+        flat = vectors.reshape(-1, self.num_parameters) / self.deviation
+        seen = flat + ((flat @ self.vectors.T) * self.values) @ self.vectors
+        return (seen / self.deviation).view_as(vectors)
+
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
         noise = torch.randn(count, self.num_parameters, dtype=self.vectors.dtype, device=self.vectors.device,

@@ -14,6 +14,7 @@ from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import conjugate_gradients
 from ntk_laplace.runtime.linalg import log_det_curve
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import available_memory
@@ -86,6 +87,20 @@ class PosteriorPrecision(ABC):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
 
+    # --- products
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P): the log density of N(0, H⁻¹) is -½ vᵀHv and terms without v.
+
+        By default v = H⁻¹x is solved for x by conjugate gradients, whose operator is `solve` in units of the prior.
+        """
+        scale = self.prior_precision.sqrt()
+        flat = vectors.reshape(-1, self.num_parameters) * scale
+        tolerance = torch.finfo(flat.dtype).eps ** 0.7
+        found = conjugate_gradients(lambda v: self._solved(v * scale) * scale, flat, lambda v: v, tolerance,
+                                    tuning.CONJUGATE_GRADIENT_STEPS)
+        return (found * scale).view_as(vectors)
+
     # --- the prior
 
     @cached_property
@@ -119,6 +134,11 @@ class PosteriorPrecision(ABC):
             here = slice(start, start + width)
             counts.index_add_(0, self.groups[here], -self.prior_precision[here] * variances)
         return counts
+
+    @property
+    def effective_error(self) -> float:
+        """Standard error of the sum of `effective_parameters`; 0 if they are computed without sampling."""
+        return 0.0
 
     def spectrum(self) -> Tensor | None:
         """Eigenvalues of P0^-½ (H - P0) P0^-½, zeros included or not; None if they are not available.

@@ -93,6 +93,12 @@ class SpectralBlock(BlockPrecision):
         """H⁻¹ v for v (..., G, o, i)."""
         return self._out(self.inverse * self._in(values))
 
+    def multiply(self, values: Tensor) -> Tensor:
+        """H v for v (..., G, o, i)."""
+        turned = self.basis.turn(values if self.scale is None else values / self.scale)
+        back = self.basis.back(turned / self.inverse)
+        return back if self.scale is None else back / self.scale
+
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹ for z (..., G, o, i)."""
         return self._out(self.inverse.sqrt() * noise)

@@ -46,6 +46,10 @@ class BlockPrecision(ABC):
         """H⁻¹ v."""
 
     @abstractmethod
+    def multiply(self, values: Tensor) -> Tensor:
+        """H v."""
+
+    @abstractmethod
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹."""
 
@@ -166,6 +170,10 @@ class BlockDiagonalPrecision(PosteriorPrecision):
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P)."""
         return self._by_block(lambda block, v: block.solve(v), vectors, vectors / self.prior_precision)
+
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H v for vectors (..., P)."""
+        return self._by_block(lambda block, v: block.multiply(v), vectors, vectors * self.prior_precision)
 
     def factor(self, noise: Tensor) -> Tensor:
         """F z with F Fᵀ = H⁻¹, (..., P); maps white noise z to a draw from N(0, H⁻¹)."""

@@ -1,7 +1,9 @@
 """The posterior: one public interface for function space and weight space."""
 
 import inspect
-from typing import TypeVar
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
 
 from ntk_laplace.model.network import outside_autocast
 from ntk_laplace.posterior.compression import CompressionVerbs
@@ -14,6 +16,53 @@ __all__ = ["Posterior"]
 
 
 _Class = TypeVar("_Class", bound=type)
+
+_OF_LAPLACE = {
+    "log_marginal_likelihood": "the evidence",
+    "evidence": "the evidence",
+    "evidence_bound": "a bound of the evidence by blocks",
+    "evidence_curve": "the evidence over many precisions",
+    "spectrum": "the eigenvalues of its curvature",
+    "group_spectra": "the eigenvalues of its curvature",
+    "local_log_det": "a model of its log determinant",
+    "log_scale": "the scale of its curvature",
+    "fit_hyperparameters": "hyperparameters that maximize the evidence",
+    "conditional_log_marginal_likelihood": "the conditional evidence",
+    "learning_curve": "the learning curve",
+    "explain": "explanations by training points",
+    "removal_effects": "the effects of removals",
+    "leave_one_out": "leave-one-out",
+    "loo_log_density": "leave-one-out",
+    "remove": "what-ifs",
+    "reweight": "what-ifs",
+    "relabel": "what-ifs",
+    "add": "what-ifs",
+    "refit": "what-ifs",
+    "relinearize": "what-ifs",
+    "merge": "the posterior of more data",
+    "condition": "the posterior of more data",
+    "subset": "the posterior of some of the points",
+    "retrain": "training with evidence",
+    "compress": "a compressed curvature",
+    "eigenbasis": "eigenbases of its curvature",
+}
+"""Verbs that read the curvature of the data off the precision, in the words of `require_laplace`."""
+
+
+def _require_laplace(cls: _Class) -> _Class:
+    """Class decorator: the verbs of `_OF_LAPLACE` refuse a Gaussian that is no Laplace approximation."""
+
+    def guarded(verb: Callable[..., Any], words: str) -> Callable[..., Any]:
+        @wraps(verb)
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            self.fitted.require_laplace(words)
+            return verb(self, *arguments, **options)
+
+        return method
+
+    for name, words in _OF_LAPLACE.items():
+        setattr(cls, name, guarded(getattr(cls, name), words))
+    return cls
 
 
 def _outside_autocast(cls: _Class) -> _Class:
@@ -30,6 +79,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 
 @_outside_autocast
+@_require_laplace
 class Posterior(SelectionVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs):
     """Laplace-GGN posterior of a trained network.
 

@@ -6,12 +6,13 @@ import contextlib
 import copy
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ntk_laplace.curvature import CurvatureType
+from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import JacobianPass
 from ntk_laplace.model.data import Batches, Inputs, take
@@ -24,6 +25,7 @@ from ntk_laplace.structures import (
     FittedModel,
     FullWeightSpace,
     FunctionSpace,
+    GivenGaussian,
     Iterative,
     LinearizedModel,
     Settings,
@@ -36,7 +38,7 @@ from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.forecast import Problem, memory_of
 from ntk_laplace.structures.points import present_values
 
-__all__ = ["fit_with", "laplace", "linearized", "load", "spec_of"]
+__all__ = ["fit_with", "gaussian_posterior", "laplace", "linearized", "load", "spec_of"]
 
 _LOG = logging.getLogger("ntk_laplace")
 
@@ -106,6 +108,67 @@ def laplace(
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
     return fit_with(network, data, *own, structure, curvature, parameters=parameters, dtype=dtype, settings=settings,
                     output=output, targets=targets)
+
+
+def gaussian_posterior(
+    network: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    prior: GaussianPrior | None = None,
+    *,
+    precision: Tensor | Mapping[str, Tensor] | PosteriorPrecision,
+    parameters: ParameterChoice = None,
+    dtype: torch.dtype | None = None,
+    settings: Settings | None = None,
+    output: str | int | None = None,
+    targets: str | None = None,
+) -> Posterior:
+    """Posterior N(θ*, H⁻¹) with a precision H that was found elsewhere: by IVON, SWAG or variational inference.
+
+    Predictions, samples, calibration on held-out data, `kl`, `elbo` and the sampled evidences are those of this
+    Gaussian. What needs the curvature of the data at θ* is refused: the evidence of the Laplace approximation,
+    hyperparameters by evidence, explanations, leave-one-out, what-ifs and other data.
+
+    Parameters
+    ----------
+    network : nn.Module
+        Its weights are the mean θ*. Otherwise as in `laplace`, like `data`, `likelihood`, `prior` and the rest.
+    precision : Tensor, mapping or PosteriorPrecision
+        H over the P linearized parameters, in the order of ``network.named_parameters()``: a symmetric matrix (P, P);
+        its diagonal (P,); a mapping from every parameter's name to a diagonal of its shape or a dense block (p, p); or
+        the ``posterior_precision`` of another posterior of these parameters. It is the whole precision, that of the
+        prior included. For variances v it is 1/v; for IVON's `hess` with effective sample size n it is
+        n·(hess + weight_decay).
+
+    Returns
+    -------
+    Posterior
+        Of structure "gaussian".
+
+    Raises
+    ------
+    HyperparameterError
+        If the precision has another shape or other names, is not symmetric or not finite, or a diagonal is not
+        positive.
+    NumericalError
+        If a matrix is not positive definite.
+    MemoryBudgetError
+        If its factor does not fit in memory; nothing was allocated.
+    NTKLaplaceError
+        As `laplace`.
+
+    Examples
+    --------
+    >>> import torch, ntk_laplace as ntkl
+    >>> network = torch.nn.Linear(2, 1).double()
+    >>> data = torch.ones(4, 2).double(), torch.zeros(4, 1).double()
+    >>> prior, variances = ntkl.GaussianPrior(1.0), torch.tensor([0.5, 0.5, 0.2])
+    >>> q = ntkl.gaussian_posterior(network, data, ntkl.Gaussian(), prior, precision=1 / variances)
+    >>> float(q.elbo().value) < 0
+    True
+    """
+    return laplace(network, data, likelihood, prior, GivenGaussian(precision), parameters=parameters, dtype=dtype,
+                   settings=settings, output=output, targets=targets)
 
 
 def fit_with(

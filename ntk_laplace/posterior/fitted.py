@@ -295,6 +295,7 @@ class Fitted:
         NumericalError
             If the optimum is not reached.
         """
+        self._fitted.require_laplace('mean="posterior"')
         modules = self.prior, self.likelihood
         if self._refit is None or not unmoved(self._refit[0], *modules):
             self._refit = None

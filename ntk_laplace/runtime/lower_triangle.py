@@ -86,6 +86,16 @@ class LowerTriangle:
             dense[stop - height : stop, :stop] = panel.tril(stop - height)
         return dense
 
+    def multiply(self, right: Tensor) -> Tensor:
+        """``A right`` as a new tensor (n, k)."""
+        out = torch.zeros_like(right)
+        for panel in self.panels:
+            start, stop = panel.shape[1] - panel.shape[0], panel.shape[1]
+            own, before, here = panel[:, start:], right[:start], right[start:stop]
+            out[:start].addmm_(panel[:, :start].mT, here)
+            out[start:stop] += panel[:, :start] @ before + own.tril() @ here + own.tril(-1).mT @ here
+        return out
+
     # --- factorization
 
     def cholesky_(self) -> LowerTriangle:

@@ -6,6 +6,7 @@ from ntk_laplace.structures.function_space import FunctionSpace, FunctionSpaceSt
 from ntk_laplace.structures.full import FullWeightSpace
 from ntk_laplace.structures.sketched import Iterative, Nystrom, compressed
 from ntk_laplace.structures.block_specifications import EKFAC, INF, KFAC, Diagonal
+from ntk_laplace.structures.gaussian import GaussianStructure, GivenGaussian
 # isort: on
 
 from ntk_laplace.structures.accumulation import Accumulation
@@ -42,6 +43,8 @@ __all__ = [
     "FullWeightSpace",
     "FunctionSpace",
     "FunctionSpaceStructure",
+    "GaussianStructure",
+    "GivenGaussian",
     "Iterative",
     "LinearizedModel",
     "NewtonStep",

@@ -125,6 +125,8 @@ def log_prior(fitted: FittedModel) -> Tensor:
 def log_det(fitted: FittedModel) -> Tensor:
     """log det B = log det H - log det P0, differentiable in the hyperparameters, from the present factorization."""
     precision, prior = fitted.precision, fitted.prior
+    if not fitted.structure.spec.laplace:
+        return precision.log_det()  # H does not follow from the hyperparameters
     kept = not isinstance(fitted.points, UnsavedPoints) and precision.homogeneous
     scale = fitted.log_scale() if kept else None
     if scale is not None:

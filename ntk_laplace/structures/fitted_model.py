@@ -17,7 +17,7 @@ from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
-from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpec
+from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpec, require_laplace
 
 __all__ = ["FittedModel"]
 
@@ -103,6 +103,10 @@ class FittedModel:
     def exact(self) -> bool:
         """Whether H = P0 + JᵀΛJ exactly, with the likelihood's Λ."""
         return self.structure.spec.exact and self.curvature_type.kind == "ggn"
+
+    def require_laplace(self, what: str) -> None:
+        """Refuse what needs the Laplace approximation's precision; see `structures.structure.require_laplace`."""
+        require_laplace(self.structure.spec, what)
 
     # --- the posterior precision
 

@@ -32,6 +32,7 @@ __all__ = [
     "no_basis",
     "of_kind",
     "register_structure",
+    "require_laplace",
     "require_name",
     "require_one_process",
     "require_unchanged",
@@ -100,6 +101,11 @@ class StructureSpec(ABC):
         Whether an interrupted fit can be resumed, and written to `Settings.checkpoint`.
     scales : bool
         Whether multiplying Λ by c multiplies by c what is summed over the data, and H - P0.
+    laplace : bool
+        Whether H is the Laplace approximation's at the weights, exact or approximate. If it is that of another
+        Gaussian, everything that follows from the curvature of the data is refused; see `require_laplace`.
+    offered : bool
+        Whether `structure=` takes its name, and tables list it.
     """
 
     name: ClassVar[str]
@@ -108,6 +114,8 @@ class StructureSpec(ABC):
     factored_rows: ClassVar[bool] = False
     resumable: ClassVar[bool] = False
     scales: ClassVar[bool] = True
+    laplace: ClassVar[bool] = True
+    offered: ClassVar[bool] = True
 
     @abstractmethod
     def fit(self, model: LinearizedModel, source: Source) -> Structure:
@@ -189,8 +197,8 @@ def require_name(spec: StructureSpec | type[StructureSpec]) -> None:
 
 
 def structure_names() -> tuple[str, ...]:
-    """Names of all registered structures, in the order of registration."""
-    return tuple(REGISTERED)
+    """Names of all registered structures that `structure=` takes, in the order of registration."""
+    return tuple(name for name, spec in REGISTERED.items() if spec.offered)
 
 
 def structure_of(name: str, options: Mapping[str, Any]) -> StructureSpec:
@@ -221,7 +229,7 @@ def structure_named(name: str) -> type[StructureSpec]:
         raise UnsupportedError("a structure's name or an object", f"the class {name.__qualname__}",
                                f"Write {name.__qualname__}(), with its options.")
     if not isinstance(name, str) or name not in REGISTERED:
-        raise UnsupportedError(f'structure among {", ".join([*REGISTERED, "auto"])}', repr(name),
+        raise UnsupportedError(f'structure among {", ".join([*structure_names(), "auto"])}', repr(name),
                                'Use "gp" for small data, "full" for small networks, "kfac" for large ones, "auto" to '
                                "let cost decide between the exact two; register_structure adds one of your own.")
     return REGISTERED[name]
@@ -383,6 +391,22 @@ def of_kind(kind: type[T], part: object) -> T:
     if not isinstance(part, kind):
         raise UnsupportedError(f"a {kind.__name__}", f"a {type(part).__name__}", "Fit both with the same structure.")
     return part
+
+
+def require_laplace(spec: StructureSpec, what: str) -> None:
+    """Refuse what needs the Laplace approximation's precision, H = P0 + JᵀΛJ at the weights or an approximation of it.
+
+    Raises
+    ------
+    UnsupportedError
+        If the structure's H is another.
+    """
+    if not spec.laplace:
+        raise UnsupportedError(
+            f"a Laplace posterior, whose precision is the curvature at its weights, for {what}",
+            f"structure={spec.name!r}, a Gaussian found elsewhere",
+            "Its evidence is bounded by elbo() and estimated by importance_evidence(); fit laplace(...) for the rest.",
+        )
 
 
 def no_basis(got: str) -> UnsupportedError:

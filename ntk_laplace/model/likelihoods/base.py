@@ -226,6 +226,14 @@ class Likelihood(nn.Module):
         """Response for f ~ N(mean, covariance) in closed form; None if there is no closed form."""
         return None
 
+    def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """E log p (n,), E r (n, C) and E Λ (n, C, C) for f ~ N(mean, covariance); None if they have to be sampled.
+
+        Here `mean` is (n, C), `covariance` (n, C, C), and `y` holds n canonical targets; r is `residual` and Λ
+        `curvature`. See `ntk_laplace.model.expectations`.
+        """
+        return None
+
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance), linearized through the link ([T20] 3.16)."""
         slope = self.mean_jacobian(mean)

@@ -227,6 +227,14 @@ class Gaussian(PerOutput):
             return NormalResponse(self, *parts)
         return MultivariateNormalResponse(self, mean, covariance, noise)
 
+    def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """``log p(y given mean) - tr(Λ V)/2``; r is linear in f and Λ constant."""
+        if type(self) is not Gaussian:
+            return None  # a subclass may override the density
+        curvature = self.curvature(mean, y)
+        spread = (curvature * covariance).sum((-2, -1))
+        return self.log_prob(mean, y) - 0.5 * spread, self.residual(mean, y), curvature
+
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Return the exact response, because the link is the identity."""
         return self.integrate(mean, covariance, scalar)

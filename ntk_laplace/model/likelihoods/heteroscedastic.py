@@ -171,6 +171,25 @@ class HeteroscedasticGaussian(PerOutput):
         variance = log_variance.exp()
         return FactorizedResponse(self, base, torch.zeros_like(mean), variance, False, num_outputs=f.shape[-1])
 
+    def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """In closed form for "log variance", where each (u, s) is normal and 1/σ² = exp(-s) tilts its mean."""
+        if type(self) is not HeteroscedasticGaussian or self.parametrization != "log variance":
+            return None
+        filled, there = self._filled(mean, y)
+        d = self.num_responses(mean.shape[-1])
+        variance = covariance.diagonal(dim1=-2, dim2=-1)
+        both = covariance[:, :d, d:].diagonal(dim1=-2, dim2=-1)  # Cov(u, s)
+        log_precision = 0.5 * variance[:, d:] - mean[:, d:]
+        _require_range(log_precision)
+        precision = log_precision.exp()  # E exp(-s); under the weight exp(-s), u has the mean E u - Cov(u, s)
+        error = filled - mean[:, :d] + both
+        square = precision * (error.square() + variance[:, :d])
+        values = -0.5 * (square + mean[:, d:] + math.log(2 * math.pi))
+        values = (values if there is None else values.masked_fill(~there, 0.0)).sum(-1)
+        residual = torch.cat([self._known(precision * error, y), self._known(0.5 * (square - 1), y)], -1)
+        diagonal = [self._known(precision, y), self._known(torch.full_like(precision, 0.5), y)]
+        return values, residual, torch.diag_embed(torch.cat(diagonal, -1))
+
     # --- saving
 
     def record(self) -> dict[str, Any]:

@@ -86,6 +86,15 @@ class Poisson(PerOutput):
         base = td.Poisson(rate.squeeze(-1) if scalar else rate, validate_args=False)
         return FactorizedResponse(self, base, torch.zeros_like(rate), rate, scalar)
 
+    def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Those of f = `mean` with the expected rate ``E exp(f) = exp(mean + v/2)``."""
+        if type(self) is not Poisson:
+            return None  # a subclass may override the density
+        rate = self._rate(mean + 0.5 * covariance.diagonal(dim1=-2, dim2=-1))
+        filled, _ = self._filled(mean, y)
+        terms = self._known(filled * mean - rate - torch.lgamma(filled + 1), y)
+        return terms.sum(-1), self._known(filled - rate, y), torch.diag_embed(self._known(rate, y))
+
     def _rate(self, f: Tensor) -> Tensor:
         rate = f.exp()
         if not rate.isfinite().all():

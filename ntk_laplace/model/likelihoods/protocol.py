@@ -39,6 +39,14 @@ class ObservationModel(Protocol):
         """Log density of each example."""
         ...
 
+    def residual(self, f: Tensor, y: Tensor) -> Tensor:
+        """Gradient of the log density in f."""
+        ...
+
+    def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
+        """Λ."""
+        ...
+
     def mean(self, f: Tensor) -> Tensor:
         """Mean response."""
         ...

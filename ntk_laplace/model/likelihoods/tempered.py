@@ -166,6 +166,14 @@ class Tempered(Likelihood):
         """Response for f ~ N(mean, covariance) in closed form, if there is one."""
         return self.likelihood.integrate(mean, covariance, scalar)
 
+    def expected(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """w times the likelihood's expectations, if it has them without sampling."""
+        found = self.likelihood.expected(mean, covariance, y)
+        if found is None:
+            return None
+        log_prob, residual, curvature = found
+        return self.weight * log_prob, self.weight * residual, self.weight * curvature
+
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance)."""
         return self.likelihood.linearize(mean, covariance, scalar)

@@ -171,6 +171,7 @@ class LeaveOneOut:
 
 def leave_one_out(fitted: FittedModel, samples: int = 1000) -> LeaveOneOut:
     """Compute means, covariances, log densities and leverages, from stored rows or in a pass over the data."""
+    fitted.require_laplace("leave-one-out")
     everything = torch.arange(fitted.num_examples, device=fitted.points.f.device)
     found = _kept(fitted) if fitted.structure.spec.keeps_jacobian else _streamed(fitted, everything)
     measured = reliability(fitted, found.leverage)
@@ -206,6 +207,7 @@ def leave_some_out(fitted: FittedModel, index: Tensor, samples: int = 1000) -> L
     UnsupportedError
         If the curvature is not the GGN, or the structure cannot be fitted to some of its points.
     """
+    fitted.require_laplace("leave-one-out")
     index = index.to(fitted.points.f.device).sort().values
     if len(index) == 0:
         raise DataError("one or more training points to leave out", "none", "Pass for example points=100.")

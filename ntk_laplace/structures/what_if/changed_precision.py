@@ -180,6 +180,12 @@ class ChangedPrecision(PosteriorPrecision):
         step = self.base.solve(vectors)
         return step - self._solved_vjp(self.inner @ self._jvp(step))
 
+    def multiply(self, vectors: Tensor) -> Tensor:
+        """H'v = H v + JᵀT D TᵀJ v for vectors (..., P)."""
+        flat = vectors.reshape(-1, self.num_parameters)
+        seen = self.rows.products(self.shapes.parts(flat)) * self._signs.view(self.rows.num_examples, -1).T.unsqueeze(2)
+        return self.base.multiply(vectors) + self.rows.transposed_products(seen, self.shapes).view_as(vectors)
+
     def quadratic_slope(self, vector: Tensor) -> Tensor:
         """Derivative of zᵀ (H' - P0) z in each log precision, (G,): that of H."""
         return self.base.quadratic_slope(vector)
