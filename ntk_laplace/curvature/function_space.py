@@ -30,11 +30,13 @@ class FunctionSpacePrecision(PosteriorPrecision):
     ----------
     rows : Jacobian
         Rows of J at the training points, one cotangent per output.
-    root : Tensor, (N, C, R)
-        S with S Sᵀ = Λ.
+    root : Tensor, (N, C, R), optional
+        S with S Sᵀ = Λ; None if the rows are those of SᵀJ.
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
         The parameters, in order.
+    gram : Tensor, (N*R, N*R), optional
+        SᵀKS, if it is known: its lower triangle is overwritten.
 
     Attributes
     ----------
@@ -42,13 +44,20 @@ class FunctionSpacePrecision(PosteriorPrecision):
         L with B = L Lᵀ, (N*R, N*R), interleaved (n*R + r).
     """
 
-    def __init__(self, rows: Jacobian, root: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
+    def __init__(
+        self, rows: Jacobian, root: Tensor | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
+        gram: Tensor | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(prior, shapes, rows.f)
-        self.rows, self.root = rows, root
+        own = torch.eye(rows.num_cotangents).to(rows.f).expand(rows.num_examples, -1, -1)
+        self.rows, self.root = rows, own if root is None else root
         self.variances: Variances = read_once(prior_variances(prior, shapes))
         self._group_of = {name: prior.group_of(name) for name in shapes}
-        self.weighted = rows.weighted(root)
-        self.factor = self._factorized(self.variances)
+        self.weighted = rows if root is None else rows.weighted(root)
+        if gram is None:
+            self.factor = self._factorized(self.variances)
+        else:
+            self.factor = LowerTriangle.of(gram).add_to_diagonal_(1.0).cholesky_()
 
     def _factorized(self, variances: Variances) -> LowerTriangle:
         """L with B = I + SᵀKS = L Lᵀ; only the lower triangle is ever stored."""

@@ -7,7 +7,7 @@ difference in color is also a difference in shape or position. The `plot` method
 from ntk_laplace.plotting.calibration import confidence_histograms, coverage_diagram, reliability_diagram
 from ntk_laplace.plotting.curves import learning_curve, removal_curves
 from ntk_laplace.plotting.explanations import explanation
-from ntk_laplace.plotting.histories import hyperparameter_history, training_history
+from ntk_laplace.plotting.histories import hyperparameter_history, training_history, variational_history
 from ntk_laplace.plotting.images import ImageExplanation, image_explanations
 from ntk_laplace.plotting.predictions import Panel, prediction_intervals, predictive_1d, predictive_2d
 from ntk_laplace.plotting.selection import evidence_comparison, model_ranking, selection_curves
@@ -38,4 +38,5 @@ __all__ = [
     "removal_curves",
     "selection_curves",
     "training_history",
+    "variational_history",
 ]

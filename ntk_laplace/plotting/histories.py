@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ntk_laplace.plotting.style import DARK_BLUE
+from ntk_laplace.plotting.style import DARK_BLUE, ORANGE
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.training import EvidenceHistory
+from ntk_laplace.variational_inference.result import VariationalHistory
 
-__all__ = ["hyperparameter_history", "training_history"]
+__all__ = ["hyperparameter_history", "training_history", "variational_history"]
 
 _MOST_LINES = 12  # maximum hyperparameters plotted
 _MOST_INSIDE, _LONG = 4, 20  # entries, and letters per entry, of a legend inside the axes
@@ -33,6 +34,25 @@ def training_history(history: EvidenceHistory) -> Figure:
     top.legend(["evidence", "log joint", "best evidence"], fontsize=8)
     top.set_ylim(*_window(history.evidence, [-loss for loss in history.loss]))
     top.set_ylabel("nats")
+    return figure
+
+
+def variational_history(history: VariationalHistory) -> Figure:
+    """Plot both ELBOs over the steps, and the norm of the natural gradient on a log scale below."""
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    both = (("network", history.elbo_nn, history.elbo_nn_error, DARK_BLUE, "o"),
+            ("linearized network", history.elbo_glm, history.elbo_glm_error, ORANGE, "s"))
+    for label, values, errors, color, marker in both:
+        top.errorbar(history.steps, values, errors, label=label, color=color, marker=marker, ms=3)
+    if history.steps:
+        values = [value for own in (history.elbo_nn, history.elbo_glm) for value in own]
+        top.set_ylim(*_window(values, values))
+        top.legend(fontsize=8)
+    top.set_ylabel("ELBO, nats")
+    bottom.semilogy(range(1, len(history) + 1), history.natural_gradient, color=DARK_BLUE, lw=1)
+    bottom.set(xlabel="step", ylabel="norm of the natural gradient")
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 

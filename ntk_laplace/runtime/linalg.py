@@ -81,8 +81,12 @@ def cholesky_of(matrix: Tensor) -> Tensor:
     return factor
 
 
-def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> None:
-    """``matrix += rowsᵀ rows`` in the lower triangle (full diagonal blocks), at half the cost of the full product.
+def add_outer_lower_(
+    matrix: Tensor, rows: Tensor, block: int | None = None, *, scale: float = 1.0, keep: float = 1.0
+) -> None:
+    """``matrix ← keep matrix + scale rowsᵀ rows`` in the lower triangle, at half the cost of the full product.
+
+    Diagonal blocks are full. With `keep` 0 the matrix may be uninitialized.
 
     Parameters
     ----------
@@ -90,12 +94,14 @@ def add_outer_lower_(matrix: Tensor, rows: Tensor, block: int | None = None) -> 
     rows : Tensor, (m, n)
     block : int, optional
         Height of a panel; by default about n / 5, between 96 and 1024.
+    scale, keep : float
+        1 by default: the product is added.
     """
     n = matrix.shape[0]
     block = max(96, min(1024, round(n / 160) * 32)) if block is None else block  # multiples of 32 suit the kernels
     for start in range(0, n, block):
         stop = min(start + block, n)
-        matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop])
+        matrix[start:stop, :stop].addmm_(rows[:, start:stop].T, rows[:, :stop], alpha=scale, beta=keep)
 
 
 def cholesky_log_det(factor: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+"""The training data as steps of variational inference read them: all examples, or a random minibatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import Batches, Inputs, num_bytes, num_examples, take
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import format_bytes
+from ntk_laplace.structures import LinearizedModel
+from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.points import TrainingPoints
+
+__all__ = ["Examples", "Part"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some training examples of one step.
+
+    Attributes
+    ----------
+    x : Inputs
+    y : Tensor
+        Canonical targets.
+    weights : Tensor, (n,), optional
+    likelihood : Likelihood
+        That of these examples.
+    scale : float
+        Times each of them counts for the others: N/b in a minibatch of b.
+    offset : int
+        Number of the first, for messages.
+    """
+
+    x: Inputs
+    y: Tensor
+    weights: Tensor | None
+    likelihood: Likelihood
+    scale: float = 1.0
+    offset: int = 0
+
+    def linearized(
+        self, model: LinearizedModel, theta: Tensor | None
+    ) -> Iterator[tuple[Jacobian, TrainingPoints, Likelihood]]:
+        """Rows of J at θ with the outputs and the likelihood of their examples, in batches."""
+        start = 0
+        for rows in model.jacobian_pass.batches(self.x, None, model.settings.batch_size, self.offset, theta=theta):
+            here = slice(start, start + rows.num_examples)
+            start = here.stop
+            weights = None if self.weights is None else self.weights[here].to(rows.f)
+            yield rows, TrainingPoints(rows.f, self.y[here], weights), self.likelihood.at(here)
+
+
+class Examples:
+    """All training examples.
+
+    Parameters
+    ----------
+    model : LinearizedModel
+        Its likelihood is bound to the data.
+    batches : Batches
+        Read once here; kept in memory if they are not large, else read again in every step.
+    batch_size : int, optional
+        b: a step takes minibatches of this many examples, in a random order that is drawn anew when all were read.
+        None takes all examples.
+
+    Raises
+    ------
+    UnsupportedError
+        If minibatches are asked for and the data are not kept in memory.
+    """
+
+    def __init__(self, model: LinearizedModel, batches: Batches, batch_size: int | None) -> None:
+        self._model, self._batches = model, batches
+        kept: list[tuple[Inputs, Tensor]] = []
+        size, self.num_examples = 0, 0
+        for x, y in merged_batches(batches, model.network):
+            if not model.network.evaluated:
+                model.jacobian_pass.prepare(x)
+            self.num_examples += num_examples(x)
+            size += num_bytes(x)
+            kept = [*kept, (x, y)] if size <= tuning.HELD_BYTES else []
+        self._kept = kept if size <= tuning.HELD_BYTES else None
+        self._weights = batches.weights
+        model.likelihood.bind(self.num_examples, model.network.num_outputs)
+        self.batch_size = None if batch_size is None or batch_size >= self.num_examples else batch_size
+        if self.batch_size is not None and self._kept is None:
+            raise UnsupportedError(f"data of at most {format_bytes(tuning.HELD_BYTES)} for minibatches",
+                                   format_bytes(size), "Leave batch_size= out: every step then reads all examples.")
+        self._order, self._position = torch.empty(0, dtype=torch.long), 0
+        if float(self.total) == 0:
+            raise DataError("at least one example with a positive weight", "weights that are all zero",
+                            "Look at the example weights.")
+
+    @property
+    def total(self) -> float:
+        """N, or the sum of the example weights."""
+        return self.num_examples if self._weights is None else float(self._weights.sum())
+
+    @property
+    def per_step(self) -> int:
+        """Examples of a step."""
+        return self.batch_size or self.num_examples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that read all examples once."""
+        return math.ceil(self.num_examples / self.per_step)
+
+    def all(self) -> Iterator[Part]:
+        """All examples, in their order."""
+        seen = 0
+        for x, y in merged_batches(self._batches, self._model.network) if self._kept is None else self._kept:
+            yield self._part(x, y, torch.arange(seen, seen + num_examples(x)))
+            seen += num_examples(x)
+
+    def next(self, generator: torch.Generator) -> Iterator[Part]:
+        """The examples of the next step; minibatches of one order differ by at most one example in size."""
+        if self.batch_size is None:
+            yield from self.all()
+            return
+        assert self._kept is not None
+        if self._position == self.steps_per_epoch or not len(self._order):
+            device = generator.device
+            self._order, self._position = torch.randperm(self.num_examples, generator=generator, device=device).cpu(), 0
+        chosen = self._order.tensor_split(self.steps_per_epoch)[self._position].sort().values
+        self._position += 1
+        seen = 0
+        for x, y in self._kept:
+            own = chosen[(chosen >= seen) & (chosen < seen + num_examples(x))]
+            if len(own):
+                here = (own - seen).to(y.device)
+                yield self._part(take(x, here), y[here], own, self.num_examples / len(chosen))
+            seen += num_examples(x)
+
+    def _part(self, x: Inputs, y: Tensor, numbers: Tensor, scale: float = 1.0) -> Part:
+        model = self._model
+        y = model.likelihood.targets(y, len(numbers), model.network.num_outputs)
+        weights = None if self._weights is None else self._weights[numbers.to(self._weights.device)]
+        return Part(x, y.to(model.network.device), weights, model.likelihood.at(numbers), scale, int(numbers[0]))
+
+    def record(self) -> dict[str, Any]:
+        """The order of the minibatches, and the position in it."""
+        return {"order": self._order.clone(), "position": self._position}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Continue from there."""
+        self._order, self._position = record["order"].cpu(), int(record["position"])

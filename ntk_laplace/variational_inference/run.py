@@ -1,0 +1,255 @@
+"""The loop of variational inference: steps, history, interruption and resuming."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, NonFiniteError, NTKLaplaceWarning, NumericalError, UnsupportedError
+from ntk_laplace.errors import VariationalInterrupted as Interrupted
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.runtime.serialization import Autosave, FileFormat
+from ntk_laplace.structures import Settings
+from ntk_laplace.variational_inference.iteration import Iteration
+from ntk_laplace.variational_inference.result import Callback, VariationalHistory, VariationalStep
+
+__all__ = ["Bound", "Run", "StepSizes", "read_state"]
+
+_FORMAT = FileFormat(
+    "ntk_laplace variational", 1, "the state of variational inference",
+    "Pass Settings(resume=error.state) of a VariationalInterrupted, or the path of Settings(checkpoint=path).",
+)  # fmt: skip
+_SNAPSHOT = 1.0  # seconds of work that an interruption loses, at least
+_SNAPSHOT_SHARE = 20  # time between two snapshots, over that of one
+_LATEST = 5  # steps whose natural gradients are averaged for the tolerance
+_COLLAPSE = 5.0  # nats per example by which the ELBO falls below its best before a warning
+
+Bound = Callable[[Tensor, Any], tuple[float, float, float, float]]
+"""ELBO of the network with its standard error, then of the linearized one, for μ and H."""
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """γ_t = γ0 (1 + t/τ)^-0.6 for t = 0, 1, ...; constant without τ.
+
+    Attributes
+    ----------
+    first : float
+        γ0.
+    decay : float or None
+        τ, in steps.
+    """
+
+    first: float
+    decay: float | None
+
+    def at(self, step: int) -> float:
+        """γ after `step` steps."""
+        return self.first if self.decay is None else self.first * (1.0 + step / self.decay) ** -0.6
+
+    def kept(self, steps: int, tolerance: float) -> int:
+        """The most steps whose rows are kept: their weight, Π(1-γ) over the steps since, is above the tolerance."""
+        weight, count = 1.0, 0
+        for step in reversed(range(steps)):  # step sizes decrease: the latest steps keep the most
+            count += 1
+            weight *= 1.0 - self.at(step)
+            if weight <= tolerance:
+                return count
+        return count + 1  # the rows of the start
+
+
+class Run:
+    """Variational inference under way.
+
+    Parameters
+    ----------
+    iteration : Iteration
+    step_sizes : StepSizes
+    steps : int
+        In all.
+    num_examples : float
+        N, or the sum of the example weights.
+    tolerance : float, optional
+        The run ends when half the squared norm of the natural gradient, over N and averaged over the last five steps,
+        is at most this, in nats per example.
+    average : bool
+        Whether the result has the average of μ over the second half of the steps.
+    bound : callable
+        Estimates the ELBO of μ and H.
+    every : int
+        Steps between two estimates; 0 for none.
+    signature : mapping of str to str
+        What a run that resumes must share with the interrupted one.
+    """
+
+    def __init__(
+        self, iteration: Iteration, step_sizes: StepSizes, steps: int, num_examples: float, tolerance: float | None,
+        average: bool, bound: Bound, every: int, signature: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        self.iteration, self.history, self.stopped = iteration, VariationalHistory(), ""
+        self._step_sizes, self._steps, self._n, self._tolerance = step_sizes, steps, num_examples, tolerance
+        self._bound, self._every, self._signature = bound, every, dict(signature)
+        self._sum = torch.zeros_like(iteration.mean) if average else None
+        self._summed, self._warned = 0, False
+
+    @property
+    def mean(self) -> Tensor:
+        """μ of the result."""
+        return self.iteration.mean if self._sum is None or not self._summed else self._sum / self._summed
+
+    def go(self, settings: Settings, callbacks: Sequence[Callback]) -> None:
+        """Take all steps.
+
+        Raises
+        ------
+        VariationalInterrupted
+            On Ctrl-C.
+        NumericalError
+            If the run diverges.
+        """
+        if settings.resume is not None:
+            self._restore(read_state(settings.resume, self.iteration.mean.device))
+        save, snapshots = Autosave(settings.checkpoint), _Snapshots(self._snapshot)
+        try:
+            if not len(self.history) and not self.history.steps:
+                self._evaluate()
+            remaining = range(len(self.history), self._steps)
+            for _ in track(remaining, self._words, len(remaining), settings.progress):
+                self._step()
+                for callback in callbacks:
+                    seen = VariationalStep(len(self.history), self._steps, self.iteration.mean, self.history,
+                                           self.stopped)
+                    callback(seen)
+                    self.stopped = seen.stopped
+                snapshots.take_if_due()
+                save(self._snapshot)
+                if self.stopped:
+                    break
+            self.stopped = self.stopped or "all were asked for"
+            save(lambda: self._snapshot() | {"stopped": ""}, now=True)
+            if self._every and self.history.steps[-1] != len(self.history):
+                self._evaluate()
+        except KeyboardInterrupt as cause:
+            save(lambda: snapshots.latest, now=True)
+            raise Interrupted(snapshots.latest, len(snapshots.latest["history"]["step_size"]), self._steps) from cause
+
+    def _step(self) -> None:
+        done = len(self.history)
+        size = self._step_sizes.at(done)
+        try:
+            norm = self.iteration.step(size)
+        except (NumericalError, NonFiniteError) as error:
+            raise self._diverged(done + 1, size, str(error)) from error
+        if not math.isfinite(norm) or not bool(self.iteration.mean.isfinite().all()):
+            raise self._diverged(done + 1, size, "weights or a natural gradient that are not finite")
+        history = self.history
+        history.step_size.append(size)
+        history.natural_gradient.append(norm)
+        rows = self.iteration.rows_kept
+        if rows is not None:
+            history.rows.append(rows)
+        if self._sum is not None and 2 * len(history) > self._steps:
+            self._sum, self._summed = self._sum + self.iteration.mean, self._summed + 1
+        if self._every and len(history) % self._every == 0:
+            self._evaluate()
+        if self._tolerance is not None and self._decrement() <= self._tolerance:
+            self.stopped = f"the natural gradient is within the tolerance of {self._tolerance:g} nats an example"
+
+    def _decrement(self) -> float:
+        """Half the squared norm of the natural gradient per example, over the last steps."""
+        latest = self.history.natural_gradient[-_LATEST:]
+        return math.inf if len(latest) < _LATEST else 0.5 * sum(norm**2 for norm in latest) / len(latest) / self._n
+
+    def _diverged(self, step: int, size: float, words: str) -> NumericalError:
+        return NumericalError("steps of variational inference that stay finite",
+                              f"in step {step:,}, of size {size:.3g}: {words}",
+                              f"Pass a smaller step_size, such as {size / 10:.2g}, or start=\"map\".")
+
+    def _evaluate(self) -> None:
+        """Estimate the ELBO, and warn once if it collapses."""
+        if not self._every:
+            return
+        history = self.history
+        try:
+            found = self._bound(self.mean, self.iteration.precision)
+        except NonFiniteError as error:
+            raise self._diverged(len(history), self._step_sizes.at(len(history)), str(error)) from error
+        history.steps.append(len(history))
+        for values, value in zip((history.elbo_nn, history.elbo_nn_error, history.elbo_glm, history.elbo_glm_error),
+                                 found, strict=True):
+            values.append(value)
+        best = max(value + 3.0 * error for value, error in zip(history.elbo_nn, history.elbo_nn_error, strict=True))
+        if not self._warned and best - history.elbo_nn[-1] > _COLLAPSE * self._n + 6.0 * history.elbo_nn_error[-1]:
+            self._warned = True
+            warnings.warn(
+                f"the ELBO of the network fell from {best:.6g} to {history.elbo_nn[-1]:.6g} nats in "
+                f"{len(history):,} steps: the steps diverge; pass a step_size below {self._step_sizes.first:g}, more "
+                'samples, or start="map"', NTKLaplaceWarning, stacklevel=4,
+            )  # fmt: skip
+
+    def _words(self) -> str:
+        found = f"{self.history.elbo_nn[-1]:.6g} nats" if self.history.steps else "not estimated"
+        return f"ntk_laplace: step {len(self.history):,}, ELBO {found}"
+
+    # --- snapshots
+
+    def _snapshot(self) -> dict[str, Any]:
+        """All that another process needs to continue after this step."""
+        return {
+            **_FORMAT.header, "signature": dict(self._signature), "iteration": self.iteration.record(),
+            "history": copy.deepcopy(self.history.to_dict()), "stopped": self.stopped,
+            "sum": None if self._sum is None else self._sum.clone(), "summed": self._summed, "warned": self._warned,
+        }  # fmt: skip
+
+    def _restore(self, saved: Mapping[str, Any]) -> None:
+        for what, value in self._signature.items():
+            if saved["signature"].get(what) != value:
+                raise UnsupportedError(f"to resume with the {what} of the interrupted run, "
+                                       f"{saved['signature'].get(what)}", value,
+                                       "Pass the same arguments, or start anew without resume=.")
+        self.iteration.restore(saved["iteration"])
+        self.history, self.stopped = VariationalHistory(**copy.deepcopy(saved["history"])), saved["stopped"]
+        self._sum, self._summed, self._warned = saved["sum"], saved["summed"], saved["warned"]
+
+
+class _Snapshots:
+    """The latest snapshot; a new one is taken when the last is old, against the time that it took."""
+
+    def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
+        self._take = take
+        self._refresh()
+
+    def _refresh(self) -> None:
+        begin = time.monotonic()
+        self.latest = self._take()
+        self._last = time.monotonic()
+        self._wait = max(_SNAPSHOT, _SNAPSHOT_SHARE * (self._last - begin))
+
+    def take_if_due(self) -> None:
+        if time.monotonic() - self._last > self._wait:
+            self._refresh()
+
+
+def read_state(resume: Any, device: torch.device) -> dict[str, Any]:
+    """The state of an interrupted run, from an error or from a file.
+
+    Raises
+    ------
+    DataError
+        If it is neither.
+    """
+    if isinstance(resume, (str, os.PathLike)):
+        return _FORMAT.read(resume, device)
+    if not _FORMAT.matches(resume):
+        raise DataError("the state of an interrupted run of variational inference, or the file it was saved to",
+                        f"a {type(resume).__name__}", _FORMAT.remedy)
+    return _FORMAT.supported(resume)

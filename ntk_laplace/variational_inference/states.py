@@ -1,0 +1,336 @@
+"""The Gaussian q = N(μ, H⁻¹) that variational inference moves, and how one step changes it."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, PosteriorPrecision, prior_variances
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.jacobian.gram import Variances, cross_gram, gram
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import add_outer_lower_
+from ntk_laplace.runtime.parameter_layout import ParameterLayout
+
+__all__ = ["DataTerms", "DenseState", "FunctionSpaceState", "VariationalState"]
+
+
+@dataclass(frozen=True)
+class DataTerms:
+    """Share of some examples in the two expectations of a step, ĝ = Σ Jᵀr and Ĝ = Σ JᵀΛJ = RᵀR.
+
+    Attributes
+    ----------
+    gradient : Tensor, (P,)
+        Share of ĝ.
+    rows : Jacobian
+        Share of R: rows of SᵀJ, scaled so that the sum of their outer products is the share of Ĝ.
+    """
+
+    gradient: Tensor
+    rows: Jacobian
+
+
+class VariationalState(ABC):
+    """q = N(μ, H⁻¹) under a prior N(μ0, P0⁻¹), updated by natural gradients ([T20] 4.2, 4.3).
+
+    A step of size γ with the expectations ĝ (P,) and Ĝ (P, P) is, without a difference of large vectors,
+
+        H ← (1-γ) H + γ (P0 + Ĝ),    μ ← μ + γ H⁻¹ [ĝ - P0 (μ - μ0)],    with the new H in the second.
+
+    Attributes
+    ----------
+    mean : Tensor, (P,)
+        μ.
+    """
+
+    mean: Tensor
+
+    @property
+    @abstractmethod
+    def precision(self) -> PosteriorPrecision:
+        """H, factorized. Its `log_det` may be relative to another diagonal than P0; see `posterior_precision`."""
+
+    @abstractmethod
+    def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
+        """Take one step. The terms are read once, and may be computed from this state while they are read.
+
+        Returns
+        -------
+        float
+            Norm of the natural gradient in q's own metric, sqrt(gᵀH⁻¹g) for g = ĝ - P0 (μ - μ0).
+
+        Raises
+        ------
+        NumericalError
+            If the new H is not positive definite; the state is then undefined.
+        """
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Copies of all tensors that another process needs to continue with the same numbers."""
+
+    @abstractmethod
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Continue from a record."""
+
+    @property
+    def rows_kept(self) -> int | None:
+        """Number of rows that represent H - diag; None if it is a matrix of parameters."""
+        return None
+
+    @torch.no_grad()
+    def draw(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws e from N(0, H⁻¹), (count, P); θ = μ ± e are two samples of q."""
+        return self.precision.sample(count, generator)
+
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
+        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C): covariance of the outputs, linearized in the weights."""
+        return self.precision.covariance_blocks(rows)
+
+
+class DenseState(VariationalState):
+    """H - P0 as a matrix over the parameters, (P, P).
+
+    Parameters
+    ----------
+    mean : Tensor, (P,)
+        In the dtype of the algebra.
+    excess : Tensor, (P, P)
+        H - P0, of which only the lower triangle is read; it is changed in place.
+    prior : GaussianPrior
+        Bound to the parameters of `shapes`.
+    shapes : ParameterLayout
+        The parameters, in order.
+    """
+
+    def __init__(self, mean: Tensor, excess: Tensor, prior: GaussianPrior, shapes: ParameterLayout) -> None:
+        self.mean, self._excess, self._prior, self._shapes = mean, excess, prior, shapes
+        self._prior_mean = prior.flat_mean().to(mean)
+        self._precision: FullPrecision | None = None
+
+    @classmethod
+    def isotropic(
+        cls, mean: Tensor, precision: float, prior: GaussianPrior, shapes: ParameterLayout
+    ) -> DenseState:
+        """H = λ I for a number λ."""
+        excess = mean.new_zeros(len(mean), len(mean))
+        excess.diagonal().copy_(precision - prior.flat_precision().detach().to(mean))
+        return cls(mean, excess, prior, shapes)
+
+    @property
+    def precision(self) -> FullPrecision:
+        """H, factorized; `log_det` is relative to P0."""
+        if self._precision is None:
+            self._precision = FullPrecision(self._excess, self._prior, self._shapes)
+        return self._precision
+
+    def add(self, terms: Iterable[DataTerms]) -> None:
+        """H ← H + Ĝ at the same μ, for the start."""
+        sums = _OuterSums(self._excess, 1.0, 1.0)
+        for part in terms:
+            sums.add(part.rows.dense(self._shapes).flatten(0, 1))
+        sums.finish()
+        self._precision = None
+
+    def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
+        """H - P0 ← (1-γ)(H - P0) + γ Ĝ by few large products, one factorization, and one solve."""
+        gradient = self.precision.prior_precision * (self._prior_mean - self.mean)
+        sums = _OuterSums(self._excess, step_size, 1.0 - step_size)
+        for part in terms:
+            gradient += part.gradient
+            sums.add(part.rows.dense(self._shapes).flatten(0, 1))
+        sums.finish()
+        self._precision = None  # its memory is that of the new factor
+        direction = self.precision.solve(gradient)
+        self.mean = self.mean + step_size * direction
+        return float((gradient @ direction).clamp_min(0.0).sqrt())
+
+    def record(self) -> dict[str, Any]:
+        """μ and H - P0."""
+        return {"mean": self.mean.clone(), "excess": self._excess.clone()}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Continue from them."""
+        self.mean = record["mean"].to(self.mean)
+        self._excess.copy_(record["excess"])
+        self._precision = None
+
+
+class FunctionSpaceState(VariationalState):
+    """H = diag(d) + RᵀR with rows R of several ages: no matrix over the parameters.
+
+    One step scales the rows by √(1-γ) and appends those of the step. Draws and solves take a matrix B = I + R d⁻¹ Rᵀ
+    over the rows. Products of old rows with each other are scaled, those with new rows are computed.
+
+    Parameters
+    ----------
+    mean : Tensor, (P,)
+        In the dtype of the algebra.
+    rows : Jacobian
+        R at the start; it may have no examples.
+    ratio : Tensor, (G,)
+        d / P0 of each prior group.
+    prior : GaussianPrior
+    shapes : ParameterLayout
+    tolerance : float
+        Rows are dropped when what is left of their weight, Π(1-γ) over the steps since, is at most this. Rows of
+        weight 0 are always dropped.
+
+    Attributes
+    ----------
+    dropped : float
+        Bound of the spectral norm of P0^-½ D P0^-½ for the sum D of all that is missing in H because rows were dropped,
+        if the other rows are given. It is at most the tolerance times the largest norm of Ĝ in the same units.
+    """
+
+    def __init__(
+        self, mean: Tensor, rows: Jacobian, ratio: Tensor, prior: GaussianPrior, shapes: ParameterLayout,
+        tolerance: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.mean, self._rows, self._ratio = mean, rows, ratio.to(mean)
+        self._prior, self._shapes, self._tolerance = prior, shapes, tolerance
+        self._prior_mean, self.dropped = prior.flat_mean().to(mean), 0.0
+        self._ages: list[tuple[int, float]] = [(rows.num_examples, 1.0)] if rows.num_examples else []
+        self._scales, self._class_of = self._ratio.unique(return_inverse=True)
+        self._variances = [self._of_class(number) for number in range(len(self._scales))]
+        self._grams = [gram(rows, None, variances) for variances in self._variances]
+        self._precision: FunctionSpacePrecision | None = None
+
+    def _of_class(self, number: int) -> Variances:
+        """Prior variances of the groups whose d is the same multiple of P0; the others contribute nothing."""
+        found, chosen = {}, self._class_of == number
+        for name, variance in prior_variances(self._prior, self._shapes).items():
+            own = chosen[self._prior.group_of(name)]
+            if own.ndim:
+                found[name] = variance * own
+            elif own:
+                found[name] = variance
+        return found
+
+    @property
+    def precision(self) -> FunctionSpacePrecision:
+        """H, factorized; `log_det` is relative to `diagonal`."""
+        if self._precision is None:
+            total = self._grams[0] / self._scales[0]
+            for own, scale in zip(self._grams[1:], self._scales[1:], strict=True):
+                total.add_(own / scale)
+            self._precision = FunctionSpacePrecision(self._rows, None, self.diagonal, self._shapes, total)
+        return self._precision
+
+    @property
+    def diagonal(self) -> GaussianPrior:
+        """A prior with the precisions d."""
+        found = copy.deepcopy(self._prior)
+        with torch.no_grad():
+            found.log_precision += self._ratio.log().to(found.log_precision)
+        return found
+
+    @property
+    def rows_kept(self) -> int:
+        """Number of rows of R."""
+        return self._rows.num_examples * self._rows.num_cotangents
+
+    def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
+        """d ← (1-γ) d + γ P0, R ← [√(1-γ) R; √γ new rows]."""
+        gradient = self._prior.flat_precision().detach().to(self.mean) * (self._prior_mean - self.mean)
+        parts = []
+        for part in terms:
+            gradient += part.gradient
+            parts.append(_scaled(part.rows, step_size**0.5))
+        new = Jacobian.concatenate(parts)
+        self._precision = None
+        self._forget(1.0 - step_size)
+        self._grams = [
+            _bordered(own, cross_gram(new, self._rows, variances), gram(new, None, variances))
+            for own, variances in zip(self._grams, self._variances, strict=True)
+        ]
+        self._rows = Jacobian.concatenate([self._rows, new]) if self._ages else new
+        self._ages.append((new.num_examples, 1.0))
+        self._ratio = (1.0 - step_size) * self._ratio + step_size
+        self._scales = (1.0 - step_size) * self._scales + step_size
+        direction = self.precision.solve(gradient)
+        self.mean = self.mean + step_size * direction
+        return float((gradient @ direction).clamp_min(0.0).sqrt())
+
+    def _forget(self, keep: float) -> None:
+        """Scale the rows and their products, and drop the rows whose weight is within the tolerance."""
+        self._ages = [(count, keep * weight) for count, weight in self._ages]
+        gone = sum(count for count, weight in self._ages if weight <= self._tolerance)
+        self._ages = [(count, weight) for count, weight in self._ages if weight > self._tolerance]
+        first = gone * self._rows.num_cotangents
+        self.dropped *= keep
+        if gone:
+            lost = sum((own[:first, :first].tril() for own in self._grams), start=self._grams[0].new_zeros(()))
+            # of a symmetric matrix by its lower triangle: the Frobenius norm bounds the spectral one
+            self.dropped += keep * float((2.0 * lost.square().sum() - lost.diagonal().square().sum()).sqrt())
+            self._rows = self._rows.subset(slice(gone, None))
+        self._rows = _scaled(self._rows, keep**0.5)
+        self._grams = [own[first:, first:] * keep for own in self._grams]
+
+    def dense(self) -> DenseState:
+        """The same q in weight space."""
+        excess = self.mean.new_zeros(len(self.mean), len(self.mean))
+        add_outer_lower_(excess, self._rows.dense(self._shapes).flatten(0, 1))
+        own, given = (p.flat_precision().detach().to(self.mean) for p in (self._prior, self.diagonal))
+        excess.diagonal().add_(given - own)
+        return DenseState(self.mean, excess, self._prior, self._shapes)
+
+    def record(self) -> dict[str, Any]:
+        """μ, d/P0, the rows with their ages and their products, and what was dropped."""
+        return copy.deepcopy({
+            "mean": self.mean, "ratio": self._ratio, "scales": self._scales, "rows": self._rows.record(),
+            "ages": self._ages, "grams": self._grams, "dropped": self.dropped,
+        })  # fmt: skip
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Continue from them."""
+        record = copy.deepcopy(dict(record))
+        self.mean, self._ratio = record["mean"].to(self.mean), record["ratio"].to(self.mean)
+        self._scales, self._grams = record["scales"].to(self.mean), [own.to(self.mean) for own in record["grams"]]
+        self._rows = Jacobian.from_record(record["rows"]).to(self.mean.dtype, self.mean.device)
+        self._ages, self.dropped = [(int(n), float(w)) for n, w in record["ages"]], record["dropped"]
+        self._precision = None
+
+
+def _scaled(rows: Jacobian, factor: float) -> Jacobian:
+    """All rows times a number."""
+    r = rows.num_cotangents
+    return rows.weighted((torch.eye(r).to(rows.f) * factor).expand(rows.num_examples, r, r))
+
+
+def _bordered(matrix: Tensor, below: Tensor, corner: Tensor) -> Tensor:
+    """The lower triangle of a symmetric matrix with more rows; the rest above the diagonal is zero."""
+    (m, n), k = below.shape, len(matrix)
+    out = matrix.new_zeros(m + n, m + n)
+    out[:k, :k], out[k:, :k], out[k:, k:] = matrix, below, corner
+    return out
+
+
+class _OuterSums:
+    """matrix ← keep matrix + scale Σ rowsᵀrows; rows wait until one product over them is efficient."""
+
+    def __init__(self, matrix: Tensor, scale: float, keep: float) -> None:
+        self._matrix, self._scale, self._keep = matrix, scale, keep
+        self._waiting: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        self._waiting.append(rows)
+        if sum(part.nbytes for part in self._waiting) >= tuning.FULL_ROWS_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        if self._waiting or self._keep != 1.0:
+            self._flush()
+
+    def _flush(self) -> None:
+        rows = torch.cat(self._waiting) if self._waiting else self._matrix[:0]
+        add_outer_lower_(self._matrix, rows, scale=self._scale, keep=self._keep)
+        self._waiting, self._keep = [], 1.0

@@ -1,0 +1,335 @@
+"""Variational inference: the arguments are checked and combined, and the steps are run."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.curvature import PosteriorPrecision
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, require_whole
+from ntk_laplace.model.data import Batches, take
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import ParameterChoice, outside_autocast
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.explain.reliability import MOST_DECREMENT, newton_decrement
+from ntk_laplace.posterior.fit import linearized
+from ntk_laplace.runtime.serialization import require_writable
+from ntk_laplace.structures import (
+    FittedModel,
+    FullWeightSpace,
+    FunctionSpace,
+    GivenGaussian,
+    LinearizedModel,
+    Settings,
+    StructureSpec,
+)
+from ntk_laplace.structures.data_passes import ModelSignature, digest
+from ntk_laplace.structures.points import present_values
+from ntk_laplace.variational_inference.algorithms import LGVA, OGGN, VOGGN, Algorithm, SampledLGVA
+from ntk_laplace.variational_inference.examples import Examples
+from ntk_laplace.variational_inference.iteration import SampledIteration
+from ntk_laplace.variational_inference.result import Callback, VariationalFit
+from ntk_laplace.variational_inference.run import Run, StepSizes
+from ntk_laplace.variational_inference.start import (
+    Start,
+    checked_start,
+    moved,
+    require_memory_for,
+    require_same_network,
+    started,
+)
+from ntk_laplace.variational_inference.states import FunctionSpaceState
+
+__all__ = ["variational"]
+
+_POINTS = 256  # of f for each example, LGVA
+_EVALUATIONS = 20  # of the ELBO in a run, by default
+_SPACES: dict[str, bool | None] = {"full": True, "gp": False, "auto": None}  # in weight space?
+
+
+def variational(
+    network: nn.Module,
+    data: Any,
+    likelihood: Likelihood,
+    prior: GaussianPrior | None = None,
+    structure: str = "full",
+    algorithm: str = "voggn",
+    *,
+    start: Start = "map",
+    samples: int | None = None,
+    step_size: float = 0.01,
+    steps: int = 1000,
+    decay: float | None = None,
+    average: bool = False,
+    expectations: str = "outputs",
+    batch_size: int | None = None,
+    tolerance: float | None = None,
+    row_tolerance: float = 0.0,
+    elbo_every: int | None = None,
+    elbo_samples: int = 50,
+    seed: int = 0,
+    callbacks: Callback | Sequence[Callback] = (),
+    inplace: bool = False,
+    parameters: ParameterChoice = None,
+    dtype: torch.dtype | None = None,
+    settings: Settings | None = None,
+    output: str | int | None = None,
+    targets: str | None = None,
+) -> VariationalFit:
+    """Gaussian posterior N(μ, H⁻¹) by variational inference with generalized Gauss-Newton steps ([T20] chapter 4).
+
+    A step of size γ, with expectations ĝ = E Σ Jᵀr and Ĝ = E Σ JᵀΛJ over the present Gaussian, is a natural-gradient
+    step of an evidence lower bound (ELBO):
+
+        H ← (1-γ) H + γ (P0 + Ĝ),    μ ← μ + γ H⁻¹ [ĝ - P0 (μ - μ0)].
+
+    Parameters
+    ----------
+    network : nn.Module
+        In the mode of use. It is copied, and left as it is unless `inplace`.
+    data, likelihood, prior, parameters, dtype, output, targets
+        As in `laplace`.
+    structure : str
+        "full": H is a P x P matrix. "gp": function space, H = diag(d) + RᵀR with rows R of all steps, whose number
+        grows by N R S each step; nothing of size P x P. "auto": function space until there are more rows than
+        parameters, then weight space; the same numbers up to rounding.
+    algorithm : str
+        "voggn" averages over weight samples of the network, and maximizes the network's ELBO. "lgva" linearizes the
+        network at μ in each step. "oggn" evaluates at μ alone: Newton steps of the log joint, which end in the Laplace
+        posterior.
+    start : str, Posterior or float
+        "map": the optimum of the log joint from the network's weights, by L-BFGS, with Laplace's H. A posterior of this
+        network: its mean and precision. A number λ: the network's weights with H = λI (10 is [T20]'s Σ = 0.1 I).
+    samples : int, optional
+        S, weight samples per step, in pairs μ ± e: 2 by default. An odd number leaves one without a partner, so that μ
+        keeps a noise at constant step sizes; a warning says how large. For "lgva" over outputs, the points of f for
+        each example where its expectations are not closed: 256 by default.
+    step_size : float
+        γ in (0, 1]; the first if it decays.
+    steps : int
+        Number of steps, at most.
+    decay : float, optional
+        τ of decreasing step sizes γ (1 + t/τ)^-0.6, in steps; constant by default.
+    average : bool
+        Whether the mean of the result is the average of μ over the second half of the steps.
+    expectations : str
+        Of "lgva": "outputs", over f_n ~ N(f(x_n; μ), J_n H⁻¹ J_nᵀ), closed for Gaussian and Poisson, by quadrature for
+        a likelihood that is a product over outputs; or "weights", by S weight samples in the linearized network, as in
+        [T20].
+    batch_size : int, optional
+        b: a step reads a random minibatch, whose sums are multiplied by N/b. By default all examples.
+    tolerance : float, optional
+        In nats per example: the run ends when ½ gᵀH⁻¹g/N, averaged over five steps, is at most this; g is the
+        natural gradient's ĝ - P0(μ - μ0), which contains the noise of the samples.
+    row_tolerance : float
+        In function space, rows whose weight Π(1-γ) since their step is at most this are dropped. H then lacks at most
+        this times the largest Ĝ in norm; ``VariationalFit.dropped`` says how much. None is dropped by default.
+    elbo_every : int, optional
+        Steps between two estimates of both ELBOs for the history; by default a twentieth of the steps, 0 for none.
+    elbo_samples : int
+        Weight samples of each estimate.
+    seed : int
+        Of all random numbers. The global random state is neither read nor changed.
+    callbacks : callable or sequence of callables
+        Each is called with a `VariationalStep` after every step, and may stop the run.
+    inplace : bool
+        Whether the caller's network is set to μ at the end.
+    settings : Settings, optional
+        Batch size of the passes, memory budget, progress bar. A `checkpoint` is written every minute. `resume`
+        continues from a checkpoint, or from the `state` of a `VariationalInterrupted`, to the bit-identical result,
+        given the same data and arguments (`steps` may increase without `average`).
+
+    Returns
+    -------
+    VariationalFit
+        With the posterior, of structure "gaussian". For "oggn" at its fixed point it is the Laplace posterior at μ.
+
+    Raises
+    ------
+    HyperparameterError
+        If a number is out of range.
+    UnsupportedError
+        If a name is unknown, arguments contradict each other, the likelihood is not log-concave without an override of
+        its curvature, or several processes call it.
+    MemoryBudgetError
+        If matrices or rows would not fit in memory; nothing was allocated.
+    NumericalError
+        If a step is not finite.
+    VariationalInterrupted
+        On Ctrl-C.
+    NTKLaplaceError
+        As `laplace`.
+
+    Examples
+    --------
+    >>> import torch, ntk_laplace as ntkl
+    >>> network = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
+    >>> x = torch.linspace(-1, 1, 20).double().unsqueeze(1)
+    >>> fit = ntkl.variational(network, (x, x.sin()), ntkl.Gaussian(0.1), ntkl.GaussianPrior(1.0), steps=20)
+    >>> fit.posterior.structure, len(fit.history)
+    ('gaussian', 20)
+    """
+    settings = Settings.of(settings)
+    settings.reducer.require_one("variational inference", "Run it in one process.")
+    dense = _dense(structure)
+    method = _algorithm(algorithm, samples, expectations, step_size)
+    step_sizes = StepSizes(_step_size(step_size), decay if decay is None else _positive("decay", decay, "decay=100"))
+    require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
+    require_whole("seed", seed, 0, "Pass seed=0.")
+    if batch_size is not None:
+        require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
+    if tolerance is not None:
+        _positive("tolerance", tolerance, "tolerance=1e-6")
+    if not (isinstance(row_tolerance, Real) and 0 <= row_tolerance < 1):
+        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
+    every = max(1, steps // _EVALUATIONS) if elbo_every is None else elbo_every
+    require_whole("elbo_every", every, 0, "Leave it out, or pass 0 for no estimates.")
+    require_whole("elbo_samples", elbo_samples, 2, "Leave it out for 50.")
+    start = checked_start(start)
+    callbacks = [callbacks] if callable(callbacks) else list(callbacks)
+    if not all(map(callable, callbacks)):
+        raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks),
+                               "Pass a function that takes a VariationalStep.")
+    if settings.checkpoint is not None:
+        require_writable(settings.checkpoint)
+    with torch.inference_mode(False):
+        own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
+    plain = replace(settings, checkpoint=None, resume=None)
+    model, batches = linearized(network, data, *own, FullWeightSpace(), "ggn", parameters=parameters, dtype=dtype,
+                                settings=plain, output=output, targets=targets)  # fmt: skip
+    with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
+        x, _ = batches.first()
+        model.jacobian_pass.prepare(x)
+        sample = model.jacobian_pass.rows(take(x, slice(0, 2)))
+        examples = Examples(model, batches, batch_size)
+        rows = examples.per_step * model.likelihood.rank(model.network.num_outputs) * method.rows_per_example
+        p = model.network.num_parameters
+        in_weights = rows > p if dense is None else dense
+        kept = step_sizes.kept(steps, row_tolerance)
+        require_memory_for(model, sample, rows, kept, in_weights, dense is None)
+        if isinstance(start, Posterior):
+            require_same_network(start, model)
+        state = started(model, batches, examples, start, in_weights, row_tolerance)
+        model = moved(model, state.mean)
+        iteration = SampledIteration(model, examples, method, state, seed, p if dense is None else None)
+
+        def posterior(mean: Tensor, precision: PosteriorPrecision) -> FittedModel:
+            return FittedModel.of(moved(model, mean), GivenGaussian(precision), batches)
+
+        def bound(mean: Tensor, precision: PosteriorPrecision) -> tuple[float, float, float, float]:
+            found, generator = Posterior(posterior(mean, precision)), torch.Generator().manual_seed(seed)
+            both = (found.elbo("nn", elbo_samples, generator), found.elbo("glm", max(elbo_samples, _POINTS), generator))
+            nn_, glm = ((float(one.value), float(one.standard_error)) for one in both)
+            return *nn_, *glm
+
+        signature = _signature(model, examples, structure, method, step_sizes, average, seed, steps)
+        run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
+        run.go(settings, callbacks)
+        fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
+        if isinstance(method, OGGN):
+            fitted, reason = _laplace(model, batches, run.mean, in_weights, fitted, reason)
+        if inplace:
+            _write(network, model, run.mean)
+        dropped = iteration.state.dropped if isinstance(iteration.state, FunctionSpaceState) else 0.0
+        fitted = replace(fitted, model=replace(fitted.model, settings=settings))
+        return VariationalFit(Posterior(fitted, reason), run.history, run.stopped, dropped)
+
+
+def _dense(structure: object) -> bool | None:
+    """Whether H is a matrix over the parameters; None to decide by size."""
+    if not isinstance(structure, str) or structure not in _SPACES:
+        raise UnsupportedError(f"structure among {', '.join(_SPACES)}", repr(structure)[:80],
+                               'Use "full" for small networks, "gp" for few rows, "auto" for both.')
+    return _SPACES[structure]
+
+
+def _algorithm(name: object, samples: int | None, expectations: object, step_size: float) -> Algorithm:
+    """The algorithm of a name, with its samples."""
+    if samples is not None:
+        require_whole("samples", samples, 1, "Pass an even number, such as samples=2.")
+    if expectations not in ("outputs", "weights"):
+        raise UnsupportedError('expectations="outputs" or "weights"', repr(expectations)[:80], "Leave it out.")
+    if expectations == "weights" and name != "lgva":
+        raise UnsupportedError('expectations="weights" for algorithm="lgva"', f"algorithm={name!r}", "Leave it out.")
+    if name == "oggn":
+        return OGGN()
+    if name == "lgva" and expectations == "outputs":
+        return LGVA(_POINTS if samples is None else samples)
+    if name not in ("voggn", "lgva"):
+        raise UnsupportedError('algorithm among "voggn", "lgva", "oggn"', repr(name)[:80], 'Use "voggn".')
+    count = 2 if samples is None else samples
+    if count % 2:
+        _tell_noise(count, step_size)
+    return VOGGN(count) if name == "voggn" else SampledLGVA(count)
+
+
+def _tell_noise(samples: int, step_size: object) -> None:
+    """Warn of the noise of a sample without a partner."""
+    if not isinstance(step_size, Real) or not 0 < step_size <= 1:
+        return  # which is refused
+    floor = float(step_size) / (2.0 - float(step_size)) / samples**2
+    warnings.warn(
+        f"of samples={samples} one has no partner μ - e: at a constant step size, μ keeps a squared distance of about "
+        f"{floor:.3g} tr[(G H⁻¹)²] to its optimum, in the metric of H (up to {floor:.3g} times the effective number of "
+        "parameters); pass an even number, decay=100 or average=True", NTKLaplaceWarning, stacklevel=4,
+    )  # fmt: skip
+
+
+def _step_size(value: object) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value <= 1:
+        raise HyperparameterError("a step_size in (0, 1]", repr(value), "Pass step_size=0.01, for instance.")
+    return float(value)
+
+
+def _positive(what: str, value: object, example: str) -> float:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+        raise HyperparameterError(f"a positive {what}", repr(value), f"Pass {example}, or leave it out.")
+    return float(value)
+
+
+def _signature(
+    model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, step_sizes: StepSizes, average: bool,
+    seed: int, steps: int,
+) -> dict[str, str]:  # fmt: skip
+    """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
+    own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
+    return own | {
+        "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
+        "batch size": f"{examples.per_step:,}", "structure": structure,
+        "algorithm": f"{type(method).__name__} {vars(method)}", "step sizes": f"{step_sizes}", "seed": f"{seed}",
+        "average": f"over the last half of {steps:,} steps" if average else "none",
+    }  # fmt: skip
+
+
+def _laplace(
+    model: LinearizedModel, batches: Batches, mean: Tensor, dense: bool, given: FittedModel, reason: str
+) -> tuple[FittedModel, str]:
+    """The Laplace posterior at μ, if that is an optimum of the log joint; else q with a warning."""
+    spec: StructureSpec = FullWeightSpace() if dense else FunctionSpace()
+    fitted = FittedModel.of(moved(model, mean), spec, batches)
+    decrement = newton_decrement(fitted)
+    if decrement <= MOST_DECREMENT:
+        return fitted, f"{reason}, at an optimum of the log joint: the Laplace posterior"
+    warnings.warn(
+        f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above {MOST_DECREMENT}; "
+        "take more steps, or smaller ones. The posterior is that of the last step", NTKLaplaceWarning, stacklevel=3,
+    )  # fmt: skip
+    return given, reason
+
+
+@torch.no_grad()
+def _write(network: nn.Module, model: LinearizedModel, mean: Tensor) -> None:
+    """Set the caller's network to μ."""
+    values, own = model.network.unflatten(mean), dict(network.named_parameters())
+    for name, value in values.items():
+        own[name].copy_(value)
