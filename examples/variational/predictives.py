@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "toys"))
 
 from _shared import machine, once, parser, table, write
-from t20 import GAP, SPREAD, Toy, draw_points, moons, network, regression, train
+from t20 import GAP, SPREAD, Toy, draw_points, moons, network, observed, regression, train
 
 PRECISION = {"regression": 0.63, "classification": 0.13}  # δ of the thesis
 NOISE = 0.1  # σ² of the thesis
@@ -63,11 +63,14 @@ class Problem:
         return ntkl.Gaussian(noise=NOISE) if self.name == "regression" else ntkl.Bernoulli()
 
     @property
-    def inside(self) -> Tensor:
-        """Which test points are where training points are."""
-        x = self.toy.x_test[:, 0]
-        away = (x > GAP[0]) & (x < GAP[1]) if self.name == "regression" else torch.zeros_like(x, dtype=torch.bool)
-        return ~away
+    def tests(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Test points where there are training points, and 500 in the gap of the regression."""
+        found = {"inside": (self.toy.x_test, self.toy.y_test)}
+        if self.name == "regression":
+            draws = torch.Generator().manual_seed(1)
+            x = GAP[0] + (GAP[1] - GAP[0]) * torch.rand(500, 1, generator=draws, dtype=torch.float64)
+            found["gap"] = x, observed(x, draws)
+        return found
 
     def laplace(self) -> ntkl.Posterior:
         """The Laplace-GGN posterior at the MAP."""
@@ -111,20 +114,20 @@ def judge(problem: Problem, algorithm: str, start: str) -> dict[str, Any]:
     began = time.perf_counter()
     posterior = problem.fit(algorithm, start)
     seconds = time.perf_counter() - began
-    toy, inside, grid = problem.toy, problem.inside, grid_of(problem)
-    found: dict[str, Any] = {"seconds": seconds}
+    grid, found = grid_of(problem), {"seconds": seconds}
     for method in METHODS:
-        at_test = posterior.predict(toy.x_test, method, samples=SAMPLES, generator=generator())
-        with torch.no_grad():
-            scores = at_test.log_prob(toy.y_test).flatten()
+        scores = {}
+        for part, (x, y) in problem.tests.items():
+            with torch.no_grad():
+                scores[part] = posterior.predict(x, method, samples=SAMPLES, generator=generator()).log_prob(y).mean()
         elbo = posterior.elbo(method, samples=SAMPLES if method == "glm" else 200, generator=generator())
         shown = posterior.predict(grid, method, samples=SAMPLES, generator=generator())
         found[method] = {
-            "inside": scores[inside].mean().item(), "gap": scores[~inside].mean().item() if (~inside).any() else None,
+            **{part: score.item() for part, score in scores.items()},
             "elbo": float(elbo), "error": elbo.standard_error,
             "mean": shown.mean.detach().flatten().tolist(), "variance": shown.variance.detach().flatten().tolist(),
         }  # fmt: skip
-        found[method]["deviation"] = _deviation_of_f(posterior, method, toy.x_test[inside][:100])
+        found[method]["deviation"] = _deviation_of_f(posterior, method, problem.toy.x_test[:100])
     if problem.name == "regression":
         draws = posterior.sample(3, generator=generator())
         functions = torch.stack([posterior.network.with_parameters(theta, grid) for theta in draws])
@@ -300,8 +303,8 @@ def main() -> None:
 
 def _row(key: str, seeds: list[dict[str, Any]]) -> list[str]:
     def mean(method: str, what: str, form: str) -> str:
-        values = [seed[method][what] for seed in seeds]
-        return "-" if values[0] is None else format(float(np.mean(values)), form)
+        values = [seed[method][what] for seed in seeds if what in seed[method]]
+        return format(float(np.mean(values)), form) if values else "-"
 
     return [key, *(mean(m, "inside", ".3f") for m in METHODS), *(mean(m, "gap", ".3f") for m in METHODS),
             *(mean(m, "elbo", ",.0f") for m in METHODS), *(mean(m, "deviation", ".2f") for m in METHODS)]  # fmt: skip
