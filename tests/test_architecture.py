@@ -35,7 +35,7 @@ ORDER = [
     ["structures.points"],
     ["structures"],
     ["structures.evidence", "structures.what_if"],
-    ["structures.bounds"],
+    ["structures.bounds", "structures.elbo"],
     ["posterior.explain", "posterior.hyperparameters", "posterior.scores"],
     ["posterior.calibrate", "posterior.conformal"],
     ["posterior"],

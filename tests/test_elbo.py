@@ -1,18 +1,30 @@
-"""Expectations over f, the divergence from the prior, and the evidence lower bound."""
+"""Expectations over f, the divergence from the prior, the evidence lower bound, and Gaussians found elsewhere."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from outside_likelihood import Gamma
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributions import MultivariateNormal, kl_divergence
 
 import ntk_laplace as ntkl
+from exact_cases import TURNS, fit, ids, truth
 from ntk_laplace.model.expectations import Expectation
+from ntk_laplace.posterior import _OF_LAPLACE
+from ranks import on_ranks
+from refusals import inputs, labels, network, refused
+from registry_cases import tolerance
+
+pytestmark = [pytest.mark.filterwarnings("ignore:no factor rule"),
+              pytest.mark.filterwarnings("ignore:the fitted predictive")]  # fmt: skip
 
 # --- expectations over f_n ~ N(m_n, V_nn)
 
@@ -131,3 +143,449 @@ def test_certain_outputs_give_the_density_itself() -> None:
         values, errors = Expectation(likelihood).log_prob(mean, mean.new_zeros(3, 2, 2), y)
         torch.testing.assert_close(values, likelihood.log_prob(mean, y).detach(), rtol=1e-12, atol=1e-12)
         assert (errors < 1e-12).all()
+
+
+# --- the divergence from the prior
+
+
+def closed(theta: Tensor, covariance: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
+    """KL of two Gaussians by torch."""
+    return kl_divergence(MultivariateNormal(theta, covariance), MultivariateNormal(mean, torch.diag(1 / precision)))
+
+
+@pytest.mark.parametrize("case", TURNS[::3], ids=ids)
+def test_divergence_is_that_of_two_gaussians(case: tuple[str, str, str]) -> None:
+    dense, near = truth(*case), tolerance(case[0], 1e-9)
+    wanted = closed(dense.offset, dense.covariance, torch.zeros_like(dense.offset), dense.precision)
+    for structure in ("full", "gp"):
+        found = fit(*case, structure).kl()
+        torch.testing.assert_close(found.value, wanted, rtol=near, atol=near)
+        assert found.standard_error == 0.0
+
+
+def problem(classes: int = 3) -> tuple[nn.Module, Tensor, Tensor, ntkl.GaussianPrior]:
+    return network(classes), inputs(), labels(classes=classes), ntkl.GaussianPrior(0.7, groups="layer")
+
+
+ITERATIVE = ntkl.Iterative(rank=4, probes=8, relative_error=0.5)
+
+
+@pytest.mark.parametrize("structure", [
+    ntkl.KFAC(damped=True), "kfac", "ekfac", "diag", ntkl.INF(rank=2), ntkl.Nystrom(rank=5), ITERATIVE,
+], ids=str)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:INF")
+@pytest.mark.filterwarnings("ignore:.*standard error")
+def test_divergence_of_approximate_structures(structure: Any) -> None:
+    """With the structure's own H; damped factors, whose H - P0 depends on the prior, included."""
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, structure)
+    precision = posterior.posterior_precision
+    h = precision.multiply(torch.eye(posterior.num_parameters, dtype=torch.float64))
+    own, theta = posterior.prior.flat_precision().detach(), posterior.network.theta
+    wanted = closed(theta, torch.linalg.inv(0.5 * (h + h.T)), torch.zeros_like(theta), own)
+    found = posterior.kl()
+    assert abs(float(found) - float(wanted)) <= max(1e-9 * float(wanted), 4 * found.standard_error)
+    assert (found.standard_error > 0) == (precision.standard_error > 0)
+
+
+# --- the lower bound
+
+
+@pytest.mark.parametrize("case", [case for case in TURNS if case[1] == "gaussian"], ids=ids)
+def test_bound_of_gaussian_likelihoods_is_the_evidence(case: tuple[str, str, str]) -> None:
+    near = tolerance(case[0], 1e-9)
+    for structure in ("full", "gp"):
+        found = fit(*case, structure).elbo()
+        torch.testing.assert_close(found.value, truth(*case).evidence(), rtol=near, atol=near)
+        assert found.standard_error == 0.0
+
+
+@pytest.mark.parametrize("likelihood", ["gaps", "noise per point", "tempered", "weights"])
+def test_bound_is_the_evidence_in_every_form_of_gaussian(likelihood: str) -> None:
+    x = inputs()
+    y, model = x[:, :2] * x[:, 2:], network(2)
+    data: tuple[Tensor, ...] = (x, y)
+    if likelihood == "gaps":
+        data = x, gaps(y)
+    if likelihood == "weights":
+        data = x, y, torch.linspace(0, 3, len(x))
+    own = {"gaps": ntkl.Gaussian(0.2, missing="nan"), "tempered": ntkl.Tempered(ntkl.Gaussian(0.2), 3.0),
+           "noise per point": ntkl.Gaussian(torch.linspace(0.1, 1, len(x)), kind="point")}  # fmt: skip
+    posterior = ntkl.laplace(model, data, own.get(likelihood, ntkl.Gaussian(0.2)), structure="full")
+    torch.testing.assert_close(posterior.elbo().value, posterior.log_marginal_likelihood().detach(), rtol=1e-10, atol=0)
+
+
+class Curved(nn.Module):
+    """f = a tanh(b x): two weights, for grids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.tensor([1.2, 0.8]).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weights[0] * torch.tanh(self.weights[1] * x)
+
+
+def grid(half: float = 9.0, count: int = 601) -> tuple[Tensor, float]:
+    """Points of a square, (count², 2), and the area of a cell."""
+    line = torch.linspace(-half, half, count, dtype=torch.float64)
+    return torch.cartesian_prod(line, line), float(line[1] - line[0]) ** 2
+
+
+POINTS = torch.tensor([[-1.5], [-0.4], [0.3], [1.1], [2.0]]).double()
+ONES = torch.tensor([[0.0], [1.0], [0.0], [1.0], [1.0]]).double()
+
+
+def test_bound_on_a_grid() -> None:
+    """E log p - KL of the linearized model, of the network and their evidences, by sums over a grid of the weights."""
+    model, likelihood, prior = Curved(), ntkl.Bernoulli(), ntkl.GaussianPrior(0.5)
+    posterior = ntkl.laplace(model, (POINTS, ONES), likelihood, prior, "full")
+    theta, cell = grid()
+    mean, h = posterior.network.theta, posterior.posterior_precision.multiply(torch.eye(2).double())
+    q = MultivariateNormal(mean, precision_matrix=h).log_prob(theta)
+    p = MultivariateNormal(torch.zeros(2).double(), 2.0 * torch.eye(2).double()).log_prob(theta)
+    rows = torch.func.jacrev(lambda w: w[0] * torch.tanh(w[1] * POINTS[:, 0]))(mean)
+    outputs = {"nn": theta[:, :1] * torch.tanh(theta[:, 1:] * POINTS.T),
+               "glm": mean[0] * torch.tanh(mean[1] * POINTS.T) + (theta - mean) @ rows.T}  # fmt: skip
+    for method, f in outputs.items():
+        log_likelihood = (f * ONES.T - nn.functional.softplus(f)).sum(1)
+        wanted = (q.exp() * (log_likelihood + p - q)).sum() * cell
+        found = posterior.elbo(method, samples=4000)
+        assert abs(float(found) - float(wanted)) <= 4 * found.standard_error + 1e-9
+        assert (found.standard_error == 0) == (method == "glm")
+        evidence = torch.logsumexp(log_likelihood + p, 0) + math.log(cell)
+        assert float(wanted) < float(evidence)
+        assert float(found.log_likelihood - found.kl) == pytest.approx(float(found), abs=1e-12)
+
+
+def test_bound_of_any_gaussian_is_below_the_evidence_and_tight_at_the_posterior() -> None:
+    """A linear-Gaussian model: log p(D) - ELBO is the divergence from the exact posterior, zero there."""
+    model, x = nn.Linear(2, 1, bias=False).double(), inputs()[:, :2]
+    y, prior = x[:, :1] - 0.3, ntkl.GaussianPrior(0.8)
+    exact = ntkl.laplace(model, (x, y), ntkl.Gaussian(0.5), prior, "full")
+    evidence, optimum = exact.log_marginal_likelihood(correction=True), exact.network.theta
+    optimum = optimum - exact.posterior_precision.solve(exact.fitted.joint_gradient())
+    h = exact.posterior_precision.multiply(torch.eye(2).double())
+    for precision in (h, torch.tensor([0.7, 5.0]), 3 * h):
+        for place in (optimum, optimum + 0.3):
+            nn.utils.vector_to_parameters(place, model.parameters())
+            q = ntkl.gaussian_posterior(model, (x, y), ntkl.Gaussian(0.5), prior, precision=precision)
+            matrix = precision if precision.ndim == 2 else torch.diag(precision.double())
+            gap = kl_divergence(MultivariateNormal(place, precision_matrix=matrix),
+                                MultivariateNormal(optimum, precision_matrix=h))  # fmt: skip
+            torch.testing.assert_close(q.elbo().value, evidence.detach() - gap, rtol=1e-9, atol=1e-9)
+            near = q.elbo("nn", samples=600)
+            assert abs(float(near) - float(evidence - gap)) <= 4 * near.standard_error + 1e-9
+
+
+def test_bound_after_a_what_if_is_that_of_the_changed_data() -> None:
+    """Of the moved weights, the new H and the remaining points, written out."""
+    model, x = network(2), inputs()
+    y, prior = (x[:, :2] > 0).double(), ntkl.GaussianPrior(0.7)
+    posterior = ntkl.laplace(model, (x, y), ntkl.Bernoulli(), prior, "full").remove([2, 5])
+    h = posterior.posterior_precision.multiply(torch.eye(posterior.num_parameters).double())
+    theta, kept = posterior.fitted.theta, torch.tensor([0, 1, 3, 4, 6, 7, 8])
+    step = theta - posterior.network.theta
+    jac = posterior.jacobian(x[kept]).dense(posterior.network.shapes).transpose(0, 1)
+    f = model(x[kept]).detach() + jac @ step
+    v = jac @ torch.linalg.solve(h, jac.transpose(1, 2))
+    fit_term = product_rule(lambda f: ntkl.Bernoulli().log_prob(f, y[kept]), f, v).sum()
+    wanted = fit_term - closed(theta, torch.linalg.inv(h), torch.zeros_like(theta), 0.7 * torch.ones_like(theta))
+    torch.testing.assert_close(posterior.elbo().value, wanted, rtol=1e-8, atol=1e-8)
+    values = []
+    for e in posterior.posterior_precision.sample(400, torch.Generator().manual_seed(1)):
+        for place in (theta + e, theta - e):
+            other = copy.deepcopy(model)
+            nn.utils.vector_to_parameters(place, other.parameters())
+            values.append(ntkl.Bernoulli().log_prob(other(x[kept]), y[kept]).sum().detach())
+    found = posterior.elbo("nn", samples=800)
+    direct = torch.stack(values).view(-1, 2).mean(1)
+    spread = math.hypot(found.standard_error, float(direct.std() / 20))
+    assert abs(float(found.log_likelihood - direct.mean())) < 4 * spread
+
+
+def test_a_weight_counts_as_often_as_the_example_occurs() -> None:
+    model, x, y, prior = problem()
+    y = nn.functional.one_hot(y, 3).double()
+    once = ntkl.laplace(model, (x, y, torch.tensor([2.0] + [1.0] * 7 + [0.0])), ntkl.Bernoulli(), prior, "full")
+    twice = ntkl.laplace(model, (torch.cat([x[:1], x[:8]]), torch.cat([y[:1], y[:8]])), ntkl.Bernoulli(), prior, "full")
+    torch.testing.assert_close(once.elbo().value, twice.elbo().value, rtol=1e-12, atol=0)
+    one, other = once.elbo("nn", samples=50), twice.elbo("nn", samples=50)
+    torch.testing.assert_close(one.value, other.value, rtol=1e-9, atol=0)
+
+
+USERS: dict[str, tuple[Callable[[], ntkl.Likelihood], Callable[[Tensor], Tensor], int]] = {
+    "categorical": (ntkl.Categorical, lambda x: labels(), 3),
+    "gamma": (Gamma, lambda x: x[:, :1].exp(), 2),
+    "heteroscedastic": (ntkl.HeteroscedasticGaussian, lambda x: x[:, :1], 2),
+    "natural": (lambda: ntkl.HeteroscedasticGaussian("natural"), lambda x: x[:, :1], 2),
+    "user's": (lambda: ntkl.CustomLikelihood(lambda f, y: -(2 * (y - f).cosh()).log().sum(1)), lambda x: x[:, :2], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_bound_of_every_likelihood(name: str) -> None:
+    """Both kinds agree with plain draws of f and of the weights, for two structures."""
+    build, target, outputs = USERS[name]
+    x = inputs()
+    y = target(x)
+    for structure in ("full", "kfac"):
+        posterior = ntkl.laplace(network(outputs), (x, y), build(), ntkl.GaussianPrior(5.0), structure)
+        found = posterior.elbo(samples=2000)
+        mean, v = posterior.latent_moments(x)
+        draws = MultivariateNormal(mean, v).sample((4000,))
+        direct = torch.stack([posterior.likelihood.log_prob(f, posterior.targets).detach() for f in draws]).sum(1)
+        gap = float(found.log_likelihood) - float(direct.mean())
+        assert abs(gap) <= 4 * math.hypot(found.standard_error, float(direct.std()) / 4000**0.5)
+        again, other = posterior.elbo("nn", samples=20), posterior.elbo("nn", samples=20)
+        assert float(again) == float(other) and again.standard_error > 0
+
+
+def test_network_bound_of_function_space_reads_its_inputs() -> None:
+    model, x, y, prior = problem()
+    gp, full = (ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, s) for s in ("gp", "full"))
+    one, other = gp.elbo("nn", samples=400, x=x), full.elbo("nn", samples=400)
+    assert abs(float(one) - float(other)) < 4 * math.hypot(one.standard_error, other.standard_error)
+    with refused(ntkl.DataError, "training inputs x", "none", r"elbo\("):
+        gp.elbo("nn")
+    with refused(ntkl.DataError, "the inputs of the fit", "differ", "same inputs"):
+        gp.elbo("nn", x=x + 1)
+
+
+def test_blocks_of_draws_are_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full", settings=ntkl.Settings(batch_size=4))
+    whole = posterior.elbo("nn", samples=11)
+    monkeypatch.setattr("ntk_laplace.runtime.tuning.WEIGHT_SAMPLE_BYTES", 8 * posterior.num_parameters * 6)
+    torch.testing.assert_close(posterior.elbo("nn", samples=12).value, whole.value, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_processes_share_the_bound(structure: str) -> None:
+    def bounds(settings: ntkl.Settings) -> tuple[Tensor, ...]:
+        model, x, y, prior = problem()
+        posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, structure, settings=settings)
+        h = torch.linspace(1, 3, posterior.num_parameters)
+        given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=h, settings=settings)
+        own = posterior.elbo("nn", samples=6, x=x if structure == "gp" else None)
+        return posterior.elbo(samples=64).value, own.value, given.elbo("nn", samples=6).value, given.elbo().value
+
+    wanted = bounds(ntkl.Settings(batch_size=2))
+    for rank, found in enumerate(on_ranks(3, lambda reducer: bounds(ntkl.Settings(batch_size=2, reducer=reducer)))):
+        for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            if (structure, number) == ("gp", 1):  # its draws are dealt to the processes
+                continue
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=f"rank {rank}, value {number}")
+
+
+def test_bound_refuses_bad_input() -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
+    with refused(ntkl.UnsupportedError, "method among glm, nn", "'map'", "linearized"):
+        posterior.elbo("map")
+    with refused(ntkl.HyperparameterError, "samples", "0", "1000"):
+        posterior.elbo(samples=0)
+    with refused(ntkl.HyperparameterError, "samples", "2", "1000"):
+        posterior.elbo("nn", samples=2)
+    with refused(ntkl.UnsupportedError, "Generator", "3", "manual_seed"):
+        posterior.elbo(generator=3)
+    small = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=torch.ones(43),
+                                    settings=ntkl.Settings(memory_budget=500))  # fmt: skip
+    with refused(ntkl.MemoryBudgetError, "covariances of 3 outputs at 9 points", "predicted", "fewer"):
+        small.elbo()
+
+
+def test_results_print_their_terms() -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
+    assert "±" in str(posterior.elbo()) and "glm: log likelihood" in str(posterior.elbo())
+    assert "effective parameters" in str(posterior.kl()) and "±" not in str(posterior.kl())
+
+
+# --- Gaussians found elsewhere
+
+
+def given_of(posterior: ntkl.Posterior, model: nn.Module, data: Any, likelihood: ntkl.Likelihood,
+             prior: ntkl.GaussianPrior, form: str) -> ntkl.Posterior:  # fmt: skip
+    """The posterior's Gaussian, given in one of the forms."""
+    precision = posterior.posterior_precision
+    matrix = precision.multiply(torch.eye(posterior.num_parameters, dtype=torch.float64))
+    return ntkl.gaussian_posterior(model, data, likelihood, prior, precision={
+        "matrix": 0.5 * (matrix + matrix.T), "object": precision, "diagonal": matrix.diagonal(),
+        "mapping": {name: 0.5 * (matrix + matrix.T)[place, place].diagonal().view(posterior.network.shapes[name])
+                    for name, place in posterior.network.shapes.slices().items()},
+    }[form])  # fmt: skip
+
+
+VERBS: dict[str, Callable[[ntkl.Posterior, Tensor], Any]] = {
+    "latent": lambda p, x: p.latent(x[:4]).covariance_matrix,
+    "moments": lambda p, x: p.latent_moments(x)[1],
+    "outputs": lambda p, x: p.outputs(x),
+    "prior": lambda p, x: p.prior_latent(x[:4]).covariance_matrix,
+    "glm": lambda p, x: p.predict(x).mean,
+    "blr": lambda p, x: p.predict(x, "blr").mean,
+    "map": lambda p, x: p.predict(x, "map").mean,
+    "nn": lambda p, x: p.predict(x, "nn", 30, generator=torch.Generator().manual_seed(3)).mean,
+    "sample": lambda p, x: p.sample(3, generator=torch.Generator().manual_seed(3)),
+    "functions": lambda p, x: p.sample(3, x[:4], generator=torch.Generator().manual_seed(3)),
+    "jacobian": lambda p, x: p.jacobian(x).dense(p.network.shapes),
+    "kl": lambda p, x: p.kl().value,
+    "glm bound": lambda p, x: p.elbo().value,
+    "nn bound": lambda p, x: p.elbo("nn", samples=20, x=x).value,
+    "log_det": lambda p, x: p.log_det().detach(),
+    "log_joint": lambda p, x: p.log_joint().detach(),
+    "effective": lambda p, x: p.effective_parameters().double(),
+    "bic": lambda p, x: p.bic(effective=True),
+    "calibrated": lambda p, x: torch.tensor(p.calibrate((x, labels())).calibration.scale),
+}
+
+
+@pytest.mark.parametrize(("structure", "form"), [
+    ("full", "matrix"), ("full", "object"), ("gp", "object"), ("kfac", "object"), ("iterative", "object"),
+    ("diag", "diagonal"), ("diag", "mapping"), ("gp", "matrix"),
+])  # fmt: skip
+def test_laplace_given_as_a_gaussian_is_laplace(structure: str, form: str) -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(1.3), prior, structure)
+    given = given_of(posterior, model, (x, y), ntkl.Categorical(1.3), prior, form)
+    drawn = ("nn", "sample", "nn bound") if structure == "full" or form == "object" else ()
+    for name, verb in VERBS.items():
+        if name in ("nn", "sample", "nn bound") and name not in drawn:
+            continue  # the same distribution, by other draws
+        one, other = verb(given, x), verb(posterior, x)
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_dense_blocks_beside_diagonals() -> None:
+    """A mapping of both kinds equals the matrix that it is."""
+    model, x, y, prior = problem()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    root = torch.randn(20, 20, generator=torch.Generator().manual_seed(4)).double()
+    mapping = {name: torch.rand(shape, generator=torch.Generator().manual_seed(5)).double() + 1
+               for name, shape in shapes.items()} | {"0.weight": root @ root.T + torch.eye(20)}  # fmt: skip
+    whole = torch.block_diag(*[value if name == "0.weight" else torch.diag(value.flatten())
+                               for name, value in mapping.items()])  # fmt: skip
+    one, other = (ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=h)
+                  for h in (mapping, whole))  # fmt: skip
+    for name in ("latent", "moments", "kl", "glm bound", "effective", "log_det"):
+        torch.testing.assert_close(VERBS[name](one, x), VERBS[name](other, x), rtol=1e-9, atol=1e-9)
+    vectors = torch.randn(3, 2, one.num_parameters, generator=torch.Generator().manual_seed(6)).double()
+    for verb in ("solve", "multiply"):
+        found = getattr(one.posterior_precision, verb)(vectors)
+        exact = torch.linalg.inv(whole) if verb == "solve" else whole
+        torch.testing.assert_close(found, vectors @ exact, rtol=1e-9, atol=1e-9)
+    draws = one.posterior_precision.sample(20_000, torch.Generator().manual_seed(7))
+    torch.testing.assert_close(draws.T @ draws / 20_000, torch.linalg.inv(whole), rtol=0.1, atol=0.05)
+
+
+def test_another_prior_changes_the_divergence_alone() -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
+    for form in ("object", "matrix"):
+        given = given_of(posterior, model, (x, y), ntkl.Categorical(), prior, form)
+        before = given.latent_moments(x)[1]
+        with torch.no_grad():
+            given.prior.log_precision += torch.tensor([0.5, -1.0])
+        h = posterior.posterior_precision.multiply(torch.eye(given.num_parameters).double())
+        theta = given.network.theta
+        wanted = closed(theta, torch.linalg.inv(h), torch.zeros_like(theta), given.prior.flat_precision().detach())
+        torch.testing.assert_close(given.kl().value, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(given.latent_moments(x)[1], before, rtol=0, atol=0)
+    merged = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.7),
+                                     precision=ntkl.laplace(model, (x, y), ntkl.Categorical(), prior,
+                                                            "gp").posterior_precision)  # fmt: skip
+    gamma = merged.num_parameters - 0.7 * torch.linalg.inv(h).trace()
+    torch.testing.assert_close(merged.effective_parameters().sum().double(), gamma, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("form", ["matrix", "mapping"])
+def test_checkpoints_of_given_gaussians(form: str, tmp_path: Path) -> None:
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
+    given = given_of(posterior, model, (x, y), ntkl.Categorical(), prior, form)
+    given.save(tmp_path / "q.pt")
+    alone, whole = ntkl.load(tmp_path / "q.pt", model), ntkl.load(tmp_path / "q.pt", model, (x, y))
+    for name in ("moments", "kl", "sample", "glm"):
+        for other in (alone, whole):
+            torch.testing.assert_close(VERBS[name](other, x), VERBS[name](given, x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(whole.elbo().value, given.elbo().value, rtol=1e-12, atol=0)
+    with pytest.raises(ntkl.UnsupportedError, match="training data"):
+        alone.elbo()
+    small = whole.to(dtype=torch.float32)
+    torch.testing.assert_close(small.latent_moments(x)[1].double(), given.latent_moments(x)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_objects_that_cannot_be_saved_say_so(tmp_path: Path) -> None:
+    model, x, y, prior = problem()
+    given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=ntkl.laplace(
+        model, (x, y), ntkl.Categorical(), prior, "kfac").posterior_precision)  # fmt: skip
+    with refused(ntkl.UnsupportedError, "tensors, to save", "BlockDiagonalPrecision", "tensor"):
+        given.save(tmp_path / "q.pt")
+    with refused(ntkl.UnsupportedError, "tensors, to move", "BlockDiagonalPrecision", "tensor"):
+        given.to(dtype=torch.float32)
+    assert given.to(dtype=torch.float64) is given
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "evidence_curve": ([1.0],), "conditional_log_marginal_likelihood": (3,), "explain": (inputs(),),
+    "removal_effects": (inputs(),), "remove": ([0],), "reweight": ([0], 2.0), "relabel": ([0], [1]),
+    "add": (inputs(1), labels(1)), "merge": (None,), "condition": ((inputs(), labels()),), "subset": ([0],),
+    "retrain": ((inputs(), labels()),), "compress": (3,),
+}  # fmt: skip
+
+
+def test_what_needs_the_curvature_of_the_data_is_refused() -> None:
+    model, x, y, prior = problem()
+    given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=torch.ones(43))
+    words = "Laplace posterior", "found elsewhere", "elbo.*importance_evidence"
+    for verb in _OF_LAPLACE:
+        with refused(ntkl.UnsupportedError, *words):
+            getattr(given, verb)(*ARGUMENTS.get(verb, ()))
+    for call in (lambda: given.latent(x, mean="posterior"), lambda: given.fit_predictive(),
+                 lambda: given.predict(x, mean="posterior")):  # fmt: skip
+        with refused(ntkl.UnsupportedError, *words):
+            call()
+    with refused(ntkl.UnsupportedError, "held-out data", "gaussian", "Pass data"):
+        given.predict_set(x)
+    assert given.predict_set(x, data=(x, y)).contains(y).shape == y.shape
+    assert "structure='gaussian'" in repr(given)
+
+
+def test_bad_precisions() -> None:
+    model, x, y, prior = problem()
+
+    def give(precision: Any, **options: Any) -> None:
+        ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=precision, **options)
+
+    eye, wrong = torch.eye(43).double(), torch.eye(43).double()
+    wrong[0, 1] = 0.5
+    nan = torch.full((43,), torch.nan)
+    mapping = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    other = ntkl.laplace(network(2), (x, y % 2), ntkl.Categorical(), prior=None, structure="full")
+    error = ntkl.HyperparameterError
+    for precision, kind, words in (
+        (torch.ones(42), error, (r"\(43, 43\) or \(43,\)", r"\(42,\)", "flattened")),
+        (torch.ones(43, dtype=torch.int64), error, ("float64", "int64", "Convert")),
+        (torch.cat([torch.ones(42), -torch.ones(1)]), error, ("positive finite", "-1 at entry 42", "variances")),
+        (nan, error, ("positive finite", "nan", "variances")),
+        (wrong, error, ("symmetric", "0.5", "rounding")),
+        (eye * torch.nan, error, ("finite numbers", "NaN", "Check")),
+        (-eye, ntkl.NumericalError, ("positive definite", "Cholesky", "inverse of a covariance")),
+        ({k: v for k, v in mapping.items() if k != "0.bias"}, error, ("0.weight", "none for 0.bias", "Name")),
+        (mapping | {"extra": torch.ones(1)}, error, ("0.weight", "extra", "Name")),
+        (mapping | {"0.bias": torch.ones(4)}, error, (r"0\.bias.*\(5,\)", r"\(4,\)", "flattened")),
+        (mapping | {"0.bias": 1.0}, ntkl.UnsupportedError, ("tensor", "float", "torch")),
+        (other.posterior_precision, error, ("parameters", "Size", "same network")),
+        (other, ntkl.UnsupportedError, ("PosteriorPrecision", "Posterior", "posterior_precision")),
+        (2.0, ntkl.UnsupportedError, ("PosteriorPrecision", "float", "Pass")),
+    ):
+        with refused(kind, *words):
+            give(precision)
+    single = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full", dtype=torch.float32)
+    with refused(error, "float64", "float32", "Move"):
+        give(single.posterior_precision)
+    with refused(ntkl.MemoryBudgetError, "factor of precision", "14.4 KiB", "diagonal"):
+        give(eye, settings=ntkl.Settings(memory_budget=1000))
+    with refused(ntkl.UnsupportedError, "precision of a Gaussian", "none", "gaussian_posterior"):
+        ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "gaussian")
+    assert "gaussian" not in ntkl.structures.structure_names()

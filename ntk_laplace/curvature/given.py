@@ -144,8 +144,8 @@ class BlockwisePrecision(PortablePrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
         like = self.prior_precision
-        noise = torch.randn(count, len(like), dtype=like.dtype, device=like.device, generator=generator)
-        return self._by_block(noise, lambda own, v: v * own.rsqrt(), lambda factor, v: solve_lower(factor, v, True))
+        noise = torch.randn(len(like), count, dtype=like.dtype, device=like.device, generator=generator)
+        return self._by_block(noise.T, lambda own, v: v * own.rsqrt(), lambda factor, v: solve_lower(factor, v, True))
 
     def _by_block(
         self, vectors: Tensor, along: Callable[[Tensor, Tensor], Tensor], block: Callable[[Tensor, Tensor], Tensor]
@@ -224,7 +224,7 @@ class GivenPrecision(PosteriorPrecision):
         ends = [torch.full((count,), value, device=groups.device) for value in (-1, self._num_groups)]
         most = ends[0].scatter_reduce(0, inner.groups, groups, "amax")
         least = ends[1].scatter_reduce(0, inner.groups, groups, "amin")
-        if not torch.equal(most, least):  # a group of the inner prior has members of several of these
+        if not (torch.equal(most, least) and inner.homogeneous):  # the inner groups are no finer
             return super().effective_parameters()
         sizes = torch.bincount(inner.groups, minlength=count).double()
         inside = torch.zeros_like(sizes).scatter_(0, inner.groups, inner.prior_precision.double())

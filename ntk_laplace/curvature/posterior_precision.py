@@ -135,6 +135,10 @@ class PosteriorPrecision(ABC):
             counts.index_add_(0, self.groups[here], -self.prior_precision[here] * variances)
         return counts
 
+    def information_gained(self) -> Tensor:
+        """P - tr(P0 H⁻¹), in double precision: the sum of `effective_parameters`, unless H - P0 depends on P0."""
+        return self.effective_parameters().sum(dtype=torch.float64)
+
     @property
     def effective_error(self) -> float:
         """Standard error of the sum of `effective_parameters`; 0 if they are computed without sampling."""

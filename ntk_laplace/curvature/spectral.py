@@ -306,6 +306,10 @@ class KroneckerBlock(SpectralBlock):
         left, right = self.left / (self.left + root), self.right / (self.right + root)
         return 0.5 * (i * left.sum(dtype=torch.float64) + o * right.sum(dtype=torch.float64))
 
+    def information_gained(self) -> Tensor:
+        """p - tr(P0 H⁻¹), 0-d; if damped, P0 is smaller than what H adds to the curvature."""
+        return (1.0 - self.precision * self.inverse).sum(dtype=torch.float64)
+
     def quadratic(self, vector: Tensor) -> Tensor:
         """zᵀ (H - P0) z for z (G, o, i)."""
         if not self.damped:

@@ -41,6 +41,10 @@ class BlockPrecision(ABC):
     def effective(self) -> Tensor:
         """γ, 0-d or per entry."""
 
+    def information_gained(self) -> Tensor:
+        """p - tr(P0 H⁻¹), 0-d: the sum of γ, unless H - P0 depends on P0."""
+        return self.effective().sum(dtype=torch.float64)
+
     @abstractmethod
     def solve(self, values: Tensor) -> Tensor:
         """H⁻¹ v."""
@@ -161,6 +165,10 @@ class BlockDiagonalPrecision(PosteriorPrecision):
                 algebra.block.scatter_(self.shapes.parts(flat), own)
                 scattered = True
         return total.index_add_(0, self.groups, flat.double()) if scattered else total
+
+    def information_gained(self) -> Tensor:
+        """P - tr(P0 H⁻¹), block by block."""
+        return sum((part.information_gained() for part in self.algebras), start=self._zero())
 
     def _zero(self) -> Tensor:
         return self._by_group.new_zeros((), dtype=torch.float64)

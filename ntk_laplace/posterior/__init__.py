@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from ntk_laplace.model.network import outside_autocast
 from ntk_laplace.posterior.compression import CompressionVerbs
 from ntk_laplace.posterior.coverage import CoverageVerbs
+from ntk_laplace.posterior.lower_bound import LowerBoundVerbs
 from ntk_laplace.posterior.retraining import RetrainingVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
 from ntk_laplace.posterior.what_if import WhatIfVerbs
@@ -80,7 +81,9 @@ def _outside_autocast(cls: _Class) -> _Class:
 
 @_outside_autocast
 @_require_laplace
-class Posterior(SelectionVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs):
+class Posterior(
+    SelectionVerbs, LowerBoundVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs
+):  # fmt: skip
     """Laplace-GGN posterior of a trained network.
 
     Made by `ntk_laplace.laplace`. The hyperparameters of the prior and the likelihood may change at any time; every

@@ -68,7 +68,11 @@ class TrainingPoints:
 
     def log_prob(self, likelihood: Likelihood) -> Tensor:
         """log p(y_n | f_n), (N,), times the weights."""
-        values = likelihood.log_prob(self.f, self.targets)
+        return self.log_prob_at(likelihood, self.f)
+
+    def log_prob_at(self, likelihood: Likelihood, f: Tensor) -> Tensor:
+        """log p(y_n | f_n), (N,), times the weights, at other outputs f (N, C)."""
+        values = likelihood.log_prob(f, self.targets)
         if self.weights is not None:
             values = values.masked_fill(self.weights == 0, 0.0)  # a removed point may have log p = -inf: 0 x inf is NaN
         return self._times(values)

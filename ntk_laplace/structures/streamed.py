@@ -50,10 +50,8 @@ class StreamedStructure(Structure):
         """J v, (N, C)."""
         return jvp(model, self.data, vector, max_batch(model, model.network.num_outputs))
 
-    def sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
-        """∂ log det B/∂Λ_n, (N, C, C), in one pass if the structure is exact."""
-        if not self.spec.exact:
-            return super().sensitivity(model, precision)
+    def training_covariances(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+        """V_nn at the training points, (N, C, C), in one pass."""
         batch = max_batch(model, model.network.num_outputs)
         return per_example(model, self.data, batch, "Jacobians", precision.covariance_blocks)
 

@@ -323,6 +323,10 @@ class Structure(ABC):
         """
         if not self.spec.exact:
             raise self._no_gradient()
+        return self.training_covariances(model, precision)
+
+    def training_covariances(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+        """V_nn at the training points, (N, C, C)."""
         everything = torch.arange(self.points.num_examples)
         parts = (precision.covariance_blocks(rows) for rows in self.rows_at(model, everything))
         return fill_buffer(parts, self.points.num_examples).rows

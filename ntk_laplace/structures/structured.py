@@ -204,6 +204,10 @@ class StructuredStructure(Structure):
         """∂ zᵀHz/∂Λ_n with z fixed, (N, C, C), at fixed eigenbases."""
         return self._sensitivity(model, precision, z)
 
+    def training_covariances(self, model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+        """V_nn at the training points, (N, C, C), in one pass."""
+        return per_example(model, self.data, model.settings.batch_size, "Jacobians", precision.covariance_blocks)
+
     def _sensitivity(self, model: LinearizedModel, precision: PosteriorPrecision, z: Tensor | None) -> Tensor:
         blocks = of_kind(BlockDiagonalPrecision, precision)
         return per_example(model, self.data, model.settings.batch_size, "likelihood gradients",

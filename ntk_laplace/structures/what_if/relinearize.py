@@ -15,12 +15,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, NumericalError, UnsupportedError, require_whole
-from ntk_laplace.model.data import Batches, InputData, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.errors import NumericalError, UnsupportedError, require_whole
+from ntk_laplace.model.data import InputData, Source, fill_buffer
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
+from ntk_laplace.structures.training_inputs import training_inputs
 
 __all__ = ["relinearized"]
 
@@ -60,7 +61,7 @@ def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> Fitted
     quiet = replace(model.settings, progress=False, checkpoint=None, resume=None)
     model = replace(model, settings=quiet)
     with torch.no_grad():
-        source = _source(model, fitted.structure, x)
+        source = training_inputs(model, fitted.structure, x, "relinearize(x)")
         descent = _Descent.of(model, fitted.structure, source)
         for _ in track(range(steps), "ntk_laplace: relinearizing", steps, shown):
             if not descent.step():
@@ -153,32 +154,6 @@ class _Descent:
             self.model = replace(model, network=network, jacobian_pass=factors)
         made = self.structure.refit_on(self.model, self._source)
         self.structure = made.with_points(replace(points, f=made.points.f, expanded=None))
-
-
-def _source(model: LinearizedModel, structure: Structure, x: InputData | None) -> Source:
-    """Inputs of the points in batches, checked against the known outputs."""
-    count = structure.points.num_examples
-    if x is not None:
-        inputs = as_tensors(x)
-        if num_examples(inputs) != count:
-            raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
-                            f"{num_examples(inputs):,}", "Pass them in the order of the fit.")
-        network = model.network
-        data = inputs, structure.points.targets
-        source: Source = Batches(data, model.settings.batch_size, network.device, network.input_dtype)
-    elif structure.source is None:
-        raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
-                        'Pass relinearize(x), in the order of the fit; structure="full" reads its data again.')
-    else:
-        source = structure.source
-    base = structure.base
-    known = structure.points if model.displacement is None or base is None else base
-    f = _outputs(model, source, model.network.theta)[: len(known.f)]
-    gap, size = float((f - known.f).abs().max()), 1.0 + float(known.f.abs().max())
-    if not gap <= 1e3 * torch.finfo(model.network.precision).eps * size:
-        raise DataError("the inputs of the fit, in its order", f"outputs that differ by {gap:.2g} from those known",
-                        "Pass the same inputs in the same order.")
-    return source
 
 
 def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:

@@ -1,0 +1,191 @@
+"""The evidence lower bound of a Gaussian q = N(θ, H⁻¹) over the weights, and its divergence from the prior.
+
+log p(D) >= E_q log p(D given f) - KL(q ‖ N(μ0, P0⁻¹)) ([T20] 2.14). The divergence needs three numbers that every
+structure has: ½ [(θ-μ0)ᵀP0(θ-μ0) + log det B - Σ γ_g], with B = P0^-½HP0^-½ and Σ γ_g = P - tr(P0 H⁻¹).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from ntk_laplace.curvature.posterior_precision import checked_form
+from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
+from ntk_laplace.model.expectations import Expectation
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.progress import track
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.fitted_model import FittedModel
+from ntk_laplace.structures.training_inputs import training_inputs
+
+__all__ = ["Divergence", "LowerBound", "divergence", "lower_bound"]
+
+_METHODS = ("glm", "nn")
+_FEWEST = 4  # draws: two pairs, of which a standard error follows
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL(q ‖ prior) in nats: value = ½ (distance + log_det - effective).
+
+    Attributes
+    ----------
+    value : Tensor, ()
+    standard_error : float
+        Of `value`, where `log_det` or `effective` are stochastic estimates; else 0.
+    distance : Tensor, ()
+        (θ-μ0)ᵀP0(θ-μ0).
+    log_det : Tensor, ()
+        log det B = log det H - log det P0.
+    effective : Tensor, ()
+        P - tr(P0 H⁻¹), the effective parameters.
+    """
+
+    value: Tensor
+    standard_error: float
+    distance: Tensor
+    log_det: Tensor
+    effective: Tensor
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __str__(self) -> str:
+        terms = f"distance {float(self.distance):,.3f}, log det {float(self.log_det):,.3f}, "
+        return f"{_with_error(self)} nats ({terms}effective parameters {float(self.effective):,.3f})"
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """An evidence lower bound in nats: value = log_likelihood - kl ([T20] 2.14).
+
+    Attributes
+    ----------
+    value : Tensor, ()
+        For "nn" a lower bound of the network's log evidence, for "glm" of the linearized model's, up to its error.
+    standard_error : float
+        Of `value`; 0 where nothing is sampled, NaN where the average is not finite.
+    log_likelihood : Tensor, ()
+        E_q log p(D given f), summed over the data.
+    kl : Tensor, ()
+        KL(q ‖ prior).
+    method : str
+        "glm" or "nn".
+    """
+
+    value: Tensor
+    standard_error: float
+    log_likelihood: Tensor
+    kl: Tensor
+    method: str
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __str__(self) -> str:
+        terms = f"log likelihood {float(self.log_likelihood):,.3f}, divergence {float(self.kl):,.3f}"
+        return f"{_with_error(self)} nats ({self.method}: {terms})"
+
+
+def _with_error(found: Divergence | LowerBound) -> str:
+    return f"{float(found):,.3f}" + (f" ± {found.standard_error:.3g}" if found.standard_error else "")
+
+
+def divergence(fitted: FittedModel) -> Divergence:
+    """KL(N(θ, H⁻¹) ‖ N(μ0, P0⁻¹)) at the present hyperparameters."""
+    precision = fitted.precision
+    with torch.no_grad():
+        distance = 2.0 * fitted.prior.energy(fitted.theta)
+        log_det, effective = (part.to(distance) for part in (precision.log_det(), precision.information_gained()))
+    error = 0.5 * math.hypot(precision.standard_error, precision.effective_error)
+    return Divergence(0.5 * (distance + log_det - effective), error, distance, log_det, effective)
+
+
+def lower_bound(
+    fitted: FittedModel, method: str = "glm", samples: int = 1000, x: InputData | None = None,
+    generator: Generator | None = None,
+) -> LowerBound:  # fmt: skip
+    """E_q log p(D given f) - KL(q ‖ prior); arguments as in `Posterior.elbo`."""
+    if method not in _METHODS:
+        raise UnsupportedError(f"a method among {', '.join(_METHODS)}", repr(method),
+                               'Use "glm" for the linearized model, "nn" for the network.')
+    require_whole("samples", samples, _FEWEST, "Pass a number of draws, such as 1000.")
+    if generator is not None and not isinstance(generator, Generator):
+        raise UnsupportedError("a torch.Generator", repr(generator), "Pass torch.Generator().manual_seed(0).")
+    kl = divergence(fitted)
+    with torch.no_grad():
+        found, error = _linearized(fitted, samples, generator) if method == "glm" else _network(
+            fitted, samples, x, generator)
+    found = found.to(kl.value)
+    return LowerBound(found - kl.value, math.hypot(error, kl.standard_error), found, kl.value, method)
+
+
+def _linearized(fitted: FittedModel, samples: int, generator: Generator | None) -> tuple[Tensor, float]:
+    """Σ w_n E log p(y_n given f_n) over f_n ~ N(f(x_n), V_nn), and its standard error."""
+    points, model = fitted.points, fitted.model
+    mean = points.f
+    expectation = Expectation(fitted.likelihood, samples, generator)
+    n, c = mean.shape
+    require_memory(n * c * c * mean.element_size(), mean.device, f"the covariances of {c:,} outputs at {n:,} points",
+                   "Fit to fewer points.", model.settings.memory_budget)
+    covariances = fitted.structure.training_covariances(model, fitted.precision)
+    values, errors = expectation.log_prob(mean, covariances, points.targets)
+    counts = points.counts.to(values)
+    values, errors = (part.masked_fill(counts == 0, 0.0) * counts for part in (values, errors))
+    return values.sum(dtype=torch.float64), float(errors.double().square().sum().sqrt())
+
+
+def _network(
+    fitted: FittedModel, samples: int, x: InputData | None, generator: Generator | None
+) -> tuple[Tensor, float]:
+    """E log p(D given f(θ)) over pairs of weights θ ± e, and its standard error: the pairs are independent."""
+    model, precision, theta = fitted.model, fitted.precision, fitted.theta
+    source, reducer = training_inputs(model, fitted.structure, x, 'elbo("nn", x=x)'), model.settings.reducer
+    if generator is None:  # the same draws on all processes
+        generator = Generator(theta.device).manual_seed(0)
+    pairs = -(-samples // 2)
+    most = max(1, tuning.WEIGHT_SAMPLE_BYTES // (len(theta) * theta.element_size()))
+    sizes = [min(most, pairs - first) for first in range(0, pairs, most)]
+    found = theta.new_zeros(pairs, dtype=torch.float64)
+
+    def batches() -> Iterator[tuple[int, Tensor, int, Inputs]]:
+        """The first pair of a block, its draws, and each batch with the number of examples before it."""
+        for block, size in enumerate(sizes):
+            drawn = precision.sample(size, generator)
+            draws = checked_form(precision, "sample", drawn, (size, len(theta)), theta)
+            seen = 0
+            for part, _ in merged_batches(source, model.network):
+                yield block * most, draws, seen, part
+                seen += num_examples(part)
+
+    total = None if source.length is None else source.length * len(sizes)
+    shown = model.settings.progress if reducer.rank == 0 else False
+    numbers = _numbers(fitted, source)
+    for first, draws, seen, part in track(
+        batches(), "ntk_laplace: evidence lower bound", total, shown, lambda item: num_examples(item[3])
+    ):
+        here = numbers[seen : seen + num_examples(part)]
+        own, points = fitted.likelihood.at(here), fitted.points.subset(here)
+        outputs = model.network.varying(part, seen)
+        for place, e in enumerate(draws, first):
+            for signed in (e, -e):
+                f = outputs(theta + signed).to(points.f)
+                values = points.log_prob_at(own, f)
+                found[place] += 0.5 * values.sum(dtype=torch.float64)
+    reducer.sum_(found)
+    mean = found.mean()
+    return mean, float(found.std() / pairs**0.5) if bool(mean.isfinite()) else math.nan
+
+
+def _numbers(fitted: FittedModel, source: Source) -> Tensor:
+    """Numbers of the points that this process reads, in its order."""
+    reducer = fitted.settings.reducer
+    if reducer.world_size == 1:
+        return torch.arange(fitted.num_examples, device=fitted.points.f.device)
+    return source.numbers(reducer)[0].to(fitted.points.f.device)

@@ -1,0 +1,51 @@
+"""The inputs of the training points, to read them again: those a structure keeps, or those a caller passes."""
+
+from __future__ import annotations
+
+import torch
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.data import Batches, InputData, Source, as_tensors, fill_buffer, num_examples
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.structure import Structure
+
+__all__ = ["training_inputs"]
+
+
+def training_inputs(model: LinearizedModel, structure: Structure, x: InputData | None, verb: str) -> Source:
+    """Inputs of the points in batches, checked against the known outputs; `verb` asks for them.
+
+    Raises
+    ------
+    DataError
+        If the structure does not keep them and `x` is None, or if they are not those of the fit.
+    """
+    count, settings = structure.points.num_examples, model.settings
+    if x is not None:
+        inputs = as_tensors(x)
+        if num_examples(inputs) != count and not settings.sharded:
+            raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
+                            f"{num_examples(inputs):,}", "Pass them in the order of the fit.")
+        network, targets = model.network, structure.points.targets
+        if settings.sharded:  # the points are those of all processes
+            targets = torch.zeros(num_examples(inputs))
+        batches = Batches((inputs, targets), settings.batch_size, network.device, network.input_dtype)
+        source: Source = settings.own(batches)
+    elif structure.source is None:
+        raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
+                        f'Pass {verb}, in the order of the fit; structure="full" reads its data again.')
+    else:
+        source = structure.source
+    base = structure.base
+    known = structure.points if model.displacement is None or base is None else base
+    network, theta = model.network, model.network.theta
+    found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
+    f = found.rows.to(model.jacobian_pass.dtype)
+    numbers = source.numbers(settings.reducer)[0].to(f.device)
+    there = numbers < len(known.f)  # points that were added have no outputs at these weights
+    gap = max(settings.reducer.gather(float((f[there] - known.f[numbers[there]]).abs().max()) if len(f) else 0.0))
+    size = 1.0 + float(known.f.abs().max())
+    if not gap <= 1e3 * torch.finfo(model.network.precision).eps * size:
+        raise DataError("the inputs of the fit, in its order", f"outputs that differ by {gap:.2g} from those known",
+                        "Pass the same inputs in the same order.")
+    return source
