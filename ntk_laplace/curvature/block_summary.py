@@ -164,10 +164,12 @@ class Summary:
     def scaled(self, factor: float) -> Summary:
         """Sums for Λ multiplied by a number; sums over the layers' inputs do not depend on Λ."""
         return Summary(self.block, {
-            name: value if name in self._inputs() else value * factor for name, value in self.sums.items()
+            name: value if name in self.inputs else value * factor for name, value in self.sums.items()
         })
 
-    def _inputs(self) -> Sequence[str]:
+    @property
+    def inputs(self) -> Sequence[str]:
+        """Names of the sums over the layer's inputs, which do not depend on Λ."""
         return ("count", "left") if self.block.table else ("count", "right")
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Summary:

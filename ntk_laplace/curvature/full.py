@@ -33,6 +33,13 @@ class FullPrecision(PosteriorPrecision):
     prior : GaussianPrior
     shapes : mapping of str to torch.Size
         The parameters, in order: all of the prior's, or some.
+
+    Attributes
+    ----------
+    ggn : Tensor, (P, P)
+        As given.
+    factor : Tensor, (P, P)
+        L with H = L Lᵀ; only the lower triangle is valid.
     """
 
     def __init__(self, ggn: Tensor, prior: GaussianPrior, shapes: Mapping[str, torch.Size]) -> None:
@@ -41,12 +48,12 @@ class FullPrecision(PosteriorPrecision):
             logs = prior.precision.double().log()
             counts = torch.zeros_like(logs).index_add_(0, self.groups, torch.ones_like(self.groups, dtype=logs.dtype))
             self._log_det_prior = (counts * logs).sum().to(ggn)
-        self._ggn = ggn
+        self.ggn = ggn
         self.factor = self._factorized(1.0)
 
     def _factorized(self, factor: float) -> Tensor:
         """L with L Lᵀ = JᵀΛJ + c P0 for a factor c of all precisions."""
-        matrix = self._ggn.clone()
+        matrix = self.ggn.clone()
         matrix.diagonal().add_(self.prior_precision, alpha=factor)
         return cholesky_(matrix)
 
@@ -66,7 +73,7 @@ class FullPrecision(PosteriorPrecision):
         if not self._lists_eigenvalues(self.num_parameters):
             return None
         scale = self.prior_precision.rsqrt()
-        return torch.linalg.eigvalsh(self._ggn * scale * scale.unsqueeze(1), UPLO="L")
+        return torch.linalg.eigvalsh(self.ggn * scale * scale.unsqueeze(1), UPLO="L")
 
     def log_det_at(self, factor: float) -> Tensor:
         """log det B with all prior precisions multiplied by a factor, from another H."""
@@ -81,7 +88,7 @@ class FullPrecision(PosteriorPrecision):
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v for vectors (..., P)."""
         flat = vectors.reshape(-1, self.num_parameters)
-        seen = LowerTriangle.of(self._ggn).multiply(flat.T).T + self.prior_precision * flat
+        seen = LowerTriangle.of(self.ggn).multiply(flat.T).T + self.prior_precision * flat
         return seen.view_as(vectors)
 
     # --- covariance of f

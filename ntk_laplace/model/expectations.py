@@ -113,18 +113,24 @@ class Expectation:
         n, c = mean.shape
         shifts = min(_RANDOMIZATIONS, self.samples // 2)
         each = self.samples // (2 * shifts)
-        base = SobolEngine(c, scramble=True, seed=self._seed).draw(each, dtype=torch.float64).to(mean.device)
+        basis = self.likelihood.identified(c)
+        if basis is None:
+            root = covariance_root(covariance)
+        else:
+            basis = basis.to(mean)
+            root = basis @ covariance_root(basis.mT @ covariance @ basis)
+        d = root.shape[2]
+        base = SobolEngine(d, scramble=True, seed=self._seed).draw(each, dtype=torch.float64).to(mean.device)
         generator = Generator().manual_seed(self._seed)
-        shift = torch.rand(shifts, n, c, generator=generator, dtype=torch.float64)
-        root = covariance_root(covariance)
+        shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64)
         largest = c * c if _curvature in functions else c
         rows = max(1, tuning.AVERAGED_OUTPUTS // (2 * shifts * each * largest))
         parts: list[list[Tensor]] = [[] for _ in functions]
         errors: list[list[Tensor]] = [[] for _ in functions]
         for start in range(0, n, rows):
             part = slice(start, min(start + rows, n))
-            # (shifts, each, m, C): a random shift modulo 1 of a net is one as even as the net itself
-            uniform = (base.view(1, each, 1, c) + shift[:, part].unsqueeze(1).to(mean.device)) % 1.0
+            # (shifts, each, m, d): a random shift modulo 1 of a net is one as even as the net itself
+            uniform = (base.view(1, each, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)) % 1.0
             z = torch.special.ndtri(uniform.clamp(2.0**-33, 1 - 2.0**-33)).to(mean).flatten(0, 1)
             e = torch.einsum("ncd,snd->snc", root[part], z)
             f = torch.stack([mean[part] + e, mean[part] - e]).flatten(0, 1)

@@ -43,6 +43,7 @@ LARGEST_SHARED_PRODUCT = 1024  # columns of a product that a bias's block and a 
 COVARIANCE_BYTES = 192 * MIB  # cross-covariances with the training points at a time
 FULL_ROWS_BYTES = 256 * MIB  # dense rows at a time, structure "full"
 HESSIAN_EXAMPLES = 4096  # examples whose output Hessians are compared at a time
+BLOCK_REFRESH = 0.05  # steps of variational inference, in units of step size, between two eigendecompositions
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 # --- linear algebra

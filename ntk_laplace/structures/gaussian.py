@@ -50,7 +50,11 @@ class GivenGaussian(StructureSpec):
         if reducer.world_size > 1:  # all processes have one posterior
             reducer.require_equal("precision", digest(inner.solve(torch.ones_like(model.theta))))
         spec = GivenGaussian()  # the caller's tensor is not kept
-        return GaussianStructure(spec, source, read_points(model, source), inner=inner)
+        found = GaussianStructure(spec, source, read_points(model, source), inner=inner)
+        if model.displacement is None:
+            return found
+        f = found.points.f + found.jvp(model, model.displacement)
+        return replace(found, points=replace(found.points, f=f))
 
     def restored(self, model: LinearizedModel, saved: Saved) -> GaussianStructure:
         """From the precision of a checkpoint."""

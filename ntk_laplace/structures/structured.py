@@ -10,11 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import BlockDiagonalPrecision, Eigenbasis, LowRank, ParameterBlock, PosteriorPrecision
+from ntk_laplace.curvature import (
+    BlockDiagonalPrecision,
+    Eigenbasis,
+    LowRank,
+    ParameterBlock,
+    PosteriorPrecision,
+    Summary,
+)
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
 from ntk_laplace.structures.data_passes import (
@@ -31,7 +40,7 @@ from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.resuming import require_same_model, resumed, save_regularly
 from ntk_laplace.structures.structure import Saved, Structure, no_basis, of_kind, require_one_process
 
-__all__ = ["StructuredSpec", "StructuredStructure"]
+__all__ = ["StructuredSpec", "StructuredStructure", "block_precision"]
 
 
 class StructuredSpec(BlockSpec):
@@ -77,6 +86,24 @@ def _fitted(
     accumulated.forget()
     model.likelihood.bind(*points.f.shape)
     return StructuredStructure(spec, source, points, _AtLikelihood.of(accumulated, model.likelihood))
+
+
+def block_precision(
+    spec: BlockSpec, parts: Sequence[tuple[Summary, Eigenbasis, Any]], prior: GaussianPrior, shapes: ParameterLayout,
+    like: Tensor,
+) -> BlockDiagonalPrecision:  # fmt: skip
+    """H from the sums of each parameter block, their eigenbases and extra state, at the prior's present precisions."""
+    with torch.no_grad():
+        by_group = prior.precision.to(like)
+        named = {name: by_group[prior.group_of(name)] for name in shapes}
+    algebras = []
+    for summary, eigenbasis, extra in parts:
+        block = summary.block
+        precision = named[block.weight]  # a bias in the block has the same
+        if precision.ndim or block.kind == "diagonal":
+            precision = block.gather({name: named[name].expand(shapes.sizes[name]) for name in block.names})
+        algebras.append(spec.algebra(summary, eigenbasis, extra, precision))
+    return BlockDiagonalPrecision(algebras, prior, shapes, like)
 
 
 @dataclass
@@ -156,23 +183,17 @@ class StructuredStructure(Structure):
         """Eigenbases of the parameter blocks."""
         return self.at.eigenbases
 
+    def summaries(self, model: LinearizedModel) -> list[Summary]:
+        """The sums of each parameter block at the current hyperparameters."""
+        self._follow(model)
+        return [summary.scaled(self.at.scale) for summary in self.at.accumulated.summaries]
+
     # --- algebra
 
     def posterior_precision(self, model: LinearizedModel) -> BlockDiagonalPrecision:
         """The factorized posterior precision at the current hyperparameters."""
-        self._follow(model)
-        with torch.no_grad():
-            by_group = model.prior.precision.to(model.theta)
-            named = {name: by_group[model.prior.group_of(name)] for name in model.network.shapes}
-        at, algebras = self.at, []
-        for summary, eigenbasis, extra in zip(at.accumulated.summaries, at.scaled_eigenbases(), at.extras, strict=True):
-            part = summary.block
-            precision = named[part.weight]  # a bias in the block has the same
-            if precision.ndim or part.kind == "diagonal":
-                sizes = model.network.shapes.sizes
-                precision = part.gather({name: named[name].expand(sizes[name]) for name in part.names})
-            algebras.append(self.spec.algebra(summary.scaled(at.scale), eigenbasis, extra, precision))
-        return BlockDiagonalPrecision(algebras, model.prior, model.network.shapes, model.theta)
+        parts = list(zip(self.summaries(model), self.at.scaled_eigenbases(), self.at.extras, strict=True))
+        return block_precision(self.spec, parts, model.prior, model.network.shapes, model.theta)
 
     def _follow(self, model: LinearizedModel) -> None:
         """Update the sums to the likelihood's current hyperparameters."""

@@ -142,7 +142,8 @@ def _at(model: LinearizedModel, parts: Iterable[Part], theta: Tensor, samples: i
         for rows, points, likelihood in part.linearized(model, theta):
             residual = points.residual(likelihood).detach()
             root = points.root(model.curvature_type, likelihood).detach()
-            yield DataTerms(rows.vjp(share * residual, model.network.shapes), rows.weighted(share**0.5 * root))
+            gradient = rows.vjp(share * residual, model.network.shapes)
+            yield DataTerms(gradient, rows.weighted(share**0.5 * root), share * points.counts)
 
 
 def _averaged(
@@ -151,4 +152,4 @@ def _averaged(
     """Terms with averages of r (n, C) and Λ (n, C, C), which weights and `share` multiply."""
     counts = share * points.counts.to(rows.f)
     root = root_of_hessian(curvature) * counts.sqrt().view(-1, 1, 1)
-    return DataTerms(rows.vjp(counts.unsqueeze(1) * residual, model.network.shapes), rows.weighted(root))
+    return DataTerms(rows.vjp(counts.unsqueeze(1) * residual, model.network.shapes), rows.weighted(root), counts)

@@ -51,6 +51,11 @@ class Iteration(ABC):
         """Number of rows that represent H; None if it is a matrix of parameters."""
         return None
 
+    @property
+    def dropped(self) -> float:
+        """What H lacks because rows were dropped, as `FunctionSpaceState.dropped`."""
+        return 0.0
+
 
 class SampledIteration(Iteration):
     """An algorithm that relinearizes the network in every step, on a state of any kind.
@@ -93,6 +98,11 @@ class SampledIteration(Iteration):
     def rows_kept(self) -> int | None:
         """Number of rows that represent H; None if it is a matrix of parameters."""
         return self._state.rows_kept
+
+    @property
+    def dropped(self) -> float:
+        """What H lacks because rows were dropped."""
+        return self._state.dropped
 
     def step(self, step_size: float) -> float:
         """Take one step; the norm of the natural gradient is an estimate if the algorithm samples."""

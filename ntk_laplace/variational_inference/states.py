@@ -32,10 +32,13 @@ class DataTerms:
         Share of ĝ.
     rows : Jacobian
         Share of R: rows of SᵀJ, scaled so that the sum of their outer products is the share of Ĝ.
+    counts : Tensor, (n,), optional
+        How often each example counts; equally often by default.
     """
 
     gradient: Tensor
     rows: Jacobian
+    counts: Tensor | None = None
 
 
 class VariationalState(ABC):
@@ -49,9 +52,12 @@ class VariationalState(ABC):
     ----------
     mean : Tensor, (P,)
         μ.
+    dropped : float
+        Bound of what H lacks because rows of old steps were dropped; 0 if there are none.
     """
 
     mean: Tensor
+    dropped: float = 0.0
 
     @property
     @abstractmethod
@@ -132,18 +138,10 @@ class DenseState(VariationalState):
             self._precision = FullPrecision(self._excess, self._prior, self._shapes)
         return self._precision
 
-    def add(self, terms: Iterable[DataTerms]) -> None:
-        """H ← H + Ĝ at the same μ, for the start."""
-        sums = _OuterSums(self._excess, 1.0, 1.0)
-        for part in terms:
-            sums.add(part.rows.dense(self._shapes).flatten(0, 1))
-        sums.finish()
-        self._precision = None
-
     def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
         """H - P0 ← (1-γ)(H - P0) + γ Ĝ by few large products, one factorization, and one solve."""
         gradient = self.precision.prior_precision * (self._prior_mean - self.mean)
-        sums = _OuterSums(self._excess, step_size, 1.0 - step_size)
+        sums = _OuterSums(self._excess, step_size)
         for part in terms:
             gradient += part.gradient
             sums.add(part.rows.dense(self._shapes).flatten(0, 1))
@@ -315,10 +313,10 @@ def _bordered(matrix: Tensor, below: Tensor, corner: Tensor) -> Tensor:
 
 
 class _OuterSums:
-    """matrix ← keep matrix + scale Σ rowsᵀrows; rows wait until one product over them is efficient."""
+    """matrix ← (1-γ) matrix + γ Σ rowsᵀrows; rows wait until one product over them is efficient."""
 
-    def __init__(self, matrix: Tensor, scale: float, keep: float) -> None:
-        self._matrix, self._scale, self._keep = matrix, scale, keep
+    def __init__(self, matrix: Tensor, step_size: float) -> None:
+        self._matrix, self._step_size, self._keep = matrix, step_size, 1.0 - step_size
         self._waiting: list[Tensor] = []
 
     def add(self, rows: Tensor) -> None:
@@ -332,5 +330,5 @@ class _OuterSums:
 
     def _flush(self) -> None:
         rows = torch.cat(self._waiting) if self._waiting else self._matrix[:0]
-        add_outer_lower_(self._matrix, rows, scale=self._scale, keep=self._keep)
+        add_outer_lower_(self._matrix, rows, scale=self._step_size, keep=self._keep)
         self._waiting, self._keep = [], 1.0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, require_whole
-from ntk_laplace.model.data import Batches, take
+from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
@@ -26,8 +26,6 @@ from ntk_laplace.posterior.fit import linearized
 from ntk_laplace.runtime.serialization import require_writable
 from ntk_laplace.structures import (
     FittedModel,
-    FullWeightSpace,
-    FunctionSpace,
     GivenGaussian,
     LinearizedModel,
     Settings,
@@ -37,24 +35,17 @@ from ntk_laplace.structures.data_passes import ModelSignature, digest
 from ntk_laplace.structures.points import present_values
 from ntk_laplace.variational_inference.algorithms import LGVA, OGGN, VOGGN, Algorithm, SampledLGVA
 from ntk_laplace.variational_inference.examples import Examples
-from ntk_laplace.variational_inference.iteration import SampledIteration
+from ntk_laplace.variational_inference.iteration import Iteration, SampledIteration
+from ntk_laplace.variational_inference.representations import Representation, representation
 from ntk_laplace.variational_inference.result import Callback, VariationalFit
 from ntk_laplace.variational_inference.run import Run, StepSizes
-from ntk_laplace.variational_inference.start import (
-    Start,
-    checked_start,
-    moved,
-    require_memory_for,
-    require_same_network,
-    started,
-)
-from ntk_laplace.variational_inference.states import FunctionSpaceState
+from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
+from ntk_laplace.variational_inference.start import Start, checked_start, moved, optimum, require_same_network
 
 __all__ = ["variational"]
 
 _POINTS = 256  # of f for each example, LGVA
 _EVALUATIONS = 20  # of the ELBO in a run, by default
-_SPACES: dict[str, bool | None] = {"full": True, "gp": False, "auto": None}  # in weight space?
 
 
 def variational(
@@ -69,6 +60,7 @@ def variational(
     samples: int | None = None,
     step_size: float = 0.01,
     steps: int = 1000,
+    relinearize: bool = True,
     decay: float | None = None,
     average: bool = False,
     expectations: str = "outputs",
@@ -102,7 +94,8 @@ def variational(
     structure : str
         "full": H is a P x P matrix. "gp": function space, H = diag(d) + RᵀR with rows R of all steps, whose number
         grows by N R S each step; nothing of size P x P. "auto": function space until there are more rows than
-        parameters, then weight space; the same numbers up to rounding.
+        parameters, then weight space; the same numbers up to rounding. "kfac", "diag": H is block diagonal, from moving
+        averages of the structure's sums; noisy K-FAC and VOGN with generalized Gauss-Newton steps.
     algorithm : str
         "voggn" averages over weight samples of the network, and maximizes the network's ELBO. "lgva" linearizes the
         network at μ in each step. "oggn" evaluates at μ alone: Newton steps of the log joint, which end in the Laplace
@@ -114,6 +107,9 @@ def variational(
         S, weight samples per step, in pairs μ ± e: 2 by default. An odd number leaves one without a partner, so that μ
         keeps a noise at constant step sizes; a warning says how large. For "lgva" over outputs, the points of f for
         each example where its expectations are not closed: 256 by default.
+    relinearize : bool
+        False, for "lgva": the network is linearized once, at the start, and q maximizes the ELBO of that model. In
+        function space there is one site per training point, and no row of an earlier step is kept.
     step_size : float
         γ in (0, 1]; the first if it decays.
     steps : int
@@ -181,76 +177,114 @@ def variational(
     """
     settings = Settings.of(settings)
     settings.reducer.require_one("variational inference", "Run it in one process.")
-    dense = _dense(structure)
     method = _algorithm(algorithm, samples, expectations, step_size)
-    step_sizes = StepSizes(_step_size(step_size), decay if decay is None else _positive("decay", decay, "decay=100"))
-    require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
-    require_whole("seed", seed, 0, "Pass seed=0.")
-    if batch_size is not None:
-        require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
-    if tolerance is not None:
-        _positive("tolerance", tolerance, "tolerance=1e-6")
-    if not (isinstance(row_tolerance, Real) and 0 <= row_tolerance < 1):
-        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
-    every = max(1, steps // _EVALUATIONS) if elbo_every is None else elbo_every
-    require_whole("elbo_every", every, 0, "Leave it out, or pass 0 for no estimates.")
-    require_whole("elbo_samples", elbo_samples, 2, "Leave it out for 50.")
-    start = checked_start(start)
+    step_sizes = StepSizes(_step_size(step_size), None if decay is None else _positive("decay", decay, "decay=100"))
+    every = _require_numbers(steps, seed, batch_size, tolerance, row_tolerance, elbo_every, elbo_samples)
+    given = checked_start(start)
     callbacks = [callbacks] if callable(callbacks) else list(callbacks)
     if not all(map(callable, callbacks)):
         raise UnsupportedError("a callable, or a sequence of them, as callbacks", repr(callbacks),
                                "Pass a function that takes a VariationalStep.")
     if settings.checkpoint is not None:
         require_writable(settings.checkpoint)
+    form = representation(structure, 0, 0, row_tolerance)  # of "auto" any
     with torch.inference_mode(False):
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
     plain = replace(settings, checkpoint=None, resume=None)
-    model, batches = linearized(network, data, *own, FullWeightSpace(), "ggn", parameters=parameters, dtype=dtype,
+    model, batches = linearized(network, data, *own, form.spec, "ggn", parameters=parameters, dtype=dtype,
                                 settings=plain, output=output, targets=targets)  # fmt: skip
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        x, _ = batches.first()
-        model.jacobian_pass.prepare(x)
-        sample = model.jacobian_pass.rows(take(x, slice(0, 2)))
+        model.jacobian_pass.prepare(batches.first()[0])
         examples = Examples(model, batches, batch_size)
         rows = examples.per_step * model.likelihood.rank(model.network.num_outputs) * method.rows_per_example
-        p = model.network.num_parameters
-        in_weights = rows > p if dense is None else dense
-        kept = step_sizes.kept(steps, row_tolerance)
-        require_memory_for(model, sample, rows, kept, in_weights, dense is None)
-        if isinstance(start, Posterior):
-            require_same_network(start, model)
-        state = started(model, batches, examples, start, in_weights, row_tolerance)
-        model = moved(model, state.mean)
-        iteration = SampledIteration(model, examples, method, state, seed, p if dense is None else None)
+        form = representation(structure, rows, model.network.num_parameters, row_tolerance)
+        if isinstance(given, Posterior):
+            require_same_network(given, model)
+        if relinearize:
+            form.require_memory(model, examples, rows, step_sizes.kept(steps, row_tolerance))
+            model, iteration = _relinearized(model, batches, examples, form, method, given, seed)
+        else:
+            model, iteration = _anchored(model, batches, examples, form, method, given)
 
         def posterior(mean: Tensor, precision: PosteriorPrecision) -> FittedModel:
-            return FittedModel.of(moved(model, mean), GivenGaussian(precision), batches)
+            at = moved(model, mean) if relinearize else replace(model, displacement=mean - model.theta)
+            return FittedModel.of(at, GivenGaussian(precision), batches)
 
         def bound(mean: Tensor, precision: PosteriorPrecision) -> tuple[float, float, float, float]:
-            found, generator = Posterior(posterior(mean, precision)), torch.Generator().manual_seed(seed)
-            both = (found.elbo("nn", elbo_samples, generator), found.elbo("glm", max(elbo_samples, _POINTS), generator))
-            nn_, glm = ((float(one.value), float(one.standard_error)) for one in both)
-            return *nn_, *glm
+            found = Posterior(posterior(mean, precision))
+            generator = torch.Generator(device=mean.device).manual_seed(seed)
+            of_network, linear = found.elbo("nn", elbo_samples, generator=generator), found.elbo("glm", _POINTS)
+            return (float(of_network), float(of_network.standard_error), float(linear), float(linear.standard_error))
 
-        signature = _signature(model, examples, structure, method, step_sizes, average, seed, steps)
+        signature = _signature(model, examples, structure, method, relinearize, step_sizes, average, seed, steps)
         run = Run(iteration, step_sizes, steps, examples.total, tolerance, average, bound, every, signature)
         run.go(settings, callbacks)
         fitted, reason = posterior(run.mean, iteration.precision), f"{algorithm}, {len(run.history):,} steps"
         if isinstance(method, OGGN):
-            fitted, reason = _laplace(model, batches, run.mean, in_weights, fitted, reason)
+            fitted, reason = _laplace(model, batches, run.mean, form.spec, fitted, reason)
         if inplace:
             _write(network, model, run.mean)
-        dropped = iteration.state.dropped if isinstance(iteration.state, FunctionSpaceState) else 0.0
         fitted = replace(fitted, model=replace(fitted.model, settings=settings))
-        return VariationalFit(Posterior(fitted, reason), run.history, run.stopped, dropped)
+        return VariationalFit(Posterior(fitted, reason), run.history, run.stopped, iteration.dropped)
 
 
-def _dense(structure: object) -> bool | None:
-    """Whether H is a matrix over the parameters; None to decide by size."""
-    if not isinstance(structure, str) or structure not in _SPACES:
-        raise UnsupportedError(f"structure among {', '.join(_SPACES)}", repr(structure)[:80],
-                               'Use "full" for small networks, "gp" for few rows, "auto" for both.')
-    return _SPACES[structure]
+def _relinearized(
+    model: LinearizedModel, batches: Batches, examples: Examples, form: Representation, method: Algorithm,
+    start: float | Posterior | None, seed: int,
+) -> tuple[LinearizedModel, SampledIteration]:  # fmt: skip
+    """An algorithm that linearizes the network in every step, with the model at the start."""
+    if isinstance(start, float):
+        state = form.isotropic(model, examples, start)
+    else:
+        state = form.of(model, examples, optimum(model, batches, form.spec) if start is None else start.fitted)
+        model = moved(model, state.mean)
+    return model, SampledIteration(model, examples, method, state, seed, form.most_rows)
+
+
+def _anchored(
+    model: LinearizedModel, batches: Batches, examples: Examples, form: Representation, method: Algorithm,
+    start: float | Posterior | None,
+) -> tuple[LinearizedModel, Iteration]:  # fmt: skip
+    """LGVA of the network linearized once, with the model at that point.
+
+    Raises
+    ------
+    UnsupportedError
+        If another algorithm, minibatches or weight samples are asked for, or H is in blocks.
+    """
+    if not isinstance(method, LGVA) or examples.batch_size is not None or not form.spec.exact:
+        raise UnsupportedError('algorithm="lgva" over outputs of all examples, structure "full", "gp" or "auto", for '
+                               "relinearize=False", f"{type(method).__name__}, structure={form.spec.name!r}, "
+                               f"{examples.per_step:,} examples a step", "Leave relinearize= out.")
+    if isinstance(start, Posterior) and not (start.fitted.exact and start.fitted.model.displacement is None):
+        raise UnsupportedError("an exact Laplace posterior as the start of relinearize=False",
+                               f"structure={start.structure!r}", 'Pass start="map", or a precision.')
+    theta = start.fitted.theta if isinstance(start, Posterior) else model.network.theta
+    if start is None:
+        fitted = optimum(model, batches, form.spec)
+    else:
+        fitted = FittedModel.of(moved(model, theta), form.spec, batches)
+    kind = AnchoredSites if form.spec.keeps_jacobian else AnchoredWeights
+    return fitted.model, kind(fitted, start if isinstance(start, float) else None, method.points)
+
+
+def _require_numbers(
+    steps: object, seed: object, batch_size: object, tolerance: object, row_tolerance: object, elbo_every: object,
+    elbo_samples: object,
+) -> int:  # fmt: skip
+    """Refuse numbers out of range; return the steps between two estimates of the ELBO."""
+    count = require_whole("steps", steps, 1, "Pass steps=1000, for instance.")
+    require_whole("seed", seed, 0, "Pass seed=0.")
+    if batch_size is not None:
+        require_whole("batch_size", batch_size, 1, "Leave it out to read all examples in every step.")
+    if tolerance is not None:
+        _positive("tolerance", tolerance, "tolerance=1e-6")
+    if not isinstance(row_tolerance, Real) or isinstance(row_tolerance, bool) or not 0 <= float(row_tolerance) < 1:
+        raise HyperparameterError("a row_tolerance in [0, 1)", repr(row_tolerance), "Leave it out to keep all rows.")
+    require_whole("elbo_samples", elbo_samples, 4, "Leave it out for 50.")
+    if elbo_every is None:
+        return max(1, count // _EVALUATIONS)
+    return require_whole("elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates.")
 
 
 def _algorithm(name: object, samples: int | None, expectations: object, step_size: float) -> Algorithm:
@@ -298,31 +332,32 @@ def _positive(what: str, value: object, example: str) -> float:
 
 
 def _signature(
-    model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, step_sizes: StepSizes, average: bool,
-    seed: int, steps: int,
+    model: LinearizedModel, examples: Examples, structure: str, method: Algorithm, relinearize: bool,
+    step_sizes: StepSizes, average: bool, seed: int, steps: int,
 ) -> dict[str, str]:  # fmt: skip
     """What a run that resumes must share with the interrupted one; weights move, and are in the state."""
     own = {name: value for name, value in ModelSignature(model).items() if name != "network"}
     return own | {
         "prior": digest(*present_values(model.prior)), "number of examples": f"{examples.num_examples:,}",
         "batch size": f"{examples.per_step:,}", "structure": structure,
-        "algorithm": f"{type(method).__name__} {vars(method)}", "step sizes": f"{step_sizes}", "seed": f"{seed}",
+        "algorithm": f"{method!r}{'' if relinearize else ', linearized once'}", "step sizes": f"{step_sizes}",
+        "seed": f"{seed}",
         "average": f"over the last half of {steps:,} steps" if average else "none",
     }  # fmt: skip
 
 
 def _laplace(
-    model: LinearizedModel, batches: Batches, mean: Tensor, dense: bool, given: FittedModel, reason: str
+    model: LinearizedModel, batches: Batches, mean: Tensor, spec: StructureSpec, given: FittedModel, reason: str
 ) -> tuple[FittedModel, str]:
     """The Laplace posterior at μ, if that is an optimum of the log joint; else q with a warning."""
-    spec: StructureSpec = FullWeightSpace() if dense else FunctionSpace()
     fitted = FittedModel.of(moved(model, mean), spec, batches)
     decrement = newton_decrement(fitted)
     if decrement <= MOST_DECREMENT:
         return fitted, f"{reason}, at an optimum of the log joint: the Laplace posterior"
     warnings.warn(
-        f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above {MOST_DECREMENT}; "
-        "take more steps, or smaller ones. The posterior is that of the last step", NTKLaplaceWarning, stacklevel=3,
+        f"OGGN is not at its fixed point: the Newton decrement is {decrement:.2g} nats a point, above "
+        f"{MOST_DECREMENT}; take more steps, or smaller ones. The posterior is that of the last step",
+        NTKLaplaceWarning, stacklevel=3,
     )  # fmt: skip
     return given, reason
 

@@ -189,6 +189,13 @@ class Likelihood(nn.Module):
         """R, the number of columns of `root`."""
         return num_outputs
 
+    def identified(self, num_outputs: int) -> Tensor | None:
+        """Orthonormal columns (C, m) that span the directions of f on which `log_prob` depends; None for all of them.
+
+        Expectations over f ignore the other directions.
+        """
+        return None
+
     # --- the response -----------------------------------------------------------------------------------
 
     def mean(self, f: Tensor) -> Tensor:

@@ -79,6 +79,15 @@ class Categorical(Likelihood):
         """C - 1, because adding a constant to all logits changes nothing."""
         return num_outputs - 1
 
+    def identified(self, num_outputs: int) -> Tensor | None:
+        """All directions but the constant one: columns 2 to C of the reflection that maps the first axis to it."""
+        if type(self) is not Categorical:
+            return None  # a subclass may override the density
+        c = num_outputs
+        v = torch.full((c,), c**-0.5, dtype=torch.float64)
+        v[0] -= 1.0
+        return (torch.eye(c, dtype=torch.float64) - 2.0 * torch.outer(v, v) / v.square().sum())[:, 1:]
+
     def observed(self, y: Tensor) -> Tensor | None:
         """Mask of observed labels, (N,); None if all are observed."""
         there = is_observed(y)

@@ -132,6 +132,10 @@ class Tempered(Likelihood):
         """The likelihood's."""
         return self.likelihood.rank(num_outputs)
 
+    def identified(self, num_outputs: int) -> Tensor | None:
+        """The likelihood's."""
+        return self.likelihood.identified(num_outputs)
+
     # --- the response, delegated to the likelihood
 
     def mean(self, f: Tensor) -> Tensor:

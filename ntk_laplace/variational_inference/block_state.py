@@ -1,0 +1,200 @@
+"""H block diagonal, from moving averages of a structure's sums: VOGN for "diag", noisy K-FAC for "kfac".
+
+One step replaces each sum s over the data by (1-γ) s + γ ŝ, where ŝ is the sum over the samples and examples of the step,
+and the diagonal d by (1-γ) d + γ P0. A diagonal is linear in its sums, so that H follows the step exactly. A Kronecker
+block is a product of two averages, of the layer's inputs and of its output gradients, and follows it approximately.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import (
+    BlockDiagonalPrecision,
+    Eigenbasis,
+    ParameterBlock,
+    Products,
+    Summary,
+    find_parameter_blocks,
+)
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.structures.block_spec import BlockSpec
+from ntk_laplace.structures.structured import block_precision
+from ntk_laplace.variational_inference.states import DataTerms, VariationalState
+
+__all__ = ["BlockState"]
+
+
+class BlockState(VariationalState):
+    """q = N(μ, H⁻¹) with the sums of a block-diagonal structure in place of H.
+
+    Draws and steps use H at the eigenvectors and eigenvalues of an earlier step, until Σγ since then exceeds
+    `tuning.BLOCK_REFRESH`; `precision` is the present one.
+
+    Parameters
+    ----------
+    mean : Tensor, (P,)
+        In the dtype of the algebra.
+    spec : BlockSpec
+        Of one pass over the data: KFAC or Diagonal.
+    summaries : sequence of Summary
+        The sums at the start; none for H = diag(d).
+    ratio : Tensor, (G,)
+        d / P0 of each prior group.
+    prior : GaussianPrior
+        Bound to the parameters of `shapes`.
+    shapes : ParameterLayout
+        The parameters, in order.
+
+    Raises
+    ------
+    UnsupportedError
+        If the structure takes a second pass over the data, in the eigenvectors of the first.
+    """
+
+    def __init__(
+        self, mean: Tensor, spec: BlockSpec, summaries: Sequence[Summary], ratio: Tensor, prior: GaussianPrior,
+        shapes: ParameterLayout,
+    ) -> None:  # fmt: skip
+        if spec.second_pass:
+            raise UnsupportedError("a structure of one pass over the data, whose sums a step can average",
+                                   f"structure={spec.name!r}", 'Use structure="kfac" or "diag".')
+        spec.check(prior)
+        self.mean, self.spec, self._ratio, self._prior, self._shapes = mean, spec, ratio, prior, shapes
+        self._prior_mean = prior.flat_mean().to(mean)
+        self._sums = [_of_mean_inputs(summary) for summary in summaries]
+        self._refresh()
+
+    # --- H
+
+    @property
+    def diagonal(self) -> GaussianPrior:
+        """A prior with the precisions d."""
+        return _times(self._prior, self._ratio)
+
+    @property
+    def precision(self) -> BlockDiagonalPrecision:
+        """The present H; `log_det` is relative to `diagonal`."""
+        return self._factorized(self._sums, self._ratio) if self._waited else self._working
+
+    def _factorized(self, sums: Sequence[Summary], ratio: Tensor) -> BlockDiagonalPrecision:
+        parts = [(summary, Eigenbasis.of(summary), None) for summary in sums]
+        return block_precision(self.spec, parts, _times(self._prior, ratio), self._shapes, self.mean)
+
+    def _refresh(self) -> None:
+        """Let draws and steps use the present H."""
+        self._used, self._waited = (self._sums, self._ratio), 0.0
+        self._working = self._factorized(*self._used)
+
+    @torch.no_grad()
+    def draw(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws e from N(0, H⁻¹), (count, P)."""
+        return self._working.sample(count, generator)
+
+    def covariance_blocks(self, rows: Jacobian) -> Tensor:
+        """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
+        return self._working.covariance_blocks(rows)
+
+    # --- steps
+
+    def update(self, step_size: float, terms: Iterable[DataTerms]) -> float:
+        """Average the sums, and move μ by a solve with each block."""
+        gradient = self._prior.flat_precision().detach().to(self.mean) * (self._prior_mean - self.mean)
+        fresh = [Summary(summary.block, {}) for summary in self._sums]
+        for part in terms:
+            gradient += part.gradient
+            self._meet(part.rows, fresh)
+            products = Products()
+            for summary in fresh:
+                summary.add_factors(part.rows, self.spec.sharing, products, part.counts)
+        self._sums = [_averaged(old, _of_mean_inputs(new), step_size)
+                      for old, new in zip(self._sums, fresh, strict=True)]
+        self._ratio = torch.lerp(self._ratio, torch.ones_like(self._ratio), step_size)
+        self._waited += step_size
+        if self.spec.kind == "diagonal" or self._waited >= tuning.BLOCK_REFRESH or not self._used[0]:
+            self._refresh()
+        direction = self._working.solve(gradient)
+        self.mean = self.mean + step_size * direction
+        return float((gradient @ direction).clamp_min(0.0).sqrt())
+
+    def _meet(self, rows: Jacobian, fresh: list[Summary]) -> None:
+        """Blocks for the parameters of the first rows.
+
+        Raises
+        ------
+        UnsupportedError
+            If later rows reach other parameters.
+        """
+        names = {name for block in rows.blocks for name in block.names}
+        late = sorted(names - {name for summary in self._sums for name in summary.block.names})
+        if not late:
+            return
+        if self._sums:
+            raise UnsupportedError(f"every minibatch to reach {', '.join(late[:3])}", "one that is the first to do so",
+                                   'Use structure="full" or "gp", or a larger batch_size.')
+        found = find_parameter_blocks(rows, self._prior, self.spec.kind, self.spec.squares)
+        self._sums += [Summary(block, {}) for block in found]
+        fresh += [Summary(block, {}) for block in found]
+
+    # --- storage
+
+    def record(self) -> dict[str, Any]:
+        """μ, d / P0 and the sums, at present and at the last refresh."""
+        return copy.deepcopy({
+            "mean": self.mean, "waited": self._waited, "now": _record(self._sums, self._ratio),
+            "used": _record(*self._used),
+        })  # fmt: skip
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Continue from them."""
+        record = copy.deepcopy(dict(record))
+        self.mean = record["mean"].to(self.mean)
+        self._sums, self._ratio = _of_record(record["used"], self.mean)
+        self._refresh()
+        self._sums, self._ratio = _of_record(record["now"], self.mean)
+        self._waited = float(record["waited"])
+
+
+def _times(prior: GaussianPrior, ratio: Tensor) -> GaussianPrior:
+    """A prior whose precisions are multiplied by numbers (G,)."""
+    found = copy.deepcopy(prior)
+    with torch.no_grad():
+        found.log_precision += ratio.log().to(found.log_precision)
+    return found
+
+
+def _of_mean_inputs(summary: Summary) -> Summary:
+    """Sums over the layer's inputs divided by their number: a Kronecker block needs their mean alone."""
+    count = summary.sums.get("count")
+    if count is None or float(count) == 0.0:
+        return summary
+    return Summary(summary.block, {name: value / count.to(value) if name in summary.inputs else value
+                                   for name, value in summary.sums.items()})
+
+
+def _averaged(old: Summary, new: Summary, step_size: float) -> Summary:
+    """(1-γ) old + γ new; a sum that one of them lacks is zero there."""
+    sums = {name: (1.0 - step_size) * value for name, value in old.sums.items()}
+    for name, value in new.sums.items():
+        sums[name] = sums[name].add_(value, alpha=step_size) if name in sums else step_size * value
+    return Summary(old.block, sums)
+
+
+def _record(sums: Sequence[Summary], ratio: Tensor) -> dict[str, Any]:
+    return {"ratio": ratio, "blocks": [summary.block.record() for summary in sums],
+            "sums": [dict(summary.sums) for summary in sums]}  # fmt: skip
+
+
+def _of_record(record: Mapping[str, Any], like: Tensor) -> tuple[list[Summary], Tensor]:
+    pairs = zip(record["blocks"], record["sums"], strict=True)
+    sums = [Summary(ParameterBlock.from_record(block), dict(own)).to(like.device, like.dtype) for block, own in pairs]
+    return sums, record["ratio"].to(like)

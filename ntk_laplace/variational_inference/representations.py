@@ -1,0 +1,230 @@
+"""How H is stored, by the name of the structure: as a matrix, as rows, or in blocks; and its value at the start."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FullPrecision, FunctionSpacePrecision, GivenPrecision, PosteriorPrecision
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import take
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures import KFAC, Diagonal, FittedModel, FullWeightSpace, FunctionSpace, LinearizedModel
+from ntk_laplace.structures.block_spec import BlockSpec
+from ntk_laplace.structures.structure import StructureSpec
+from ntk_laplace.structures.structured import StructuredStructure
+from ntk_laplace.variational_inference.block_state import BlockState
+from ntk_laplace.variational_inference.examples import Examples
+from ntk_laplace.variational_inference.states import DenseState, FunctionSpaceState, VariationalState
+
+__all__ = ["Blocks", "Matrix", "Representation", "Rows", "representation"]
+
+_NAMES = ("full", "gp", "auto", "kfac", "diag")
+
+
+class Representation(ABC):
+    """How H is stored.
+
+    Attributes
+    ----------
+    spec : StructureSpec
+        The Laplace posterior's structure that stores its H in the same way.
+    """
+
+    spec: StructureSpec
+    most_rows: int | None = None
+    """Rows beyond which function space becomes weight space; None for no limit."""
+
+    @abstractmethod
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
+        """Refuse what does not fit, for so many rows per step that are kept for so many steps.
+
+        Raises
+        ------
+        MemoryBudgetError
+            Nothing was allocated.
+        """
+
+    @abstractmethod
+    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> VariationalState:
+        """The network's weights with H = λ I."""
+
+    @abstractmethod
+    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> VariationalState:
+        """Mean and precision of a posterior.
+
+        Raises
+        ------
+        UnsupportedError
+            If its H is not of this kind.
+        """
+
+
+def representation(name: object, rows: int, num_parameters: int, row_tolerance: float) -> Representation:
+    """The representation of a name; "auto" chooses by the number of rows of the first step.
+
+    Raises
+    ------
+    UnsupportedError
+        If there is none of this name.
+    """
+    found: dict[str, Representation] = {
+        "full": Matrix(), "gp": Rows(row_tolerance), "kfac": Blocks(KFAC()), "diag": Blocks(Diagonal()),
+        "auto": Matrix() if rows > num_parameters else Rows(row_tolerance, num_parameters),
+    }  # fmt: skip
+    if not isinstance(name, str) or name not in found:
+        raise UnsupportedError(f"structure among {', '.join(_NAMES)}", repr(name)[:80],
+                               'Use "full" for small networks, "gp" for few rows, "kfac" for large ones.')
+    return found[name]
+
+
+@dataclass(frozen=True)
+class Matrix(Representation):
+    """A matrix over the parameters."""
+
+    spec = FullWeightSpace()
+
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
+        """H, its factor, and a copy to resume from: 3 P² numbers."""
+        p, element = model.network.num_parameters, model.jacobian_pass.dtype.itemsize
+        require_memory(
+            3 * p * p * element, model.network.device,
+            f"three {p:,} x {p:,} matrices (H, its factor, and a copy to resume from)",
+            'Use structure="kfac", structure="gp", parameters="last_layer", or dtype=torch.float32.',
+            model.settings.memory_budget,
+        )  # fmt: skip
+
+    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> DenseState:
+        """H - P0 is diagonal."""
+        return DenseState.isotropic(model.theta, precision, model.prior, model.network.shapes)
+
+    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> DenseState:
+        """H of any posterior: a copy where it is a matrix, else its products with unit vectors."""
+        theta, inner = fitted.theta.to(model.theta), _inner(fitted)
+        p, own = len(theta), inner.prior_precision
+        if isinstance(inner, FullPrecision):
+            excess = inner.ggn.to(theta, copy=True)
+            excess.diagonal().add_(own.to(theta))
+        else:
+            excess = theta.new_zeros(p, p)
+            step = max(1, tuning.COVARIANCE_BYTES // (p * theta.element_size()))
+            for first in range(0, p, step):
+                unit = own.new_zeros(min(step, p - first), p)
+                unit[:, first:].fill_diagonal_(1.0)
+                excess[first : first + step] = inner.multiply(unit).to(theta)
+        excess.diagonal().sub_(model.prior.flat_precision().detach().to(excess))
+        return DenseState(theta, excess, model.prior, model.network.shapes)
+
+
+@dataclass(frozen=True)
+class Rows(Representation):
+    """Rows of all steps.
+
+    Attributes
+    ----------
+    tolerance : float
+        As of `FunctionSpaceState`.
+    most_rows : int, optional
+    """
+
+    tolerance: float = 0.0
+    most_rows: int | None = None
+    spec = FunctionSpace()
+
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
+        """Rows with two copies of them in a step, and three matrices over them."""
+        few = self._few(model, examples)
+        total = rows * kept if self.most_rows is None else min(rows * kept, self.most_rows)
+        each = few.nbytes // (few.num_examples * few.num_cotangents)
+        require_memory(
+            3 * total * (total * model.jacobian_pass.dtype.itemsize + each), model.network.device,
+            f"{total:,} rows, {rows:,} a step, and three matrices over them",
+            'Pass row_tolerance=1e-3, which drops old rows and says so, structure="auto" or "full", or fewer steps.',
+            model.settings.memory_budget,
+        )  # fmt: skip
+
+    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> FunctionSpaceState:
+        """H is diagonal, without rows."""
+        rows = self._few(model, examples).subset(slice(0, 0))
+        return self._state(model, model.theta, rows, precision / model.prior.precision.detach())
+
+    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> FunctionSpaceState:
+        """The rows of a posterior in function space."""
+        inner = _inner(fitted)
+        if not isinstance(inner, FunctionSpacePrecision):
+            raise UnsupportedError("a posterior in function space as the start of variational inference in it",
+                                   f"structure={fitted.structure.name!r}", 'Pass structure="full", or another start.')
+        return self._state(model, fitted.theta.to(model.theta), inner.weighted, _ratio(model, inner))
+
+    def _state(self, model: LinearizedModel, theta: Tensor, rows: Jacobian, ratio: Tensor) -> FunctionSpaceState:
+        with torch.no_grad():
+            return FunctionSpaceState(theta, rows, ratio, model.prior, model.network.shapes, self.tolerance)
+
+    def _few(self, model: LinearizedModel, examples: Examples) -> Jacobian:
+        """Rows of SᵀJ of two examples."""
+        rows = model.jacobian_pass.rows(take(next(examples.all()).x, slice(0, 2)))
+        return rows.weighted(rows.f.new_zeros(*rows.f.shape, model.likelihood.rank(model.network.num_outputs)))
+
+
+@dataclass(frozen=True)
+class Blocks(Representation):
+    """Sums of a block-diagonal structure.
+
+    Attributes
+    ----------
+    spec : BlockSpec
+    """
+
+    spec: BlockSpec
+
+    def require_memory(self, model: LinearizedModel, examples: Examples, rows: int, kept: int) -> None:
+        """The fit at the start has the same sums, and refuses them."""
+
+    def isotropic(self, model: LinearizedModel, examples: Examples, precision: float) -> BlockState:
+        """H is diagonal, without sums."""
+        ratio = (precision / model.prior.precision.detach()).to(model.theta)
+        return BlockState(model.theta, self.spec, [], ratio, model.prior, model.network.shapes)
+
+    def of(self, model: LinearizedModel, examples: Examples, fitted: FittedModel) -> BlockState:
+        """The sums of a Laplace posterior of the same structure."""
+        structure = fitted.structure
+        if not isinstance(structure, StructuredStructure) or structure.spec.name != self.spec.name:
+            raise UnsupportedError(f"a Laplace posterior of structure={self.spec.name!r} as start",
+                                   f"structure={structure.name!r}", 'Pass start="map", or a precision.')
+        ratio = torch.ones_like(model.prior.precision.detach()).to(model.theta)
+        return BlockState(fitted.theta.to(model.theta), self.spec, structure.summaries(fitted.model), ratio,
+                          model.prior, model.network.shapes)  # fmt: skip
+
+
+def _inner(fitted: FittedModel) -> PosteriorPrecision:
+    precision = fitted.precision
+    return precision.inner if isinstance(precision, GivenPrecision) else precision
+
+
+def _ratio(model: LinearizedModel, precision: PosteriorPrecision) -> Tensor:
+    """d / P0 by group of the prior, for H = diag(d) + RᵀR.
+
+    Raises
+    ------
+    UnsupportedError
+        If it has several values in a group.
+    """
+    groups, diagonal = model.prior, precision.prior_precision
+    own = groups.flat_precision().detach().to(diagonal)
+    numbers = torch.cat([_group(model, name) for name in model.network.shapes]).to(diagonal.device)
+    ratio = torch.ones_like(groups.precision.detach()).to(diagonal)
+    ratio[numbers] = diagonal / own
+    if not torch.allclose(ratio[numbers] * own, diagonal, rtol=1e-9):
+        raise UnsupportedError("a start whose prior has the same groups", "precisions that differ within a group",
+                               'Fit the start with the same prior, or pass start="map".')
+    return ratio
+
+
+def _group(model: LinearizedModel, name: str) -> Tensor:
+    group, count = model.prior.group_of(name), model.network.shapes[name].numel()
+    return torch.arange(group.start, group.stop) if isinstance(group, slice) else torch.full((count,), group)

@@ -1,0 +1,239 @@
+"""Anchored LGVA: the network is linearized once, at θ*, and q maximizes the ELBO of that model ([T20] 4.2, 4.3).
+
+f_n = f(x_n; θ*) + J_n (θ - θ*). Under q = N(μ, H⁻¹) the outputs are f_n ~ N(m_n, V_nn), and all that a step needs of the
+data are expectations over f_n, C numbers. In function space a step of size γ changes the site of each training point,
+
+    l_n ← (1-γ) l_n + γ E[r + Λ (m_n - f(x_n; θ*))],    L_n ← (1-γ) L_n + γ E[Λ],
+
+and then H = D + Jᵀ L J and H (μ - θ*) = c P0 (μ0 - θ*) + Jᵀ l. The diagonal D goes from that of the start to P0, and the
+share c from 0 to 1. All matrices are N R x N R, for any number of steps, and no row of an earlier step is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.expectations import Expectation
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.linalg import symmetric_root
+from ntk_laplace.structures import FittedModel
+from ntk_laplace.variational_inference.iteration import Iteration
+from ntk_laplace.variational_inference.states import DataTerms, DenseState
+
+__all__ = ["AnchoredSites", "AnchoredWeights"]
+
+
+class _Anchor:
+    """The linearized network with its training data.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        A Laplace posterior at θ*.
+    samples : int
+        Points of f in the expectations of each training point, where they are needed.
+    """
+
+    def __init__(self, fitted: FittedModel, samples: int) -> None:
+        self.fitted, self._expectation = fitted, Expectation(fitted.likelihood, samples)
+        self.theta, self.prior, self.shapes = fitted.theta, fitted.prior, fitted.network.shapes
+
+    def rows(self) -> Iterator[Jacobian]:
+        """J, in batches of consecutive training points."""
+        return self.fitted.rows_at(torch.arange(self.fitted.num_examples))
+
+    def curvature(self) -> Tensor:
+        """Λ at θ*, (N, C, C)."""
+        return self.fitted.points.curvature(self.fitted.curvature_type, self.fitted.likelihood).detach()
+
+    def derivatives(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """E r (N, C) and E Λ (N, C, C), times the example weights."""
+        points = self.fitted.points
+        residual, curvature = self._expectation.derivatives(mean, covariance, points.targets)
+        if points.weights is None:
+            return residual, curvature
+        return residual * points.weights.unsqueeze(1), curvature * points.weights.view(-1, 1, 1)
+
+
+class AnchoredWeights(Iteration):
+    """Anchored LGVA in weight space, where H is a P x P matrix.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        A Laplace posterior at θ*, which keeps its data or its rows.
+    start : float, optional
+        H at the start is this number times the identity; by default that of the Laplace posterior.
+    samples : int
+        Points of f in the expectations of each training point, where they are needed.
+    """
+
+    def __init__(self, fitted: FittedModel, start: float | None = None, samples: int = 256) -> None:
+        self._anchor = anchor = _Anchor(fitted, samples)
+        theta = anchor.theta
+        if start is not None:
+            self._state = DenseState.isotropic(theta, start, anchor.prior, anchor.shapes)
+            return
+        excess = theta.new_zeros(len(theta), len(theta))
+        for terms in self._terms(torch.zeros_like(fitted.points.f), anchor.curvature()):
+            accumulate_ggn(excess, terms.rows, anchor.shapes)
+        self._state = DenseState(theta, excess, anchor.prior, anchor.shapes)
+
+    @property
+    def mean(self) -> Tensor:
+        """μ, (P,)."""
+        return self._state.mean
+
+    @property
+    def precision(self) -> PosteriorPrecision:
+        """H of the present q."""
+        return self._state.precision
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """m (N, C) and V_nn (N, C, C)."""
+        moved = self._anchor.shapes.named(self.mean - self._anchor.theta)
+        parts = [(rows.f + rows.jvp(moved), self._state.covariance_blocks(rows)) for rows in self._anchor.rows()]
+        mean, covariance = (torch.cat(same) for same in zip(*parts, strict=True))
+        return mean, covariance
+
+    def step(self, step_size: float) -> float:
+        """Take one step, with two passes over the data."""
+        return self._state.update(step_size, self._terms(*self._anchor.derivatives(*self.moments())))
+
+    def _terms(self, residual: Tensor, curvature: Tensor) -> Iterator[DataTerms]:
+        """Shares of the batches in Jᵀ E r and Jᵀ E[Λ] J."""
+        start, root = 0, symmetric_root(curvature)
+        for rows in self._anchor.rows():
+            part = slice(start, start + rows.num_examples)
+            start = part.stop
+            yield DataTerms(rows.vjp(residual[part], self._anchor.shapes), rows.weighted(root[part]))
+
+    def record(self) -> dict[str, Any]:
+        """Copies of the state's tensors."""
+        return self._state.record()
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Continue from a record."""
+        self._state.restore(record)
+
+
+class AnchoredSites(Iteration):
+    """Anchored LGVA in function space, with one site per training point.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        A Laplace posterior at θ* that keeps rows of J.
+    start : float, optional
+        H at the start is this number times the identity; by default that of the Laplace posterior.
+    samples : int
+        Points of f in the expectations of each training point, where they are needed.
+    """
+
+    def __init__(self, fitted: FittedModel, start: float | None = None, samples: int = 256) -> None:
+        self._anchor = anchor = _Anchor(fitted, samples)
+        self._rows = rows = Jacobian.concatenate(list(anchor.rows()))
+        self._start, self._share = start, 0.0
+        self._linear = torch.zeros_like(rows.f)
+        self._curvature = anchor.curvature() if start is None else rows.f.new_zeros(*rows.f.shape, rows.f.shape[1])
+        basis = fitted.likelihood.identified(rows.f.shape[1])
+        self._identified = None if basis is None else basis.to(rows.f)
+        theta, prior = anchor.theta, anchor.prior
+        self._pull = prior.flat_precision().detach().to(theta) * (prior.flat_mean().to(theta) - theta)
+        self._factorize()
+
+    # --- moments
+
+    @property
+    def mean(self) -> Tensor:
+        """μ, (P,)."""
+        return self._anchor.theta + self._displacement
+
+    @property
+    def precision(self) -> FunctionSpacePrecision:
+        """H of the present q; `log_det` is relative to D."""
+        return self._precision
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """m (N, C), and V_nn (N, C, C) in the directions on which the likelihood depends.
+
+        In these, Sᵀ V_nn S = I - [B⁻¹]_nn with S Sᵀ = L. The right side is a difference of numbers close to 1 where a
+        site hardly changes V; there V_nn is solved for.
+        """
+        seen = torch.eye(self._root.shape[2]).to(self._root) - self._precision.inverse_blocks
+        covariance = self._left_inverse.mT @ seen @ self._left_inverse
+        least = seen.diagonal(dim1=1, dim2=2).min(1).values
+        solved = (least < torch.finfo(seen.dtype).eps ** (1 / 3)).nonzero().squeeze(1)
+        if len(solved):
+            blocks = self._precision.covariance_blocks(self._rows.subset(solved))
+            if self._identified is not None:
+                projector = self._identified @ self._identified.mT
+                blocks = projector @ blocks @ projector
+            covariance[solved] = blocks
+        return self._outputs, covariance
+
+    # --- steps
+
+    def step(self, step_size: float) -> float:
+        """Take one step: one factorization of B, and the diagonal blocks of its inverse."""
+        mean, displacement = self._outputs, self._displacement
+        residual, curvature = self._anchor.derivatives(*self.moments())
+        self._linear = torch.lerp(self._linear, residual + _times(curvature, mean - self._rows.f), step_size)
+        self._curvature = torch.lerp(self._curvature, curvature, step_size)
+        self._share += step_size * (1.0 - self._share)
+        self._factorize()
+        # μ ← μ + γ H⁻¹g, so that gᵀH⁻¹g is the square of the move in the metric of H, over γ²
+        moved, pushed = self._displacement - displacement, self._outputs - mean
+        square = (self._precision.prior_precision * moved.square()).sum()
+        square += (pushed * _times(self._curvature, pushed)).sum()
+        return float(square.sqrt()) / step_size
+
+    def _factorize(self) -> None:
+        """Everything that follows from the sites."""
+        within, basis = self._curvature, self._identified
+        if basis is not None:
+            within = basis.mT @ within @ basis
+        values, vectors = torch.linalg.eigh(within)
+        roots = values.clamp_min(0.0).sqrt().unsqueeze(1)  # rounding makes an eigenvalue that is zero negative
+        vectors = vectors if basis is None else basis @ vectors
+        self._root = vectors * roots
+        self._left_inverse = (vectors * torch.where(roots > 0, 1.0 / roots, 0.0)).mT
+        self._precision = FunctionSpacePrecision(self._rows, self._root, self._diagonal(), self._anchor.shapes)
+        natural = self._rows.vjp(self._linear, self._anchor.shapes).add_(self._pull, alpha=self._share)
+        self._displacement = self._precision.solve(natural)
+        self._outputs = self._rows.f + self._rows.jvp(self._anchor.shapes.named(self._displacement))
+
+    def _diagonal(self) -> GaussianPrior:
+        """The prior, with the precisions D."""
+        prior = self._anchor.prior
+        if self._start is None or self._share == 1.0:
+            return prior
+        found = copy.deepcopy(prior)
+        with torch.no_grad():
+            found.log_precision.copy_(torch.lerp(torch.full_like(prior.precision, self._start), prior.precision,
+                                                 self._share).log())
+        return found
+
+    # --- storage
+
+    def record(self) -> dict[str, Any]:
+        """Copies of the sites, and the share of the prior."""
+        return {"linear": self._linear.clone(), "curvature": self._curvature.clone(), "share": self._share}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Continue from a record."""
+        self._linear, self._curvature = (record[name].to(self._linear) for name in ("linear", "curvature"))
+        self._share = float(record["share"])
+        self._factorize()
+
+
+def _times(blocks: Tensor, vectors: Tensor) -> Tensor:
+    """Products of blocks (N, C, C) with vectors (N, C)."""
+    return (blocks @ vectors.unsqueeze(-1)).squeeze(-1)
