@@ -19,6 +19,7 @@ from ntk_laplace.errors import (
     TargetError,
     TrainingInterrupted,
     UnsupportedError,
+    VariationalInterrupted,
 )
 from ntk_laplace.gp.ntk import empirical_ntk
 from ntk_laplace.jacobian import Jacobian
@@ -59,6 +60,7 @@ from ntk_laplace.structures import (
     register_structure,
 )
 from ntk_laplace.structures.bounds import EvidenceBound
+from ntk_laplace.structures.elbo import Divergence, LowerBound
 from ntk_laplace.structures.evidence import Evidence
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
@@ -80,6 +82,8 @@ from ntk_laplace.training import (
     TrainingState,
     train_with_evidence,
 )
+from ntk_laplace.variational_inference.result import VariationalFit, VariationalHistory, VariationalStep
+from ntk_laplace.variational_inference.variational import variational
 
 __version__ = "0.1.0"
 
@@ -95,6 +99,7 @@ __all__ = [
     "CustomLikelihood",
     "DataError",
     "Diagonal",
+    "Divergence",
     "Evidence",
     "EvidenceBound",
     "EvidenceComparison",
@@ -117,6 +122,7 @@ __all__ = [
     "LeaveOneOut",
     "Likelihood",
     "LinearizedModel",
+    "LowerBound",
     "MemoryBudgetError",
     "MixedExamplesError",
     "ModelComparison",
@@ -150,6 +156,10 @@ __all__ = [
     "TrainingInterrupted",
     "TrainingState",
     "UnsupportedError",
+    "VariationalFit",
+    "VariationalHistory",
+    "VariationalInterrupted",
+    "VariationalStep",
     "attribution",
     "compare_evidence",
     "compare_models",
@@ -164,4 +174,5 @@ __all__ = [
     "register_likelihood",
     "register_structure",
     "train_with_evidence",
+    "variational",
 ]

@@ -364,6 +364,23 @@ def test_what_does_not_fit_is_one_line(
 
 
 @pytest.mark.slow
+def test_products_alone_predict_the_same(folder: Path, here: Path) -> None:
+    tables = []
+    for structure in ("gp", "iterative"):
+        assert cli.main(line(folder, "labels", "--structure", structure)) == 0
+        tables.append(pandas.read_csv("predictions.csv").filter(like="probability").to_numpy())
+    assert tables[0].size and np.allclose(*tables, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line(folder: Path, here: Path, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(line(folder, "labels", "--structure", "iterative", "--memory", "3e-6")) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and told[0].startswith("ntk-laplace: warning: the evidence's standard error is"), told
+
+
+@pytest.mark.slow
 def test_an_interruption_writes_nothing(
     folder: Path, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

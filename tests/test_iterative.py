@@ -108,7 +108,7 @@ def test_conjugate_gradients_reach_the_tolerance_of_every_row() -> None:
     right = torch.randn(6, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     right[3] = 0.0
     right[4] *= 1e-8
-    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 500)
+    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 1e4, 500)
     left = (right - found @ matrix).norm(dim=1)
     assert bool((left <= 1e-11 * right.norm(dim=1)).all()) and not bool(found[3].any())
 
@@ -117,7 +117,26 @@ def test_conjugate_gradients_say_where_they_end() -> None:
     matrix = spectrum_matrix(torch.logspace(8, 0, 50, dtype=torch.float64))
     right = torch.ones(2, 50, dtype=torch.float64)
     with pytest.raises(NumericalError, match=r"expected a solve with a residual of 1e-11 .* after \d+ products"):
-        conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 8)
+        conjugate_gradients(lambda v: v @ matrix, right, lambda v: v, 1e-11, 1e8, 8)
+
+
+def test_conjugate_gradients_end_at_rounding() -> None:
+    """At a condition of 1e10 a residual of 1e-11 b is out of reach; one of eps times A x, as of a factor, is not."""
+    matrix = spectrum_matrix(torch.logspace(10, 0, 50, dtype=torch.float64))
+    right = torch.randn(6, 50, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(matrix * (1 + 1e-9))
+    near = (vectors / values) @ vectors.T
+    found = conjugate_gradients(lambda v: v @ matrix, right, lambda v: v @ near, 1e-11, 1e10, 500)
+    left = (right - found @ matrix).norm(dim=1)
+    assert bool((left > 1e-11 * right.norm(dim=1)).any())
+    assert bool((left <= 64 * 2.3e-16 * 1e10 * found.norm(dim=1)).all())
+    assert relative_error(found, torch.linalg.solve(matrix, right.T).T) < 1e-5
+    with pytest.raises(NumericalError, match="Use a larger prior precision, or a larger rank"):
+        conjugate_gradients(lambda v: v @ matrix, right, lambda v: v @ near, 1e-11, 1.0, 500)
+    single = (part.float() for part in (matrix, near))
+    with pytest.raises(NumericalError, match=r"Use dtype=torch\.float64, a larger prior"):
+        a, m = single
+        conjugate_gradients(lambda v: v @ a, right.float(), lambda v: v @ m, 1e-7, 1.0, 500)
 
 
 @pytest.mark.parametrize("count", [5, 20, 60])
@@ -263,24 +282,36 @@ def test_the_lower_bound_is_the_better_of_two() -> None:
     assert better == {0, 1}
 
 
+@pytest.mark.parametrize(("probes", "quantile"), [(2, 12.7062047), (5, 2.7764451)])
+def test_the_standard_error_is_that_of_the_probes(probes: int, quantile: float) -> None:
+    """Quantiles at 97.5 % of Student's t with one and four degrees of freedom, from a table; log det B counts half."""
+    posterior = classes(ntkl.Iterative(rank=10, probes=probes))
+    below, above = posterior.posterior_precision.probed.T
+    middle = 0.5 * (below + above)
+    deviation = ((middle - middle.mean()).square().sum() / (probes - 1)).sqrt()
+    expected = deviation / probes**0.5 * quantile / 1.95996398 + 0.5 * (above - below).mean()
+    found = posterior.evidence()
+    assert found.standard_error == pytest.approx(0.5 * float(expected), rel=1e-6)
+    low = posterior.posterior_precision.base.log_det() + middle.mean()
+    assert float(found) == pytest.approx(float(posterior.log_joint().detach() - 0.5 * low), rel=1e-10)
+
+
 def test_more_probes_keep_the_earlier_ones() -> None:
     posterior = classes(ntkl.Iterative(rank=10, probes=4))
     own = posterior.posterior_precision
 
     def probed(probes: int, earlier: Tensor | None = None) -> Tensor:
-        return IterativePrecision(own.curvature, own.sketch, own.base, posterior.prior, probes, 0, 1e-6, 10,
-                                  earlier).probed  # fmt: skip
+        return IterativePrecision(own.curvature, own.sketch, own.base, probes, 0, 1e-6, 10, earlier).probed
 
     whole = probed(7)
     assert whole.shape == (7, 2) and relative_error(probed(7, probed(4)), whole) < 1e-8
 
 
 def test_the_seed_sets_all_random_numbers() -> None:
-    posterior = classes(ntkl.Iterative(rank=10, probes=4))
     own, other = (classes(ntkl.Iterative(rank=10, probes=4, seed=s)).posterior_precision for s in (0, 1))
     assert not torch.allclose(own.sketch.tests, other.sketch.tests)
     same, moved = (
-        IterativePrecision(own.curvature, own.sketch, own.base, posterior.prior, 4, seed, 0.1, 10) for seed in (0, 1)
+        IterativePrecision(own.curvature, own.sketch, own.base, 4, seed, 0.1, 10) for seed in (0, 1)
     )
     assert relative_error(same.probed, own.probed) < 1e-3 < relative_error(moved.probed, own.probed)
     assert torch.equal(same._left, own._left) and not torch.allclose(moved._left, own._left)
@@ -310,6 +341,12 @@ def test_learned_precisions_are_those_of_full_weight_space(which: str) -> None:
     assert history.converged
     assert relative_error(found.prior.precision, exact.prior.precision) < 0.03
     assert relative_error(found.evidence().value, exact.evidence().value) < 0.005
+
+
+def test_an_estimate_is_not_maximized_with_its_correction() -> None:
+    with pytest.raises(ntkl.UnsupportedError, match=r"without a standard error, .*structure='iterative'.* Leave corr"):
+        classes(ntkl.Iterative(rank=10, probes=2)).fit_hyperparameters(correction=True)
+    assert torch.isfinite(classes(ntkl.Nystrom(rank=10)).log_marginal_likelihood(correction=True))
 
 
 def test_noise_and_precision_together() -> None:
@@ -348,6 +385,23 @@ def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest
     assert relative_error(draws.T @ draws / len(draws), left) < 0.1
 
 
+def test_a_weak_prior_gives_what_full_weight_space_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variances are of the size of 1/δ here; a rank that is too small is refused."""
+    prior = ntkl.GaussianPrior(1e-8)
+    found, exact = classes("iterative", prior), classes("full", prior)
+    value = found.evidence()
+    assert value.lower <= float(exact.evidence()) <= value.upper and value.upper - value.lower < 0.01
+    x = digits_like(20, seed=1)[1]
+    assert relative_error(found.latent_moments(x)[1], exact.latent_moments(x)[1]) < 1e-6
+    gradient = exact.fitted.joint_gradient()
+    one, other = (p.posterior_precision.solve(gradient) for p in (found, exact))
+    assert relative_error(one, other) < 1e-5
+    assert found.sample(2).isfinite().all()
+    monkeypatch.setattr(tuning, "CONJUGATE_GRADIENT_STEPS", 100)
+    with pytest.raises(NumericalError, match=r"after 10\d products\. Use a larger prior precision, or a larger rank"):
+        classes(ntkl.Iterative(rank=20, probes=2), prior).posterior_precision.solve(gradient)
+
+
 @pytest.mark.parametrize("rank", [10, 40, 160])
 def test_variances_are_right_at_any_rank(rank: int) -> None:
     found, exact = classes(ntkl.Iterative(rank=rank, probes=4)), classes("full")
@@ -376,6 +430,17 @@ def test_draws_of_the_remainder_are_subtracted(monkeypatch: pytest.MonkeyPatch) 
     assert abs(float((seen / other - 1.0).mean())) < 0.02
     joint, whole = (p.latent(x).covariance_matrix.diagonal() for p in (found, exact))
     assert abs(float((joint / whole - 1.0).mean())) < 0.02
+
+
+def test_a_singular_prior_covariance_is_no_error() -> None:
+    network, x, y = digits_like()
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+    jacobian = torch.func.jacrev(lambda p: torch.func.functional_call(network, p, (x,)))(parameters)
+    dense = torch.cat([part.flatten(2) for part in jacobian.values()], 2).flatten(0, 1)
+    assert dense.shape[0] > dense.shape[1]
+    for dtype, limit in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        posterior = ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.1), "full", dtype=dtype)
+        assert relative_error(posterior.prior_latent(x).covariance_matrix.double(), dense @ dense.T / 0.1) < limit
 
 
 def test_samples_have_the_exact_covariance() -> None:
@@ -484,6 +549,21 @@ def test_the_other_precision_of_the_algebra() -> None:
     new = digits_like(20, seed=1)[1]
     ratio = (found.latent_moments(new)[1].double() / exact.latent_moments(new)[1])
     assert float((ratio.diagonal(dim1=1, dim2=2) - 1).abs().max()) < 4 * tuning.VARIANCE_ERROR
+
+
+def test_long_work_shows_its_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    x, found = digits_like(20, seed=1)[1], {}
+    for progress in (True, False):
+        posterior = classes(ntkl.Iterative(rank=10, probes=4), progress=progress)
+        assert posterior.fitted.structure.rows  # kept
+        found["evidence", progress] = capsys.readouterr().err
+        posterior.latent_moments(x)
+        found["predictions", progress] = capsys.readouterr().err
+    assert "10 products" in found["evidence", True] and "4 products" in found["evidence", True]
+    assert "predictions" in found["predictions", True] and "64 draws" in found["predictions", True]
+    assert found["evidence", False] == found["predictions", False] == ""
 
 
 # --- bad input

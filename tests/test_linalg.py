@@ -221,6 +221,28 @@ def test_progress_passes_everything_on(enabled, capsys):
     assert bool(shown.err) == bool(enabled)
 
 
+def test_nested_progress_shares_a_display(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    for _ in track(range(2), "outer", 2, True):
+        list(track(range(2), "inner", 2, True))
+        unfinished = iter(track(range(2), "left", 2, True))
+        next(unfinished)
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in ("outer", "inner", "left"))
+    assert list(track(range(2), "again", 2, True)) == [0, 1]
+    assert "again" in capsys.readouterr().err
+
+
+def test_short_work_shows_no_bar_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert list(track(range(3), "short", 3, None, delay=60.0)) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    assert list(track(range(3), "long", 3, None, delay=1e-9)) == [0, 1, 2]
+    assert "long" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_smooth_matrices_are_short_sums(dtype):
     """Eigenvalues of a damped Kronecker product: within rounding of the largest in every entry, or nothing."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.posterior.calibrate.linear_refit import LinearLeaveOneOut
+from ntk_laplace.runtime import tuning
 
 CASES = {
     "one output": ntkl.Gaussian(0.3),
@@ -128,6 +129,16 @@ def test_leave_one_out_of_refitted_classes_is_not_trusted() -> None:
     posterior = ntkl.laplace(network, (x, (y > 0).double()), ntkl.Bernoulli()).refit()
     with pytest.warns(ntkl.NTKLaplaceWarning, match="features that have seen all labels"):
         posterior.leave_one_out()
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_a_matrix_of_too_many_rows_is_refused(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, data, likelihood = problem("one output")
+    posterior = ntkl.laplace(network, data, likelihood, structure=structure)
+    size = {"gp": len(data[1]), "full": posterior.num_parameters}[structure]
+    monkeypatch.setattr(tuning, "LARGEST_SPECTRUM", size - 1)
+    with pytest.raises(ntkl.UnsupportedError, match=f"at most {size - 1} eigenvectors .* a matrix of {size} rows"):
+        posterior.refit("loo")
 
 
 def test_refusals() -> None:

@@ -13,19 +13,19 @@ import gpytorch
 import numpy as np
 import pytest
 import torch
-from exact_cases import truth
-from reference import relative_error
-from registry import LIKELIHOODS, PRIORS, problem, targets
-from registry_cases import jacobians
 from torch import Tensor, nn
 from torch.func import grad, hessian, vmap
 
 import ntk_laplace as ntkl
+from exact_cases import truth
 from ntk_laplace.structures import KFAC, Diagonal
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.variational_inference.block_state import BlockState
 from ntk_laplace.variational_inference.sites import AnchoredSites, AnchoredWeights
 from ntk_laplace.variational_inference.states import DataTerms
+from reference import relative_error
+from registry import LIKELIHOODS, PRIORS, problem, targets
+from registry_cases import jacobians
 
 STEPS = (0.3, 1.0, 0.5)
 NODES, WEIGHTS = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(80))
@@ -98,8 +98,9 @@ def reference(network: str, likelihood: str, prior: str, start: float | None) ->
 
 @pytest.mark.parametrize("start", [None, 10.0])
 @pytest.mark.parametrize("case", [
-    ("deep_mlp", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"), ("cnn_groups", "gaussian", "parameter"),
-    ("transformer_tied", "bernoulli", "tensor"), ("layer_twice", "poisson", "layer"),
+    ("deep_mlp", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"),
+    ("cnn_groups", "gaussian", "parameter"), ("transformer_tied", "bernoulli", "tensor"),
+    ("layer_twice", "poisson", "layer"),
 ], ids="-".join)  # fmt: skip
 def test_sites_are_the_natural_parameters(case: tuple[str, str, str], start: float | None) -> None:
     slow, fast = reference(*case, start), AnchoredSites(fitted(*case, "gp"), start)
@@ -108,7 +109,8 @@ def test_sites_are_the_natural_parameters(case: tuple[str, str, str], start: flo
         fast.step(size)
         for found, known in zip(fast.moments(), slow.moments(), strict=True):
             assert relative_error(found, known) < 1e-9
-        assert relative_error(fast.mean - problem(case[0]).theta, torch.linalg.solve(slow.precision, slow.natural)) < 1e-9
+        moved = torch.linalg.solve(slow.precision, slow.natural)
+        assert relative_error(fast.mean - problem(case[0]).theta, moved) < 1e-9
 
 
 @pytest.mark.parametrize("start", [None, 10.0])
@@ -128,7 +130,8 @@ def test_sites_are_weight_space(case: tuple[str, str, str], start: float | None)
 
 
 @pytest.mark.parametrize("case", [
-    ("scalar_outputs", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"), ("deep_mlp", "bernoulli", "scalar"),
+    ("scalar_outputs", "bernoulli", "layer"), ("scalar_outputs", "poisson", "scalar"),
+    ("deep_mlp", "bernoulli", "scalar"),
 ], ids="-".join)  # fmt: skip
 def test_fixed_point(case: tuple[str, str, str]) -> None:
     """[T20] 2.19 of the linearized model: Jᵀ E r = P0 (μ - μ0), and H = P0 + Jᵀ E[Λ] J."""
@@ -165,6 +168,21 @@ def test_saturated_points() -> None:
     deviation = full.diagonal(dim1=1, dim2=2).sqrt()
     assert float(((blocks - full) / (deviation.unsqueeze(1) * deviation.unsqueeze(2))).abs().max()) < 1e-9
     assert float(((mean - known) / deviation).abs().max()) < 1e-9
+
+
+def test_weights_are_repetitions() -> None:
+    """Of a point of weight 2, each copy has the same site."""
+    case, found = problem("scalar_outputs"), []
+    y, times = targets(LIKELIHOODS["poisson"], case), torch.ones(len(case.x), dtype=torch.long)
+    times[1] = 2
+    for data in ((case.x, y, times.double()), (case.x.repeat_interleave(times, 0), y.repeat_interleave(times, 0))):
+        found.append(AnchoredSites(ntkl.laplace(case.network, data, ntkl.Poisson(), ntkl.GaussianPrior(0.7)).fitted))
+        for size in STEPS:
+            found[-1].step(size)
+    assert relative_error(found[0].mean, found[1].mean) < 1e-10
+    weighted, repeated = (sites.moments()[1].repeat_interleave(one, 0)
+                          for sites, one in zip(found, (times, torch.ones_like(times[:1])), strict=True))
+    assert relative_error(weighted, repeated) < 1e-10
 
 
 def logistic(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -259,7 +277,8 @@ def test_averages_of_sums(network: str, spec: BlockSpec, start: str) -> None:
     """With the inputs of every layer fixed, H is linear in the sums, so the dense recursion is exact for KFAC too."""
     case = problem(network)
     y = targets(LIKELIHOODS["bernoulli"], case)
-    fitted = ntkl.laplace(case.network, (case.x, y), ntkl.Bernoulli(), PRIORS["layer"].build(case), structure=spec).fitted
+    fitted = ntkl.laplace(case.network, (case.x, y), ntkl.Bernoulli(), PRIORS["layer"].build(case),
+                          structure=spec).fitted
     model, precision, shapes = fitted.model, fitted.precision, fitted.network.shapes
     root = fitted.points.root(model.curvature_type, model.likelihood).detach()
     own, ggn = torch.diag(precision.prior_precision), precision.information()
@@ -282,3 +301,135 @@ def test_averages_of_sums(network: str, spec: BlockSpec, start: str) -> None:
     other.restore(saved)
     assert torch.equal(other.draw(2, torch.Generator().manual_seed(1)), state.draw(2, torch.Generator().manual_seed(1)))
     assert torch.equal(other.precision.log_det(), state.precision.log_det())
+
+
+# --- in the loop
+
+
+def classes() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A small classifier with three classes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(15, 2, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return network, (x, (x.sum(1) > 0).long() + (x[:, 0] > 0.5).long())
+
+
+def line() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """One linear layer with two outputs: the factors of KFAC are exact."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(12, k, generator=generator, dtype=torch.float64) for k in (3, 2))
+    return nn.Linear(3, 2).double(), (x, y)
+
+
+ANCHORED = {"algorithm": "lgva", "relinearize": False, "step_size": 0.5}
+
+
+def test_linearized_once() -> None:
+    """Both spaces give one posterior, whose moments are those of the linearized network at μ, not at its weights."""
+    network, data = classes()
+    start = ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.7))
+    fits = [ntkl.variational(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.7), structure, start=start,
+                             steps=8, elbo_every=4, **ANCHORED) for structure in ("gp", "full")]
+    first, second = (fit.posterior for fit in fits)
+    x_new = data[0][:4] + 0.3
+    for one, other in zip(first.latent_moments(x_new), second.latent_moments(x_new), strict=True):
+        assert relative_error(one, other) < 1e-9
+    jac = first.jacobian(x_new).dense(first.network.shapes).transpose(0, 1)
+    theta = torch.nn.utils.parameters_to_vector(network.parameters()).detach()
+    moved = network(x_new).detach() + torch.einsum("ncp,p->nc", jac, first.fitted.theta - theta)
+    assert relative_error(first.latent_moments(x_new)[0], moved) < 1e-12
+    assert not torch.allclose(moved, network(x_new).detach(), atol=0.1)
+    assert fits[0].history.elbo_glm == pytest.approx(fits[1].history.elbo_glm, rel=1e-9)
+    assert fits[0].history.elbo_glm[-1] > fits[0].history.elbo_glm[0] + 0.1
+    assert fits[0].history.steps == [0, 4, 8] and float(first.kl().value) == pytest.approx(float(second.kl().value))
+    for verb in (first.log_marginal_likelihood, first.explain, lambda: second.save("nowhere.pt")):
+        with pytest.raises(ntkl.UnsupportedError):
+            verb()
+
+
+def test_converged() -> None:
+    network, data = classes()
+    fit = ntkl.variational(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.7), "auto", start=3.0, steps=500,
+                           tolerance=1e-12, elbo_every=0, **ANCHORED)
+    assert "within the tolerance" in fit.stopped and len(fit.history) < 100
+    assert fit.posterior.kl().value > 0
+
+
+@pytest.mark.parametrize("options", [
+    {"algorithm": "voggn"}, {"batch_size": 4}, {"structure": "kfac"}, {"expectations": "weights", "samples": 2},
+], ids=str)  # fmt: skip
+def test_only_lgva_is_anchored(options: dict[str, object]) -> None:
+    network, data = classes()
+    with pytest.raises(ntkl.UnsupportedError, match="relinearize"):
+        ntkl.variational(network, data, ntkl.Categorical(), **(ANCHORED | {"start": 1.0, "steps": 1} | options))
+
+
+def test_kfac_of_one_layer_is_exact() -> None:
+    """Pairs are exact on a conjugate model: H and μ approach the exact posterior's at the rate 1 - γ."""
+    network, data = line()
+    prior, exact = ntkl.GaussianPrior(0.8), ntkl.Gaussian(0.3)
+    known = ntkl.laplace(network, data, exact, prior, "full")
+    fit = ntkl.variational(network, data, exact, prior, "kfac", start=5.0, step_size=0.4, steps=60, elbo_every=0)
+    unit = torch.eye(8, dtype=torch.float64)
+    assert relative_error(fit.posterior.posterior_precision.solve(unit), known.posterior_precision.solve(unit)) < 1e-9
+    means = fit.posterior.latent_moments(data[0])[0], known.latent_moments(data[0], "posterior")[0]
+    assert relative_error(*means) < 1e-9
+    bound = fit.posterior.elbo()
+    assert float(bound) == pytest.approx(float(known.evidence(correction=True)), rel=1e-9)
+
+
+def test_diagonal_has_the_optimum_and_the_diagonal() -> None:
+    network, data = line()
+    known = ntkl.laplace(network, data, ntkl.Gaussian(0.3), ntkl.GaussianPrior(0.8), "diag")
+    fit = ntkl.variational(network, data, ntkl.Gaussian(0.3), ntkl.GaussianPrior(0.8), "diag", start=known,
+                           step_size=0.2, steps=300, elbo_every=0)
+    assert fit.history.natural_gradient[-1] < 1e-9
+    draws = torch.ones(8, dtype=torch.float64)
+    assert relative_error(fit.posterior.posterior_precision.solve(draws), known.posterior_precision.solve(draws)) < 1e-9
+
+
+@pytest.mark.parametrize("structure", ["kfac", "diag"])
+def test_one_whole_step_has_the_sums_of_laplace(structure: str) -> None:
+    """With example weights, which the inputs of a layer have as well."""
+    network, (x, y) = classes()
+    data = x, y, torch.linspace(0.0, 3.0, len(x), dtype=torch.float64)
+    known = ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.7), structure)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="fixed point"):
+        fit = ntkl.variational(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.7), structure, "oggn",
+                               start=2.0, step_size=1, steps=1, elbo_every=0)
+    unit = torch.eye(known.num_parameters, dtype=torch.float64)
+    assert relative_error(fit.posterior.posterior_precision.solve(unit), known.posterior_precision.solve(unit)) < 1e-10
+
+
+@pytest.mark.parametrize("options", [
+    ANCHORED, {"structure": "kfac", "batch_size": 6, "step_size": 0.009}, {"structure": "diag", "batch_size": 6},
+], ids=lambda options: options.get("structure", "gp"))  # fmt: skip
+def test_resumed_runs_are_bit_identical(options: dict[str, object]) -> None:
+    """Also between two eigendecompositions of the Kronecker factors."""
+    network, data = classes()
+    start = 4.0
+    if options.get("structure") == "kfac":  # a start whose blocks change little in a few steps
+        start = ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(50.0), "kfac")
+    given = {"structure": "gp", "start": start, "prior": ntkl.GaussianPrior(50.0), "steps": 9, "elbo_every": 0}
+    given |= options
+
+    def run(settings: ntkl.Settings | None = None, stop: int = 0) -> ntkl.VariationalFit:
+        def interrupt(step: ntkl.VariationalStep) -> None:
+            if step.step == stop:
+                raise KeyboardInterrupt
+
+        return ntkl.variational(network, data, ntkl.Categorical(), callbacks=interrupt, settings=settings, **given)
+
+    whole = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ntk_laplace.variational_inference.run._SNAPSHOT", 0.0)
+        patch.setattr("ntk_laplace.variational_inference.run._SNAPSHOT_SHARE", 0)
+        with pytest.raises(ntkl.VariationalInterrupted) as caught:
+            run(stop=5)
+    rest = run(ntkl.Settings(resume=caught.value.state))
+    assert torch.equal(rest.posterior.fitted.theta, whole.posterior.fitted.theta)
+    assert rest.history.natural_gradient == whole.history.natural_gradient
+    ones = torch.ones_like(whole.posterior.fitted.theta)
+    assert torch.equal(*(fit.posterior.posterior_precision.solve(ones) for fit in (rest, whole)))

@@ -754,7 +754,7 @@ def test_progress_counts_examples(monkeypatch):
     """Batches differ in size: the time left is reckoned from examples."""
     steps: list[tuple[int, int | None]] = []
 
-    def track(items, what, total, show, size):
+    def track(items, what, total, show, size, delay):
         for item in items:
             steps.append((size(item), total))
             yield item

@@ -511,6 +511,14 @@ def test_a_predictive_ends_at_an_optimum_with_an_exact_posterior() -> None:
     assert joint(posterior) < joint(before.posterior)  # of the same hyperparameters
 
 
+def test_auto_is_judged_by_all_examples_and_not_by_two() -> None:
+    """Function space is the cheaper one for two examples, and does not fit for all; weight space does."""
+    result = train(mlp(1, 5, 1), structure="auto", data=sine(200), settings=ntkl.Settings(memory_budget=60_000))
+    assert result.posterior.structure == "full"
+    with pytest.raises(ntkl.MemoryBudgetError, match=r"for 200 examples to fit .*'full' .* and 'gp' "):
+        train(mlp(1, 5, 1), structure="auto", data=sine(200), settings=ntkl.Settings(memory_budget=3_000))
+
+
 @doubtful
 def test_an_exact_structure_of_the_training_stays() -> None:
     result = predicted(mlp(1, 5, 1), structure="gp", epochs=10)

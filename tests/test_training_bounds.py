@@ -107,10 +107,12 @@ def test_as_many_examples_as_fit_in_memory() -> None:
                      ).history.examples
 
     assert run(2**30) == [12, 24, 24]
+    epochs: list[ntkl.TrainingState] = []
     assert run(20_000) == [12, 12, 12]  # rows of 121 parameters in factors, and a matrix of M x M
     with pytest.raises(ntkl.MemoryBudgetError, match=r"an evidence of 12 examples .*Pass a smaller examples="):
         train(mlp(1, 40, 1), structure="diag", settings=ntkl.Settings(memory_budget=7_000), epochs=8,
-              **{**SUBSET, "examples": 12})
+              **{**SUBSET, "examples": 12}, callbacks=epochs.append)
+    assert not epochs  # before anything was trained
 
 
 def test_a_predictive_follows() -> None:

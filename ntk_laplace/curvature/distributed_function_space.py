@@ -6,9 +6,8 @@ are equal on all processes, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ from torch import Tensor
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_tiles, read_once
+from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, read_once
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.block_rows import BlockRows
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
-from ntk_laplace.runtime.reduction import Reducer
+from ntk_laplace.runtime.reduction import Reducer, collective_property
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["DistributedFunctionSpacePrecision"]
@@ -56,8 +55,6 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         self._group_of = {name: prior.group_of(name) for name in shapes}
         self.weighted = rows.weighted(root)
         self.matrix = self._block_rows(self.variances)
-        # not cached properties: in early versions of Python these hold a lock while the processes exchange data
-        self._found: dict[str, Any] = {}
 
     def _block_rows(self, variances: Variances) -> BlockRows:
         """L with B = L Lᵀ in block rows."""
@@ -76,13 +73,8 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         """log det B with all prior precisions multiplied by a factor, from other block rows."""
         return self._block_rows({name: v / factor for name, v in self.variances.items()}).log_det()
 
-    def _once(self, name: str, compute: Callable[[], Any]) -> Any:
-        if name not in self._found:
-            self._found[name] = compute()
-        return self._found[name]
-
-    @property
-    def factor(self) -> LowerTriangle:  # type: ignore[override]
+    @collective_property
+    def factor(self) -> LowerTriangle:
         """L in one piece, (N*R, N*R), on every process: for methods that need the inverse of B.
 
         Raises
@@ -90,51 +82,21 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         MemoryBudgetError
             If it does not fit in memory.
         """
-        def whole() -> LowerTriangle:
-            like = self.rows.f
-            require_memory(self.matrix.size**2 * like.element_size(), like.device, "B in one piece, on every process",
-                           "Use a method that needs no inverse of B, or one process with more memory.")
-            return LowerTriangle.of(self.matrix.whole())
+        like = self.rows.f
+        require_memory(self.matrix.size**2 * like.element_size(), like.device, "B in one piece, on every process",
+                       "Use a method that needs no inverse of B, or one process with more memory.")
+        return LowerTriangle.of(self.matrix.whole())
 
-        return self._once("factor", whole)
-
-    @property
+    @collective_property
     def inverse(self) -> Tensor:
         """B⁻¹, interleaved (n*R + r), on every process; computed only for explanations."""
-        return self._once("inverse", self.factor.inverse)
+        return self.factor.inverse()
 
     # --- evidence
 
     def log_det(self) -> Tensor:
         """log det B."""
         return self.matrix.log_det()
-
-    def effective_parameters(self) -> Tensor:
-        """γ_g = n_g - δ_g tr_g(H⁻¹) = tr(B⁻¹ SᵀK_gS) for each prior group, (G,)."""
-        if any(isinstance(group, slice) for group in self._group_of.values()):
-            return self._effective_by_columns()
-        if self._num_groups == 1:
-            # SᵀKS = B - I
-            return (self.matrix.size - self.inverse_blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
-        return self._once("effective", self._effective).clone()
-
-    def _effective(self) -> Tensor:
-        """γ_g for several groups: own columns of B⁻¹, each multiplied by tiles of SᵀK_gS."""
-        k, n = self.weighted.num_cotangents, self.weighted.num_examples
-        total, blocks = self.rows.f.new_zeros(self._num_groups), self.rows.f.new_zeros(n, k, k)
-        for start, panel in self._inverse_columns(factor_only=False):
-            first, width = start // k, panel.shape[1] // k
-            panel = panel.view(n - first, k, width, k)
-            blocks[first : first + width] = panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-            panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: count the upper triangle too
-            below, own = self.weighted.subset(slice(first, n)), self.weighted.subset(slice(first, first + width))
-            for group in range(self._num_groups):
-                variances = {name: v for name, v in self.variances.items() if self._group_of[name] == group}
-                for rows, columns, tile in gram_tiles(below, own, variances):
-                    total[group] += tile.mul_(panel[rows, :, columns]).sum()
-        self.reducer.sum_(total, blocks)
-        self._found["blocks"] = blocks
-        return total
 
     def _effective_by_columns(self) -> Tensor:
         """γ_g for one precision per parameter: own columns of L⁻¹SᵀJ."""
@@ -145,12 +107,9 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
 
         return self._dealt(dense.shape[1], 1, squares) / self.prior_precision
 
-    @property
+    @collective_property
     def inverse_blocks(self) -> Tensor:
         """Diagonal blocks [B⁻¹]_nn, (N, R, R), from own columns of L⁻¹."""
-        return self._once("blocks", self._blocks)
-
-    def _blocks(self) -> Tensor:
         k, n = self.weighted.num_cotangents, self.weighted.num_examples
         blocks = self.rows.f.new_zeros(n, k, k)
         for start, panel in self._inverse_columns(factor_only=True):
@@ -160,7 +119,11 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         self.reducer.sum_(blocks)
         return blocks
 
-    def _inverse_columns(self, factor_only: bool) -> Any:
+    def _inverse_panels(self) -> Iterator[tuple[int, Tensor]]:
+        """First row and panel of own columns of B⁻¹."""
+        return self._inverse_columns(factor_only=False)
+
+    def _inverse_columns(self, factor_only: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and panel of own columns of B⁻¹ or L⁻¹; a quarter of them at a time, to bound the memory."""
         step = -(-self.matrix.blocks // 4)
         for first in range(0, self.matrix.blocks, step):
@@ -168,9 +131,8 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
             for i in sorted(found):
                 yield self.matrix.bounds[i], found.pop(i)
 
-    def spectrum(self) -> Any:
+    def spectrum(self) -> None:
         """None: the eigenvalues of a matrix in block rows are not available."""
-        return None
 
     # --- solves
 

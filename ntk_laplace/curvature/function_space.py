@@ -5,7 +5,7 @@ A change of a hyperparameter requires only a new factorization of B. The Jacobia
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 
 import torch
@@ -18,6 +18,7 @@ from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gr
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
+from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_property
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["FunctionSpacePrecision", "prior_variances"]
@@ -43,6 +44,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
     factor : LowerTriangle
         L with B = L Lᵀ, (N*R, N*R), interleaved (n*R + r).
     """
+
+    reducer: Reducer = SingleProcess()
 
     def __init__(
         self, rows: Jacobian, root: Tensor | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
@@ -75,27 +78,32 @@ class FunctionSpacePrecision(PosteriorPrecision):
             return self._effective_by_columns()
         if self._num_groups == 1:
             # SᵀKS = B - I
-            return (len(self.factor) - self.inverse_blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
+            blocks = self.inverse_blocks
+            return (blocks.shape[0] * blocks.shape[1] - blocks.diagonal(dim1=1, dim2=2).sum()).reshape(1)
         return self._effective_by_group.clone()
 
-    @cached_property
+    @collective_property
     def _effective_by_group(self) -> Tensor:
         """γ_g for several groups: B⁻¹ in panels of columns, each multiplied by tiles of SᵀK_gS."""
         k, n = self.weighted.num_cotangents, self.weighted.num_examples
-        total = self.weighted.f.new_zeros(self._num_groups)
-        diagonal = []
-        for start, panel in self.factor.inverse_panels(k):
+        total, blocks = self.weighted.f.new_zeros(self._num_groups), self.weighted.f.new_zeros(n, k, k)
+        for start, panel in self._inverse_panels():
             first, width = start // k, panel.shape[1] // k
             panel = panel.view(n - first, k, width, k)
-            diagonal.append(panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone())
+            blocks[first : first + width] = panel[:width].diagonal(dim1=0, dim2=2).permute(2, 0, 1)
             panel[width:] *= 2.0  # B⁻¹ and SᵀK_gS are symmetric: count the upper triangle too
             below, own = self.weighted.subset(slice(first, n)), self.weighted.subset(slice(first, first + width))
             for group in range(self._num_groups):
                 variances = {name: v for name, v in self.variances.items() if self._group_of[name] == group}
                 for rows, columns, tile in gram_tiles(below, own, variances):
                     total[group] += tile.mul_(panel[rows, :, columns]).sum()
-        self.inverse_blocks = torch.cat(diagonal)
+        self.reducer.sum_(total, blocks)
+        vars(self)["inverse_blocks"] = blocks
         return total
+
+    def _inverse_panels(self) -> Iterator[tuple[int, Tensor]]:
+        """First row and panel of columns of B⁻¹, those of this process."""
+        return self.factor.inverse_panels(self.weighted.num_cotangents)
 
     def _effective_by_columns(self) -> Tensor:
         """γ_g for one precision per parameter: columns of L⁻¹SᵀJ, a panel at a time."""
@@ -182,6 +190,8 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """V = K** - K*S B⁻¹ SᵀK*ᵀ ([T20] 3.13), diagonal blocks (n, C, C)."""
         blocks = diagonal_blocks(rows, self.variances)
         k, n = rows.num_cotangents, rows.num_examples
+        if not len(self.factor):
+            return blocks  # nothing is known: the prior's
         step = max(1, tuning.COVARIANCE_BYTES // (len(self.factor) * k * rows.dtype.itemsize))
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))

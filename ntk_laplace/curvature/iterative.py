@@ -11,90 +11,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.low_rank import LowRankPrecision, prior_deviation
+from ntk_laplace.curvature.low_rank import LowRankPrecision
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
+from ntk_laplace.curvature.sketch import Curvature, Sketch, growing, normal
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.jacobian.gram import Variances
-from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos, low_rank
+from ntk_laplace.runtime.krylov import Quadrature, conjugate_gradients, lanczos
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, log_det_curve
 from ntk_laplace.runtime.reduction import collective_property
 
-__all__ = ["Curvature", "IterativePrecision", "LogDet", "Sketch", "grown", "reaching", "sketched"]
-
-
-class Curvature(Protocol):
-    """JᵀΛJ over the training points, by products."""
-
-    @property
-    def rank(self) -> int:
-        """Most eigenvalues that are not zero, the smaller of P and N R."""
-
-    def products(self, vectors: Tensor) -> Tensor:
-        """JᵀΛJ v for vectors (m, P)."""
-
-    def noise(self, count: int, generator: torch.Generator) -> Tensor:
-        """Draws from N(0, JᵀΛJ), (count, P): JᵀSε."""
-
-    def largest(self, function: Callable[[Jacobian], float]) -> float:
-        """The largest value of a function of the rows of some training points."""
-
-    def diagonal(self, variances: Variances) -> tuple[float, float]:
-        """tr SᵀKS, which is tr P0⁻¹JᵀΛJ, and Σ_n log det (I + [SᵀKS]_nn) over single examples."""
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """A low rank FᵀF of JᵀΛJ, which it does not exceed at any prior.
-
-    Attributes
-    ----------
-    factor : Tensor, (r, P)
-        F.
-    tests : Tensor, (m, P), optional
-        Ω, which is needed for draws of what the sketch leaves.
-    mixing : Tensor, (r, m), optional
-        W with F = W Ω JᵀΛJ and W Ω JᵀΛJ Ωᵀ Wᵀ = I.
-    exhausted : bool
-        Whether more test vectors find nothing more, up to rounding.
-    """
-
-    factor: Tensor
-    tests: Tensor | None = None
-    mixing: Tensor | None = None
-    exhausted: bool = False
-
-    def scaled(self, factor: float) -> Sketch:
-        """The sketch of c JᵀΛJ."""
-        mixing = None if self.mixing is None else self.mixing * factor**-0.5
-        return replace(self, factor=self.factor * factor**0.5, mixing=mixing)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Sketch:
-        """The sketch on another device, with another dtype."""
-        tests, mixing = (None if one is None else one.to(device, dtype) for one in (self.tests, self.mixing))
-        return Sketch(self.factor.to(device, dtype), tests, mixing, self.exhausted)
-
-    def record(self) -> dict[str, Any]:
-        """Plain containers of tensors."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Sketch:
-        """Restore a sketch from its record."""
-        return cls(**record)
-
-    def left(self, noise: Tensor) -> Tensor:
-        """Draws from N(0, JᵀΛJ), (s, P), less their part in the sketch: draws from N(0, JᵀΛJ - FᵀF)."""
-        assert self.tests is not None and self.mixing is not None
-        return noise - (noise @ self.tests.T @ self.mixing.T) @ self.factor
+__all__ = ["IterativePrecision", "LogDet", "grown", "reaching"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +74,6 @@ class IterativePrecision(PosteriorPrecision):
     sketch : Sketch
     base : LowRankPrecision
         P0 + FᵀF.
-    prior : GaussianPrior
     probes, seed : int
     tolerance : float
         Wished standard error of `log_det`, in nats: the quadrature's bracket ends at a fraction of it.
@@ -152,13 +84,12 @@ class IterativePrecision(PosteriorPrecision):
     """
 
     def __init__(
-        self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, prior: GaussianPrior, probes: int,
-        seed: int, tolerance: float, most: int, earlier: Tensor | None = None,
+        self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, probes: int, seed: int, tolerance: float,
+        most: int, earlier: Tensor | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(prior, base.shapes, sketch.factor)
-        self._steps = 0
+        super().__init__(curvature.prior, curvature.shapes, sketch.factor)
         self.curvature, self.sketch, self.base = curvature, sketch, base
-        self.probes, self.seed, self.tolerance, self.most = probes, seed, tolerance, most
+        self.probes, self.seed, self.tolerance, self.most = probes, seed, tolerance, min(most, curvature.rank)
         self._earlier = sketch.factor.new_empty(0, 2, dtype=torch.float64) if earlier is None else earlier
 
     def record(self) -> dict[str, Any]:
@@ -169,12 +100,10 @@ class IterativePrecision(PosteriorPrecision):
                 "diagonal": fine._diagonal, "left": None if fine._complete else fine._left}
 
     @classmethod
-    def restored(
-        cls, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, prior: GaussianPrior,
-        record: Mapping[str, Any],
-    ) -> IterativePrecision:  # fmt: skip
+    def restored(cls, curvature: Curvature, sketch: Sketch, record: Mapping[str, Any]) -> IterativePrecision:
         """The precision with the estimates of a record, at the hyperparameters of the record."""
-        found, fine = (cls(curvature, sketch, base, prior, **record["own"]) for _ in range(2))
+        base = sketch.precision(curvature)
+        found, fine = (cls(curvature, sketch, base, **record["own"]) for _ in range(2))
         vars(found).update(estimate=LogDet(**record["estimate"]), refined=fine)
         vars(fine).update(estimate=LogDet(**record["refined"]), refined=fine, _diagonal=tuple(record["diagonal"]))
         if record["left"] is not None:
@@ -194,9 +123,16 @@ class IterativePrecision(PosteriorPrecision):
 
     def _solved_whitened(self, vectors: Tensor) -> Tensor:
         tolerance = torch.finfo(vectors.dtype).eps ** 0.7  # 1e-11 in float64
-        best: IterativePrecision = vars(self).get("refined", self)
-        return conjugate_gradients(self._whitened, vectors, best.base.whitened_solve, tolerance,
+        base = self._best.base
+        largest = 1.0 + float(base.values[-1]) if len(base.values) else 1.0
+        return conjugate_gradients(self._whitened, vectors, base.whitened_solve, tolerance, largest,
                                    tuning.CONJUGATE_GRADIENT_STEPS)
+
+    @property
+    def _best(self) -> IterativePrecision:
+        """`refined`, if it is known already."""
+        best: IterativePrecision = vars(self).get("refined", self)
+        return best
 
     # --- evidence
 
@@ -212,23 +148,26 @@ class IterativePrecision(PosteriorPrecision):
         error = math.inf
         if self.probes > 1:
             error = float(middle.std()) / self.probes**0.5 * _student(self.probes - 1) + 0.5 * width
-        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, self._steps)
+        steps = self._quadrature.nodes.shape[1]
+        return LogDet(low + float(middle.mean()), error, low, upper, self.probes, steps)
 
     @collective_property
+    def _quadrature(self) -> Quadrature:
+        """Of C, for the probes that are not among the earlier ones."""
+        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)[len(self._earlier) :]
+        return lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, partial(self._enough, torch.log))
+
+    def _enough(self, function: Callable[[Tensor], Tensor], found: Quadrature) -> bool:
+        """Whether the bracket is narrow beside the wished standard error."""
+        below, above = found.bracket(function)
+        return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
+
+    @property
     def probed(self) -> Tensor:
         """Lower and upper value of zᵀ log(C) z for each probe, (m, 2)."""
-        self._steps = 0
-
-        def enough(found: Quadrature) -> bool:
-            self._steps += 1
-            below, above = found.bracket(torch.log)
-            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
-
-        done = len(self._earlier)
-        probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)[done:]
-        found = lanczos(self._preconditioned, probes, 1.0, tuning.LANCZOS_STEPS, enough)
         # rounding: no eigenvalue is below 1
-        return torch.cat([self._earlier, torch.stack(found.bracket(lambda t: t.clamp_min(1.0).log()), 1)])
+        found = self._quadrature.bracket(lambda t: t.clamp_min(1.0).log())
+        return torch.cat([self._earlier, torch.stack(found, 1)])
 
     @collective_property
     def _diagonal(self) -> tuple[float, float]:
@@ -266,14 +205,13 @@ class IterativePrecision(PosteriorPrecision):
     @property
     def log_det_bounds(self) -> tuple[float, float]:  # type: ignore[override]
         """Certain bounds of log det B, from the best sketch so far."""
-        found = [one.estimate for one in (self, vars(self).get("refined", self))]
+        found = [one.estimate for one in (self, self._best)]
         return max(one.lower for one in found), min(one.upper for one in found)
 
     @property
     def best_sketch(self) -> Sketch:
         """The largest sketch so far."""
-        best: IterativePrecision = vars(self).get("refined", self)
-        return best.sketch
+        return self._best.sketch
 
     def effective_parameters(self) -> Tensor:
         """γ_g = n_g - δ_g tr_g(H⁻¹): that of the low rank, and what the draws find of the rest, (G,)."""
@@ -300,17 +238,11 @@ class IterativePrecision(PosteriorPrecision):
         if self._most_left <= tuning.QUADRATURE_SHARE * self.tolerance:
             return found
         probes = _signs(self.probes, self.num_parameters, self.seed, self.base.vectors)
-        last = float(factors.min())
-
-        def enough(rule: Quadrature) -> bool:
-            below, above = rule.bracket(lambda t: torch.log1p((t - 1.0).clamp_min(0.0) / last))
-            return float((above - below).mean()) <= tuning.QUADRATURE_SHARE * self.tolerance
-
-        rule = lanczos(self._whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, enough)
+        hardest = partial(_shifted_log, factor=float(factors.min()))
+        rule = lanczos(self._whitened, probes, 1.0, 4 * tuning.LANCZOS_STEPS, partial(self._enough, hardest))
         shares = (probes @ self.base.vectors.T).square().mean(0)  # of each eigenvector of the low rank in the probes
         for place, factor in enumerate(factors):
-            function = partial(_shifted_log, factor=float(factor))
-            below, above = rule.bracket(function)
+            below, above = rule.bracket(partial(_shifted_log, factor=float(factor)))
             known = torch.log1p(self.base.values / factor) @ shares
             found[place] += 0.5 * float((below + above).mean()) - known
         return found
@@ -356,7 +288,7 @@ class IterativePrecision(PosteriorPrecision):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P): H⁻¹(P0^½ε + JᵀSε') has the covariance H⁻¹(P0 + JᵀΛJ)H⁻¹."""
         generator = torch.Generator().manual_seed(self.seed) if generator is None else generator
-        white = _normal(count, self.base.vectors, generator)
+        white = normal(count, self.base.vectors, generator)
         return self.solve(white * self.prior_precision.sqrt() + self.curvature.noise(count, generator))
 
     # --- covariance of f
@@ -376,7 +308,7 @@ class IterativePrecision(PosteriorPrecision):
 
     def _drawn(self, count: int, seed: int) -> Tensor:
         scale, generator = self.base.deviation, torch.Generator().manual_seed(seed)
-        x = self.base.whitened_half(_normal(count, self.base.vectors, generator)) * scale
+        x = self.base.whitened_half(normal(count, self.base.vectors, generator)) * scale
         noise = self.curvature.noise(count, generator)
         factor = self.sketch.factor
         right = self.curvature.products(x) - (x @ factor.T) @ factor + self.sketch.left(noise)
@@ -398,16 +330,12 @@ class IterativePrecision(PosteriorPrecision):
     @collective_property
     def refined(self) -> IterativePrecision:
         """The same with the smallest sketch that leaves at most `tuning.LEFT_SHARE` of log det B, if memory allows."""
-        found = self
-        while found.estimate.value - found.estimate.lower > tuning.LEFT_SHARE * found.estimate.value:
-            count = min(2 * len(found.base.values), self.most, self.curvature.rank)
-            if count <= len(found.base.values) or found.sketch.exhausted:
+        found, probes = self, min(self.probes, tuning.MEASURING_PROBES)
+        for sketch, base, _ in growing(self.curvature, (self.sketch, self.base), (0, self.most), self.seed):
+            if base is not self.base:
+                found = IterativePrecision(self.curvature, sketch, base, probes, self.seed, self.tolerance, self.most)
+            if found.estimate.value - found.estimate.lower <= tuning.LEFT_SHARE * found.estimate.value:
                 break
-            sketch, base = sketched(self.curvature, found.base, self._prior, self.shapes, count, self.seed,
-                                    self.base.prior_precision)
-            probes = min(self.probes, tuning.MEASURING_PROBES)
-            found = IterativePrecision(self.curvature, sketch, base, self._prior, probes, self.seed, self.tolerance,
-                                       self.most)
         return found
 
     def covariance_blocks(self, rows: Jacobian) -> Tensor:
@@ -467,60 +395,31 @@ def _shifted_log(nodes: Tensor, factor: float) -> Tensor:
     return torch.log1p((nodes - 1.0).clamp_min(0.0) / factor)
 
 
-def _normal(count: int, like: Tensor, generator: torch.Generator) -> Tensor:
-    """Standard normal vectors (count, P), of the generator's device."""
-    return torch.randn(count, like.shape[1], generator=generator, device=generator.device, dtype=like.dtype).to(like)
-
-
 def _student(freedom: int) -> float:
-    """Ratio of the 97.5 % quantiles of Student's t and the normal distribution (Cornish and Fisher's expansion)."""
-    z2, nu = 1.959964**2, float(freedom)
-    if freedom < 3:
-        return {1: 6.48, 2: 2.20}[freedom]
-    terms = (z2 + 1) / 4, (5 * z2**2 + 16 * z2 + 3) / 96, (3 * z2**3 + 19 * z2**2 + 17 * z2 - 15) / 384
-    return 1.0 + sum(term / nu ** (power + 1) for power, term in enumerate(terms))
+    """Ratio of the 97.5 % quantiles of Student's t and the normal distribution."""
+    from scipy import stats  # the import changes warning filters
 
-
-def sketched(
-    curvature: Curvature, known: LowRankPrecision | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
-    count: int, seed: int, like: Tensor,
-) -> tuple[Sketch, LowRankPrecision]:  # fmt: skip
-    """A sketch and its precision, from `count` test vectors: eigenvectors that are known, and random ones.
-
-    Products with known eigenvectors are a round of subspace iteration.
-    """
-    scale = prior_deviation(prior, like)
-    vectors = like.new_empty(0, len(like)) if known is None else known.vectors[-count:]
-    drawn = _normal(count - len(vectors), vectors, torch.Generator().manual_seed(seed + 2 + count)) / len(like) ** 0.5
-    drawn -= (drawn @ vectors.T) @ vectors  # what is known must not hide what is small behind its rounding
-    found = low_rank(lambda v: curvature.products(v * scale) * scale, torch.cat([vectors, drawn]))
-    factor = found.vectors * found.values.sqrt().unsqueeze(1) / scale
-    sketch = Sketch(factor, found.tests * scale, found.mixing, 2 * (count - len(factor)) >= len(drawn))
-    return sketch, LowRankPrecision(factor, prior, shapes, (found.values, found.vectors))
+    return float(stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975))
 
 
 def reaching(
-    curvature: Curvature, prior: GaussianPrior, shapes: Mapping[str, torch.Size], ranks: tuple[int, int], seed: int,
-    tolerance: Callable[[float], float], like: Tensor,
-) -> tuple[Sketch, LowRankPrecision]:  # fmt: skip
+    curvature: Curvature, ranks: tuple[int, int], seed: int, tolerance: Callable[[float], float]
+) -> tuple[Sketch, LowRankPrecision]:
     """The sketch whose log determinant is within the tolerance, by an estimate of what it leaves; arguments as `grown`.
 
     The rank is doubled until then.
     """
-    most = min(ranks[1], curvature.rank)
-    sketch, base = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
-    while True:
+    for sketch, base, _ in growing(curvature, None, ranks, seed):
         wished = tolerance(float(base.log_det()))
-        found = IterativePrecision(curvature, sketch, base, prior, tuning.FIRST_PROBES, seed, wished, most).estimate
-        doubled = min(2 * len(base.values), most)
-        if found.value - found.lower <= wished or doubled <= len(base.values) or sketch.exhausted:
-            return sketch, base
-        sketch, base = sketched(curvature, base, prior, shapes, doubled, seed, like)
+        found = IterativePrecision(curvature, sketch, base, tuning.FIRST_PROBES, seed, wished, ranks[1]).estimate
+        if found.value - found.lower <= wished:
+            break
+    return sketch, base
 
 
 def grown(
-    curvature: Curvature, sketch: Sketch | None, prior: GaussianPrior, shapes: Mapping[str, torch.Size],
-    ranks: tuple[int, int], probes: tuple[int, int], seed: int, tolerance: Callable[[float], float], like: Tensor,
+    curvature: Curvature, sketch: Sketch | None, ranks: tuple[int, int], probes: tuple[int, int], seed: int,
+    tolerance: Callable[[float], float],
 ) -> IterativePrecision:  # fmt: skip
     """The precision whose log determinant has the wished standard error, or the best that ranks and probes allow.
 
@@ -531,36 +430,25 @@ def grown(
     curvature : Curvature
     sketch : Sketch, optional
         What is known of the curvature, at any prior.
-    prior : GaussianPrior
-    shapes : mapping of str to torch.Size
     ranks, probes : tuple of int
         First and most.
     seed : int
     tolerance : callable
         The wished standard error of log det B, in nats, at a value of log det B.
-    like : Tensor
-        Gives dtype and device.
     """
-    most = min(ranks[1], curvature.rank)
-    if sketch is None:
-        sketch, base = sketched(curvature, None, prior, shapes, min(ranks[0], most), seed, like)
-    else:
-        base = LowRankPrecision(sketch.factor, prior, shapes)
-    while True:
-        found = IterativePrecision(curvature, sketch, base, prior, probes[0], seed, tolerance(float(base.log_det())),
-                                   most)
+    sketches = growing(curvature, None if sketch is None else (sketch, sketch.precision(curvature)), ranks, seed)
+    for larger, base, doubled in sketches:
+        wished = tolerance(float(base.log_det()))
+        found = IterativePrecision(curvature, larger, base, probes[0], seed, wished, ranks[1])
         estimate = found.estimate
         wished = tolerance(estimate.value)
         if estimate.standard_error <= wished:
             return found
         # the spread of the first probes is itself an estimate: a fifth more
         needed = math.ceil(1.2 * probes[0] * min((estimate.standard_error / wished) ** 2, 1e6))
-        doubled = min(2 * len(base.values), most)
-        grows = doubled > len(base.values) and not sketch.exhausted
-        if grows and (needed > probes[1] or (needed - probes[0]) * estimate.steps > doubled):
-            sketch, base = sketched(curvature, base, prior, shapes, doubled, seed, like)
-            continue
-        enough = min(needed, probes[1])
-        if enough <= probes[0]:
-            return found
-        return IterativePrecision(curvature, sketch, base, prior, enough, seed, wished, most, found.probed)
+        if doubled is None or (needed <= probes[1] and (needed - probes[0]) * estimate.steps <= doubled):
+            break
+    enough = min(needed, probes[1])
+    if enough <= probes[0]:
+        return found
+    return IterativePrecision(curvature, larger, base, enough, seed, wished, ranks[1], found.probed)

@@ -166,7 +166,7 @@ class LaplaceGP(ExactGP):
 def _posterior(source: Any, data: Any, likelihood: Any, prior: Any, fit: dict[str, Any]) -> Posterior:
     if isinstance(source, nn.Module):
         spec = spec_of(fit.get("structure", "gp"))
-        if spec is None or not spec.keeps_jacobian:
+        if not spec.keeps_jacobian:
             raise UnsupportedError('structure="gp", the one that is a Gaussian process over examples',
                                    f"structure={fit['structure']!r}", "Leave structure= out.")
         return laplace(source, data, likelihood, prior, **fit)

@@ -7,7 +7,7 @@ are averaged over quasi-Monte-Carlo points of f in pairs m ± e, with a standard
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from torch import Generator, Tensor
@@ -24,7 +24,6 @@ __all__ = ["Expectation"]
 
 _RANDOMIZATIONS = 8  # independent shifts of the points of an example, from which its standard error follows
 _FEWEST = 4  # draws: two pairs
-_Function = Callable[[ObservationModel, Tensor, Tensor], Tensor]
 
 
 class Expectation:
@@ -75,8 +74,14 @@ class Expectation:
             if mean.shape[1] == 1:
                 found = expectation_by_output(self.likelihood, _log_prob, mean, covariance, y)
                 return found, torch.zeros_like(found)
-            (values,), (errors,) = self._sampled((_log_prob,), mean, covariance, y)
-            return values, errors
+            shifts, count = self._sizes()
+            values, errors = [], []
+            for part, f in self._points(mean, covariance, 1):
+                found = repeated(self.likelihood, _log_prob, f, y, part)
+                means = found.view(2, shifts, count, -1).mean((0, 2))
+                values.append(means.mean(0))
+                errors.append(means.std(0) / shifts**0.5)
+            return torch.cat(values), torch.cat(errors)
 
     def derivatives(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """E r_n, (n, C), and E Λ_n, (n, C, C), with r and Λ the likelihood's `residual` and `curvature`.
@@ -88,14 +93,19 @@ class Expectation:
             known = self._known(mean, covariance, y)
             if known is not None:
                 return known[1], known[2]
-            functions = _residual, _curvature
             if mean.shape[1] == 1:
                 residual, curvature = (
-                    expectation_by_output(self.likelihood, function, mean, covariance, y) for function in functions
+                    expectation_by_output(self.likelihood, function, mean, covariance, y)
+                    for function in (_residual, _curvature)
                 )
-            else:
-                residual, curvature = self._sampled(functions, mean, covariance, y)[0]
-            return residual, curvature
+                return residual, curvature
+            found = [
+                (repeated(self.likelihood, _residual, f, y, part).mean(0),
+                 self.likelihood.at(part).averaged_curvature(f, y[part]).detach())
+                for part, f in self._points(mean, covariance, mean.shape[1])
+            ]  # fmt: skip
+            residuals, curvatures = zip(*found, strict=True)
+            return torch.cat(residuals), torch.cat(curvatures)
 
     def _known(self, mean: Tensor, covariance: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         found = self.likelihood.expected(mean, covariance, y)
@@ -106,13 +116,13 @@ class Expectation:
                                    f"{[tuple(one.shape) for one in found]}", "Correct the method.")
         return found
 
-    def _sampled(
-        self, functions: tuple[_Function, ...], mean: Tensor, covariance: Tensor, y: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Means and standard errors of some functions, by tiles of examples."""
+    def _points(self, mean: Tensor, covariance: Tensor, each: int) -> Iterator[tuple[slice, Tensor]]:
+        """Values of f, (2 s k, m, C), for slices of examples: pairs m ± e, s randomizations of k points.
+
+        `each` is the number of entries computed at a time for each entry of f.
+        """
         n, c = mean.shape
-        shifts = min(_RANDOMIZATIONS, self.samples // 2)
-        each = self.samples // (2 * shifts)
+        shifts, count = self._sizes()
         basis = self.likelihood.identified(c)
         if basis is None:
             root = covariance_root(covariance)
@@ -120,26 +130,22 @@ class Expectation:
             basis = basis.to(mean)
             root = basis @ covariance_root(basis.mT @ covariance @ basis)
         d = root.shape[2]
-        base = SobolEngine(d, scramble=True, seed=self._seed).draw(each, dtype=torch.float64).to(mean.device)
+        base = SobolEngine(d, scramble=True, seed=self._seed).draw(count, dtype=torch.float64).to(mean.device)
         generator = Generator().manual_seed(self._seed)
         shift = torch.rand(shifts, n, d, generator=generator, dtype=torch.float64)
-        largest = c * c if _curvature in functions else c
-        rows = max(1, tuning.AVERAGED_OUTPUTS // (2 * shifts * each * largest))
-        parts: list[list[Tensor]] = [[] for _ in functions]
-        errors: list[list[Tensor]] = [[] for _ in functions]
+        rows = max(1, tuning.AVERAGED_OUTPUTS // (2 * shifts * count * c * each))
         for start in range(0, n, rows):
             part = slice(start, min(start + rows, n))
-            # (shifts, each, m, d): a random shift modulo 1 of a net is one as even as the net itself
-            uniform = (base.view(1, each, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)) % 1.0
-            z = torch.special.ndtri(uniform.clamp(2.0**-33, 1 - 2.0**-33)).to(mean).flatten(0, 1)
+            # (s, k, m, d): a random shift modulo 1 of a net is one as even as the net itself
+            uniform = (base.view(1, count, 1, d) + shift[:, part].unsqueeze(1).to(mean.device)).frac_()
+            z = torch.special.ndtri(uniform.clamp_(2.0**-33, 1 - 2.0**-33)).to(mean).flatten(0, 1)
             e = torch.einsum("ncd,snd->snc", root[part], z)
-            f = torch.stack([mean[part] + e, mean[part] - e]).flatten(0, 1)
-            for number, function in enumerate(functions):
-                values = repeated(self.likelihood, function, f, y, part)
-                means = values.view(2, shifts, each, *values.shape[1:]).mean((0, 2))
-                parts[number].append(means.mean(0))
-                errors[number].append(means.std(0) / shifts**0.5)
-        return [torch.cat(own) for own in parts], [torch.cat(own) for own in errors]
+            yield part, torch.cat([mean[part] + e, mean[part] - e])
+
+    def _sizes(self) -> tuple[int, int]:
+        """Randomizations of an example's points, and pairs in each."""
+        shifts = min(_RANDOMIZATIONS, self.samples // 2)
+        return shifts, self.samples // (2 * shifts)
 
 
 def _log_prob(likelihood: ObservationModel, f: Tensor, y: Tensor) -> Tensor:

@@ -96,7 +96,8 @@ class Posterior(
     likelihood : Likelihood
     prior : GaussianPrior
     structure : str
-        "gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag", or one of your own.
+        "gp", "full", "iterative", "nystrom", "kfac", "ekfac", "inf", "diag", or one of your own; "gaussian" for a
+        Gaussian that was found elsewhere.
     predictive : Calibration or None
         The fitted calibration that `predict` uses.
     """

@@ -10,6 +10,7 @@ from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import InputBatches, InputData, Inputs, num_examples, take
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import LinearizedModel, merged_batches
+from ntk_laplace.structures.data_passes import shown
 
 __all__ = ["Chunks"]
 
@@ -64,7 +65,7 @@ class Chunks:
         """
         model, factors = self._model, self._model.jacobian_pass
         step, seen = self._chosen, 0
-        for x in self._read():
+        for x in shown(model, self._read(), "predictions", self.length, num_examples):
             n, start = num_examples(x), 0
             while start < n:
                 if step is None:

@@ -58,7 +58,7 @@ class CompressionVerbs(Fitted):
         with torch.no_grad():
             root = fitted.points.root(fitted.curvature_type, fitted.likelihood)
 
-            def rows() -> Iterator[tuple[Jacobian, Tensor]]:
+            def rows(_: str) -> Iterator[tuple[Jacobian, Tensor]]:
                 seen = 0
                 for part in fitted.rows_at(torch.arange(fitted.num_examples)):
                     yield part, root[seen : seen + part.num_examples]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import HyperparameterError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory, maximize
 from ntk_laplace.structures import bounds, evidence
@@ -121,7 +121,8 @@ class EvidenceVerbs(Fitted):
         -------
         Tensor, (m,)
             In nats, without correction, at the trained weights; each further factor costs as many operations as
-            there are eigenvalues. The prior keeps its precisions.
+            there are eigenvalues. The prior keeps its precisions. For structure "iterative" the values are estimates
+            from the probes of its evidence, without a standard error of their own.
 
         Raises
         ------
@@ -192,11 +193,24 @@ class EvidenceVerbs(Fitted):
         -------
         HyperparameterHistory
             Evidence and hyperparameters of each step.
+
+        Raises
+        ------
+        UnsupportedError
+            If an option is unknown, or with `correction` where the evidence is an estimate.
         """
         options.setdefault("progress", self._fitted.settings.progress)
+        if options.get("correction") and self.posterior_precision.log_det_bounds is not None:
+            # the local models of an estimate have no correction, and a search would follow the noise of its gradient
+            raise UnsupportedError("an evidence without a standard error, to maximize it with its correction",
+                                   f"that of structure={self.structure!r}, which is an estimate",
+                                   'Leave correction= out, or fit with structure="gp" or "full".')
         with torch.inference_mode(False):  # it needs gradients
             return maximize(self, self._fitted.theta, method, parameters, steps, tolerance, bounds, **options)
 
     def effective_parameters(self) -> Tensor:
-        """γ_g, the number of parameters of each prior group that the data determine, (G,)."""
+        """γ_g, the number of parameters of each prior group that the data determine, (G,).
+
+        For structure "iterative" an estimate without a standard error: that of a low rank, and of draws for the rest.
+        """
         return self.posterior_precision.effective_parameters()

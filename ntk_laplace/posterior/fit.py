@@ -20,11 +20,9 @@ from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Network, ParameterChoice, outside_autocast
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures import (
+    Auto,
     FittedModel,
-    FullWeightSpace,
-    FunctionSpace,
     GivenGaussian,
     Iterative,
     LinearizedModel,
@@ -35,7 +33,7 @@ from ntk_laplace.structures import (
 )
 from ntk_laplace.structures.checkpoint import restored_model
 from ntk_laplace.structures.data_passes import ModelSignature, digest
-from ntk_laplace.structures.forecast import Problem, memory_of
+from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.points import present_values
 
 __all__ = ["fit_with", "gaussian_posterior", "laplace", "linearized", "load", "spec_of"]
@@ -172,25 +170,21 @@ def gaussian_posterior(
 
 
 def fit_with(
-    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, structure: str | StructureSpec,
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, structure: str | StructureSpec | Auto,
     curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
-    estimates: bool = True,
 ) -> Posterior:  # fmt: skip
-    """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved.
-
-    `estimates` says whether "auto" may take a structure whose evidence is an estimate, where no matrix fits in memory.
-    """
+    """As `laplace`, with this likelihood and this prior themselves instead of copies: both are bound and moved."""
     spec = spec_of(structure)
     model, batches = linearized(network, data, likelihood, prior, spec, curvature, parameters=parameters, dtype=dtype,
                                 settings=settings, output=output, targets=targets)  # fmt: skip
     with torch.inference_mode(False), outside_autocast(), contextlib.closing(batches):
-        fitted, reason = _fit(model, spec, batches, estimates)
+        fitted, reason = _fit(model, spec, batches)
         return Posterior(fitted, reason)
 
 
 def linearized(
-    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, spec: StructureSpec | None,
+    network: nn.Module, data: Any, likelihood: Likelihood, prior: GaussianPrior, spec: StructureSpec | Auto,
     curvature: str | CurvatureType, *, parameters: ParameterChoice = None, dtype: torch.dtype | None = None,
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
 ) -> tuple[LinearizedModel, Batches]:  # fmt: skip
@@ -207,7 +201,7 @@ def linearized(
     for module in (prior, likelihood):
         module.to(frozen.device)  # hyperparameters are on the network's device
     batches = settings.own(Batches.of(data, settings.batch_size, frozen.device, frozen.input_dtype, targets))
-    jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec is not None and spec.factored_rows)
+    jacobian_pass = JacobianPass(frozen, dtype, keep_factors=spec.factored_rows)
     return LinearizedModel(frozen, likelihood, prior, curvature_type, jacobian_pass, settings), batches
 
 
@@ -249,8 +243,8 @@ def load(
         return Posterior(fitted, reason, calibration)
 
 
-def spec_of(structure: str | StructureSpec) -> StructureSpec | None:
-    """The specification of a name; None for "auto".
+def spec_of(structure: str | StructureSpec | Auto) -> StructureSpec | Auto:
+    """The specification of a name; for "auto" the choice of one.
 
     Raises
     ------
@@ -260,16 +254,19 @@ def spec_of(structure: str | StructureSpec) -> StructureSpec | None:
     if isinstance(structure, StructureSpec):
         require_name(structure)
         return structure
-    return None if structure == "auto" else structure_of(structure, {})
+    if isinstance(structure, Auto):
+        return structure
+    return Auto(Iterative()) if structure == "auto" else structure_of(structure, {})
 
 
-def _fit(
-    model: LinearizedModel, spec: StructureSpec | None, batches: Batches, estimates: bool
-) -> tuple[FittedModel, str]:
-    """Fit the structure and factorize, so that errors appear at the fit; without a spec the cheaper exact one."""
+def _fit(model: LinearizedModel, spec: StructureSpec | Auto, batches: Batches) -> tuple[FittedModel, str]:
+    """Fit the structure, or the one that is chosen, and factorize, so that errors appear at the fit."""
     first, _ = batches.first()
     model.jacobian_pass.prepare(first)
-    spec, reason = _cheaper(model, batches, first, estimates) if spec is None else (spec, "")
+    reason = ""
+    if isinstance(spec, Auto):
+        spec, reason = spec.chosen(_problem(model, batches, first))
+        _LOG.info(reason)
     if model.settings.resume is not None and not spec.resumable:
         raise UnsupportedError('a structure that is summed over the data, "kfac", "ekfac", "inf" or "diag", to resume',
                                repr(spec.name), "Leave resume= out: the exact structures are fitted in one go.")
@@ -280,28 +277,11 @@ def _fit(
     return FittedModel.of(model, spec, batches), reason
 
 
-def _cheaper(
-    model: LinearizedModel, batches: Batches, x: Inputs, estimates: bool
-) -> tuple[StructureSpec, str]:
-    """The exact structure with the smaller matrix that fits in memory, or the one without a matrix; and why."""
+def _problem(model: LinearizedModel, batches: Batches, x: Inputs) -> Problem:
+    """What the choice of a structure depends on; a stream is counted."""
     reducer = model.settings.reducer
     if reducer.world_size > 1:
         n = batches.numbers(reducer)[1]
     else:
         n = batches.length or sum(len(y) for _, y in batches)
-    size = n * model.curvature_type.columns(model.likelihood, model.network.num_outputs)
-    p = model.network.num_parameters
-    sample = model.jacobian_pass.rows(take(x, slice(0, 2)))
-    problem, memory = Problem(model, n, sample, reducer.world_size), min(reducer.gather(memory_of(model)))
-    ordered: tuple[FunctionSpace | FullWeightSpace, ...] = FunctionSpace(), FullWeightSpace()
-    found = [(spec, spec.forecast(problem).required) for spec in (ordered if size <= p else ordered[::-1])]
-    needs = " and ".join(f"{spec.name!r} {format_bytes(needed)}" for spec, needed in found)
-    fitting = [spec for spec, needed in found if needed <= memory]
-    # without estimates the smaller matrix, whose own check refuses it
-    spec: StructureSpec = fitting[0] if fitting else Iterative() if estimates else found[0][0]
-    reason = f"auto: N x R = {size:,} rows against P = {p:,} parameters, so {spec.name!r} factors the smaller matrix"
-    if spec is not found[0][0]:
-        reason = (f"auto: N x R = {size:,} rows and P = {p:,} parameters; of {format_bytes(memory)}, {needs} would be "
-                  f"needed, so {spec.name!r} " + ("factors the larger matrix" if fitting else "factors none of both"))
-    _LOG.info(reason)
-    return spec, reason
+    return Problem(model, n, model.jacobian_pass.rows(take(x, slice(0, 2))), reducer.world_size)

@@ -94,7 +94,8 @@ class PredictionVerbs(Fitted):
         rows, model = self.jacobian(x), self._fitted.model
         with torch.no_grad():
             back = model.prior.flat_mean().to(model.theta) - model.theta
-        covariance = gram(rows, None, prior_variances(model.prior, self.network.shapes))
+        # lazy, as in `latent`: K is singular with more outputs than parameters
+        covariance = DenseLinearOperator(gram(rows, None, prior_variances(model.prior, self.network.shapes)))
         return MultitaskMultivariateNormal(rows.f + rows.jvp(self.network.unflatten(back)), covariance)
 
     def predict(

@@ -44,7 +44,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             Random seed of the orders.
         method : str
             "evidence": the joint density in closed form, log Z(all) - log Z(first m), the evidence with correction of
-            all points minus that of m (structures "gp" and "full"). For a Gaussian likelihood this is Gaussian-process
+            all points minus that of m (exact structures). For a Gaussian likelihood this is Gaussian-process
             regression; others are expanded to second order at the network's outputs, as in the evidence. "average":
             [L22] appendix B, for every structure: the refitted linearized model of the m points predicts each other
             point under the likelihood itself, with its covariance scaled on a held-out seventeenth of the m points.
@@ -58,7 +58,9 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         Returns
         -------
         Tensor, ()
-            In nats, summed over the points that are not conditioned on. It carries no gradient.
+            In nats, summed over the points that are not conditioned on. It carries no gradient. For structure
+            "iterative" and "evidence" it is a difference of two estimates, without a standard error of its own: at most
+            about the sum of those of the two evidences.
 
         Raises
         ------

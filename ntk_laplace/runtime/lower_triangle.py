@@ -207,7 +207,7 @@ class LowerTriangle:
         n = len(self)
         # solves for few columns are slow
         block = min(tuning.INVERSE_COLUMNS, max(384, n // 8)) if block is None else block
-        width = min(max(1, block // size) * size, n)
+        width = max(1, min(max(1, block // size) * size, n))  # n may be 0
         buffer = self.like.new_empty(n * width)
         for start in range(0, n, width):
             width = min(width, n - start)

@@ -44,6 +44,7 @@ COVARIANCE_BYTES = 192 * MIB  # cross-covariances with the training points at a 
 FULL_ROWS_BYTES = 256 * MIB  # dense rows at a time, structure "full"
 HESSIAN_EXAMPLES = 4096  # examples whose output Hessians are compared at a time
 BLOCK_REFRESH = 0.05  # steps of variational inference, in units of step size, between two eigendecompositions
+BLOCK_CHANGE = 0.05  # relative change of a block's trace, after which it is decomposed anew before that
 EIGENVALUES = 65536  # eigenvalues in one piece of the evidence's graph
 
 # --- linear algebra
@@ -110,6 +111,7 @@ PROBED_ORDER, PROBED_ORDER_DEVICE = 1024, 8192  # of the matrices whose algebra 
 MISSED = 1.25  # times the wished standard error of an evidence: beyond, a warning says that it was not reached
 VARIANCE_ERROR = 0.05  # expected relative error of a variance by draws, above which it is solved exactly
 
+PROGRESS_DELAY = 0.5  # seconds of a pass or of predictions after which a progress bar appears on a terminal
 LARGEST_EXACT_BLOCK = 1024  # entries of a tensor that gets an exact block; larger ones keep their exact diagonal
 NEWTON_STEPS = 100  # steps to the optimum of a what-if; more raise an error
 HALVINGS = 40  # halvings of a step in a line search; more raise an error

@@ -10,6 +10,7 @@ from ntk_laplace.structures.gaussian import GaussianStructure, GivenGaussian
 # isort: on
 
 from ntk_laplace.structures.accumulation import Accumulation
+from ntk_laplace.structures.auto import Auto
 from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.block_spec import BlockBasis
 from ntk_laplace.structures.fitted_model import FittedModel
@@ -36,6 +37,7 @@ __all__ = [
     "KFAC",
     "REGISTERED",
     "Accumulation",
+    "Auto",
     "BlockBasis",
     "CurvatureProducts",
     "Diagonal",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,18 +31,27 @@ __all__ = [
     "read_points",
     "read_rows",
     "selected",
+    "shown",
     "vjp",
 ]
+
+T = TypeVar("T")
 
 
 def read_batches(
     model: LinearizedModel, batches: Source, what: str
 ) -> Iterator[tuple[Inputs, Tensor]]:
     """One pass over the data; the progress bar shows `what`."""
-    return track(
-        merged_batches(batches, model.network), f"ntk_laplace: {what}", batches.length,
-        model.settings.progress if model.settings.reducer.rank == 0 else False, lambda pair: num_examples(pair[0]),
-    )  # fmt: skip
+    merged = merged_batches(batches, model.network)
+    return shown(model, merged, what, batches.length, lambda pair: num_examples(pair[0]))
+
+
+def shown(
+    model: LinearizedModel, items: Iterable[T], what: str, total: int | None, size: Callable[[T], int]
+) -> Iterator[T]:
+    """Parts of a pass, with a progress bar on the first process."""
+    enabled = model.settings.progress if model.settings.reducer.rank == 0 else False
+    return track(items, f"ntk_laplace: {what}", total, enabled, size, tuning.PROGRESS_DELAY)
 
 
 # --- examples of all processes, in their global order

@@ -54,7 +54,7 @@ class GivenGaussian(StructureSpec):
         if model.displacement is None:
             return found
         f = found.points.f + found.jvp(model, model.displacement)
-        return replace(found, points=replace(found.points, f=f))
+        return replace(found, points=replace(found.points, f=f), base=found.points)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> GaussianStructure:
         """From the precision of a checkpoint."""
@@ -94,6 +94,10 @@ class GaussianStructure(StreamedStructure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The precision."""
+        if model.displacement is not None:
+            raise UnsupportedError("a posterior at the network's weights, to save",
+                                   "one of the linearized network at other weights",
+                                   "Keep the network, and fit variational(..., relinearize=False) again.")
         return self._portable("to save").record()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> GaussianStructure:
@@ -101,7 +105,8 @@ class GaussianStructure(StreamedStructure):
         like = self.inner.prior_precision
         same = (like.device, like.dtype) == (device, dtype)
         inner = self.inner if same else self._portable("to move").to(device, dtype)
-        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), inner=inner)
+        return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), inner=inner,
+                       base=None if self.base is None else self.base.to(device, dtype))
 
     def _portable(self, what: str) -> PortablePrecision:
         if not isinstance(self.inner, PortablePrecision):

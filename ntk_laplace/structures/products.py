@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import Variances, diagonal_blocks
+from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.model import LinearizedModel
 
 __all__ = ["CurvatureProducts"]
@@ -25,7 +27,7 @@ class CurvatureProducts:
     model : LinearizedModel
     rows : callable
         Iterates over the examples that this process reads, in batches: rows of J with S (n, C, R), or rows of SᵀJ with
-        None.
+        None. Its argument says what for, in a progress bar.
     shares : callable
         The rows of values (N, ...) that belong to these examples.
     num_examples, num_columns : int
@@ -33,10 +35,25 @@ class CurvatureProducts:
     """
 
     model: LinearizedModel
-    rows: Callable[[], Iterator[tuple[Jacobian, Tensor | None]]]
+    rows: Callable[[str], Iterator[tuple[Jacobian, Tensor | None]]]
     shares: Callable[[Tensor], Tensor]
     num_examples: int
     num_columns: int
+
+    @property
+    def prior(self) -> GaussianPrior:
+        """The prior, at its present precisions."""
+        return self.model.prior
+
+    @property
+    def shapes(self) -> ParameterLayout:
+        """The parameters, in the order that flattens θ."""
+        return self.model.network.shapes
+
+    @property
+    def like(self) -> Tensor:
+        """θ, (P,), which gives dtype and device."""
+        return self.model.theta
 
     @property
     def rank(self) -> int:
@@ -45,8 +62,8 @@ class CurvatureProducts:
 
     def products(self, vectors: Tensor) -> Tensor:
         """JᵀΛJ v for vectors (m, P), in one pass."""
-        shapes, total = self.model.network.shapes, torch.zeros_like(vectors)
-        for rows, root in self.rows():
+        shapes, total = self.shapes, torch.zeros_like(vectors)
+        for rows, root in self.rows(f"{len(vectors):,} products"):
             curvature = None if root is None else root @ root.mT
             for start in range(0, len(vectors), tuning.PRODUCT_VECTORS):
                 chunk = slice(start, start + tuning.PRODUCT_VECTORS)
@@ -59,12 +76,12 @@ class CurvatureProducts:
 
     def noise(self, count: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, JᵀΛJ), (count, P): JᵀSε with ε (N, R, count), the same however the data are read."""
-        shapes, like, seen = self.model.network.shapes, self.model.theta, 0
+        shapes, like, seen = self.shapes, self.like, 0
         total = like.new_zeros(count, len(like))
         drawn = torch.randn(self.num_examples, self.num_columns, count, generator=generator, dtype=like.dtype,
                             device=generator.device)
         own = self.shares(drawn)
-        for rows, root in self.rows():
+        for rows, root in self.rows(f"{count:,} draws"):
             part = own[seen : seen + rows.num_examples].to(like)
             seen += rows.num_examples
             part = part if root is None else root @ part
@@ -74,14 +91,14 @@ class CurvatureProducts:
 
     def largest(self, function: Callable[[Jacobian], float]) -> float:
         """The largest value of a function of the rows of the first training points, of all processes."""
-        first = next(iter(self.rows()), None)
+        first = next(iter(self.rows("variances")), None)
         value = 0.0 if first is None else function(first[0].subset(slice(0, tuning.MEASURED_POINTS)))
         return max(self.model.settings.reducer.gather(value))
 
     def diagonal(self, variances: Variances) -> tuple[float, float]:
         """tr SᵀKS, and Σ_n log det (I + [SᵀKS]_nn), from the blocks of single examples."""
-        found = torch.zeros(2, dtype=torch.float64, device=self.model.theta.device)
-        for rows, root in self.rows():
+        found = torch.zeros(2, dtype=torch.float64, device=self.like.device)
+        for rows, root in self.rows("blocks of the kernel"):
             blocks = diagonal_blocks(rows, variances)
             blocks = (blocks if root is None else root.mT @ blocks @ root).double()
             eye = torch.eye(blocks.shape[1], dtype=blocks.dtype, device=blocks.device)

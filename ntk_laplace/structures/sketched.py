@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.curvature.iterative import IterativePrecision, Sketch, grown, reaching, sketched
+from ntk_laplace.curvature.iterative import IterativePrecision, grown, reaching
 from ntk_laplace.curvature.low_rank import LowRankPrecision
+from ntk_laplace.curvature.sketch import Sketch, sketched
 from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Joined, Missing, Source, num_examples, take
@@ -32,6 +33,7 @@ from ntk_laplace.structures.data_passes import (
     read_points,
     read_rows,
     selected,
+    shown,
 )
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.model import LinearizedModel
@@ -98,7 +100,8 @@ class SketchSpec(StructureSpec):
         rank = self.rank or rank
         require_memory(self.sketch_bytes(model, rank), model.network.device,
                        f"{self.copies:g} x {rank:,} vectors of {model.network.num_parameters:,} parameters",
-                       'Use a smaller rank, dtype=torch.float32, structure="kfac" or parameters="last_layer".',
+                       f"Use {'' if rank == 1 else 'a smaller rank, '}dtype=torch.float32, "
+                       'structure="kfac" or parameters="last_layer".',
                        model.settings.memory_budget)  # fmt: skip
 
     def sketch_bytes(self, model: LinearizedModel, rank: int) -> int:
@@ -198,13 +201,11 @@ class Iterative(SketchSpec):
         """Grow the sketch until the evidence has the wished standard error."""
         model = curvature.model
         if saved is not None and sketch is not None:
-            base = LowRankPrecision(sketch.factor, model.prior, model.network.shapes)
-            return IterativePrecision.restored(curvature, sketch, base, model.prior, saved), sketch
+            return IterativePrecision.restored(curvature, sketch, saved), sketch
         most = self.most_rank(model)
         ranks = (min(tuning.FIRST_RANK, most), most) if self.rank is None else (most, most)
         probes = (tuning.FIRST_PROBES, tuning.MOST_PROBES) if self.probes is None else (self.probes, self.probes)
-        found = grown(curvature, sketch, model.prior, model.network.shapes, ranks, probes, self.seed,
-                      partial(_tolerance, self.relative_error, joint), model.theta)
+        found = grown(curvature, sketch, ranks, probes, self.seed, partial(_tolerance, self.relative_error, joint))
         estimate = found.estimate
         wished = _tolerance(self.relative_error, joint, estimate.value)
         _LOG.info(f"iterative: rank {len(found.base.values):,}, {estimate.probes} probes of {estimate.steps} products, "
@@ -273,10 +274,9 @@ class Nystrom(SketchSpec):
         self, curvature: CurvatureProducts, sketch: Sketch | None, joint: float, saved: dict[str, Any] | None,
     ) -> tuple[LowRankPrecision, Sketch]:
         """The low rank of a sketch, which is made once."""
-        model = curvature.model
         if sketch is None:
             sketch = self._sketch(curvature, joint)
-        return LowRankPrecision(sketch.factor, model.prior, model.network.shapes), sketch
+        return sketch.precision(curvature), sketch
 
     def expected(self, problem: Problem, most: int) -> tuple[list[int], list[int]]:
         """Doubled up to the rank that leaves at most the wished error, which takes all rounds."""
@@ -288,15 +288,14 @@ class Nystrom(SketchSpec):
         return ranks + ranks[-1:] * (self.rounds - 1), []
 
     def _sketch(self, curvature: CurvatureProducts, joint: float) -> Sketch:
-        model, most = curvature.model, self.most_rank(curvature.model)
-        prior, shapes, like = model.prior, model.network.shapes, model.theta
         if self.rank is None:
-            sketch, base = reaching(curvature, prior, shapes, (min(tuning.FIRST_RANK, most), most), self.seed,
-                                    partial(_tolerance, self.relative_error, joint), like)
+            most = self.most_rank(curvature.model)
+            sketch, base = reaching(curvature, (min(tuning.FIRST_RANK, most), most), self.seed,
+                                    partial(_tolerance, self.relative_error, joint))
         else:
-            sketch, base = sketched(curvature, None, prior, shapes, self.rank, self.seed, like)
+            sketch, base = sketched(curvature, None, self.rank, self.seed)
         for _ in range(1, self.rounds):
-            sketch, base = sketched(curvature, base, prior, shapes, len(sketch.factor), self.seed, like)
+            sketch, base = sketched(curvature, base, len(sketch.factor), self.seed)
         return replace(sketch, tests=None, mixing=None)
 
 
@@ -378,14 +377,15 @@ class SketchedStructure(StreamedStructure):
         return CurvatureProducts(model, partial(self._rows, model), partial(own_rows, model, self.data),
                                  self.points.num_examples, columns)
 
-    def _rows(self, model: LinearizedModel) -> Iterator[tuple[Jacobian, Tensor | None]]:
+    def _rows(self, model: LinearizedModel, what: str) -> Iterator[tuple[Jacobian, Tensor | None]]:
         """Rows of J with S, if they are kept, or rows of SᵀJ, in batches."""
         root, kept = self.points.root(model.curvature_type, model.likelihood).detach(), self._kept(model)
         if kept is None:
-            yield from ((rows, None) for rows in read_rows(model, self.data, root, None, "curvature"))
+            yield from ((rows, None) for rows in read_rows(model, self.data, root, None, what))
             return
         root, seen = own_rows(model, self.data, root), 0
-        for rows in kept:
+        own = sum(rows.num_examples for rows in kept)
+        for rows in shown(model, kept, what, own, lambda rows: rows.num_examples):
             yield rows, root[seen : seen + rows.num_examples]
             seen += rows.num_examples
 
@@ -463,10 +463,8 @@ class SketchedStructure(StreamedStructure):
         """H⁻¹g, (P,), with the curvature of `points`, by conjugate gradients preconditioned by this sketch."""
         if self.at.sketch is None or not self.spec.exact:
             return super().solve_at(model, points, gradient)
-        there = self.changed(model, points)
-        base = LowRankPrecision(self.at.sketch.factor, model.prior, model.network.shapes)
-        precision = IterativePrecision(there.curvature(model), self.at.sketch, base, model.prior, 2, 0, math.inf, 0)
-        return precision.solve(gradient)
+        there, sketch = self.changed(model, points).curvature(model), self.at.sketch
+        return IterativePrecision(there, sketch, sketch.precision(there), 2, 0, math.inf, 0).solve(gradient)
 
     # --- storage
 

@@ -19,7 +19,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import fit_with, spec_of
 from ntk_laplace.runtime.serialization import load_tensors, module_tensors
-from ntk_laplace.structures import Settings, StructureSpec
+from ntk_laplace.structures import Auto, Settings, StructureSpec
 
 __all__ = ["Model"]
 
@@ -56,14 +56,19 @@ class Model:
             if quietly:
                 warnings.simplefilter("ignore", NTKLaplaceWarning)
             return fit_with(
-                self.network, self.data, self.likelihood, self.prior, self.structure, self.curvature,
-                dtype=self.dtype, settings=self.settings, output=self.output, targets=self.targets, estimates=False,
+                self.network, self.data, self.likelihood, self.prior, self.spec, self.curvature, dtype=self.dtype,
+                settings=self.settings, output=self.output, targets=self.targets,
             )  # fmt: skip
+
+    @property
+    def spec(self) -> StructureSpec | Auto:
+        """The structure; "auto" takes none whose evidence is an estimate, because its steps would follow the noise."""
+        found = spec_of(self.structure)
+        return Auto(None) if isinstance(found, Auto) else found
 
     def exact(self) -> Model:
         """The same model with an exact posterior; this one if it has one."""
-        spec = spec_of(self.structure)
-        if spec is not None and spec.exact and self.curvature.kind == "ggn":
+        if self.spec.exact and self.curvature.kind == "ggn":
             return self
         return replace(self, structure="auto", curvature=CurvatureType.of("ggn"))
 

@@ -11,11 +11,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ntk_laplace.errors import HyperparameterError, MemoryBudgetError, UnsupportedError, require_whole
-from ntk_laplace.model.data import Batches, Selected
+from ntk_laplace.jacobian import JacobianPass
+from ntk_laplace.model.data import Batches, Inputs, Selected
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.hyperparameters import Evidence
 from ntk_laplace.runtime.scalars import scalar
+from ntk_laplace.structures import Auto, LinearizedModel
 from ntk_laplace.structures.data_passes import read_points
+from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.training.model import Model
 
@@ -59,6 +62,14 @@ class StepEvidence(Protocol):
     def most(self) -> int:
         """The most examples that an evaluation may read; 0 if every evaluation reads all."""
 
+    def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
+        """Refuse, before the training, an evaluation that would not fit in memory; `x` are a few inputs.
+
+        Raises
+        ------
+        MemoryBudgetError
+        """
+
     def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
         """The evidence at the present weights; `left` evaluations follow."""
 
@@ -67,6 +78,9 @@ class PosteriorEvidence:
     """The evidence of the posterior itself, with its structure, from all examples."""
 
     words, most = "posterior", 0
+
+    def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
+        """Nothing beside the posterior itself."""
 
     def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
         """Fit to all examples."""
@@ -104,6 +118,19 @@ class SubsetEvidence:
         """M, and over how many epochs it grows."""
         return f"subset of {self.examples:,} examples, growing over {self.epochs} epochs"
 
+    def require_memory(self, model: LinearizedModel, x: Inputs) -> None:
+        """Refuse a first M that does not fit in memory.
+
+        Raises
+        ------
+        MemoryBudgetError
+        """
+        plain = replace(model, jacobian_pass=JacobianPass(model.network, model.jacobian_pass.dtype))
+        try:
+            Auto(None).require_memory(Problem(plain, self.examples, plain.jacobian_pass.rows(x)))
+        except MemoryBudgetError as error:
+            raise _too_many(self.examples, error) from error
+
     def at(self, model: Model, left: int, quietly: bool) -> Evaluation:
         """Fit the cheaper exact structure to M examples, and read the outputs at all of them.
 
@@ -120,8 +147,7 @@ class SubsetEvidence:
                 part = replace(model, data=self._drawn(m), structure="auto").posterior(quietly)
             except MemoryBudgetError as error:
                 if m == self.examples:
-                    raise MemoryBudgetError(f"an evidence of {m:,} examples that fits in memory", f"{error}",
-                                            "Pass a smaller examples=.") from error
+                    raise _too_many(m, error) from error
                 self.most = max(self.examples, m // 2)
             else:
                 bound = _Bound(part, read_points(part.fitted.model, self.batches()), self.total / m)
@@ -137,6 +163,11 @@ class SubsetEvidence:
             return _loader(pairs)
         weights = chosen.weights.split([len(y) for _, y in pairs])
         return _loader([(x, y, w) for (x, y), w in zip(pairs, weights, strict=True)])
+
+
+def _too_many(examples: int, error: MemoryBudgetError) -> MemoryBudgetError:
+    return MemoryBudgetError(f"an evidence of {examples:,} examples that fits in memory", f"{error}",
+                             "Pass a smaller examples=.")
 
 
 class _Bound:

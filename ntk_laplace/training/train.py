@@ -24,14 +24,15 @@ from ntk_laplace.posterior.hyperparameters import Variables
 from ntk_laplace.posterior.retraining import require_predictive
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.serialization import Autosave, require_writable
-from ntk_laplace.structures import Settings, StructureSpec
+from ntk_laplace.structures import Auto, Settings, StructureSpec
+from ntk_laplace.structures.forecast import Problem
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples, sum_of_weights
 from ntk_laplace.training.model import Model
 from ntk_laplace.training.result import Callback, EvidenceTraining, TrainingState
 from ntk_laplace.training.run import Run, required
 from ntk_laplace.training.schedule import EvidenceSchedule
-from ntk_laplace.training.step_evidence import step_evidence
+from ntk_laplace.training.step_evidence import StepEvidence, step_evidence
 
 __all__ = ["train_with_evidence"]
 
@@ -185,7 +186,7 @@ def train_with_evidence(
     run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule, strategy,
               epochs if annealed else None)
     del frozen
-    _rehearse(model, few, n, run.ascent.which)
+    _rehearse(model, few, n, run.ascent.which, strategy)
     if settings.resume is not None:
         run.restore(state.read(settings.resume, device))
     _require_length(run, epochs)
@@ -276,7 +277,9 @@ def _probe(frozen: Network, batches: Batches, likelihood: Likelihood, n: int) ->
     return (take(x, there), y[there]) if len(there) else None
 
 
-def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str] | None) -> None:
+def _rehearse(
+    model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: Sequence[str] | None, strategy: StepEvidence
+) -> None:
     """Fit a posterior to two examples, to raise errors of an evidence (also of its memory) before the first epoch.
 
     Raises
@@ -291,8 +294,12 @@ def _rehearse(model: Model, few: tuple[Inputs, Tensor] | None, n: int, moving: S
     except NumericalError:  # two examples may be too few
         return
     Variables(posterior, moving)
-    fitted = posterior.fitted
-    fitted.structure.spec.require_memory(fitted.model, n, fitted.structure)
+    fitted, spec = posterior.fitted, model.spec
+    if isinstance(spec, Auto):
+        spec.require_memory(Problem(fitted.model, n, fitted.model.jacobian_pass.rows(few[0])))
+    else:
+        spec.require_memory(fitted.model, n, fitted.structure)
+    strategy.require_memory(fitted.model, few[0])
 
 
 def _require_length(run: Run, epochs: int) -> None:

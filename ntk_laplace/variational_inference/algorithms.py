@@ -68,6 +68,7 @@ class VOGGN(Algorithm):
             yield from _at(model, parts, theta, self.samples)
 
 
+@dataclass(frozen=True)
 class OGGN(Algorithm):
     """Online GGN: everything at μ, without samples."""
 
@@ -120,12 +121,11 @@ class SampledLGVA(Algorithm):
         moves = model.network.shapes.parts(samples_of(state, self.samples, generator))
         for part in parts:
             for rows, points, likelihood in part.linearized(model, state.mean):
-                residual, curvature = torch.zeros_like(rows.f), 0.0
-                for change in rows.products(moves).permute(2, 1, 0):
-                    f = rows.f + change
-                    residual += likelihood.residual(f, points.targets).detach() / self.samples
-                    curvature = curvature + likelihood.curvature(f, points.targets).detach() / self.samples
-                assert isinstance(curvature, Tensor)
+                outputs = rows.f + rows.products(moves).permute(2, 1, 0)  # (S, n, C)
+                residual, curvature = (
+                    torch.stack([function(f, points.targets).detach() for f in outputs]).mean(0)
+                    for function in (likelihood.residual, likelihood.curvature)
+                )
                 yield _averaged(model, rows, points, residual, curvature, part.scale)
 
 

@@ -1,8 +1,9 @@
 """H block diagonal, from moving averages of a structure's sums: VOGN for "diag", noisy K-FAC for "kfac".
 
-One step replaces each sum s over the data by (1-γ) s + γ ŝ, where ŝ is the sum over the samples and examples of the step,
-and the diagonal d by (1-γ) d + γ P0. A diagonal is linear in its sums, so that H follows the step exactly. A Kronecker
-block is a product of two averages, of the layer's inputs and of its output gradients, and follows it approximately.
+One step replaces each sum s over the data by (1-γ) s + γ ŝ, where ŝ is the sum over the samples and examples of the
+step, and the diagonal d by (1-γ) d + γ P0. A diagonal is linear in its sums, so that H follows the step exactly. A
+Kronecker block is a product of two averages, of the layer's inputs and of its output gradients, and follows it
+approximately.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ __all__ = ["BlockState"]
 class BlockState(VariationalState):
     """q = N(μ, H⁻¹) with the sums of a block-diagonal structure in place of H.
 
-    Draws and steps use H at the eigenvectors and eigenvalues of an earlier step, until Σγ since then exceeds
-    `tuning.BLOCK_REFRESH`; `precision` is the present one.
+    Draws and steps of "kfac" use the H of an earlier step, whose eigenvectors are known, until Σγ since then reaches
+    `tuning.BLOCK_REFRESH`, or the trace of a block has changed by the share `tuning.BLOCK_CHANGE`. `precision` is the
+    present one.
 
     Parameters
     ----------
@@ -71,7 +73,7 @@ class BlockState(VariationalState):
         spec.check(prior)
         self.mean, self.spec, self._ratio, self._prior, self._shapes = mean, spec, ratio, prior, shapes
         self._prior_mean = prior.flat_mean().to(mean)
-        self._sums = [_of_mean_inputs(summary) for summary in summaries]
+        self._sums = list(summaries)
         self._refresh()
 
     # --- H
@@ -95,6 +97,14 @@ class BlockState(VariationalState):
         self._used, self._waited = (self._sums, self._ratio), 0.0
         self._working = self._factorized(*self._used)
 
+    def _changed(self) -> bool:
+        """Whether H is cheap, or its size on a block has changed since the last refresh."""
+        used = self._used[0]
+        if self.spec.kind == "diagonal" or len(used) < len(self._sums):
+            return True
+        before, now = (torch.stack([_trace(summary) for summary in sums]) for sums in (used, self._sums))
+        return bool(((now - before).abs() > tuning.BLOCK_CHANGE * before).any())
+
     @torch.no_grad()
     def draw(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws e from N(0, H⁻¹), (count, P)."""
@@ -116,11 +126,10 @@ class BlockState(VariationalState):
             products = Products()
             for summary in fresh:
                 summary.add_factors(part.rows, self.spec.sharing, products, part.counts)
-        self._sums = [_averaged(old, _of_mean_inputs(new), step_size)
-                      for old, new in zip(self._sums, fresh, strict=True)]
+        self._sums = [_averaged(old, new, step_size) for old, new in zip(self._sums, fresh, strict=True)]
         self._ratio = torch.lerp(self._ratio, torch.ones_like(self._ratio), step_size)
         self._waited += step_size
-        if self.spec.kind == "diagonal" or self._waited >= tuning.BLOCK_REFRESH or not self._used[0]:
+        if self._waited >= tuning.BLOCK_REFRESH or self._changed():
             self._refresh()
         direction = self._working.solve(gradient)
         self.mean = self.mean + step_size * direction
@@ -142,7 +151,7 @@ class BlockState(VariationalState):
             raise UnsupportedError(f"every minibatch to reach {', '.join(late[:3])}", "one that is the first to do so",
                                    'Use structure="full" or "gp", or a larger batch_size.')
         found = find_parameter_blocks(rows, self._prior, self.spec.kind, self.spec.squares)
-        self._sums += [Summary(block, {}) for block in found]
+        self._sums = [*self._sums, *(Summary(block, {}) for block in found)]
         fresh += [Summary(block, {}) for block in found]
 
     # --- storage
@@ -168,17 +177,20 @@ def _times(prior: GaussianPrior, ratio: Tensor) -> GaussianPrior:
     """A prior whose precisions are multiplied by numbers (G,)."""
     found = copy.deepcopy(prior)
     with torch.no_grad():
-        found.log_precision += ratio.log().to(found.log_precision)
+        found.log_precision.add_(ratio.log().to(found.log_precision))
     return found
 
 
-def _of_mean_inputs(summary: Summary) -> Summary:
-    """Sums over the layer's inputs divided by their number: a Kronecker block needs their mean alone."""
-    count = summary.sums.get("count")
-    if count is None or float(count) == 0.0:
-        return summary
-    return Summary(summary.block, {name: value / count.to(value) if name in summary.inputs else value
-                                   for name, value in summary.sums.items()})
+def _trace(summary: Summary) -> Tensor:
+    """Trace of the block of JᵀΛJ."""
+    sums = summary.sums
+    if "squares" in sums:
+        return sums["squares"].sum()
+    if "block" in sums:
+        return sums["block"].diagonal().sum()
+    left, right = (sums[name].sum(-1) if summary.block.table and name == "left"
+                   else sums[name].diagonal(dim1=-2, dim2=-1).sum(-1) for name in ("left", "right"))
+    return (left * right).sum() / sums["count"].to(left)
 
 
 def _averaged(old: Summary, new: Summary, step_size: float) -> Summary:

@@ -193,7 +193,7 @@ class Run:
             warnings.warn(
                 f"the ELBO of the network fell from {best:.6g} to {history.elbo_nn[-1]:.6g} nats in "
                 f"{len(history):,} steps: the steps diverge; pass a step_size below {self._step_sizes.first:g}, more "
-                'samples, or start="map"', NTKLaplaceWarning, stacklevel=4,
+                'samples, or start="map"', NTKLaplaceWarning, stacklevel=5,
             )  # fmt: skip
 
     def _words(self) -> str:

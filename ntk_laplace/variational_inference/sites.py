@@ -1,12 +1,12 @@
 """Anchored LGVA: the network is linearized once, at θ*, and q maximizes the ELBO of that model ([T20] 4.2, 4.3).
 
-f_n = f(x_n; θ*) + J_n (θ - θ*). Under q = N(μ, H⁻¹) the outputs are f_n ~ N(m_n, V_nn), and all that a step needs of the
-data are expectations over f_n, C numbers. In function space a step of size γ changes the site of each training point,
+f_n = f(x_n; θ*) + J_n (θ - θ*). Under q = N(μ, H⁻¹) the outputs are f_n ~ N(m_n, V_nn), and all that a step needs of
+the data are expectations over f_n, C numbers. In function space a step of size γ changes the site of each point,
 
     l_n ← (1-γ) l_n + γ E[r + Λ (m_n - f(x_n; θ*))],    L_n ← (1-γ) L_n + γ E[Λ],
 
-and then H = D + Jᵀ L J and H (μ - θ*) = c P0 (μ0 - θ*) + Jᵀ l. The diagonal D goes from that of the start to P0, and the
-share c from 0 to 1. All matrices are N R x N R, for any number of steps, and no row of an earlier step is kept.
+and then H = D + Jᵀ L J and H (μ - θ*) = c P0 (μ0 - θ*) + Jᵀ l. The diagonal D goes from that of the start to P0, and
+the share c from 0 to 1. All matrices are N R x N R, for any number of steps, and no row of an earlier step is kept.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from numbers import Real
 
@@ -37,7 +38,7 @@ def checked_start(start: object) -> float | Posterior | None:
     if isinstance(start, Posterior):
         return start
     if isinstance(start, Real) and not isinstance(start, bool):
-        if not 0 < float(start) < float("inf"):
+        if not 0 < float(start) < math.inf:
             raise HyperparameterError("a positive, finite precision as start", repr(start),
                                       "Pass start=10.0 for H = 10 I at the network's weights.")
         return float(start)

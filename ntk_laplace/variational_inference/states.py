@@ -228,7 +228,7 @@ class FunctionSpaceState(VariationalState):
         """A prior with the precisions d."""
         found = copy.deepcopy(self._prior)
         with torch.no_grad():
-            found.log_precision += self._ratio.log().to(found.log_precision)
+            found.log_precision.add_(self._ratio.log().to(found.log_precision))
         return found
 
     @property

@@ -177,8 +177,10 @@ def variational(
     """
     settings = Settings.of(settings)
     settings.reducer.require_one("variational inference", "Run it in one process.")
-    method = _algorithm(algorithm, samples, expectations, step_size)
     step_sizes = StepSizes(_step_size(step_size), None if decay is None else _positive("decay", decay, "decay=100"))
+    method = _algorithm(algorithm, samples, expectations)
+    if decay is None and not average:
+        _tell_noise(method, step_sizes.first)
     every = _require_numbers(steps, seed, batch_size, tolerance, row_tolerance, elbo_every, elbo_samples)
     given = checked_start(start)
     callbacks = [callbacks] if callable(callbacks) else list(callbacks)
@@ -200,6 +202,7 @@ def variational(
         form = representation(structure, rows, model.network.num_parameters, row_tolerance)
         if isinstance(given, Posterior):
             require_same_network(given, model)
+        iteration: Iteration
         if relinearize:
             form.require_memory(model, examples, rows, step_sizes.kept(steps, row_tolerance))
             model, iteration = _relinearized(model, batches, examples, form, method, given, seed)
@@ -287,7 +290,7 @@ def _require_numbers(
     return require_whole("elbo_every", elbo_every, 0, "Leave it out, or pass 0 for no estimates.")
 
 
-def _algorithm(name: object, samples: int | None, expectations: object, step_size: float) -> Algorithm:
+def _algorithm(name: object, samples: int | None, expectations: object) -> Algorithm:
     """The algorithm of a name, with its samples."""
     if samples is not None:
         require_whole("samples", samples, 1, "Pass an even number, such as samples=2.")
@@ -302,25 +305,24 @@ def _algorithm(name: object, samples: int | None, expectations: object, step_siz
     if name not in ("voggn", "lgva"):
         raise UnsupportedError('algorithm among "voggn", "lgva", "oggn"', repr(name)[:80], 'Use "voggn".')
     count = 2 if samples is None else samples
-    if count % 2:
-        _tell_noise(count, step_size)
     return VOGGN(count) if name == "voggn" else SampledLGVA(count)
 
 
-def _tell_noise(samples: int, step_size: object) -> None:
-    """Warn of the noise of a sample without a partner."""
-    if not isinstance(step_size, Real) or not 0 < step_size <= 1:
-        return  # which is refused
-    floor = float(step_size) / (2.0 - float(step_size)) / samples**2
+def _tell_noise(method: Algorithm, step_size: float) -> None:
+    """Warn of the noise of a sample without a partner, at constant step sizes."""
+    if not isinstance(method, (VOGGN, SampledLGVA)) or method.samples % 2 == 0:
+        return
+    samples = method.samples
+    floor = step_size / (2.0 - step_size) / samples**2
     warnings.warn(
-        f"of samples={samples} one has no partner μ - e: at a constant step size, μ keeps a squared distance of about "
+        f"of samples={samples} one has no partner μ - e: at a constant step_size, μ keeps a squared distance of about "
         f"{floor:.3g} tr[(G H⁻¹)²] to its optimum, in the metric of H (up to {floor:.3g} times the effective number of "
-        "parameters); pass an even number, decay=100 or average=True", NTKLaplaceWarning, stacklevel=4,
+        "parameters); pass an even number, decay=100 or average=True", NTKLaplaceWarning, stacklevel=3,
     )  # fmt: skip
 
 
 def _step_size(value: object) -> float:
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value <= 1:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) <= 1:
         raise HyperparameterError("a step_size in (0, 1]", repr(value), "Pass step_size=0.01, for instance.")
     return float(value)
 

@@ -49,6 +49,13 @@ def shape_of_draws(posterior: ntkl.Posterior, x: Any) -> Tensor:
     return torch.tensor([*weights.shape, *outputs.shape])
 
 
+def given(posterior: ntkl.Posterior, x: Any, y: Tensor) -> ntkl.Posterior:
+    """A Gaussian whose diagonal precision is given on the CPU."""
+    diagonal = torch.linspace(1, 2, posterior.num_parameters)
+    return ntkl.gaussian_posterior(posterior.network.module, (x, y), posterior.likelihood, posterior.prior,
+                                   precision=diagonal)  # fmt: skip
+
+
 VERBS: dict[str, Verb] = {
     "evidence": lambda p, x, y: p.log_marginal_likelihood(),
     "correction": lambda p, x, y: p.log_marginal_likelihood(correction=True),
@@ -66,6 +73,9 @@ VERBS: dict[str, Verb] = {
 """Those that every device is asked; the last one moves the hyperparameters."""
 
 MORE: dict[str, Verb] = {
+    "bound": lambda p, x, y: p.elbo(samples=64).value,
+    "divergence": lambda p, x, y: p.kl().value,
+    "given": lambda p, x, y: given(p, x, y).latent_moments(x)[1],
     "joint": lambda p, x, y: p.latent(x).covariance_matrix,
     "prior": lambda p, x, y: p.prior_latent(x).covariance_matrix,
     "posterior mean": lambda p, x, y: p.latent_moments(x, mean="posterior")[0],

@@ -241,6 +241,11 @@ class Likelihood(nn.Module):
         """
         return None
 
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """`curvature` averaged over equally likely samples of f (S, n, C), (n, C, C)."""
+        index = torch.arange(f.shape[1], device=f.device).repeat(len(f))
+        return self.at(index).curvature(f.flatten(0, 1), y[index]).unflatten(0, f.shape[:2]).mean(0)
+
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance), linearized through the link ([T20] 3.16)."""
         slope = self.mean_jacobian(mean)

@@ -125,6 +125,14 @@ class Categorical(Likelihood):
         hessian = self.response_covariance(f) / self._temperature(f) ** 2
         return hessian if y is None else hessian * label_mass(y, f).view(-1, 1, 1)
 
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """``(diag(E p) - E p pᵀ) / T²`` over samples of f (S, n, C), without a matrix for each of them, (n, C, C)."""
+        if type(self) is not Categorical:
+            return super().averaged_curvature(f, y)  # a subclass may override the curvature
+        p = torch.softmax(f / self._temperature(f), -1).transpose(0, 1)  # (n, S, C)
+        hessian = torch.diag_embed(p.mean(1)) - p.mT @ p / len(f)
+        return hessian / self._temperature(f) ** 2 * label_mass(y, f[0]).view(-1, 1, 1)
+
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """S (N, C, C-1) with ``S Sᵀ`` equal to `curvature`, by a Householder reflection of A = diag(√p) - p √pᵀ.
 

@@ -178,6 +178,10 @@ class Tempered(Likelihood):
         log_prob, residual, curvature = found
         return self.weight * log_prob, self.weight * residual, self.weight * curvature
 
+    def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
+        """w times the likelihood's average."""
+        return self.weight * self.likelihood.averaged_curvature(f, y)
+
     def linearize(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Moments of the response for f ~ N(mean, covariance)."""
         return self.likelihood.linearize(mean, covariance, scalar)

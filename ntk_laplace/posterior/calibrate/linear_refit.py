@@ -21,6 +21,7 @@ from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.likelihoods import Gaussian, Tempered
 from ntk_laplace.posterior.calibrate.densities import Setting
 from ntk_laplace.posterior.calibrate.search import Axis, climb
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel
 
@@ -85,7 +86,8 @@ def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
     Raises
     ------
     UnsupportedError
-        If the likelihood is not Gaussian, with one noise for all points or one per output.
+        If the likelihood is not Gaussian, with one noise for all points or one per output, or if the matrix has more
+        rows than `tuning.LARGEST_SPECTRUM`.
     MemoryBudgetError
         If the eigenvectors do not fit in memory.
     """
@@ -109,15 +111,17 @@ def with_left_out_hyperparameters(fitted: FittedModel) -> FittedModel:
 
 
 def _decomposed(fitted: FittedModel, root: Tensor) -> tuple[Tensor, Tensor]:
-    """k (r,) and U (N, R, r) of A Aᵀ = U diag(k) Uᵀ, from the smaller of the two matrices of A (N R, P)."""
+    """k (r,) and U (N, R, r) of A Aᵀ = U diag(k) Uᵀ, from A Aᵀ where rows of J are kept, else from AᵀA, A (N R, P)."""
     n, size = len(root), root.shape[0] * root.shape[2]
     element = fitted.theta.element_size()
     if fitted.structure.spec.keeps_jacobian:
+        _require_order(size, 'Use fewer points, or structure="full" with fewer parameters.')
         _require(3 * size * size * element, fitted)
         space = fitted.function_space
         values, vectors = torch.linalg.eigh(gram(space.weighted, None, space.variances))
         return values.clamp_min(0.0), vectors.view(n, root.shape[2], -1)
     shapes, p = fitted.network.shapes, len(fitted.theta)
+    _require_order(p, 'Use structure="gp" with fewer points, or parameters="last_layer".')
     _require((2 * size * p + 2 * p * p) * element, fitted)
     parts, start = [], 0
     for rows in fitted.rows_at(torch.arange(n)):
@@ -129,6 +133,12 @@ def _decomposed(fitted: FittedModel, root: Tensor) -> tuple[Tensor, Tensor]:
     kept = values > values[-1] * torch.finfo(values.dtype).eps * p
     values, vectors = values[kept], vectors[:, kept]
     return values, ((scaled @ vectors) / values.sqrt()).view(n, root.shape[2], -1)
+
+
+def _require_order(order: int, remedy: str) -> None:
+    if order > tuning.LARGEST_SPECTRUM:
+        raise UnsupportedError(f'a linear model of at most {tuning.LARGEST_SPECTRUM:,} eigenvectors for refit("loo")',
+                               f"a matrix of {order:,} rows", remedy)
 
 
 def _require(needed: int, fitted: FittedModel) -> None:

@@ -257,6 +257,7 @@ def leave_one_out_score(fitted: FittedModel) -> tuple[Tensor, LeaveOneOut]:
     UnsupportedError
         If the structure or the curvature is not exact: a removal from an approximation ranks points and is no score.
     """
+    fitted.require_laplace("leave-one-out")
     if not fitted.exact:
         raise UnsupportedError('structure="gp" or "full" and curvature="ggn" for a leave-one-out score',
                                f"structure={fitted.structure.name!r}, curvature={fitted.curvature_type.kind!r}",

@@ -11,10 +11,12 @@ from ntk_laplace.errors import NumericalError
 
 __all__ = ["conjugate_gradients"]
 
+_ROUNDING = 64  # units of it in a product, whose sums are over the data
+
 
 def conjugate_gradients(
     operator: Callable[[Tensor], Tensor], right: Tensor, precondition: Callable[[Tensor], Tensor], tolerance: float,
-    steps: int,
+    norm: float, steps: int,
 ) -> Tensor:  # fmt: skip
     """Solve A x = b for each row b of `right`.
 
@@ -26,7 +28,11 @@ def conjugate_gradients(
     precondition : callable
         M⁻¹ v for vectors (m, d), with M close to A.
     tolerance : float
-        Each row ends where its residual, recomputed from x, is at most this share of b.
+        Each row ends where its residual, recomputed from x, is at most this share of b, or where it falls no further
+        and is rounding, a few units of it in A x: x then solves a system whose A differs by that, as a factorization's
+        solution does.
+    norm : float
+        Of A, at most.
     steps : int
         Most products.
 
@@ -46,12 +52,16 @@ def conjugate_gradients(
         used += _descend(operator, residual, solution, left, precondition, tolerance * size, steps - used)
         # the recursive residual drifts from the true one: where the true one is not small enough, start again from it
         residual[left] = right[left] - operator(solution[left])
-        now, goal, used = residual[left].norm(dim=1), tolerance * size[left], used + 1
-        if bool((now > torch.maximum(goal, 0.5 * before)).any()) or (used >= steps and bool((now > goal).any())):
+        now, used = residual[left].norm(dim=1), used + 1
+        going = now > tolerance * size[left]
+        ended = going & ((now > 0.5 * before) | (used >= steps))
+        rounding = _ROUNDING * torch.finfo(right.dtype).eps * norm * solution[left].norm(dim=1)
+        if bool((ended & (now > rounding)).any()):
+            double = "" if right.dtype == torch.float64 else "dtype=torch.float64, "
             raise NumericalError(f"a solve with a residual of {tolerance:.1g} of the right-hand side",
                                  f"{float((now / size[left]).max()):.2g} after {used} products",
-                                 "Use dtype=torch.float64, a larger prior precision, or a larger rank.")
-        left = left[now > goal]
+                                 f"Use {double}a larger prior precision, or a larger rank.")
+        left = left[going & ~ended]
     return solution
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from ntk_laplace.structures import structure_names
 from ntk_laplace.tools.cli.likelihood import likelihood_fault
@@ -179,7 +182,7 @@ def _own(options: argparse.Namespace) -> int:
     from ntk_laplace.tools.cli import evidence, explain, plan, predict
 
     try:
-        with process_group() as options.group:
+        with process_group() as options.group, _warnings_in_words():
             if options.group is not None and options.group.size() > 1 and options.command != "evidence":
                 raise UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
                                        "Start it without torchrun; evidence takes several.")
@@ -192,6 +195,27 @@ def _own(options: argparse.Namespace) -> int:
     except OSError as cause:
         return _complain(f"cannot write to {cause.filename}: {cause.strerror or cause}. Choose another name.", FAILED)
     return OK
+
+
+@contextlib.contextmanager
+def _warnings_in_words() -> Iterator[None]:
+    """Warnings of the library in one line each, without a place in its code."""
+    from ntk_laplace.errors import NTKLaplaceWarning
+
+    with warnings.catch_warnings():  # it restores what shows them
+        others = warnings.showwarning
+
+        def shown(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:  # fmt: skip
+            if issubclass(category, NTKLaplaceWarning):
+                print(f"ntk-laplace: warning: {message}", file=sys.stderr)
+            else:
+                others(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = shown
+        yield
 
 
 def _complain(message: str, code: int) -> int:

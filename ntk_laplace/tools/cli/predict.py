@@ -78,9 +78,10 @@ def run(options: argparse.Namespace) -> None:
 def _require_exact(options: argparse.Namespace) -> None:
     """Refuse, before the fit, what has no intervals and sets from leave-one-out."""
     spec = spec_of(options.structure)
-    if options.held_out is None and not ((spec is None or spec.exact) and options.curvature == "ggn"):
+    if options.held_out is None and not (spec.exact and options.curvature == "ggn"):
         raise ntkl.UnsupportedError(
-            "--held-out, or --structure gp or full and --curvature ggn, whose leave-one-out gives intervals and sets",
+            "--held-out, or --structure gp, full or iterative, and --curvature ggn: intervals and sets come from "
+            "leave-one-out",
             f"--structure {options.structure} and --curvature {options.curvature} without --held-out",
             "Pass data that training did not use: --held-out NPZ.",
         )  # fmt: skip

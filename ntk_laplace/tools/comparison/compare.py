@@ -64,6 +64,7 @@ def compare_evidence(
     prior: GaussianPrior | None = None,
     structures: Sequence[str | StructureSpec] | None = None,
     correction: bool = False,
+    scores: Sequence[str] = (),
     **options: Any,
 ) -> EvidenceComparison:
     """Evidence of one trained network under several structures, with time and memory of each.
@@ -81,6 +82,9 @@ def compare_evidence(
         Names, or specifications with options: ``["gp", "kfac", INF(rank=0.5)]``. By default all structures.
     correction : bool
         Add ½ gᵀH⁻¹g to each evidence.
+    scores : sequence of str
+        Further columns: "elbo", the evidence lower bound of the linearized model (`Posterior.elbo`). Its time is not
+        part of the measured one.
     options
         `curvature`, `parameters`, `dtype`, `settings`, `output`, `targets`, as for `laplace`.
 
@@ -96,6 +100,8 @@ def compare_evidence(
         If the network, the data or the likelihood are invalid, or if no structure has a value for reasons other than
         memory.
     """
+    if isinstance(scores, str) or any(score != "elbo" for score in scores):
+        raise UnsupportedError('scores= of "elbo"', repr(scores), 'Pass ["elbo"], or leave it out.')
     inspect.signature(laplace).bind(network, data, likelihood, **options)  # raises early for an unknown option
     options["curvature"] = curvature_type = CurvatureType.of(options.get("curvature", "ggn"))
     prior = GaussianPrior.of(prior)
@@ -114,7 +120,7 @@ def compare_evidence(
             _tell(f"{label}, {number} of {len(labels)}", settings)
             _warm_up(structure, curvature_type, correction, device, options.get("dtype"))
             fit = partial(laplace, network, batches, likelihood, prior, structure, **options)
-            outcomes.append(_attempt(label, fit, correction, device, outcomes))
+            outcomes.append(_attempt(label, fit, correction, "elbo" in scores, device, outcomes))
     except KeyboardInterrupt as stop:
         raise ComparisonInterrupted(_together(found, outcomes)) from stop
     faults = [outcome.fault for outcome in outcomes if outcome.fault and not is_about_memory(outcome.fault)]
@@ -229,12 +235,13 @@ class _Outcome:
 
 
 def _attempt(
-    label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device, before: Sequence[_Outcome]
-) -> _Outcome:
+    label: str, fit: Callable[[], Posterior], correction: bool, bound: bool, device: torch.device,
+    before: Sequence[_Outcome],
+) -> _Outcome:  # fmt: skip
     """Measure one structure; errors that may be specific to it become the row's note."""
     try:
         with _heard([outcome.row for outcome in before]) as notes:
-            outcome = _measure(label, fit, correction, device)
+            outcome = _measure(label, fit, correction, bound, device)
     except Exception as error:
         # an error after other structures have a value affects only its own row
         late = isinstance(error, NTKLaplaceError) and any(outcome.row.evidence is not None for outcome in before)
@@ -261,17 +268,21 @@ def _heard(rows: Sequence[StructureEvidence]) -> Iterator[list[str]]:
             notes.append(f"note: {warning.message}")
 
 
-def _measure(label: str, fit: Callable[[], Posterior], correction: bool, device: torch.device) -> _Outcome:
+def _measure(
+    label: str, fit: Callable[[], Posterior], correction: bool, bound: bool, device: torch.device
+) -> _Outcome:
     fitting, evaluating = Stopwatch(device), Stopwatch(device)
     with PeakMemory(device) as memory, torch.inference_mode(False):
         with fitting:
             posterior = fit()
         with evaluating, torch.no_grad():
             found = posterior.evidence(correction)
+    elbo = posterior.elbo() if bound else None
     row = StructureEvidence(
         label, float(found), None, float(found.log_det), float(found.log_likelihood + found.log_prior),
         float(found.correction) if correction else None,  # [I21] A.1
         fitting.seconds, evaluating.seconds, memory.bytes, found.standard_error,
+        None if elbo is None else float(elbo), None if elbo is None else elbo.standard_error,
     )  # fmt: skip
     reference = posterior.fitted.structure.spec.exact and found.standard_error == 0
     return _Outcome(row, posterior.num_examples, reference)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from ntk_laplace.model.likelihoods import Likelihood, Tempered
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.scores import require_beginning
-from ntk_laplace.tools.comparison.priors import check_prior
-from ntk_laplace.tools.comparison.ranking import ModelComparison, ModelScores
+from ntk_laplace.tools.comparison.priors import PriorCheck, check_prior
+from ntk_laplace.tools.comparison.ranking import BOUNDS, CRITERIA, ModelComparison, ModelScores
 
 __all__ = ["compare_models"]
 
@@ -27,6 +27,7 @@ _CONDITIONAL = ("auto", "evidence", "average", "none")
 def compare_models(
     models: Iterable[Any] | Mapping[str, Posterior], test: Any = None, *, m: int | None = None,
     permutations: int | None = None, seed: int = 0, conditional: str = "auto", predictive: str = "glm",
+    scores: Sequence[str] = CRITERIA,
 ) -> ModelComparison:  # fmt: skip
     """Scores of several trained models of the same data, and the agreement of their rankings.
 
@@ -51,6 +52,10 @@ def compare_models(
         structure supports it, else "average", or "none" for at most two points.
     predictive : str
         Method of `predict` for the test data.
+    scores : sequence of str
+        Which columns: "evidence", "conditional", "loo", "bic", "aic", all of them by default; and "elbo" and "elbo_nn",
+        the evidence lower bounds of `Posterior.elbo`, which every Gaussian has. A posterior that is no Laplace
+        approximation has no evidence, conditional evidence and leave-one-out.
 
     Returns
     -------
@@ -61,13 +66,16 @@ def compare_models(
     DataError
         If there are no models, two with the same name, or models of different data.
     UnsupportedError
-        If the likelihoods cannot be compared, or the method is unknown.
+        If the likelihoods cannot be compared, or a method or a score is unknown.
     """
+    known = (*CRITERIA, *BOUNDS)
+    if isinstance(scores, str) or not all(score in known for score in scores):
+        raise UnsupportedError(f"scores= among {', '.join(known)}", repr(scores), "Pass some of them, in a list.")
     named = _named(models)
     _require_same_data(named)
     first = next(iter(named.values()))
     m = int(_SHARE * first.num_examples) if m is None else m
-    method = _method(conditional, named)
+    method = _method(conditional, named) if "conditional" in scores else "none"
     if method != "none":
         m = require_beginning(m, first.num_examples, 0 if method == "evidence" else 2)
     by_name = isinstance(test, Mapping) and not any(one.network.targets in test for one in named.values())
@@ -83,9 +91,9 @@ def compare_models(
         rows = []
         for name, posterior in named.items():
             given = None
-            if method != "none":
+            if method != "none" and _is_laplace(posterior):
                 given = float(posterior.conditional_log_marginal_likelihood(m, permutations, seed, method=method))
-            rows.append(_row(name, posterior, given, tested[name]))
+            rows.append(_row(name, posterior, scores, given, tested[name]))
     found = ModelComparison(tuple(rows), first.num_examples, None if method == "none" else m, method)
     if found.warning:
         warnings.warn(found.warning, NTKLaplaceWarning, stacklevel=2)
@@ -155,22 +163,37 @@ def _method(conditional: str, named: dict[str, Posterior]) -> str:
                                "Choose one of these.")
     if conditional != "auto":
         return conditional
-    exact = all(one.supports_conditional_evidence for one in named.values())
+    exact = all(one.supports_conditional_evidence for one in named.values() if _is_laplace(one))
     few = next(iter(named.values())).num_examples < 3
     return "evidence" if exact else "none" if few else "average"
 
 
-def _row(name: str, posterior: Posterior, given: float | None, tested: dict[str, float]) -> ModelScores:
-    found, used = posterior.evidence(), posterior.effective_parameters()
-    evidence = float(found)
-    check = check_prior(posterior, used, evidence)
-    loo, note = _left_out(posterior)
+def _is_laplace(posterior: Posterior) -> bool:
+    """Whether the posterior has an evidence of its own."""
+    return posterior.fitted.structure.spec.laplace
+
+
+def _row(
+    name: str, posterior: Posterior, scores: Sequence[str], given: float | None, tested: dict[str, float]
+) -> ModelScores:
+    used = posterior.effective_parameters()
+    evidence, error, check = None, 0.0, PriorCheck(0.0, False, False, "")
+    if "evidence" in scores and _is_laplace(posterior):
+        found = posterior.evidence()
+        evidence, error = float(found), found.standard_error
+        check = check_prior(posterior, used, evidence)
+    loo, note = _left_out(posterior) if "loo" in scores else (None, "")
+    bounds: dict[str, float] = {}
+    for score in BOUNDS.keys() & set(scores):
+        bound = posterior.elbo(BOUNDS[score])
+        bounds |= {score: float(bound), f"{score}_error": bound.standard_error}
     return ModelScores(
         name=name, structure=posterior.structure, parameters=posterior.num_parameters,
         effective_parameters=float(used.sum()), evidence=evidence, conditional=given, loo=loo,
-        bic=float(posterior.bic()), aic=float(posterior.aic()), prior_gap=check.gap, vague=check.vague,
+        bic=float(posterior.bic()) if "bic" in scores else None,
+        aic=float(posterior.aic()) if "aic" in scores else None, prior_gap=check.gap, vague=check.vague,
         narrow=check.narrow, prior=check.words, loo_trusted=None if loo is None else not note, loo_note=note,
-        evidence_error=found.standard_error, **tested,
+        evidence_error=error, **bounds, **tested,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_of
 from ntk_laplace.runtime.meter import Stopwatch
 from ntk_laplace.runtime.resources import format_bytes
-from ntk_laplace.structures import LinearizedModel, Settings, StructureSpec, structure_names
+from ntk_laplace.structures import Auto, LinearizedModel, Settings, StructureSpec, structure_names
 from ntk_laplace.structures.forecast import Forecast, Problem, Work, memory_of
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.tools.comparison.compare import in_words, labels_of
@@ -220,7 +220,7 @@ def plan(
     names = labels_of(structures)
     with torch.inference_mode(False):
         own = copy.deepcopy(Likelihood.of(likelihood)), copy.deepcopy(GaussianPrior.of(prior))
-    model, batches = linearized(network, data, *own, None, curvature, parameters=parameters, dtype=dtype,
+    model, batches = linearized(network, data, *own, Auto(None), curvature, parameters=parameters, dtype=dtype,
                                 settings=settings, output=output, targets=targets)  # fmt: skip
     with torch.inference_mode(False), outside_autocast():
         x, y = batches.first()
@@ -236,8 +236,8 @@ def plan(
                 model.network.num_parameters, words)
 
 
-def _planned(name: str, spec: StructureSpec | None, probe: _Probe, processes: int) -> StructurePlan:
-    if spec is None:
+def _planned(name: str, spec: StructureSpec | Auto, probe: _Probe, processes: int) -> StructurePlan:
+    if isinstance(spec, Auto):
         raise UnsupportedError("structures whose cost to forecast", "'auto'", 'Name "gp" and "full".')
     try:
         spec.check(probe.model.prior)

@@ -14,19 +14,24 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["ModelComparison", "ModelScores"]
+__all__ = ["BOUNDS", "CRITERIA", "ModelComparison", "ModelScores"]
 
 CRITERIA = ("evidence", "conditional", "loo", "bic", "aic")
+BOUNDS = {"elbo": "glm", "elbo_nn": "nn"}
+"""Columns with a lower bound of the evidence, and the method of each."""
+_ERRORS = {name: f"{name}_error" for name in ("evidence", *BOUNDS)}
 LESS_IS_BETTER = ("test_brier", "test_ece", "test_rmse")
 _HEADINGS = {
     "parameters": ("P", "{:,}"), "effective_parameters": ("effective", "{:.1f}"), "evidence": ("evidence", "{:.2f}"),
     "conditional": ("conditional", "{:.2f}"), "loo": ("LOO", "{:.2f}"), "bic": ("BIC", "{:.1f}"),
-    "aic": ("AIC", "{:.1f}"), "test_log_likelihood": ("test log lik.", "{:.4f}"),
+    "aic": ("AIC", "{:.1f}"), "elbo": ("ELBO", "{:.2f}"), "elbo_nn": ("ELBO nn", "{:.2f}"),
+    "test_log_likelihood": ("test log lik.", "{:.4f}"),
     "test_accuracy": ("accuracy", "{:.4f}"), "test_rmse": ("RMSE", "{:.4f}"),
 }  # fmt: skip
 _WORDS = {
     "evidence": "evidence, nats", "conditional": "conditional evidence, nats", "loo": "leave-one-out log density, nats",
     "bic": "BIC as a log score, nats", "aic": "AIC as a log score, nats",
+    "elbo": "evidence lower bound, linearized model, nats", "elbo_nn": "evidence lower bound, network, nats",
     "test_log_likelihood": "test log likelihood, nats per example", "test_accuracy": "test accuracy",
     "test_brier": "test Brier score", "test_ece": "test calibration error", "test_rmse": "test RMSE",
     "parameters": "parameters", "effective_parameters": "effective parameters",
@@ -44,14 +49,14 @@ class ModelScores:
         P.
     effective_parameters : float
         γ, the number of parameters that the data determine.
-    evidence : float
+    evidence : float or None
         Log marginal likelihood without correction. Like all criteria below it is in nats, summed over the training
-        data, and larger is better.
+        data, and larger is better; None if it was not asked for, or the posterior is no Laplace approximation.
     conditional : float or None
         Conditional evidence, given m points.
     loo : float or None
         Leave-one-out log density; None if the structure does not support it.
-    bic, aic : float
+    bic, aic : float or None
         As log scores; the textbook definitions are -2 times these.
     prior_gap : float
         Estimated increase of the evidence, in nats, by better precisions at these weights.
@@ -65,6 +70,10 @@ class ModelScores:
         Reasons to distrust it, or why there is no score; else empty.
     evidence_error : float
         Standard error of the evidence, if it is a stochastic estimate; else 0.
+    elbo, elbo_nn : float or None
+        Evidence lower bounds of the linearized model and of the network, if asked for.
+    elbo_error, elbo_nn_error : float
+        Their standard errors.
     test_log_likelihood : float or None
         In nats per test example; like all scores below None without test data.
     test_accuracy, test_brier, test_ece : float or None
@@ -77,11 +86,11 @@ class ModelScores:
     structure: str
     parameters: int
     effective_parameters: float
-    evidence: float
+    evidence: float | None
     conditional: float | None
     loo: float | None
-    bic: float
-    aic: float
+    bic: float | None
+    aic: float | None
     prior_gap: float
     vague: bool
     narrow: bool
@@ -89,6 +98,10 @@ class ModelScores:
     loo_trusted: bool | None = None
     loo_note: str = ""
     evidence_error: float = 0.0
+    elbo: float | None = None
+    elbo_error: float = 0.0
+    elbo_nn: float | None = None
+    elbo_nn_error: float = 0.0
     test_log_likelihood: float | None = None
     test_accuracy: float | None = None
     test_brier: float | None = None
@@ -193,9 +206,9 @@ class ModelComparison:
             values = [getattr(row, name) for row in self.rows]
             if any(value is not None for value in values):
                 cells = ["-" if value is None else form.format(value) for value in values]
-                if name == "evidence":
-                    cells = [c + f" ± {row.evidence_error:.2g}" * bool(row.evidence_error)
-                             for c, row in zip(cells, self.rows, strict=True)]
+                if name in _ERRORS:
+                    errors = [getattr(row, _ERRORS[name]) for row in self.rows]
+                    cells = [c + f" ± {error:.2g}" * bool(error) for c, error in zip(cells, errors, strict=True)]
                 if name == "loo":
                     cells = [c + "*" * (row.loo_trusted is False) for c, row in zip(cells, self.rows, strict=True)]
                 columns.append([heading, *cells])
@@ -227,7 +240,7 @@ class ModelComparison:
     def _correlations(self) -> dict[str, float | None]:
         """ρ of each criterion with the test log likelihood; None if it is undefined."""
         found: dict[str, float | None] = {}
-        for name in CRITERIA:
+        for name in (*CRITERIA, *BOUNDS):
             columns = name, "test_log_likelihood"
             known = all(getattr(row, column) is not None for row in self.rows for column in columns)
             rho = self.spearman(name) if known else float("nan")

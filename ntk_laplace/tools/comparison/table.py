@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["EvidenceComparison", "StructureEvidence", "aligned"]
 
 
+_OPTIONAL = ("difference", "correction", "standard_error", "elbo", "elbo_error")
+
+
 @dataclass(frozen=True)
 class StructureEvidence:
     """One structure's evidence with its time and memory, or the reason why there is none.
@@ -42,6 +45,8 @@ class StructureEvidence:
         process's resident memory.
     standard_error : float or None
         Of the evidence, if it is a stochastic estimate; 0 if it is not.
+    elbo, elbo_error : float or None
+        Evidence lower bound of the linearized model, if requested, and its standard error.
     note : str
         Empty, or "refused: ..." or "failed: ..." with the reason, or "note: ..." with warnings of the fit that no
         earlier row reports.
@@ -57,6 +62,8 @@ class StructureEvidence:
     evidence_seconds: float | None = None
     peak_memory: int | None = None
     standard_error: float | None = None
+    elbo: float | None = None
+    elbo_error: float | None = None
     note: str = ""
 
 
@@ -150,6 +157,7 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
         "evidence": ("evidence", "{:.3f}"), "±": ("standard_error", "{:.2g}"),
         "difference": ("difference", "{:+.4g}"), "log det B": ("log_det", "{:.3f}"),
         "log joint": ("log_joint", "{:.3f}"), "correction": ("correction", "{:.3g}"),
+        "ELBO": ("elbo", "{:.3f}"), "ELBO ±": ("elbo_error", "{:.2g}"),
         "fit s": ("fit_seconds", "{:.2f}"), "evid. s": ("evidence_seconds", "{:.2f}"),
     }  # fmt: skip
     columns: list[list[str] | None] = []
@@ -161,10 +169,10 @@ def _columns(rows: Sequence[StructureEvidence], exact: str | None) -> list[list[
             cells = [word if value is None else cell for word, value, cell in zip(gone, values, cells, strict=True)]
         if name == "difference":
             cells = ["exact" if row.structure == exact else cell for row, cell in zip(rows, cells, strict=True)]
-        if name == "standard_error":
+        if name in ("standard_error", "elbo_error"):
             values = [value or None for value in values]  # not a column of zeros
             cells = ["" if value is None else form.format(value) for value in values]
-        optional = name in ("difference", "correction", "standard_error") and all(value is None for value in values)
+        optional = name in _OPTIONAL and all(value is None for value in values)
         columns.append(None if optional else [heading, *cells])
     sizes = ["-" if row.peak_memory is None else format_bytes(row.peak_memory) for row in rows]
     return [*columns, ["memory", *sizes]]
