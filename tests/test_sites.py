@@ -170,6 +170,29 @@ def test_saturated_points() -> None:
     assert float(((mean - known) / deviation).abs().max()) < 1e-9
 
 
+@pytest.mark.parametrize("likelihood", [
+    ntkl.Gaussian(0.3, missing="nan"), ntkl.Bernoulli(missing="nan"), ntkl.HeteroscedasticGaussian("natural"),
+    ntkl.HeteroscedasticGaussian(),
+], ids=repr)  # fmt: skip
+def test_other_likelihoods(likelihood: ntkl.Likelihood) -> None:
+    """Missing targets, of one output and of all; two outputs for one response."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(9, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+    if isinstance(likelihood, ntkl.HeteroscedasticGaussian):
+        y = y[:, :1]
+    else:
+        y = (y > 0).double()
+        y[0, 1], y[1] = torch.nan, torch.nan
+    network, found = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 2)).double(), []
+    for structure, kind in (("gp", AnchoredSites), ("full", AnchoredWeights)):
+        posterior = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(1.0), structure=structure)
+        found.append(kind(posterior.fitted))
+        for size in (0.3, 0.5):
+            found[-1].step(size)
+    for one, other in zip((found[0].mean, *found[0].moments()), (found[1].mean, *found[1].moments()), strict=True):
+        assert relative_error(one, other) < 1e-9
+
+
 def test_weights_are_repetitions() -> None:
     """Of a point of weight 2, each copy has the same site."""
     case, found = problem("scalar_outputs"), []

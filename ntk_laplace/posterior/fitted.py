@@ -155,7 +155,7 @@ class Fitted:
         words += [f"{removed} removed"] if removed else []
         words += ["refitted"] if model.refitted else []
         if not words and model.displacement is not None:
-            words = ["changed"]
+            words = ["changed" if self._fitted.structure.spec.laplace else "linearized at other weights"]
         return f" ({', '.join(words)})" if words else ""
 
     @property
