@@ -170,7 +170,7 @@ def study(data: Images, seed: int, options: argparse.Namespace) -> dict[str, Any
         network = data.trained(every, delta, seed, epochs)
         posterior = ntkl.laplace(network, (data.x, data.y), ntkl.Categorical(), ntkl.GaussianPrior(precision=delta),
                                  structure="kfac", dtype=torch.float32)  # fmt: skip
-        posterior.fit_hyperparameters(which="precision")
+        posterior.fit_hyperparameters(parameters=["precision"])
         delta = posterior.prior.precision.item()
     network = data.trained(every, delta, seed, epochs)
     prior = ntkl.GaussianPrior(precision=delta)
@@ -194,8 +194,8 @@ def study(data: Images, seed: int, options: argparse.Namespace) -> dict[str, Any
     start = time.perf_counter()
     fit = ntkl.variational(
         network, (data.x, data.y), ntkl.Categorical(), prior, structure="kfac", algorithm="voggn", start=laplace,
-        samples=2, step_size=options.step_size, steps=steps, batch_size=min(options.batch, len(data.y)), seed=seed,
-        decay=steps / 5, dtype=torch.float32,
+        step_size=options.step_size, steps=steps, batch_size=min(options.batch, len(data.y)), seed=seed, elbo_every=0,
+        dtype=torch.float32,
     )  # fmt: skip
     found["seconds of VOGGN"] = time.perf_counter() - start
     for method in ("nn", "glm"):
@@ -212,8 +212,8 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--epochs", type=int, default=60)
     arguments.add_argument("--steps", type=int, default=500)
-    arguments.add_argument("--batch", type=int, default=500)
-    arguments.add_argument("--step-size", type=float, default=0.05)
+    arguments.add_argument("--batch", type=int, default=250)
+    arguments.add_argument("--step-size", type=float, default=0.005)
     options = arguments.parse_args()
     if options.small:
         options.seeds = 1
