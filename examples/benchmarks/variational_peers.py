@@ -4,9 +4,9 @@
 
 Snelson's data (DIR/snelson.npz) without the points of 1.6 < x < 3.0: 110 to train on, 40 to test inside and 50 in the
 gap. A tanh network with two hidden layers of 25 units (P = 726), prior precision 0.63, noise variance 0.1. VOGGN starts
-at the MAP, and its time contains that of the MAP, or at the initial weights. IVON runs with 12 settings and posteriors' diagonal and dense variational
-inference with 12, of which the best ELBO of each counts. Each Gaussian is brought in by `gaussian_posterior`, so all
-ELBOs are computed by the same code.
+at the MAP, and its time contains that of the MAP, or at the initial weights. IVON runs with 12 settings, and
+posteriors' diagonal and dense variational inference with six each. Each Gaussian is brought in by
+`gaussian_posterior`, so all ELBOs are computed by the same code.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ import ntk_laplace as ntkl
 from ntk_laplace import metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "predictions"))
 
+from _scores import temperature
 from _shared import machine, mlp, once, parser, table, write
 
 Predict = Callable[[Tensor], Tensor]
@@ -106,12 +108,6 @@ def averaged(networks: list[nn.Module], x: Tensor, temperature: float = 1.0) -> 
     return (logs / temperature).softmax(-1)
 
 
-def temperature(networks: list[nn.Module], x: Tensor, y: Tensor) -> float:
-    """The temperature with the largest likelihood on a grid."""
-    grid = torch.logspace(-1, 1, 201).tolist()
-    return max(grid, key=lambda t: averaged(networks, x, t)[torch.arange(len(y)), y].clamp_min(1e-30).log().sum())
-
-
 def of_posterior(posterior: ntkl.Posterior, method: str) -> Predict:
     """Probabilities of a posterior."""
 
@@ -181,7 +177,7 @@ def study(data: Images, seed: int, options: argparse.Namespace) -> dict[str, Any
                 for k in range(count)]  # fmt: skip
 
     def calibrated(count: int) -> Predict:
-        tuned = temperature(ensemble(kept, count), data.x[held], data.y[held])
+        tuned = temperature(averaged(ensemble(kept, count), data.x[held]).log(), data.y[held])
         whole = ensemble(every, count)
         return lambda x: averaged(whole, x, tuned)
 
