@@ -104,6 +104,24 @@ def test_solves_with_a_square_factor():
     assert relative_error(transposed, torch.linalg.solve(factor.T, right)) < 1e-11
 
 
+def test_eigenvalues_that_single_precision_loses_are_those_of_double_precision(monkeypatch):
+    matrix = positive().float()
+    values, vectors = torch.linalg.eigh(matrix.double())
+    eigh, eigvalsh = torch.linalg.eigh, torch.linalg.eigvalsh
+
+    def lost(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return found if like.dtype == torch.float64 else torch.full_like(found, torch.nan)
+
+    monkeypatch.setattr(torch.linalg, "eigh", lambda a, UPLO: tuple(lost(part, a) for part in eigh(a, UPLO=UPLO)))
+    monkeypatch.setattr(torch.linalg, "eigvalsh", lambda a, UPLO: lost(eigvalsh(a, UPLO=UPLO), a))
+    found = linalg.symmetric_eigen(matrix.tril())
+    assert [part.dtype for part in found] == [torch.float32, torch.float32]
+    assert torch.equal(found[0], values.float()) and torch.equal(linalg.symmetric_eigenvalues(matrix), found[0])
+    assert relative_error(found[1].abs(), vectors.float().abs()) < 1e-6
+    with pytest.raises(NumericalError, match="finite eigenvalues"):
+        linalg.symmetric_eigen(torch.full((2, 2), torch.nan))
+
+
 @pytest.mark.parametrize("unit", [1, 3, 50])
 def test_the_bytes_of_a_triangle_are_predicted(unit, monkeypatch):
     monkeypatch.setattr(tuning, "PANEL_ROWS", 20)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.block_summary import Basis, Summary
+from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues
 from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = ["Eigenbasis", "FactorEigen"]
@@ -39,14 +40,14 @@ class FactorEigen:
         if self._values is None:
             if self.lower is None:
                 raise ValueError("a decomposition needs a matrix or its eigenvalues")
-            self._values = torch.linalg.eigvalsh(self.lower, UPLO="L").clamp_min(0.0)
+            self._values = symmetric_eigenvalues(self.lower).clamp_min(0.0)
         return self._values
 
     @property
     def vectors(self) -> Tensor | None:
         """Eigenvectors; None for the identity."""
         if self._vectors is None and self.lower is not None:
-            values, self._vectors = torch.linalg.eigh(self.lower, UPLO="L")
+            values, self._vectors = symmetric_eigen(self.lower)
             if self._values is None:  # else keep the eigenvalues already returned
                 self._values = values.clamp_min(0.0)
         return self._vectors

@@ -11,7 +11,14 @@ from torch import Tensor
 from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.priors import GaussianPrior
-from ntk_laplace.runtime.linalg import add_outer_lower_, cholesky_, cholesky_log_det, solve_lower, solve_spd
+from ntk_laplace.runtime.linalg import (
+    add_outer_lower_,
+    cholesky_,
+    cholesky_log_det,
+    solve_lower,
+    solve_spd,
+    symmetric_eigenvalues,
+)
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import require_memory
 
@@ -73,7 +80,7 @@ class FullPrecision(PosteriorPrecision):
         if not self._lists_eigenvalues(self.num_parameters):
             return None
         scale = self.prior_precision.rsqrt()
-        return torch.linalg.eigvalsh(self.ggn * scale * scale.unsqueeze(1), UPLO="L")
+        return symmetric_eigenvalues(self.ggn * scale * scale.unsqueeze(1))
 
     def log_det_at(self, factor: float) -> Tensor:
         """log det B with all prior precisions multiplied by a factor, from another H."""

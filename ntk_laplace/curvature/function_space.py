@@ -17,6 +17,7 @@ from ntk_laplace.jacobian.contractions import read_once
 from ntk_laplace.jacobian.gram import Variances, cross_gram, diagonal_blocks, gram, gram_lower, gram_tiles
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.linalg import symmetric_eigenvalues
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.reduction import Reducer, SingleProcess, collective_property
 from ntk_laplace.runtime.resources import require_memory
@@ -143,7 +144,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         """Eigenvalues of SᵀKS = B - I, (N*R,), ascending; SᵀKS is recomputed, because the factor overwrote B."""
         if not self._lists_eigenvalues(len(self.factor)):
             return None
-        return torch.linalg.eigvalsh(gram(self.weighted, None, self.variances), UPLO="L")
+        return symmetric_eigenvalues(gram(self.weighted, None, self.variances))
 
     def log_det_at(self, factor: float) -> Tensor:
         """log det B with all prior precisions multiplied by a factor, from a second triangle."""

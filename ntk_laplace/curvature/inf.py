@@ -17,7 +17,7 @@ from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lower
+from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lower, symmetric_eigen
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["InfBlock", "LowRank", "chosen_rank"]
@@ -281,7 +281,7 @@ class InfBlock(BlockPrecision):
     @cached_property
     def _inner_eigen(self) -> tuple[Tensor, Tensor]:
         weights, scale, _ = self._pieces
-        values, vectors = torch.linalg.eigh(self._inner(self.kept, scale.square() * weights))
+        values, vectors = symmetric_eigen(self._inner(self.kept, scale.square() * weights))
         return values.clamp_min(0.0), vectors  # rounding makes eigenvalues of a Gram matrix slightly negative
 
     def _down(self, values: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from ntk_laplace.curvature.posterior_precision import PosteriorPrecision
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import diagonal_blocks, gram
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime.linalg import symmetric_eigen
 
 __all__ = ["LowRankPrecision", "prior_deviation"]
 
@@ -59,7 +60,7 @@ class LowRankPrecision(PosteriorPrecision):
 
     def _eigen(self, factor: Tensor) -> tuple[Tensor, Tensor]:
         scaled = factor * self.deviation
-        values, turn = torch.linalg.eigh(scaled @ scaled.T)
+        values, turn = symmetric_eigen(scaled @ scaled.T)
         clear = values > len(values) * torch.finfo(values.dtype).eps * values[-1:].clamp_min(0.0)
         return values[clear], (turn[:, clear] * values[clear].rsqrt()).T @ scaled
 

@@ -6,9 +6,13 @@ one matrix plus blocks on every device. The blocked algorithms are those of `low
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
+from ntk_laplace.errors import NumericalError
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite, require_full_precision
 
 __all__ = [
@@ -22,6 +26,8 @@ __all__ = [
     "mirror_lower_",
     "solve_lower",
     "solve_spd",
+    "symmetric_eigen",
+    "symmetric_eigenvalues",
     "symmetric_root",
 ]
 
@@ -146,8 +152,48 @@ def symmetric_root(matrix: Tensor) -> Tensor:
     Negative eigenvalues, which rounding causes, are set to zero; they are of the order of machine precision times the
     largest eigenvalue. A root needs no inverse, so no jitter is added.
     """
-    values, vectors = torch.linalg.eigh(matrix)
+    values, vectors = symmetric_eigen(matrix)
     return vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+
+
+def symmetric_eigen(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (..., n), ascending, and eigenvectors (..., n, n) of symmetric matrices; lower triangles are read.
+
+    Raises
+    ------
+    NumericalError
+        If they are not finite.
+    """
+
+    def decomposed(lower: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = torch.linalg.eigh(lower, UPLO="L")
+        return values, vectors
+
+    return _finite(matrix, decomposed)
+
+
+def symmetric_eigenvalues(matrix: Tensor) -> Tensor:
+    """The eigenvalues of `symmetric_eigen` alone, which are cheaper than both."""
+    return _finite(matrix, lambda lower: (torch.linalg.eigvalsh(lower, UPLO="L"),))[0]
+
+
+_Parts = TypeVar("_Parts", bound=tuple[Tensor, ...])
+
+
+def _finite(matrix: Tensor, decompose: Callable[[Tensor], _Parts]) -> _Parts:
+    """The parts of a decomposition, eigenvalues first, in double precision where single precision fails.
+
+    The divide-and-conquer routine of some LAPACK builds returns NaN for finite float32 matrices of low rank.
+    """
+    found = decompose(matrix)
+    if found[0].isfinite().all():
+        return found
+    if matrix.dtype == torch.float32:
+        again = decompose(matrix.double())
+        if again[0].isfinite().all():
+            return type(found)(part.to(matrix) for part in again)
+    raise NumericalError("a symmetric matrix with finite eigenvalues", "NaN or infinite ones",
+                         "Check inputs, targets and weights for values that are not finite, or are very large.")
 
 
 def cross_approximation(matrix: Tensor, most: int) -> tuple[Tensor, Tensor] | None:

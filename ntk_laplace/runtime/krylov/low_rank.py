@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ntk_laplace.runtime.linalg import symmetric_eigen
+
 __all__ = ["LowRank", "low_rank"]
 
 
@@ -51,7 +53,7 @@ def low_rank(operator: Callable[[Tensor], Tensor], tests: Tensor) -> LowRank:
     kept = values > 8.0 * len(values) * torch.finfo(tests.dtype).eps
     root = (units.unsqueeze(1) * vectors[:, kept] * values[kept].rsqrt()).to(tests)
     factor = root.T @ images
-    values, turn = torch.linalg.eigh(factor @ factor.T)
+    values, turn = symmetric_eigen(factor @ factor.T)
     clear = values > len(values) * torch.finfo(tests.dtype).eps * values[-1:].clamp_min(0.0)
     values, turn = values[clear], turn[:, clear]
     return LowRank(values, (turn * values.rsqrt()).T @ factor, tests, (root @ turn).T)
