@@ -42,6 +42,11 @@ ALGORITHMS = "laplace", "oggn", "lgva", "voggn"
 TITLES = {"laplace": "Laplace-GGN", "oggn": "OGGN", "lgva": "LGVA", "voggn": "VOGGN"}
 STARTS = "laplace", "scratch"
 METHODS = "nn", "glm"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "voggn": {"samples": 10, "step_size": 0.02, "steps": 500, "decay": 250.0},
+    "lgva": {"step_size": 0.05, "steps": 300, "decay": 60.0},
+    "oggn": {"step_size": 0.05, "steps": 300, "decay": 60.0},
+}
 
 
 class Problem:
@@ -85,8 +90,8 @@ class Problem:
         found = ntkl.variational(
             self.initial if scratch else self.trained, (self.toy.x, self.toy.y), self.likelihood,
             ntkl.GaussianPrior(precision=PRECISION[self.name]), structure="full", algorithm=algorithm,
-            start=10.0 if scratch else self.laplace(), samples=10 if algorithm == "voggn" else None, step_size=0.05,
-            steps=self.options.steps, decay=self.options.steps / 5, tolerance=1e-10, elbo_every=0, seed=self.seed,
+            start=10.0 if scratch else self.laplace(), tolerance=1e-10, elbo_every=0, seed=self.seed,
+            **(SETTINGS[algorithm] | ({"steps": 10} if self.options.small else {})),
         )  # fmt: skip
         return found.posterior
 
@@ -265,15 +270,14 @@ def main() -> None:
     """Every fit, the pictures and the claims."""
     arguments = parser(__doc__, "predictives")
     arguments.add_argument("--epochs", type=int, default=5000, help="of the MAP")
-    arguments.add_argument("--steps", type=int, default=300)
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=1000, help="of weights, for predictions")
     options = arguments.parse_args()
     if options.small:
-        options.steps, options.seeds, options.samples = 10, 1, 20
+        options.seeds, options.samples = 1, 20
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    settings = [str(options.epochs), str(options.steps), str(options.small)]
+    settings = [str(options.epochs), str(options.small)]
     found: dict[str, dict[str, dict[str, Any]]] = {"regression": {}, "classification": {}}
     for seed in range(options.seeds):
         for name, results in found.items():
@@ -284,7 +288,7 @@ def main() -> None:
                     key = f"{algorithm} from {start}"
                     kept = options.out / f"{name}_{seed}_{algorithm}_{start}.json"
                     results[str(seed)][key] = once(
-                        kept, settings, lambda p=problem, a=algorithm, s=start: judge(p, a, s))
+                        kept, [*settings, str(SETTINGS.get(algorithm))], lambda p=problem, a=algorithm, s=start: judge(p, a, s))
                     print(f"{name}, seed {seed}: {key}", flush=True)
             if seed == 0:
                 (draw_regression if name == "regression" else draw_classification)(problem, results["0"], options.out)
