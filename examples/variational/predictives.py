@@ -288,7 +288,8 @@ def main() -> None:
                     key = f"{algorithm} from {start}"
                     kept = options.out / f"{name}_{seed}_{algorithm}_{start}.json"
                     results[str(seed)][key] = once(
-                        kept, [*settings, str(SETTINGS.get(algorithm))], lambda p=problem, a=algorithm, s=start: judge(p, a, s))
+                        kept, [*settings, str(SETTINGS.get(algorithm))],
+                        lambda p=problem, a=algorithm, s=start: judge(p, a, s))
                     print(f"{name}, seed {seed}: {key}", flush=True)
             if seed == 0:
                 (draw_regression if name == "regression" else draw_classification)(problem, results["0"], options.out)
