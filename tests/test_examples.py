@@ -465,6 +465,35 @@ def test_the_toys_of_t20(tmp_path: Path) -> None:
             assert (tmp_path / "out" / f"{toy}_{kind}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_posteriors_and_predictives_of_t20(tmp_path: Path) -> None:
+    printed = run("variational/predictives.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "predictives.json")
+    for toy in ("regression", "classification"):
+        rows = found["results"][toy]["0"]
+        assert len(rows) == 7
+        # for a Gaussian likelihood LGVA is OGGN; both kinds of ELBO are finite, and VOGGN's weight samples are of use
+        lgva, oggn = (rows[f"{name} from scratch"]["glm"]["inside"] for name in ("lgva", "oggn"))
+        assert (lgva == pytest.approx(oggn, abs=1e-6)) == (toy == "regression")
+        assert rows["voggn from laplace"]["nn"]["inside"] > rows["laplace from laplace"]["nn"]["inside"]
+        for picture in {"regression": ("predictives", "functions"), "classification": ("predictives", "parts")}[toy]:
+            assert (tmp_path / "out" / f"{toy}_{picture}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(found["claims"]) >= 12 and "claims of the thesis" in printed
+
+
+def test_the_images_of_variational_inference(tmp_path: Path) -> None:
+    run("variational/images.py", tmp_path, "--out", "out")
+    (found,) = figures(tmp_path / "out" / "images.json")["results"]["digits"]
+    scored = {name: row for name, row in found.items() if isinstance(row, dict)}
+    assert {"network", "five networks, calibrated", 'Laplace, "nn"', 'VOGGN, "glm"'} <= set(scored)
+    assert all(row["log likelihood"] < 0 and 0 <= row["ECE"] <= 1 for row in scored.values())
+
+
+def test_the_peers_of_variational_inference(tmp_path: Path) -> None:
+    run("benchmarks/variational_peers.py", tmp_path)
+    laplace, voggn, _ = figures(tmp_path / "variational_peers.json")["results"]
+    assert voggn["elbo"] > laplace["elbo"] and voggn["error"] < laplace["error"]
+
+
 def test_the_classification_toy_of_i21(tmp_path: Path) -> None:
     printed = run("toys/i21_banana.py", tmp_path, "--out", "out")
     results = figures(tmp_path / "out" / "i21_banana.json")["results"]

@@ -54,6 +54,12 @@ class Toy:
     y_test: Tensor
 
 
+def observed(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Responses of the made regression at these inputs."""
+    clean = torch.sin(2.2 * x) * torch.exp(-0.15 * x) + 0.5 * torch.cos(0.9 * x)
+    return clean + NOISE**0.5 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+
 def regression(points: int) -> Toy:
     """Points on a smooth curve with noise of variance 0.09; nothing to train on in the gap."""
     generator = torch.Generator().manual_seed(0)
@@ -62,9 +68,7 @@ def regression(points: int) -> Toy:
         x = SPREAD[0] + (SPREAD[1] - SPREAD[0]) * torch.rand(4 * count, 1, generator=generator, dtype=torch.float64)
         if gap:
             x = x[(x[:, 0] < GAP[0]) | (x[:, 0] > GAP[1])]
-        x = x[:count]
-        clean = torch.sin(2.2 * x) * torch.exp(-0.15 * x) + 0.5 * torch.cos(0.9 * x)
-        return x, clean + NOISE**0.5 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        return x[:count], observed(x[:count], generator)
 
     return Toy(*draw(points, gap=True), *draw(1000, gap=True))
 
