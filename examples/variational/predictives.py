@@ -4,10 +4,9 @@
 
 A tanh network of five hidden layers of 25 units (P = 2,676 and 2,701) on the two toys of examples/toys/t20.py, with the
 noise and prior precision of the thesis for the regression, and the prior precision of the highest evidence for the
-moons. For each of three seeds: the Laplace-GGN posterior at the MAP, and VOGGN (five
-pairs of weight samples a step), LGVA and OGGN from that posterior and from scratch (random weights, variance 0.1). Each
-posterior predicts the test points with the network's own outputs at weight samples ("nn") and with the linearized
-network ("glm"). It writes
+moons. For each of three seeds: the Laplace-GGN posterior at the MAP, and VOGGN (five pairs of weight samples a step),
+LGVA and OGGN from that posterior and from scratch (random weights, variance 0.1). Each posterior predicts the test
+points with the network's own outputs at weight samples ("nn") and with the linearized network ("glm"). It writes
 * regression_predictives.png and regression_functions.png (5.4), classification_predictives.png and
   classification_parts.png (5.5), of the first seed;
 * predictives.json: test log likelihoods, ELBO of both kinds, and whether each claim of the thesis holds.
