@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outside_structure import Eigen, EigenPrecision
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -30,6 +29,7 @@ from ntk_laplace.runtime.reduction import SingleProcess
 from refusals import refused
 from registry import LIKELIHOODS, NETWORKS, problem, targets
 from registry_cases import offered
+from unregistered import Eigen, EigenPrecision
 
 STRUCTURES = ("gp", "full", "kfac", "ekfac", "diag", "iterative", "nystrom", ntkl.KFAC(damped=True), ntkl.INF(rank=1),
               Eigen())  # fmt: skip

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from outside_structure import Eigen
 from torch import Tensor
 
 import ntk_laplace as ntkl
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import register_rule
 from refusals import inputs, labels, network, refused
+from unregistered import Eigen
 
 ntkl.structures.REGISTERED.pop("eigh", None)  # other tests go through all registered structures
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from outside_structure import Eigen
 from torch import Tensor, nn
 
 import ntk_laplace as ntkl
@@ -17,6 +16,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import structure_names
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.tools.cli import main
+from unregistered import Eigen
 
 QUIET = ntkl.Settings(progress=False)
 ntkl.structures.REGISTERED.pop(Eigen.name, None)  # other tests go through all registered structures
