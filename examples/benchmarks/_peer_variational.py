@@ -21,12 +21,12 @@ from torch.func import functional_call
 
 
 def ivon(network: nn.Module, x: Tensor, y: Tensor, noise: float, precision: float, steps: int,
-         lr: float, hess_init: float, samples: int) -> dict[str, Tensor]:  # fmt: skip
+         lr: float, hess_init: float, samples: int, beta2: float) -> dict[str, Tensor]:  # fmt: skip
     """A cosine schedule, the whole data at each step, as its README has it."""
     from ivon import IVON
 
     n = len(x)
-    optimizer = IVON(network.parameters(), lr=lr, ess=n, hess_init=hess_init, beta2=0.9995,
+    optimizer = IVON(network.parameters(), lr=lr, ess=n, hess_init=hess_init, beta2=beta2,
                      weight_decay=precision / n, mc_samples=samples)  # fmt: skip
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
