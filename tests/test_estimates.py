@@ -635,7 +635,7 @@ def test_bad_arguments() -> None:
     for samples in (0, -1, 2.5, True):
         with refused(hyper, "samples as a whole number", f"{samples}", "Leave it out"):
             posterior.importance_evidence(samples)  # type: ignore[arg-type]
-    for inflation in (0.0, -1.0, math.inf, math.nan, "1"):
+    for inflation in (0.0, -1.0, 1e-300, 0.5, math.inf, math.nan, "1"):
         with refused(hyper, "positive, finite inflation", f"{inflation}", "Leave it out"):
             posterior.importance_evidence(inflation=inflation)  # type: ignore[arg-type]
     for ask in (posterior.importance_evidence, posterior.annealed_evidence):
@@ -655,6 +655,8 @@ def test_bad_arguments() -> None:
                        (torch.full((1, 2), math.nan), "NaN"), ([[1.0, 2.0]], r"\[\[1.0")):  # fmt: skip
         with refused(ntkl.DataError, r"exact draws of the weights, \(m, 2\)", got, "Pass weights"):
             posterior.annealed_evidence(2, 30, bounds=True, exact_draws=draws)  # type: ignore[arg-type]
+    with refused(other, "exact_draws with bounds=True", "bounds=False", "Pass bounds=True"):
+        posterior.annealed_evidence(2, 30, exact_draws=torch.zeros(1, 2))
     gp = ntkl.laplace(posterior.network.module, (x, y), ntkl.Bernoulli(), structure="gp")
     with refused(ntkl.DataError, "the training inputs x", "none", "Pass x="):
         gp.importance_evidence()

@@ -64,7 +64,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         Raises
         ------
         HyperparameterError
-            If `samples` or `inflation` is not positive.
+            If `samples` is not positive, or `inflation` at most 1/2.
         UnsupportedError
             If the model is unknown, or several processes share the fit.
         DataError
@@ -73,7 +73,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
             If the weights and outputs of one sample do not fit in memory.
         """
         require_whole("samples", samples, 1, "Leave it out for 2,000.")
-        _require_positive(inflation)
+        _require_wide(inflation)
         self._require_sampling(model, generator)
         with torch.inference_mode(False), torch.no_grad():
             found = importance_evidence(self._fitted, samples, float(inflation), model, x, self._seeded(generator))
@@ -131,6 +131,9 @@ class SampledEvidenceVerbs(EvidenceVerbs):
         """
         self._require_sampling(model, generator)
         _require_chains(temperatures, chains, leapfrog, start)
+        if exact_draws is not None and not bounds:
+            raise UnsupportedError("exact_draws with bounds=True, which starts chains from them", "bounds=False",
+                                   "Pass bounds=True, or leave exact_draws out.")
         draws = None if exact_draws is None else self._draws_of(exact_draws)
         with torch.inference_mode(False), torch.no_grad():
             found = annealed_evidence(self._fitted, temperatures, chains, start, model, leapfrog, bool(bounds), draws,
@@ -218,10 +221,11 @@ def _require_chains(temperatures: object, chains: object, leapfrog: object, star
     _require_among("start", start, _STARTS)
 
 
-def _require_positive(inflation: object) -> None:
-    if not isinstance(inflation, Real) or isinstance(inflation, bool) or not 0 < float(inflation) < math.inf:
-        raise HyperparameterError("a positive, finite inflation of the covariance", repr(inflation)[:80],
-                                  "Leave it out for 1.2.")
+def _require_wide(inflation: object) -> None:
+    if not isinstance(inflation, Real) or isinstance(inflation, bool) or not 0.5 < float(inflation) < math.inf:
+        raise HyperparameterError("a positive, finite inflation of the covariance, above 1/2: below that the weights "
+                                  "of a Gaussian posterior have no variance", repr(inflation)[:80],
+                                  "Leave it out for 1.2.")  # fmt: skip
 
 
 def _told(found: _Estimate, remedy: str, level: int = 4) -> _Estimate:

@@ -15,7 +15,7 @@ from ntk_laplace.variational_inference.algorithms import Algorithm
 from ntk_laplace.variational_inference.examples import Examples
 from ntk_laplace.variational_inference.states import FunctionSpaceState, VariationalState
 
-__all__ = ["Iteration", "SampledIteration"]
+__all__ = ["Iteration", "SampledIteration", "StateIteration"]
 
 
 class Iteration(ABC):
@@ -57,7 +57,23 @@ class Iteration(ABC):
         return 0.0
 
 
-class SampledIteration(Iteration):
+class StateIteration(Iteration):
+    """An algorithm whose q is a state: `mean` and `precision` are those of the state."""
+
+    _state: VariationalState
+
+    @property
+    def mean(self) -> Tensor:
+        """μ, (P,)."""
+        return self._state.mean
+
+    @property
+    def precision(self) -> PosteriorPrecision:
+        """H of the present q."""
+        return self._state.precision
+
+
+class SampledIteration(StateIteration):
     """An algorithm that relinearizes the network in every step, on a state of any kind.
 
     Parameters
@@ -78,16 +94,6 @@ class SampledIteration(Iteration):
         self._model, self._examples, self._algorithm, self._most = model, examples, algorithm, most_rows
         self._state = state
         self._generator = torch.Generator(device=state.mean.device).manual_seed(seed)
-
-    @property
-    def mean(self) -> Tensor:
-        """μ, (P,)."""
-        return self._state.mean
-
-    @property
-    def precision(self) -> PosteriorPrecision:
-        """H of the present q."""
-        return self._state.precision
 
     @property
     def state(self) -> VariationalState:

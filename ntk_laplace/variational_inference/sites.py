@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import FunctionSpacePrecision, PosteriorPrecision, accumulate_ggn
+from ntk_laplace.curvature import FunctionSpacePrecision, accumulate_ggn
 from ntk_laplace.errors import NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.linalg import symmetric_root
 from ntk_laplace.structures import FittedModel
-from ntk_laplace.variational_inference.iteration import Iteration
+from ntk_laplace.variational_inference.iteration import Iteration, StateIteration
 from ntk_laplace.variational_inference.states import DataTerms, DenseState
 
 __all__ = ["AnchoredSites", "AnchoredWeights"]
@@ -76,7 +76,7 @@ class _Anchor:
                                    "other weights", "Pass the same network and start=, or start anew without resume=.")
 
 
-class AnchoredWeights(Iteration):
+class AnchoredWeights(StateIteration):
     """Anchored LGVA in weight space, where H is a P x P matrix.
 
     Parameters
@@ -99,16 +99,6 @@ class AnchoredWeights(Iteration):
         for terms in self._terms(torch.zeros_like(fitted.points.f), anchor.curvature()):
             accumulate_ggn(excess, terms.rows, anchor.shapes)
         self._state = DenseState(theta, excess, anchor.prior, anchor.shapes)
-
-    @property
-    def mean(self) -> Tensor:
-        """μ, (P,)."""
-        return self._state.mean
-
-    @property
-    def precision(self) -> PosteriorPrecision:
-        """H of the present q."""
-        return self._state.precision
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """m (N, C) and V_nn (N, C, C)."""
