@@ -1,6 +1,6 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
-from ntk_laplace import attribution, gp
+from ntk_laplace import gp, selection
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.errors import (
     DataError,
@@ -63,6 +63,7 @@ from ntk_laplace.structures import (
 from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.elbo import Divergence, LowerBound
 from ntk_laplace.structures.evidence import Evidence
+from ntk_laplace.tools import attribution
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
     EvidenceComparison,
@@ -177,6 +178,7 @@ __all__ = [
     "process_group",
     "register_likelihood",
     "register_structure",
+    "selection",
     "train_with_evidence",
     "variational",
 ]

@@ -40,10 +40,10 @@ ORDER = [
     ["posterior.calibrate", "posterior.conformal"],
     ["posterior"],
     ["posterior.fit", "gp.ntk"],
-    ["training", "variational_inference", "gp"],
+    ["training", "variational_inference", "gp", "selection"],
     ["metrics"],
     ["plotting", "tools", "tools.report"],
-    ["tools.comparison", "tools.explorer", "attribution"],
+    ["tools.comparison", "tools.explorer", "tools.attribution"],
     [""],  # ntk_laplace/__init__.py; later packages call the public interface
     ["tools.demo"],
     ["tools.cli"],

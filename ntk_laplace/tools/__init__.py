@@ -1,1 +1,1 @@
-"""Tools on top of the public interface: comparisons, reports, the explorer's page, the demo, the command."""
+"""Tools on top of the public interface: comparisons, attributions against retraining, reports, pages, the command."""

@@ -1,8 +1,8 @@
 """Evaluation of data attribution: scores of training points compared with retraining without them."""
 
-from ntk_laplace.attribution.adapter import Attributor, predicted
-from ntk_laplace.attribution.retraining import random_halves, retrain, without_each_in_turn
-from ntk_laplace.attribution.scores import (
+from ntk_laplace.tools.attribution.adapter import Attributor, predicted
+from ntk_laplace.tools.attribution.retraining import random_halves, retrain, without_each_in_turn
+from ntk_laplace.tools.attribution.scores import (
     Agreement,
     RemovalCurve,
     Score,

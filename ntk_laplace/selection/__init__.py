@@ -1,0 +1,1 @@
+"""Scores that choose a model beside the evidence: conditional evidence from samples, bounds of the risk."""
