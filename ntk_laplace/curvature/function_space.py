@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         L with B = L Lᵀ, (N*R, N*R), interleaved (n*R + r).
     """
 
+    made_of_data = True
     reducer: Reducer = SingleProcess()
 
     def __init__(
@@ -66,6 +68,12 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def _factorized(self, variances: Variances) -> LowerTriangle:
         """L with B = I + SᵀKS = L Lᵀ; only the lower triangle is ever stored."""
         return gram_lower(self.weighted, variances).add_to_diagonal_(1.0).cholesky_()
+
+    # --- storage
+
+    def record(self) -> dict[str, Any] | None:
+        """P0 and the rows of SᵀJ."""
+        return {"kind": "rows", "prior": self.prior_record(), "rows": self.weighted.record()}
 
     # --- evidence
 
