@@ -578,7 +578,7 @@ FORMS: dict[str, Any] = {"matrix": "matrix", "mapping": "mapping", "rows": "gp",
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("groups", ["all", "layer", {"last": ["2"], "first": ["0"]}], ids=str)
+@pytest.mark.parametrize("groups", ["all", "tensor", {"last": ["2"], "first": ["0"]}], ids=str)
 def test_checkpoints_of_given_gaussians(form: str, groups: Any, tmp_path: Path) -> None:
     """A tensor, and the factorized precision of a structure, in the prior groups of that structure."""
     model, x, y, prior = problem()
