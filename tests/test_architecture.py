@@ -153,7 +153,9 @@ def test_the_table_of_contents_only_names_things() -> None:
         targets = node.targets if isinstance(node, ast.Assign) else []
         names = bool(targets) and all(isinstance(t, ast.Name) and t.id.startswith("__") for t in targets)
         imports = isinstance(node, (ast.Import, ast.ImportFrom))
-        assert docstring or names or imports, f"line {node.lineno} does something"
+        typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        lazy = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"  # imports on first use
+        assert docstring or names or imports or typing or lazy, f"line {node.lineno} does something"
 
 
 def test_all_documented_attributes_exist() -> None:

@@ -624,6 +624,14 @@ def test_the_rankings_of_mnist(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "rankings.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_estimators_beside_others(tmp_path: Path) -> None:
+    printed = run("predictions/estimators.py", tmp_path)
+    found = figures(tmp_path / "estimators" / "estimators.json")["results"]
+    assert len(found) == 12 and all(row["mean"] < 0 or "friedman" in name for name, row in found.items())
+    own = found["diabetes, Laplace"]["mean"] - found["diabetes, perceptron"]["mean"]
+    assert found["diabetes, perceptron"]["behind"] == pytest.approx(own) and "Gaussian process" in printed
+
+
 def test_intervals_and_sets(tmp_path: Path) -> None:
     printed = run("predictions/intervals.py", tmp_path, "--out", "out", "--alone", "--settings", "ordinary")
     regression, classes = figures(tmp_path / "out" / "intervals.json")["results"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ class LaplaceEstimator(BaseEstimator):
         if not is_whole(self.epochs, 1):
             raise HyperparameterError("epochs of at least 1", repr(self.epochs), "Pass epochs=100, for instance.")
         rate = self.learning_rate
-        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < float("inf"):
+        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < math.inf:
             raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
         if self.standardize not in (True, False, "auto"):
             raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize), "Choose one of them.")
@@ -141,18 +142,16 @@ class LaplaceEstimator(BaseEstimator):
     def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
         """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
         x, y = validate_data(self, x, y, dtype=(np.float64, np.float32), **checks)
-        weight = np.ones(len(x))
+        weight: Array = np.ones(len(x))
         if sample_weight is not None:
             weight = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
         _, labels = np.unique(y, return_inverse=True)
         _, first, member = np.unique(np.column_stack([x, labels.reshape(len(x), -1)]), axis=0, return_index=True,
                                      return_inverse=True)  # fmt: skip
         total = np.bincount(member.ravel(), weights=weight)
-        first, total = first[total > 0], total[total > 0]
-        order = np.argsort(first)
-        self.training_index_ = first[order]
-        weight = total[order]
-        return x[self.training_index_], y[self.training_index_], None if (weight == 1.0).all() else weight
+        order = [group for group in np.argsort(first) if total[group] > 0]
+        self.training_index_, total = first[order], total[order]
+        return x[self.training_index_], y[self.training_index_], None if (total == 1.0).all() else total
 
     # --- prediction
 

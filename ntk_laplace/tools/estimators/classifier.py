@@ -119,5 +119,6 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
     def _probabilities(self, X: Any) -> Tensor:
         x = self._at(X)
         generator = torch.Generator(x.device).manual_seed(0)  # the same points of f in every call
-        probabilities = self.posterior_.predict(x, generator=generator).probs.detach().cpu().double()
+        response = self.posterior_.predict(x, generator=generator)
+        probabilities = response.mean.detach().cpu().double()  # of one-hot labels
         return probabilities / probabilities.sum(1, keepdim=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_whole
 
 __all__ = ["ACTIVATIONS", "is_module", "network_of"]
 
@@ -67,9 +67,9 @@ def is_module(network: object) -> bool:
     return isinstance(network, nn.Module) or hasattr(network, "get_params_for")
 
 
-def _mlp(inputs: int, outputs: int, hidden: Sequence[int], activation: str) -> nn.Sequential:
+def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str) -> nn.Sequential:
     sizes = (hidden,) if isinstance(hidden, Integral) else tuple(hidden)
-    if not all(isinstance(size, Integral) and size > 0 for size in sizes):
+    if not all(is_whole(size, 1) for size in sizes):
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"an activation among {', '.join(ACTIVATIONS)}", repr(activation), "Choose one of them.")
