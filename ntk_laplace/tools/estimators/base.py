@@ -148,7 +148,7 @@ class LaplaceEstimator(BaseEstimator):
         _, labels = np.unique(y, return_inverse=True)
         _, first, member = np.unique(np.column_stack([x, labels.reshape(len(x), -1)]), axis=0, return_index=True,
                                      return_inverse=True)  # fmt: skip
-        total = np.bincount(member.ravel(), weights=weight)
+        total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
         order = [group for group in np.argsort(first) if total[group] > 0]
         self.training_index_, total = first[order], total[order]
         return x[self.training_index_], y[self.training_index_], None if (total == 1.0).all() else total

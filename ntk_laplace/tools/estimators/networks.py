@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ def is_module(network: object) -> bool:
 
 
 def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str) -> nn.Sequential:
-    sizes = (hidden,) if isinstance(hidden, Integral) else tuple(hidden)
+    sizes = tuple(hidden) if isinstance(hidden, Sequence) else (hidden,)
     if not all(is_whole(size, 1) for size in sizes):
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
     if activation not in ACTIVATIONS:
