@@ -44,7 +44,8 @@ class DataSets:
         """From the prior, with noise."""
         generator = torch.Generator().manual_seed(0)
         x = torch.cat([X, BETWEEN])
-        covariance = radial(x, x, torch.tensor(LENGTH, dtype=torch.float64)) + 1e-8 * torch.eye(len(x), dtype=torch.float64)
+        jitter = 1e-8 * torch.eye(len(x), dtype=torch.float64)
+        covariance = radial(x, x, torch.tensor(LENGTH, dtype=torch.float64)) + jitter
         draws = torch.randn(2, count, len(x), generator=generator, dtype=torch.float64)
         y = draws[0] @ torch.linalg.cholesky(covariance).T + NOISE**0.5 * draws[1]
         return cls(y[:, : 2 * N], y[:, 2 * N :])
