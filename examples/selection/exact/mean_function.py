@@ -6,9 +6,10 @@
 0.02; the first 50 are trained on, the other 50 are all to the right of them. Two models, with a constant and with a
 perceptron (two layers of 50 ReLU units) as mean: mean, lengthscale, output scale and noise are learned by 500 steps of
 Adam from GPyTorch's starting values, and maximize the evidence, the conditional evidence of a random tenth of the
-points, new in each step or one, or leave-one-out. It prints evidence, noise, and log density, error and coverage of 95 % intervals
-of the test points, and the log density halfway between the training points: over many data sets, and for the authors'
-(with --data). All data sets are one batch. It writes mean_function.json and mean_function.png.
+points, new in each step or the same in all, or leave-one-out. It prints evidence, noise, and log density, error and
+coverage of 95 % intervals of the test points, and the log density halfway between the training points: over many data
+sets, and for the authors' (with --data). All data sets are one batch. It writes mean_function.json and
+mean_function.png.
 """
 
 from __future__ import annotations
