@@ -1,0 +1,195 @@
+"""The conditional marginal likelihood as an objective of GPyTorch ([L22] Eq. 5, 19 and section 8.2)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gpytorch import settings
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from gpytorch.likelihoods import _GaussianLikelihoodBase
+from gpytorch.mlls import ExactMarginalLogLikelihood
+from gpytorch.models import ExactGP
+from linear_operator.utils.cholesky import psd_safe_cholesky
+from torch import Tensor
+
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, require_whole
+from ntk_laplace.gp.whitened import WhitenedGram
+from ntk_laplace.posterior import Posterior
+
+__all__ = ["ConditionalMarginalLogLikelihood"]
+
+
+class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
+    r"""Conditional marginal log likelihood of an exact GP, log p(other points given the first m), over random orders.
+
+    With D_σ the n examples in the order σ, the value is
+
+    .. math:: \frac{1}{(n - m) T} \Big( \text{other terms} + \frac{1}{|\sigma|} \sum_\sigma
+              \log p(D_{\sigma(m+1)}, \dots, D_{\sigma(n)} \mid D_{\sigma(1)}, \dots, D_{\sigma(m)}) \Big)
+
+    in nats per number predicted, where T is the number of tasks (1 without tasks). `ExactMarginalLogLikelihood` divides
+    by the nT numbers that it predicts, so m = 0 gives its value exactly. The other terms are those of GPyTorch: the log
+    densities of registered priors, and the added loss terms, each as a whole.
+
+    It is called as `ExactMarginalLogLikelihood` is, with the output of the model in training mode at all training
+    inputs. The model is not called again: anything that sees all inputs at once, such as `ScaleToBounds` or batch
+    normalization, scales the m points as it scales all. Each order needs one Cholesky factorization of the covariance
+    of all points, whose last rows give the conditional density without a difference of two evidences; no iterative
+    method takes part, whatever ``max_cholesky_size`` is. All batches share the orders.
+
+    For a `LaplaceGP` the order is over examples, and the value times (N - m)R is
+    ``posterior.conditional_log_marginal_likelihood(m, ...)``: the evidences of the linearized model at fixed weights,
+    both with correction. At the weights' optimum m = 0 is `ExactMarginalLogLikelihood`; elsewhere the correction is
+    added. The gradient is that of the hyperparameters.
+
+    Parameters
+    ----------
+    likelihood : gpytorch.likelihoods.GaussianLikelihood or another with Gaussian noise
+    model : gpytorch.models.ExactGP
+    share : float
+        m is n times this, rounded down; at least 0, less than 1.
+    orders : int
+        Random orders of a call.
+    fresh : bool
+        Draw new orders at every call. False: the same orders at every call. A deep kernel overfits one fixed order
+        ([L22] does not say so; the documentation has the numbers).
+    seed : int
+        Seed of the orders, which come from a generator of their own. The first call has the orders of
+        ``posterior.conditional_log_marginal_likelihood(m, orders, seed)``.
+
+    Raises
+    ------
+    HyperparameterError
+        If `share` or `orders` is out of range, or no point is left to predict.
+    UnsupportedError
+        If the model is not an exact GP with Gaussian noise, or the output is not that of its training mode.
+    """
+
+    def __init__(
+        self, likelihood: _GaussianLikelihoodBase, model: ExactGP, share: float = 0.9, orders: int = 1, *,
+        fresh: bool = True, seed: int = 0,
+    ) -> None:  # fmt: skip
+        if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
+            raise UnsupportedError(
+                "an ExactGP with a likelihood of Gaussian noise",
+                f"{type(model).__name__} with {type(likelihood).__name__}",
+                "For other models gather samples given m points, and use ntk_laplace.selection.",
+            )
+        super().__init__(likelihood, model)
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise HyperparameterError("share as a number of at least 0 and less than 1", repr(share),
+                                      "Pass the part of the points to condition on, such as 0.9.")
+        self.share, self.fresh = float(share), bool(fresh)
+        self.orders = require_whole("orders", orders, 1, "Pass the number of random orders, such as 1 or 10.")
+        self.seed = require_whole("seed", seed, 0, "Pass for instance seed=0.")
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    def num_given(self, num_examples: int) -> int:
+        """Number m of points to condition on, of n.
+
+        Raises
+        ------
+        HyperparameterError
+            If it is all of them.
+        """
+        m = math.floor(self.share * num_examples + 1e-9)  # 0.29 of 100 is 29
+        if m >= num_examples:
+            raise HyperparameterError("at least one point to predict", f"{m} of {num_examples} to condition on",
+                                      "Pass a smaller share.")
+        return m
+
+    def forward(self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any) -> Tensor:
+        """The value, of the batch shape of the output, in nats per number predicted.
+
+        Parameters
+        ----------
+        function_dist : MultivariateNormal
+            ``model(*model.train_inputs)`` in training mode.
+        target : Tensor
+            ``model.train_targets``.
+        *params, **kwargs
+            For the likelihood, as in `ExactMarginalLogLikelihood`.
+        """
+        self._require(function_dist)
+        if isinstance(function_dist.lazy_covariance_matrix, WhitenedGram):
+            value, examples = self._of_laplace(function_dist, target, *params, **kwargs)
+        else:
+            output = self.likelihood(function_dist, *params, **kwargs)
+            examples = output.event_shape[0]
+            m = self.num_given(examples)
+            value = torch.stack([_log_density(output, target, order, m) for order in self._drawn(examples)]).mean(0)
+        numbers = function_dist.event_shape.numel() * (examples - self.num_given(examples)) // examples
+        return self._add_other_terms(value, params).div(numbers)
+
+    def _of_laplace(
+        self, function_dist: MultivariateNormal, target: Tensor, *params: Any, **kwargs: Any
+    ) -> tuple[Tensor, int]:
+        """The conditional evidence of whitened rows without the log joint, which is an added loss term."""
+        if bool(target.any()):
+            raise UnsupportedError("targets of zero, those of whitened rows", "others", "Pass gp.train_targets.")
+        posterior: Posterior = self.model.posterior
+        n = posterior.num_examples
+        m = self.num_given(n)
+        value = self.likelihood(function_dist, *params, **kwargs).log_prob(target)
+        value = value + posterior.evidence(correction=True).correction
+        if m > 0:
+            value = value - torch.stack([_evidence_of(posterior, order[:m]) for order in self._drawn(n)]).mean()
+        return value, n
+
+    def _drawn(self, num_examples: int) -> list[Tensor]:
+        """The orders of this call."""
+        if not self.fresh:
+            self._generator.manual_seed(self.seed)
+        return [torch.randperm(num_examples, generator=self._generator) for _ in range(self.orders)]
+
+    def _require(self, function_dist: MultivariateNormal) -> None:
+        if not isinstance(function_dist, MultivariateNormal):
+            raise UnsupportedError("a Gaussian output of the model", type(function_dist).__name__,
+                                   "Pass model(*model.train_inputs).")
+        if not self.model.training:
+            raise UnsupportedError("the output of the model in training mode", "a model in eval mode",
+                                   "Call model.train(), and pass model(*model.train_inputs).")
+        if settings.observation_nan_policy.value() != "ignore":
+            raise UnsupportedError("targets that are all observed",
+                                   f'the policy "{settings.observation_nan_policy.value()}" for missing ones',
+                                   "Leave the examples without a target out of the training data.")
+
+
+def _log_density(output: MultivariateNormal, target: Tensor, order: Tensor, m: int) -> Tensor:
+    """log p(all but the first m examples given these), of the batch shape, from the last rows of one factor."""
+    n, tasks = output.event_shape[0], output.event_shape[1:].numel()
+    order, numbers = order.to(output.loc.device), torch.arange(n * tasks, device=output.loc.device)
+    # GPyTorch's joint covariance has its layout in no public attribute
+    apart = isinstance(output, MultitaskMultivariateNormal) and not output._interleaved
+    rows = (numbers.view(tasks, n).T if apart else numbers.view(n, tasks))[order].flatten()
+    difference = target - output.mean
+    offset = difference.reshape(*difference.shape[: -len(output.event_shape)], n, tasks)[..., order, :].flatten(-2)
+    covariance = output.covariance_matrix[..., rows[:, None], rows]
+    factor = psd_safe_cholesky(covariance)
+    residual = torch.linalg.solve_triangular(factor, offset.unsqueeze(-1), upper=False).squeeze(-1)
+    terms = 0.5 * residual.square() + factor.diagonal(dim1=-2, dim2=-1).log() + 0.5 * math.log(2 * math.pi)
+    return -terms[..., m * tasks :].sum(-1)
+
+
+def _evidence_of(posterior: Posterior, index: Tensor) -> Tensor:
+    """Evidence, with correction, of some points, differentiable in the hyperparameters of all.
+
+    The posterior of these points has hyperparameters of its own: their gradient is that of the originals.
+    """
+    part = posterior.subset(index)
+    value = part.log_marginal_likelihood(correction=True)
+    pairs = [
+        (original, own)
+        for there, here in ((posterior.prior, part.prior), (posterior.likelihood, part.likelihood))
+        for original, own in zip(there.parameters(), here.parameters(), strict=True) if original.requires_grad
+    ]  # fmt: skip
+    if not pairs or not torch.is_grad_enabled():
+        return value.detach()
+    slopes = torch.autograd.grad(value, [own for _, own in pairs], allow_unused=True)
+    moved = [
+        ((original - original.detach()) * slope).sum()
+        for (original, _), slope in zip(pairs, slopes, strict=True) if slope is not None
+    ]  # fmt: skip
+    return torch.stack([value.detach(), *moved]).sum()
