@@ -246,6 +246,27 @@ def test_orders_are_fresh_or_fixed_and_are_reproducible():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_given_orders():
+    """Two permutations of the caller's: the mean of both, at every call."""
+    model, n = plain(), torch.arange(N)
+    both = torch.stack([n, n.flip(0)])
+    y = model.train_targets
+
+    def value(orders: Tensor) -> float:
+        mll = ConditionalMarginalLogLikelihood(model.likelihood, model, share=0.6, orders=orders)
+        return mll(model(*model.train_inputs), y).item()
+
+    noisy = model.likelihood(model(*model.train_inputs))
+    expected = [conditional(noisy.mean, noisy.covariance_matrix, y, order[:7], order[7:]).item() / 5 for order in both]
+    assert [value(both[:1]), value(both[1:])] == pytest.approx(expected, rel=1e-9)
+    assert value(both) == pytest.approx(sum(expected) / 2, rel=1e-9)
+    for wrong in (n, n[None].double(), torch.zeros(1, N, dtype=torch.long), both[:0]):
+        with refused(errors.HyperparameterError, "a permutation", "shape", "arange"):
+            value(wrong)
+    with refused(errors.HyperparameterError, "12 examples", "orders of 11", "all training examples"):
+        value(torch.arange(11)[None])
+
+
 @pytest.mark.parametrize(("share", "n", "m"), [(0.9, 100, 90), (0.29, 100, 29), (0.9, 5, 4), (0, 3, 0), (0.9, 1, 0)])
 def test_the_number_of_points_given(share, n, m):
     model = plain()

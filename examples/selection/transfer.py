@@ -208,7 +208,7 @@ def main() -> None:
     arguments = parser(__doc__, "transfer")
     arguments.add_argument("--data", type=Path, default=Path("data"), help="folder of mnist.npz")
     arguments.add_argument("--seeds", type=int, default=10, help="initializations and task streams (default 10)")
-    arguments.add_argument("--steps", type=int, default=1000, help="of Adam (default 1,000; three times that for sines)")
+    arguments.add_argument("--steps", type=int, default=1000, help="of Adam (default 1,000; 3 x that for sines)")
     arguments.add_argument("--tasks", type=int, default=100, help="test tasks of each seed (default 100)")
     options = arguments.parse_args()
     if options.small:

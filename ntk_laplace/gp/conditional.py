@@ -34,10 +34,10 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
     densities of registered priors, and the added loss terms, each as a whole.
 
     It is called as `ExactMarginalLogLikelihood` is, with the output of the model in training mode at all training
-    inputs, and is differentiable once. The model is not called again: anything that sees all inputs at once, such as `ScaleToBounds` or batch
-    normalization, scales the m points as it scales all. Each order needs one Cholesky factorization of the covariance
-    of all points, whose last rows give the conditional density without a difference of two evidences; no iterative
-    method takes part, whatever ``max_cholesky_size`` is. All batches share the orders.
+    inputs, and is differentiable once. The model is not called again: anything that sees all inputs at once, such as
+    `ScaleToBounds` or batch normalization, scales the m points as it scales all. Each order needs one Cholesky
+    factorization of the covariance of all points, whose last rows give the conditional density without a difference of
+    two evidences; no iterative method takes part, whatever ``max_cholesky_size`` is. All batches share the orders.
 
     For a `LaplaceGP` the order is over examples, and the value times (N - m)R is
     ``posterior.conditional_log_marginal_likelihood(m, ...)``: the evidences of the linearized model at fixed weights,
@@ -50,10 +50,11 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
     model : gpytorch.models.ExactGP
     share : float
         m is n times this, rounded down; at least 0, less than 1.
-    orders : int
-        Random orders of a call.
+    orders : int or Tensor
+        Number of random orders of a call; or given orders (K, n), each row a permutation of 0 to n - 1, such as
+        ``torch.arange(n)[None]`` for a time series, whose last points are then predicted from the first.
     fresh : bool
-        Draw new orders at every call. False: the same orders at every call. A deep kernel overfits one fixed order
+        Draw new random orders at every call. False: the same at every call. A deep kernel overfits one fixed order
         ([L22] does not say so; the documentation has the numbers).
     seed : int
         Seed of the orders, which come from a generator of their own. The first call has the orders of
@@ -68,7 +69,7 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
     """
 
     def __init__(
-        self, likelihood: _GaussianLikelihoodBase, model: ExactGP, share: float = 0.9, orders: int = 1, *,
+        self, likelihood: _GaussianLikelihoodBase, model: ExactGP, share: float = 0.9, orders: int | Tensor = 1, *,
         fresh: bool = True, seed: int = 0,
     ) -> None:  # fmt: skip
         if not isinstance(model, ExactGP) or not isinstance(likelihood, _GaussianLikelihoodBase):
@@ -82,7 +83,8 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
             raise HyperparameterError("share as a number of at least 0 and less than 1", repr(share),
                                       "Pass the part of the points to condition on, such as 0.9.")
         self.share, self.fresh = float(share), bool(fresh)
-        self.orders = require_whole("orders", orders, 1, "Pass the number of random orders, such as 1 or 10.")
+        remedy = "Pass the number of random orders, such as 1 or 10, or a tensor of orders."
+        self.orders = _rows_of(orders) if isinstance(orders, Tensor) else require_whole("orders", orders, 1, remedy)
         self.seed = require_whole("seed", seed, 0, "Pass for instance seed=0.")
         self._generator = torch.Generator().manual_seed(self.seed)
 
@@ -140,6 +142,11 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
 
     def _drawn(self, num_examples: int) -> list[Tensor]:
         """The orders of this call."""
+        if isinstance(self.orders, Tensor):
+            if self.orders.shape[1] != num_examples:
+                raise HyperparameterError(f"orders of {num_examples} examples", f"orders of {self.orders.shape[1]}",
+                                          "Pass a permutation of all training examples in each row.")
+            return list(self.orders)
         if not self.fresh:
             self._generator.manual_seed(self.seed)
         return [torch.randperm(num_examples, generator=self._generator) for _ in range(self.orders)]
@@ -155,6 +162,16 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
             raise UnsupportedError("targets that are all observed",
                                    f'the policy "{settings.observation_nan_policy.value()}" for missing ones',
                                    "Leave the examples without a target out of the training data.")
+
+
+def _rows_of(orders: Tensor) -> Tensor:
+    """Given orders, each a permutation."""
+    whole = orders.dim() == 2 and not orders.is_floating_point() and orders.numel() > 0
+    if not whole or not bool((orders.sort(1).values.cpu() == torch.arange(orders.shape[1])).all()):
+        raise HyperparameterError("orders (K, n) with a permutation of 0 to n - 1 in each row",
+                                  f"a tensor of shape {tuple(orders.shape)} that is none",
+                                  "Pass torch.arange(n)[None], or the number of random orders.")
+    return orders.cpu().clone()
 
 
 def _log_density(output: MultivariateNormal, target: Tensor, order: Tensor, m: int) -> Tensor:
