@@ -4,9 +4,9 @@
 
 First the paper's example, two points under two samples, and its tempered form, p_T proportional to p^(1/T) for two
 classes. Then both densities in closed form: a Gaussian process with a radial basis function kernel (lengthscale 0.3,
-noise variance 0.04) is given 2 or 45 points on [0, 1], and 15 others are asked. Under the true model the joint log density
-exceeds the sum of marginals by the total correlation of the predictions on average; under a wrong noise or lengthscale
-the two differ otherwise, and disagree about models. It writes joint_and_marginal.json.
+noise variance 0.04) is given 2 or 45 points on [0, 1], and 15 others are asked. Under the true model the joint log
+density exceeds the sum of marginals by the total correlation of the predictions on average; under a wrong noise or
+lengthscale the two differ otherwise, and disagree about models. It writes joint_and_marginal.json.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def picture(rows: list[dict[str, Any]], x: Tensor) -> Figure:
     left.fill_between(w, (values - values.max()).exp(), color="#C9D3DC", label="posterior")
     hessian = len(x) * best.cos().square()
     left.plot(w, (-0.5 * hessian * (w - best).square()).exp(), color=VERMILION, label="Laplace, same height")
-    left.set(xlabel="w", yticks=[], title="posterior at α = 10")
+    left.set(xlabel="w", yticks=[], ylim=(0, 1.3), title="posterior at α = 10")
     left.legend(frameon=False, fontsize=8, loc="upper right")
     alphas = [row["alpha"] for row in rows]
     right.plot(alphas, [row["truth"] for row in rows], color="black", label="truth, by quadrature")
@@ -175,7 +175,8 @@ def picture(rows: list[dict[str, Any]], x: Tensor) -> Figure:
     names = ("Laplace", "best ELBO", "AIS, prior", "AIS, posterior")
     for name, (color, marker, line) in zip(names, styles, strict=True):
         own = [row[name] for row in rows]
-        right.plot(alphas, own, "" if "prior" in name else line, color=color, marker=marker, ms=4, label=name)
+        shape = {"color": color, "marker": marker, "ms": 5, "label": name}
+        right.plot(alphas, own, ls="none" if "prior" in name else line, **shape)  # on the truth
     right.set(xscale="log", xlabel="α", ylabel="log evidence, nats", title="evidence under U[-α, α]")
     right.legend(frameon=False, fontsize=8)
     return figure
@@ -192,7 +193,7 @@ def main() -> None:
     options.steps, options.temperatures, options.chains, options.draws = 100, 300, 256, 2000
     alphas = ALPHAS
     if options.small:
-        options.steps, options.temperatures, options.chains, options.draws, alphas = 20, 60, 64, 200, (10.0, 100.0)
+        options.steps, options.temperatures, options.chains, options.draws, alphas = 4, 40, 32, 100, (10.0, 100.0)
         options.sets = min(options.sets, 10)
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what is not to be trusted has a star in the table
