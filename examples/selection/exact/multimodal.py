@@ -193,7 +193,7 @@ def main() -> None:
     options.steps, options.temperatures, options.chains, options.draws = 100, 300, 256, 2000
     alphas = ALPHAS
     if options.small:
-        options.steps, options.temperatures, options.chains, options.draws, alphas = 4, 40, 32, 100, (10.0, 100.0)
+        options.steps, options.temperatures, options.chains, options.draws, alphas = 4, 12, 64, 100, (10.0, 100.0)
         options.sets = min(options.sets, 10)
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)  # what is not to be trusted has a star in the table
