@@ -81,13 +81,15 @@ def test_scores_of_batches_are_those_of_gpytorch(exact: Any) -> None:
                 assert float(mine[i]) == pytest.approx(theirs.item(), rel=1e-6), name
 
 
-def test_density(tmp_path: Path) -> None:
+def test_density(tmp_path: Path, exact: Any) -> None:
     printed, found = run("exact/density.py", tmp_path)
     recomputed = {"M_MML": -60.05, "M_1": -66.94, "M_2, μ = -0.4": -66.32, "M_2, μ = 2": -66.55}
     models = found["models"]
     for name, evidence in recomputed.items():
         assert models[name]["evidence"] == pytest.approx(evidence, abs=0.01)
         assert sum(models[name]["terms"]) == pytest.approx(models[name]["evidence"])
+    mean, variance = exact("density").predictions(exact("density").paper_data()[0], 0.07, 2.0)
+    assert models["M_2, μ = 2"]["predictive"] == pytest.approx([float(mean[-1]), float(variance[-1])])
     # both readings of M_2 have more evidence than M_1; one of them predicts worse
     assert models["M_2, μ = -0.4"]["test"] < models["M_1"]["test"] - 0.09 < models["M_2, μ = 2"]["test"]
     assert models["M_1"]["left_out"] > models["M_2, μ = 2"]["left_out"]
