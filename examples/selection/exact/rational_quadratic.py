@@ -143,21 +143,25 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def picture(found: dict[str, Tensor], theirs: dict[str, Any] | None) -> Figure:
-    """Scores over α with the wrong noise: of the authors' data set, and the mean over data sets."""
+    """With the wrong noise: the scores of the authors' data set over α, and what each chooses on many data sets."""
     figure = Figure(figsize=(10.4, 3.7), layout="constrained")
-    panels = [("mean of many data sets", GRID, {name: values.mean(0) for name, values in found.items()})]
-    if theirs is not None:
-        one = theirs["0.2"]
-        own = {name: torch.tensor(values) for name, values in one["own"].items()}
-        panels.insert(0, ("the authors' data set", torch.tensor(one["alpha"]), own))
-    for axes, (words, alphas, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for name, (color, _, line) in zip(NAMES, SERIES, strict=True):
-            axes.plot(alphas, unit(curves[name]), line, color=color, label=name)
-        axes.plot(alphas, unit(curves["test"]), color="black", lw=2, label="test log likelihood")
-        axes.axvline(TRUE, color="#9AA3AD", lw=1, ls=":")
-        axes.set(xlabel="α (the data's: 0.05)", ylabel="from lowest to highest", yticks=[0, 1])
-        axes.set_title(f"{words}, noise 0.2 for 0.1", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    *first, axes = figure.subplots(1, 2 if theirs else 1, squeeze=False)[0]
+    lines = [*zip(NAMES, SERIES, strict=True), ("test", ("black", "", "-"))]
+    for name, (color, _, line) in lines:
+        chosen = GRID[found[name].argmax(1)].sort().values
+        share = torch.arange(1, len(chosen) + 1) / len(chosen)
+        words = "test log likelihood" if name == "test" else name
+        axes.step(chosen, share, where="post", ls=line, color=color, lw=1.6, label=words)
+        for other in first:
+            one = theirs["0.2"]
+            other.plot(one["alpha"], unit(torch.tensor(one["own"][name])), line, color=color, lw=1.6)
+            other.set(xlabel="α", ylabel="score, from lowest to highest", yticks=[0, 1])
+            other.set_title("the authors' data set", fontsize=10)
+    axes.set(xlabel="α", ylabel="share of data sets with a smaller choice", ylim=(0, 1))
+    axes.set_title(f"the best α of {len(chosen)} data sets", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    for each in (*first, axes):
+        each.axvline(TRUE, color="#9AA3AD", lw=1, ls=":")
     return figure
 
 
