@@ -54,7 +54,7 @@ def gp(x: torch.Tensor, y: torch.Tensor, kernel: Any, noise: float) -> tuple[Any
 
 def test_scores_of_batches_are_those_of_gpytorch(exact: Any) -> None:
     """Evidence, conditional evidence and leave-one-out of the studies' kernels, of two data sets at once."""
-    scores, x = exact("_exact"), torch.linspace(0, 2, 12).double()
+    scores, x = exact("lengthscale"), torch.linspace(0, 2, 12).double()
     y, order = torch.randn(2, 12, generator=torch.Generator().manual_seed(0)).double(), scores.orders(12, 3, 1)
     rbf, rq = gpytorch.kernels.RBFKernel().double(), gpytorch.kernels.RQKernel().double()
     rbf.lengthscale, rq.lengthscale, rq.alpha = 0.7, 0.3, 0.05
@@ -105,7 +105,7 @@ def test_fourier(tmp_path: Path, exact: Any) -> None:
     for name in ("m3", "m9", "m9c"):
         np.savez(folder / f"fourier_{name}.npz", x_train=problem.x[:100], y_train=problem.y[:100], x_test=grid,
                  pred_mu=np.zeros(7))  # fmt: skip
-    np.savez(folder / "fourier_cmll_results.npz", **{f"{m}_cmlls": np.arange(120.0) for m in ("m3", "m9", "m9c")})
+    np.savez(folder / "fourier_cmll_results.npz", **{name: np.arange(120.0) for name in ("m3_cmlls", "m9_cmlls", "m9c_cmlls")})
     printed, found = run("exact/fourier.py", tmp_path, "--data", str(tmp_path / "data"))
     for name, evidence in {"order 3": 53.80, "order 9": 28.92, "order 9c, 1/d²": 54.23}.items():
         assert found["one"][name]["evidence"] == pytest.approx(evidence, abs=0.01)
