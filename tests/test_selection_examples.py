@@ -105,7 +105,8 @@ def test_fourier(tmp_path: Path, exact: Any) -> None:
     for name in ("m3", "m9", "m9c"):
         np.savez(folder / f"fourier_{name}.npz", x_train=problem.x[:100], y_train=problem.y[:100], x_test=grid,
                  pred_mu=np.zeros(7))  # fmt: skip
-    np.savez(folder / "fourier_cmll_results.npz", **{name: np.arange(120.0) for name in ("m3_cmlls", "m9_cmlls", "m9c_cmlls")})
+    names = ("m3_cmlls", "m9_cmlls", "m9c_cmlls")
+    np.savez(folder / "fourier_cmll_results.npz", **{name: np.arange(120.0) for name in names})
     printed, found = run("exact/fourier.py", tmp_path, "--data", str(tmp_path / "data"))
     for name, evidence in {"order 3": 53.80, "order 9": 28.92, "order 9c, 1/d²": 54.23}.items():
         assert found["one"][name]["evidence"] == pytest.approx(evidence, abs=0.01)
