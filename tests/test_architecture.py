@@ -211,7 +211,7 @@ def test_no_capability_is_asked_by_the_name_of_a_structure() -> None:
 # torch's own, without a public counterpart
 FOREIGN = {
     "_C", "_input_metadata", "_modules", "_backward_hooks", "_backward_pre_hooks", "_version",
-    "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
+    "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported", "_interleaved",
 }  # fmt: skip
 
 
