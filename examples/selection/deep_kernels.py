@@ -38,10 +38,17 @@ SETS = ("boston", "energy", "concrete")
 SCORES = {"rmse": "RMSE", "nll": "negative log likelihood"}
 
 
-def problem(folder: Path, name: str, n: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training and test points of each split, normalized by the training points: (S, n, D), (S, n) and the others'."""
+def points(folder: Path, name: str, small: bool) -> tuple[Tensor, Tensor]:
+    """A data set; in miniature a made one of 60 points."""
+    if small:
+        x = torch.randn(60, 3, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
+        return x, x[:, 0].sin() * x[:, 1]
     with np.load(folder / f"{name}.npz") as data:
-        x, y = torch.as_tensor(data["X"], dtype=torch.float64), torch.as_tensor(data["y"]).double().flatten()
+        return torch.as_tensor(data["X"], dtype=torch.float64), torch.as_tensor(data["y"]).double().flatten()
+
+
+def problem(x: Tensor, y: Tensor, n: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test points of each split, normalized by the training points: (S, n, D), (S, n) and the others'."""
     parts: list[list[Tensor]] = [[], [], [], []]
     for split in range(splits):
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(split))
@@ -56,10 +63,10 @@ def problem(folder: Path, name: str, n: int, splits: int) -> tuple[Tensor, Tenso
     return x, y, x_test, y_test
 
 
-def train(folder: Path, name: str, n: int, what: str, options: argparse.Namespace) -> dict[str, Any]:
+def train(data: tuple[Tensor, Tensor], n: int, what: str, options: argparse.Namespace) -> dict[str, Any]:
     """All splits and initializations of one data set by one objective: scores after each number of steps."""
     start, inits = time.process_time(), options.initializations
-    found = problem(folder, name, n, options.splits)
+    found = problem(*data, n, options.splits)
     x, y, x_test, y_test = (part.repeat_interleave(inits, 0) for part in found)
     network = Networks((x.shape[-1], 50, 50, 2), list(range(inits)) * options.splits)
     model = DeepKernel(x, y, network, 2, zero_mean=what == "released").double()
@@ -142,15 +149,15 @@ def main() -> None:
         sizes, options.splits, options.initializations, options.steps = [20], 2, 2, [3, 6]
     found = []
     for name in names:
+        data = points(options.data, name, options.small)
         for n in sizes:
-            with np.load(options.data / f"{name}.npz") as data:
-                if len(data["y"]) <= n:
-                    print(f"\n{name} has no {n} points")
-                    continue
+            if len(data[1]) <= n:
+                print(f"\n{name} has no {n} points to train on and others to test")
+                continue
             runs, settings = {}, [str(options.splits), str(options.initializations), str(options.steps)]
             for what in OBJECTIVES:
                 kept = options.out / f"{name}_{n}_{what.replace(', ', '_').replace(' ', '_')}.json"
-                job = (options.data, name, n, what, options)
+                job = (data, n, what, options)
                 runs[what] = once(kept, settings, lambda job=job: train(*job))
             found += report(name, n, runs, options)
     write(options.out / "deep_kernels.json", {"machine": machine(options.threads), "results": found})
