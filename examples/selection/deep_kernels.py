@@ -96,7 +96,7 @@ def report(name: str, n: int, runs: dict[str, Any], options: argparse.Namespace)
     """Print a table for one data set and size; its numbers."""
     rows, kept = [], []
     for step in options.steps:
-        for what in OBJECTIVES:
+        for what in options.objectives:
             row = [str(step), what]
             noise = np.median(runs[what]["scores"][str(step)]["noise"])
             for score in SCORES:
@@ -120,6 +120,8 @@ def picture(found: list[dict[str, Any]], sizes: list[int], names: list[str]) -> 
         for row, (score, words) in enumerate(SCORES.items()):
             ax = axes[row][column]
             for what, (color, marker, line) in zip(OBJECTIVES, SERIES, strict=False):
+                if what not in {one["objective"] for one in found}:
+                    continue
                 own = [r for r in found if (r["data"], r["n"], r["score"], r["objective"])
                        == (name, sizes[0], score, what)]  # fmt: skip
                 steps, means = [r["steps"] for r in own], [r["mean"] for r in own]
@@ -137,6 +139,7 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, default=Path("data"), help="folder of boston.npz, energy.npz, ...")
     arguments.add_argument("--sets", default=",".join(SETS), help="data sets, separated by commas")
     arguments.add_argument("--sizes", default="100", help="numbers of training points, separated by commas")
+    arguments.add_argument("--objectives", default=";".join(OBJECTIVES), help="separated by semicolons; LML is the first")
     arguments.add_argument("--splits", type=int, default=10, help="splits (default 10)")
     arguments.add_argument("--initializations", type=int, default=3, help="of each network (default 3)")
     arguments.add_argument("--steps", default="100,200,500,1000,2000", help="when to score, separated by commas")
@@ -144,6 +147,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     names, sizes = options.sets.split(","), [int(n) for n in options.sizes.split(",")]
+    options.objectives = options.objectives.split(";")
     options.steps = [int(step) for step in options.steps.split(",")]
     if options.small:
         sizes, options.splits, options.initializations, options.steps = [20], 2, 2, [3, 6]
@@ -155,7 +159,7 @@ def main() -> None:
                 print(f"\n{name} has no {n} points to train on and others to test")
                 continue
             runs, settings = {}, [str(options.splits), str(options.initializations), str(options.steps)]
-            for what in OBJECTIVES:
+            for what in options.objectives:
                 kept = options.out / f"{name}_{n}_{what.replace(', ', '_').replace(' ', '_')}.json"
                 job = (data, n, what, options)
                 runs[what] = once(kept, settings, lambda job=job: train(*job))
