@@ -1,7 +1,7 @@
 """[L22] 8.2 and appendix I: deep kernels trained by the evidence, and by what is to replace it.
 
     python examples/selection/deep_kernels.py --data DIR --out deep_kernels
-    python examples/selection/deep_kernels.py --data DIR --sizes 300 --splits 5 --initializations 2 --steps 100,500
+    python examples/selection/deep_kernels.py --data DIR --sizes 300 --splits 5 --objectives "LML;CLML" --steps 100,500
 
 A network [D, 50, 50, 2] with ReLU, `ScaleToBounds` and a scaled RBF kernel with two lengthscales, all of GPyTorch,
 trained by Adam at rate 0.01 on n points of boston, energy and concrete (DIR/boston.npz ... with X and y), normalized by
@@ -139,7 +139,7 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, default=Path("data"), help="folder of boston.npz, energy.npz, ...")
     arguments.add_argument("--sets", default=",".join(SETS), help="data sets, separated by commas")
     arguments.add_argument("--sizes", default="100", help="numbers of training points, separated by commas")
-    arguments.add_argument("--objectives", default=";".join(OBJECTIVES), help="separated by semicolons; LML is the first")
+    arguments.add_argument("--objectives", default=";".join(OBJECTIVES), help="separated by semicolons, the LML first")
     arguments.add_argument("--splits", type=int, default=10, help="splits (default 10)")
     arguments.add_argument("--initializations", type=int, default=3, help="of each network (default 3)")
     arguments.add_argument("--steps", default="100,200,500,1000,2000", help="when to score, separated by commas")
