@@ -38,7 +38,7 @@ def test_deep_kernels(tmp_path: Path) -> None:
     """Two splits of made data; a second run reads what the first one kept."""
     printed = run("deep_kernels.py", tmp_path, "--sets", "boston")
     found = figures(tmp_path / "out" / "deep_kernels.json")
-    assert len(found) == 2 * 5 * 2  # numbers of steps, objectives, scores
+    assert len(found) == 2 * 6 * 2  # numbers of steps, objectives, scores
     assert all(math.isfinite(one["mean"]) and one["n"] == 20 for one in found)
     for one in found:
         assert (one["difference"] == 0.0) == (one["objective"] == "LML")
@@ -58,7 +58,7 @@ def test_a_batch_of_deep_kernels_is_each_alone() -> None:
     state = torch.get_rng_state()
     model = deep.DeepKernel(x, y, deep.Networks((2, 5, 2), [4, 5, 6]), 2, zero_mean=True).double()
     assert torch.equal(torch.get_rng_state(), state)
-    values = {name: deep.objective(name, model, seed=3)() for name in ("LML", "CLML, one order", "released")}
+    values = {name: deep.objective(name, model, seed=3)() for name in deep.OBJECTIVES}
     part = torch.randperm(20, generator=torch.Generator().manual_seed(3))[:18]
     for place, seed in enumerate((4, 5, 6)):
         torch.manual_seed(seed)
@@ -74,6 +74,7 @@ def test_a_batch_of_deep_kernels_is_each_alone() -> None:
         whole, given = log_density(bounds(raw), y[place]), log_density(bounds(raw)[part], y[place][part])
         assert values["LML"][place].item() == pytest.approx(whole.item() / 20, rel=1e-6)
         assert values["CLML, one order"][place].item() == pytest.approx((whole - given).item() / 2, rel=1e-6)
+        assert values["LML, new subset"][place].item() == pytest.approx(given.item() / 18, rel=1e-6)
         released = whole - log_density(bounds(raw[part]), y[place][part])
         assert values["released"][place].item() == pytest.approx(released.item(), rel=1e-6)
 

@@ -6,8 +6,9 @@
 A network [D, 50, 50, 2] with ReLU, `ScaleToBounds` and a scaled RBF kernel with two lengthscales, all of GPyTorch,
 trained by Adam at rate 0.01 on n points of boston, energy and concrete (DIR/boston.npz ... with X and y), normalized by
 the n points. Objectives: the LML; the CLML of the last tenth given nine tenths, in a new random order at each step, or
-in one order throughout; GPyTorch's leave-one-out pseudo likelihood; and the CLML as the authors released it, in which
-the features of the nine tenths have bounds of their own and the mean is zero. The splits of a data set and the
+in one order throughout; GPyTorch's leave-one-out pseudo likelihood; the LML of new random nine tenths at each step; and
+the CLML as the authors released it, in which the features of the nine tenths have bounds of their own and the mean is
+zero. The splits of a data set and the
 initializations of the network are one batch of models: they see the same orders. Root mean squared error and negative
 log likelihood of all other points, in units of the normalized targets, after some numbers of steps; differences from
 the LML are paired, and their standard errors are over splits. Results are kept per job, so that an interrupted run goes
