@@ -114,24 +114,28 @@ def report(name: str, n: int, runs: dict[str, Any], options: argparse.Namespace)
 
 
 def picture(found: list[dict[str, Any]], sizes: list[int], names: list[str]) -> Figure:
-    """Both scores against steps, of the smallest size."""
-    figure = Figure(figsize=(3.4 * len(names), 5.4), layout="constrained")
+    """The LML, the CLML in new orders and in one, and the LML of new subsets: both scores against steps."""
+    figure = Figure(figsize=(3.2 * len(names), 5.0), layout="constrained")
     axes = figure.subplots(2, len(names), squeeze=False, sharex=True)
+    shown = dict(zip(("LML", "CLML", "CLML, one order"), SERIES, strict=True))
+    shown["LML, new subset"] = ("#CC79A7", "d", "-.")
     for column, name in enumerate(names):
         for row, (score, words) in enumerate(SCORES.items()):
             ax = axes[row][column]
-            for what, (color, marker, line) in zip(OBJECTIVES, SERIES, strict=False):
-                if what not in {one["objective"] for one in found}:
-                    continue
+            for what, (color, marker, line) in shown.items():
                 own = [r for r in found if (r["data"], r["n"], r["score"], r["objective"])
                        == (name, sizes[0], score, what)]  # fmt: skip
-                steps, means = [r["steps"] for r in own], [r["mean"] for r in own]
-                ax.plot(steps, means, line, marker=marker, ms=4, color=color, lw=1.4, label=what)
+                if own:
+                    steps, means = [r["steps"] for r in own], [r["mean"] for r in own]
+                    ax.plot(steps, means, line, marker=marker, ms=4, color=color, lw=1.4, label=what)
             ax.set(xscale="log", yscale="symlog" if score == "nll" else "linear")
+            ax.set_xticks(steps, [str(step) for step in steps])
+            ax.minorticks_off()
             ax.set_title(f"{name}, n = {sizes[0]}" if row == 0 else "", fontsize=10)
             ax.set_xlabel("steps of Adam" if row else "")
             ax.set_ylabel(words if column == 0 else "")
-    axes[0][0].legend(frameon=False, fontsize=8)
+            ax.margins(0.08)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
