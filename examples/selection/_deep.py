@@ -19,7 +19,7 @@ from ntk_laplace.gp import ConditionalMarginalLogLikelihood
 
 __all__ = ["OBJECTIVES", "Bounds", "DeepKernel", "Networks", "objective", "standard_error"]
 
-OBJECTIVES = ("LML", "CLML", "CLML, one order", "LOO", "released")
+OBJECTIVES = ("LML", "CLML", "CLML, one order", "LOO", "LML, new subset", "released")
 
 
 class Networks(nn.Module):
@@ -91,18 +91,24 @@ class DeepKernel(gpytorch.models.ExactGP):
 def objective(name: str, model: DeepKernel, share: float = 0.9, seed: int = 0) -> Callable[[], Tensor]:
     """What is maximized, (B,), one of OBJECTIVES; each is in nats per point but the released one, which is a sum."""
     x, y, likelihood = model.train_inputs[0], model.train_targets, model.likelihood
-    exact = ExactMarginalLogLikelihood(likelihood, model)
-    if name == "released":
-        generator, n = torch.Generator().manual_seed(seed), y.shape[-1]
-        m = round(share * n)
+    exact, generator = ExactMarginalLogLikelihood(likelihood, model), torch.Generator().manual_seed(seed)
+    n, m = y.shape[-1], round(share * y.shape[-1])
 
-        def released() -> Tensor:
-            # the features of the m points have bounds of their own, not those with which all points are predicted
-            part, features = torch.randperm(n, generator=generator)[:m], model.network(x)
-            given = exact(model.of_features(features[..., part, :]), y[..., part]) * m
-            return exact(model.of_features(features), y) * n - given
+    def drawn() -> Tensor:
+        return torch.randperm(n, generator=generator)[:m]
 
-        return released
+    def released() -> Tensor:
+        # the features of the m points have bounds of their own, not those with which all points are predicted
+        part, features = drawn(), model.network(x)
+        given = exact(model.of_features(features[..., part, :]), y[..., part]) * m
+        return exact(model.of_features(features), y) * n - given
+
+    def new_subset() -> Tensor:
+        part = drawn()
+        return exact(model(x)[..., part], y[..., part])
+
+    if name in ("released", "LML, new subset"):
+        return released if name == "released" else new_subset
     scores = {
         "LML": exact,
         "LOO": LeaveOneOutPseudoLikelihood(likelihood, model),

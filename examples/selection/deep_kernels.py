@@ -1,13 +1,14 @@
 """[L22] 8.2 and appendix I: deep kernels trained by the evidence, and by what is to replace it.
 
     python examples/selection/deep_kernels.py --data DIR --out deep_kernels
-    python examples/selection/deep_kernels.py --data DIR --sizes 300 --splits 5 --initializations 2 --steps 100,500
+    python examples/selection/deep_kernels.py --data DIR --sizes 300 --splits 5 --objectives "LML;CLML" --steps 100,500
 
 A network [D, 50, 50, 2] with ReLU, `ScaleToBounds` and a scaled RBF kernel with two lengthscales, all of GPyTorch,
 trained by Adam at rate 0.01 on n points of boston, energy and concrete (DIR/boston.npz ... with X and y), normalized by
 the n points. Objectives: the LML; the CLML of the last tenth given nine tenths, in a new random order at each step, or
-in one order throughout; GPyTorch's leave-one-out pseudo likelihood; and the CLML as the authors released it, in which
-the features of the nine tenths have bounds of their own and the mean is zero. The splits of a data set and the
+in one order throughout; GPyTorch's leave-one-out pseudo likelihood; the LML of new random nine tenths at each step; and
+the CLML as the authors released it, in which the features of the nine tenths have bounds of their own and the mean is
+zero. The splits of a data set and the
 initializations of the network are one batch of models: they see the same orders. Root mean squared error and negative
 log likelihood of all other points, in units of the normalized targets, after some numbers of steps; differences from
 the LML are paired, and their standard errors are over splits. Results are kept per job, so that an interrupted run goes
@@ -38,10 +39,17 @@ SETS = ("boston", "energy", "concrete")
 SCORES = {"rmse": "RMSE", "nll": "negative log likelihood"}
 
 
-def problem(folder: Path, name: str, n: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training and test points of each split, normalized by the training points: (S, n, D), (S, n) and the others'."""
+def points(folder: Path, name: str, small: bool) -> tuple[Tensor, Tensor]:
+    """A data set; in miniature a made one of 60 points."""
+    if small:
+        x = torch.randn(60, 3, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
+        return x, x[:, 0].sin() * x[:, 1]
     with np.load(folder / f"{name}.npz") as data:
-        x, y = torch.as_tensor(data["X"], dtype=torch.float64), torch.as_tensor(data["y"]).double().flatten()
+        return torch.as_tensor(data["X"], dtype=torch.float64), torch.as_tensor(data["y"]).double().flatten()
+
+
+def problem(x: Tensor, y: Tensor, n: int, splits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training and test points of each split, normalized by the training points: (S, n, D), (S, n) and the others'."""
     parts: list[list[Tensor]] = [[], [], [], []]
     for split in range(splits):
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(split))
@@ -56,10 +64,10 @@ def problem(folder: Path, name: str, n: int, splits: int) -> tuple[Tensor, Tenso
     return x, y, x_test, y_test
 
 
-def train(folder: Path, name: str, n: int, what: str, options: argparse.Namespace) -> dict[str, Any]:
+def train(data: tuple[Tensor, Tensor], n: int, what: str, options: argparse.Namespace) -> dict[str, Any]:
     """All splits and initializations of one data set by one objective: scores after each number of steps."""
     start, inits = time.process_time(), options.initializations
-    found = problem(folder, name, n, options.splits)
+    found = problem(*data, n, options.splits)
     x, y, x_test, y_test = (part.repeat_interleave(inits, 0) for part in found)
     network = Networks((x.shape[-1], 50, 50, 2), list(range(inits)) * options.splits)
     model = DeepKernel(x, y, network, 2, zero_mean=what == "released").double()
@@ -89,7 +97,7 @@ def report(name: str, n: int, runs: dict[str, Any], options: argparse.Namespace)
     """Print a table for one data set and size; its numbers."""
     rows, kept = [], []
     for step in options.steps:
-        for what in OBJECTIVES:
+        for what in options.objectives:
             row = [str(step), what]
             noise = np.median(runs[what]["scores"][str(step)]["noise"])
             for score in SCORES:
@@ -106,22 +114,28 @@ def report(name: str, n: int, runs: dict[str, Any], options: argparse.Namespace)
 
 
 def picture(found: list[dict[str, Any]], sizes: list[int], names: list[str]) -> Figure:
-    """Both scores against steps, of the smallest size."""
-    figure = Figure(figsize=(3.4 * len(names), 5.4), layout="constrained")
+    """The LML, the CLML in new orders and in one, and the LML of new subsets: both scores against steps."""
+    figure = Figure(figsize=(3.2 * len(names), 5.0), layout="constrained")
     axes = figure.subplots(2, len(names), squeeze=False, sharex=True)
+    shown = dict(zip(("LML", "CLML", "CLML, one order"), SERIES, strict=True))
+    shown["LML, new subset"] = ("#CC79A7", "d", "-.")
     for column, name in enumerate(names):
         for row, (score, words) in enumerate(SCORES.items()):
             ax = axes[row][column]
-            for what, (color, marker, line) in zip(OBJECTIVES, SERIES, strict=False):
+            for what, (color, marker, line) in shown.items():
                 own = [r for r in found if (r["data"], r["n"], r["score"], r["objective"])
                        == (name, sizes[0], score, what)]  # fmt: skip
-                steps, means = [r["steps"] for r in own], [r["mean"] for r in own]
-                ax.plot(steps, means, line, marker=marker, ms=4, color=color, lw=1.4, label=what)
+                if own:
+                    steps, means = [r["steps"] for r in own], [r["mean"] for r in own]
+                    ax.plot(steps, means, line, marker=marker, ms=4, color=color, lw=1.4, label=what)
             ax.set(xscale="log", yscale="symlog" if score == "nll" else "linear")
+            ax.set_xticks(steps, [str(step) for step in steps])
+            ax.minorticks_off()
             ax.set_title(f"{name}, n = {sizes[0]}" if row == 0 else "", fontsize=10)
             ax.set_xlabel("steps of Adam" if row else "")
             ax.set_ylabel(words if column == 0 else "")
-    axes[0][0].legend(frameon=False, fontsize=8)
+            ax.margins(0.08)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
     return figure
 
 
@@ -130,6 +144,7 @@ def main() -> None:
     arguments.add_argument("--data", type=Path, default=Path("data"), help="folder of boston.npz, energy.npz, ...")
     arguments.add_argument("--sets", default=",".join(SETS), help="data sets, separated by commas")
     arguments.add_argument("--sizes", default="100", help="numbers of training points, separated by commas")
+    arguments.add_argument("--objectives", default=";".join(OBJECTIVES), help="separated by semicolons, the LML first")
     arguments.add_argument("--splits", type=int, default=10, help="splits (default 10)")
     arguments.add_argument("--initializations", type=int, default=3, help="of each network (default 3)")
     arguments.add_argument("--steps", default="100,200,500,1000,2000", help="when to score, separated by commas")
@@ -137,20 +152,21 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     names, sizes = options.sets.split(","), [int(n) for n in options.sizes.split(",")]
+    options.objectives = options.objectives.split(";")
     options.steps = [int(step) for step in options.steps.split(",")]
     if options.small:
         sizes, options.splits, options.initializations, options.steps = [20], 2, 2, [3, 6]
     found = []
     for name in names:
+        data = points(options.data, name, options.small)
         for n in sizes:
-            with np.load(options.data / f"{name}.npz") as data:
-                if len(data["y"]) <= n:
-                    print(f"\n{name} has no {n} points")
-                    continue
+            if len(data[1]) <= n:
+                print(f"\n{name} has no {n} points to train on and others to test")
+                continue
             runs, settings = {}, [str(options.splits), str(options.initializations), str(options.steps)]
-            for what in OBJECTIVES:
+            for what in options.objectives:
                 kept = options.out / f"{name}_{n}_{what.replace(', ', '_').replace(' ', '_')}.json"
-                job = (options.data, name, n, what, options)
+                job = (data, n, what, options)
                 runs[what] = once(kept, settings, lambda job=job: train(*job))
             found += report(name, n, runs, options)
     write(options.out / "deep_kernels.json", {"machine": machine(options.threads), "results": found})

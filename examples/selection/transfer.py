@@ -15,8 +15,8 @@ and one regression to ±1 for each class; 6 images of a class to train, 1 or 5 s
 trained on one of the two sets and tested on both; [64, 64, 32] ReLU, with an RBF kernel or cosine similarity.
 
 The networks of several seeds are one batch. Tasks differ between seeds, and are the same for all objectives: the LML,
-and the CLML given 9 of 10 points or half of them in a new random order at each step. Differences from the LML are
-paired over seeds. It writes transfer.json.
+and the CLML given 9 of 10 points or half of them in a new random order at each step; the untrained networks stand
+beside them. Differences from the LML are paired over seeds. It writes transfer.json.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from _shared import machine, once, parser, table, write
 
 from ntk_laplace.gp import ConditionalMarginalLogLikelihood
 
-SHARES = {"LML": 0.0, "CLML, 0.9": 0.9, "CLML, 0.5": 0.5}  # given no points, the conditional evidence is the evidence
+# given no points, the conditional evidence is the evidence
+SHARES = {"LML": 0.0, "CLML, 0.9": 0.9, "CLML, 0.5": 0.5, "untrained": None}
 RANGES = {"amplitude": (0.1, 5.0), "phase": (0.0, torch.pi), "x": (-5.0, 5.0)}
 ELSEWHERE = {"in range": {}, "amplitude": {"amplitude": (5.0, 10.0)}, "phase": {"phase": (torch.pi, 2 * torch.pi)},
              "inputs": {"x": (5.0, 10.0)}}  # fmt: skip
@@ -80,9 +81,11 @@ class Shared(gpytorch.models.ExactGP):
             return mean[..., support:] + moved.squeeze(-1), spread
 
 
-def train(model: Shared, tasks: Tasks, share: float, steps: int, rate: float) -> None:
-    """Adam on the mean objective of new tasks at each step."""
+def train(model: Shared, tasks: Tasks, share: float | None, steps: int, rate: float) -> None:
+    """Adam on the mean objective of new tasks at each step; None trains nothing."""
     model.double().train()
+    if share is None:
+        return
     score = ConditionalMarginalLogLikelihood(model.likelihood, model, share)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     for step in range(steps):
@@ -114,7 +117,7 @@ def sines(seed: int, seeds: int, tasks: int, n: int, **ranges: tuple[float, floa
     return x.unsqueeze(-1), y + 0.1 * torch.randn(y.shape, generator=generator, dtype=torch.float64)
 
 
-def of_sines(share: float, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+def of_sines(share: float | None, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Train on sines; scores of each seed in and out of range."""
     model = Shared((1, 40, 40), options.seeds)
     train(model, lambda step: sines(step, options.seeds, 8, 10), share, 3 * options.steps, 1e-3)
@@ -165,7 +168,7 @@ def episodes(data: tuple[Tensor, Tensor], seed: int, shape: tuple[int, int], eac
 
 
 def of_images(
-    source: str, cosine: bool, share: float, data: dict[str, dict[str, tuple[Tensor, Tensor]]],
+    source: str, cosine: bool, share: float | None, data: dict[str, dict[str, tuple[Tensor, Tensor]]],
     options: argparse.Namespace,
 ) -> dict[str, dict[str, list[float]]]:
     """Train on one set of images; accuracy and density of each seed on both."""
@@ -217,7 +220,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     settings = [str(options.seeds), str(options.steps), str(options.tasks)]
 
-    def runs(name: str, compute: Callable[[float], Any]) -> dict[str, Any]:
+    def runs(name: str, compute: Callable[[float | None], Any]) -> dict[str, Any]:
         return {
             words: once(options.out / f"{name}_{share}.json", settings, lambda share=share: compute(share))
             for words, share in SHARES.items()

@@ -76,7 +76,7 @@ class ConditionalMarginalLogLikelihood(ExactMarginalLogLikelihood):
             raise UnsupportedError(
                 "an ExactGP with a likelihood of Gaussian noise",
                 f"{type(model).__name__} with {type(likelihood).__name__}",
-                "For other models gather samples given m points, and use ntk_laplace.selection.",
+                "For other models draw samples given m points, and use ntkl.selection.conditional_from_samples.",
             )
         super().__init__(likelihood, model)
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
