@@ -125,6 +125,19 @@ def test_many_parameters_and_points_are_warned_of() -> None:
     assert -42.0 <= np.mean(errors) <= -28.0
 
 
+def test_a_tail_to_the_left_is_no_reason_to_warn() -> None:
+    """Log densities of variance 20 that are bounded above: many samples are effective, and the interval is right."""
+    shape, b, covered = 0.3, 8.0, []
+    for seed in range(100):
+        logs = -b * np.random.default_rng(seed).gamma(shape, size=(500, 1))
+        found = conditional_from_samples(logs)
+        assert found.variance > math.log(500) and found.ess > 100 and "above log 500" in found.words
+        low, high = found.interval
+        covered.append(low <= -shape * math.log1p(b) <= high)
+    assert 0.83 <= np.mean(covered) <= 0.97
+    assert not estimate(logs[:40]).trusted or estimate(logs[:40]).variance <= math.log(40)
+
+
 def test_autocorrelated_chains_are_worth_fewer_samples() -> None:
     """AR(1) with φ = .8: one independent draw in (1 + φ)/(1 - φ) = 9."""
     random, phi, chains = np.random.default_rng(2), 0.8, 4
