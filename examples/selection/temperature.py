@@ -37,6 +37,7 @@ from _shared import machine, mlp, once, parser, table, write
 
 import ntk_laplace as ntkl
 from ntk_laplace.metrics import accuracy, mean_log_likelihood
+from ntk_laplace.model.calibration import CalibratedPredictive
 from ntk_laplace.plotting import SERIES, png
 from ntk_laplace.selection import ConditionalEstimate, conditional_from_samples
 
@@ -61,7 +62,7 @@ def main() -> None:
     precisions = [float(word) for word in options.precisions.split(",")][: 1 if options.small else None]
     cells = {str(precision): [cell(name, precision, seed, options)
                               for seed in range(1 if options.small else options.seeds)
-                              for name in list(HIDDEN)[:: 4 if options.small else 1]] for precision in precisions}
+                              for name in list(HIDDEN)[:: 8 if options.small else 1]] for precision in precisions}
     summaries = {precision: summary(found) for precision, found in cells.items()}
     for precision, found in summaries.items():
         print(f"\ndigits, prior precision {precision}: {found['networks']} networks, {found['seeds']} splits")
@@ -158,13 +159,15 @@ def digits(name: str, precision: float, seed: int, small: bool) -> dict[str, Any
 
     data, order = load_digits(), np.random.default_rng(seed).permutation(1797)
     x, y = torch.as_tensor(data.data[order] / 16), torch.as_tensor(data.target[order])
-    n, asked, draws = (100, 100, 200) if small else (500, 1000, 2000)
+    n, asked, draws = (100, 60, 100) if small else (500, 1000, 2000)
     known, tuned, rest = slice(0, round(0.8 * n)), slice(round(0.8 * n), round(0.85 * n)), slice(round(0.85 * n), n)
     test = x[n : n + asked], y[n : n + asked]
-    blind, whole = (fitted(name, (x[part], y[part]), precision, seed) for part in (known, slice(0, n)))
+    blind, whole = (fitted(name, (x[part], y[part]), precision, seed, 20 if small else 300)
+                    for part in (known, slice(0, n)))
     torch.manual_seed(seed)
     mean = blind.outputs(x[rest])
     away = blind.sample(draws, x[rest]) - mean
+    moments = whole.latent_moments(test[0])
     found: dict[str, Any] = {"name": name, "seed": seed, "parameters": blind.num_parameters,
                              "map_accuracy": accuracy(whole.predict(test[0], "map").probs, test[1])}
     for words, calibration in calibrations(blind, (x[tuned], y[tuned])).items():
@@ -174,11 +177,10 @@ def digits(name: str, precision: float, seed: int, small: bool) -> dict[str, Any
         own = log_p.gather(2, y[rest].expand(draws, -1)[..., None]).squeeze(2)
         marginal = log_p.logsumexp(0) - math.log(draws)
         marginal = torch.log_softmax(marginal / average, 1).gather(1, y[rest][:, None]).sum()
-        for posterior in (blind, whole):
-            posterior.predictive = calibration
+        blind.predictive = calibration
         # a temperature of each draw or of the average never changes which class the network alone prefers
         same = torch.equal(blind.predict(x[rest], "map").probs.argmax(1), mean.argmax(1))
-        predicted = whole.predict(test[0])
+        predicted = CalibratedPredictive(calibration, ntkl.Categorical(), samples=500)(*moments)
         found[words] = {"scale": calibration.scale, "temperature": calibration.temperature, "average": average,
                         "marginal": float(marginal), "map_unchanged": same,
                         "accuracy": accuracy(predicted.probs, test[1]),
@@ -190,12 +192,12 @@ def digits(name: str, precision: float, seed: int, small: bool) -> dict[str, Any
     return found
 
 
-def fitted(name: str, data: tuple[Tensor, Tensor], precision: float, seed: int) -> ntkl.Posterior:
+def fitted(name: str, data: tuple[Tensor, Tensor], precision: float, seed: int, steps: int) -> ntkl.Posterior:
     """A network at its MAP, with KFAC."""
     torch.manual_seed(seed)
     network = mlp((64, *HIDDEN[name], 10)).double()
     weights = list(network.parameters())
-    optimizer = torch.optim.LBFGS(weights, max_iter=300, tolerance_grad=1e-3, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(weights, max_iter=steps, tolerance_grad=1e-3, line_search_fn="strong_wolfe")
 
     def objective() -> Tensor:
         optimizer.zero_grad()
