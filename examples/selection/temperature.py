@@ -308,7 +308,8 @@ def picture(toy: dict[str, Any], cells: dict[str, list[dict[str, Any]]]) -> Figu
                       alpha=0.7, label=label)
         axes.set_xlabel("test accuracy of the averaged predictions")
         axes.set_ylabel("joint of 75 points, 20 draws, nats")
-        axes.set_yscale("symlog", linthresh=20)
+        if min(v["none"]["few"] for v in found) < -1000:
+            axes.set_yscale("symlog", linthresh=20)
         axes.set_title(f"digits, prior precision {precision}")
         axes.legend(fontsize=8)
     return figure
