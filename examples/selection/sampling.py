@@ -241,7 +241,7 @@ def study(kind: str, seed: int, small: bool) -> dict[str, Any]:
     case = problem(kind, seed, small)
     m, rest, found = case.known, slice(case.known, None), {}
     torch.manual_seed(1000 + seed)
-    draws, warmup, every = (10, 5, 1) if small else (300, 100, 12)
+    draws, warmup, every = (10, 5, 1) if small else (100, 50, 8)
     samplers: dict[str, Callable[[], Tensor]] = {
         "HMC": lambda: hamiltonian(case, draws, warmup),
         "SGHMC": lambda: stochastic(case, "sghmc", draws, warmup, every),
@@ -269,7 +269,7 @@ def study(kind: str, seed: int, small: bool) -> dict[str, Any]:
             found[words] = {"joint": [float(verb(m, 0, method="samples", draws=5000, **options)), 0.0, 0.0, True],
                             "marginal": [float(verb(m, 0, method="average", **options)), 0.0, 0.0, True]}
         if kind == "toy":
-            steps = 4 if small else 500
+            steps = 4 if small else 200
             source = torch.Generator().manual_seed(seed)
             ends = [one.annealed_evidence(steps, CHAINS, generator=source) for one in (posterior, case.given)]
             error = math.hypot(*(end.standard_error for end in ends))
