@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scipy import optimize
+from scipy import optimize, stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,6 +93,18 @@ def test_the_error_knows_what_was_not_drawn() -> None:
     truth = ((1 + b) ** 2 / (1 + 2 * b)) ** shape - 1
     many = conditional_from_samples(-b * random.gamma(shape, size=(200_000, 1)))
     assert many.standard_error == pytest.approx((truth / 200_000) ** 0.5, rel=0.02)
+    larger = set()
+    for _ in range(10):  # the larger one of the delta method's error and of that of the three moments
+        logs = -b * random.gamma(shape, size=(12, 1))
+        weights = np.exp(logs)
+        moments = logs.var(ddof=1), stats.skew(logs[:, 0], bias=False)
+        k = 4 / moments[1] ** 2
+        c = (moments[0] / k) ** 0.5
+        fitted = ((1 + c) ** 2 / (1 + 2 * c)) ** k - 1 if moments[1] < 0 else math.expm1(moments[0])
+        both = weights.std(ddof=1) / weights.mean() / 12**0.5, (fitted / 12) ** 0.5
+        assert estimate(logs).standard_error == pytest.approx(max(both), rel=1e-9)
+        larger.add(both[0] > both[1])
+    assert larger == {False, True}
     normal = random.normal(0.0, 0.9**0.5, (100_000, 1))
     assert conditional_from_samples(normal).standard_error == pytest.approx((math.expm1(0.9) / 1e5) ** 0.5, rel=0.03)
     assert conditional_from_samples(np.full((20, 3), -2.0)).standard_error == pytest.approx(0.0, abs=1e-12)
@@ -123,6 +135,19 @@ def test_many_parameters_and_points_are_warned_of() -> None:
         errors.append(found.value - model.joint)
         assert found.variance > 50 and "effective" in str(found) and "±" not in str(found)
     assert -42.0 <= np.mean(errors) <= -28.0
+
+
+def test_a_tail_to_the_left_is_no_reason_to_warn() -> None:
+    """Log densities of variance 20 that are bounded above: many samples are effective, and the interval is right."""
+    shape, b, covered = 0.3, 8.0, []
+    for seed in range(100):
+        logs = -b * np.random.default_rng(seed).gamma(shape, size=(500, 1))
+        found = conditional_from_samples(logs)
+        assert found.variance > math.log(500) and found.ess > 100 and "above log 500" in found.words
+        low, high = found.interval
+        covered.append(low <= -shape * math.log1p(b) <= high)
+    assert 0.83 <= np.mean(covered) <= 0.97
+    assert not estimate(logs[:40]).trusted or estimate(logs[:40]).variance <= math.log(40)
 
 
 def test_autocorrelated_chains_are_worth_fewer_samples() -> None:
