@@ -66,6 +66,13 @@ def test_two_roots_of_n_bound_the_moment_of_seegers_bound() -> None:
         assert moment <= 2 * math.sqrt(n) + 1e-9
 
 
+def test_mcallester_as_printed() -> None:
+    """[L22] Eq. 15, with numbers put in by hand."""
+    printed = 0.1 + (31.210340371976182 / 999) ** 0.5
+    assert pac_bayes.mcallester(0.1, 20.0, 500, 0.05) == pytest.approx(printed, abs=1e-12)
+    assert pac_bayes.mcallester(0.0, 0.0, 1, 1.0) == pytest.approx(2**0.5, abs=1e-12)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_union_over_models_adds_their_logarithm_to_the_divergence(kind: str) -> None:
     together, alone = bound(kind, 0.1, 5.0, 1000, DELTA / 100), bound(kind, 0.1, 5.0 + math.log(100), 1000)
