@@ -2,9 +2,9 @@
 
     python examples/selection/risk_bounds.py --threads 1 --out risk_bounds
 
-digits: 1,297 training images of scikit-learn's digits, of which a prior has seen the first 648; 500 test images;
-softmax regression and an MLP of 16 tanh units. Each Gaussian over the weights gets its Seeger bound (δ = 0.05 in all,
-2,000 draws), its divergence, its error on the other 649 images and on the test images (500 draws):
+digits: 1,297 training images of scikit-learn's digits, of which a prior has seen the first 648 (`--first`); 500 test
+images; softmax regression and an MLP of 16 tanh units. Each Gaussian over the weights gets its Seeger bound (δ = 0.05 in
+all, 2,000 draws), its divergence, its error on the other images and on the test images (500 draws):
 
     fixed prior     the Laplace posterior of all images; the prior N(0, I/λ) has seen none
     trained on all  the same, beside the Laplace posterior of the first half as prior
@@ -117,7 +117,7 @@ def split(seed: int, name: str, options: argparse.Namespace) -> dict[str, dict[s
     """All rows for one network and one split of the images."""
     digits, order = load_digits(), np.random.default_rng(seed).permutation(1797)
     x, y = torch.tensor(digits.data[order] / 16.0), torch.tensor(digits.target[order])
-    n, m = (160, 80) if options.small else (1297, 648)
+    n, m = (160, 80) if options.small else (1297, options.first)
     first, others, everything, test = ((x[a:b], y[a:b]) for a, b in ((0, m), (m, n), (0, n), (1297, 1797)))
     make, power = NETWORKS[name]
     torch.manual_seed(seed)
@@ -165,7 +165,7 @@ def digits_study(options: argparse.Namespace) -> dict[str, Any]:
     for name in NETWORKS:
         for seed in range(options.splits):
             file = options.out / f"{name.split()[0].lower()}_{seed}.json"
-            run = once(file, [str(options.small), str(options.draws), str(options.steps)],
+            run = once(file, [str(options.small), str(options.draws), str(options.steps), str(options.first)],
                        lambda name=name, seed=seed: split(seed, name, options))
             kept.setdefault(name, []).append(run)
             bounds = [f"{row} {run[row]['bound']:.3f}" for row in ROWS if row in run]
@@ -368,6 +368,7 @@ def main() -> None:
     arguments = parser(__doc__, "risk_bounds")
     arguments.add_argument("--parts", default=",".join(PARTS), help="of these, with commas (default all)")
     arguments.add_argument("--splits", type=int, default=20, help="of the images (default 20)")
+    arguments.add_argument("--first", type=int, default=648, help="images that a prior has seen (default 648)")
     arguments.add_argument("--sets", type=int, default=100, help="data sets of the curves (default 100)")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
