@@ -3,8 +3,8 @@
     python examples/selection/risk_bounds.py --threads 1 --out risk_bounds
 
 digits: 1,297 training images of scikit-learn's digits, of which a prior has seen the first 648 (`--first`); 500 test
-images; softmax regression and an MLP of 16 tanh units. Each Gaussian over the weights gets its Seeger bound (δ = 0.05 in
-all, 2,000 draws), its divergence, its error on the other images and on the test images (500 draws):
+images; softmax regression and an MLP of 16 tanh units. Each Gaussian over the weights gets its Seeger bound (δ = 0.05
+in all, 2,000 draws), its divergence, its error on the other images and on the test images (500 draws):
 
     fixed prior     the Laplace posterior of all images; the prior N(0, I/λ) has seen none
     trained on all  the same, beside the Laplace posterior of the first half as prior
