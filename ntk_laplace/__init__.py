@@ -45,6 +45,7 @@ from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
 from ntk_laplace.runtime.distributed import process_group
+from ntk_laplace.selection.risk import RiskBound, risk_bound
 from ntk_laplace.structures import (
     EKFAC,
     INF,
@@ -151,6 +152,7 @@ __all__ = [
     "Ranking",
     "Reliability",
     "RetrainingInterrupted",
+    "RiskBound",
     "Settings",
     "StructureEvidence",
     "StructurePlan",
@@ -178,6 +180,7 @@ __all__ = [
     "process_group",
     "register_likelihood",
     "register_structure",
+    "risk_bound",
     "selection",
     "train_with_evidence",
     "variational",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures import elbo
@@ -15,18 +16,34 @@ __all__ = ["LowerBoundVerbs"]
 class LowerBoundVerbs(Fitted):
     """The evidence lower bound of q = N(θ, H⁻¹), for every structure and likelihood."""
 
-    def kl(self) -> Divergence:
-        """Divergence of this Gaussian from the prior, KL(q ‖ N(μ0, P0⁻¹)), with its terms.
+    def kl(self, other: Fitted | None = None) -> Divergence:
+        """Divergence of this Gaussian from the prior, KL(q ‖ N(μ0, P0⁻¹)), or from another posterior, with its terms.
 
         Equal to ½ [(θ-μ0)ᵀP0(θ-μ0) + log det B - Σ γ_g], from the factorization that predictions use.
+
+        Parameters
+        ----------
+        other : Posterior, optional
+            Of the same parameters, at other weights or given other data, in any structure: KL(q ‖ N(θ', H'⁻¹)).
 
         Returns
         -------
         Divergence
             In nats; ``float(posterior.kl())`` is its value. It carries no gradient. Its standard error is 0 but for
             structures whose log determinant is an estimate.
+
+        Raises
+        ------
+        DataError
+            If the other posterior is one of other parameters.
+        UnsupportedError
+            If it is no posterior.
         """
-        return elbo.divergence(self._fitted)
+        if other is None:
+            return elbo.divergence(self._fitted)
+        if not isinstance(other, Fitted):
+            raise UnsupportedError("another posterior", f"a {type(other).__name__}", "Leave it out for the prior.")
+        return elbo.divergence_between(self._fitted, other.fitted)
 
     def elbo(
         self, method: str = "glm", samples: int = 1000, *, x: InputData | None = None,

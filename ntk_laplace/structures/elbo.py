@@ -1,4 +1,4 @@
-"""The evidence lower bound of a Gaussian q = N(θ, H⁻¹) over the weights, and its divergence from the prior.
+"""The evidence lower bound of a Gaussian q = N(θ, H⁻¹) over the weights, and its divergence from prior or posterior.
 
 log p(D) >= E_q log p(D given f) - KL(q ‖ N(μ0, P0⁻¹)) ([T20] 2.14). The divergence needs three numbers that every
 structure has: ½ [(θ-μ0)ᵀP0(θ-μ0) + log det B - Σ γ_g], with B = P0^-½HP0^-½ and Σ γ_g = P - tr(P0 H⁻¹).
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from ntk_laplace.curvature import GivenPrecision, PosteriorPrecision
 from ntk_laplace.curvature.posterior_precision import checked_form
-from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
 from ntk_laplace.model.expectations import Expectation
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes, require_generator
@@ -24,7 +26,7 @@ from ntk_laplace.structures.batch_merging import merged_batches
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.training_inputs import training_inputs
 
-__all__ = ["Divergence", "LowerBound", "divergence", "lower_bound"]
+__all__ = ["Divergence", "LowerBound", "divergence", "divergence_between", "lower_bound"]
 
 _METHODS = ("glm", "nn")
 _FEWEST = 4  # draws: two pairs, of which a standard error follows
@@ -32,7 +34,9 @@ _FEWEST = 4  # draws: two pairs, of which a standard error follows
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL(q ‖ prior) in nats: value = ½ (distance + log_det - effective).
+    """KL(q ‖ N(μ0, P0⁻¹)) in nats: value = ½ (distance + log_det - effective).
+
+    Mean μ0 and precision P0 are those of the prior, or of another posterior.
 
     Attributes
     ----------
@@ -42,9 +46,9 @@ class Divergence:
     distance : Tensor, ()
         (θ-μ0)ᵀP0(θ-μ0).
     log_det : Tensor, ()
-        log det B = log det H - log det P0.
+        log det H - log det P0; of the prior it is log det B.
     effective : Tensor, ()
-        P - tr(P0 H⁻¹), the effective parameters.
+        P - tr(P0 H⁻¹); of the prior it is the number of effective parameters.
     """
 
     value: Tensor
@@ -105,6 +109,53 @@ def divergence(fitted: FittedModel) -> Divergence:
         log_det, effective = (part.to(distance) for part in (precision.log_det(), precision.information_gained()))
     error = 0.5 * math.hypot(precision.standard_error, precision.effective_error)
     return Divergence(0.5 * (distance + log_det - effective), error, distance, log_det, effective)
+
+
+def divergence_between(fitted: FittedModel, other: FittedModel) -> Divergence:
+    """KL(N(θ, H⁻¹) ‖ N(θ', H'⁻¹)) of two posteriors of the same parameters.
+
+    tr(H'H⁻¹) takes covariances of f alone where H' = P0' + Σ J'ᵀΛ'J' exactly: it is tr(P0'H⁻¹) + Σ tr(Λ' J'H⁻¹J'ᵀ) over
+    the points of `other`. Elsewhere H' multiplies columns of H⁻¹.
+
+    Raises
+    ------
+    DataError
+        If the parameters differ in name, order or shape, or in device or dtype of the algebra.
+    """
+    precision, its = fitted.precision, other.precision
+    forms = [(list(one.network.shapes.items()), one.theta.device, one.theta.dtype) for one in (fitted, other)]
+    if forms[0] != forms[1]:
+        words = [f"{shapes.num_parameters:,} parameters in {len(shapes)} tensors, {theta.dtype} on {theta.device}"
+                 for shapes, theta in ((one.network.shapes, one.theta) for one in (fitted, other))]
+        raise DataError(f"posteriors of the same parameters ({words[0]})", f"another of {words[1]}, or other names",
+                        "Fit the same parameters of one architecture; move one with to(device, dtype).")
+    inner = precision.inner if isinstance(precision, GivenPrecision) else precision
+    against = GivenPrecision(inner, other.prior)  # H beside the other's prior
+    with torch.no_grad():
+        step = fitted.theta - other.theta
+        distance = (step * its.multiply(step)).sum(dtype=torch.float64)
+        log_det = (against.log_det() - its.log_det()).to(distance)
+        if other.structure.spec.exact:
+            seen = other.structure.training_covariances(other.model, precision)
+            curvature = other.points.curvature(other.curvature_type, other.likelihood)
+            effective = against.information_gained() - (curvature * seen).sum(dtype=torch.float64)
+        else:
+            effective = len(step) - _trace_of_product(precision, its, step)
+    error = 0.5 * math.hypot(precision.standard_error, precision.effective_error, its.standard_error)
+    return Divergence(0.5 * (distance + log_det - effective), error, distance, log_det, effective.to(distance))
+
+
+def _trace_of_product(precision: PosteriorPrecision, other: PosteriorPrecision, like: Tensor) -> Tensor:
+    """tr(H'H⁻¹) from columns of H⁻¹, a panel at a time."""
+    p, total = len(like), like.new_zeros((), dtype=torch.float64)
+    width = max(1, tuning.COVARIANCE_BYTES // (p * like.element_size()))
+    for start in range(0, p, width):
+        columns = torch.arange(start, min(start + width, p), device=like.device)
+        unit = torch.zeros(len(columns), p, dtype=like.dtype, device=like.device)
+        unit[torch.arange(len(columns)), columns] = 1.0
+        products = other.multiply(precision.solve(unit))
+        total += products.gather(1, columns.unsqueeze(1)).sum(dtype=torch.float64)
+    return total
 
 
 def lower_bound(

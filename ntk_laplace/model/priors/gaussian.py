@@ -64,6 +64,7 @@ class GaussianPrior(nn.Module):
         self.groups = {g: names_of(g, m) for g, m in groups.items()} if isinstance(groups, Mapping) else groups
         self._given_precision, self._given_mean = checked_precision(precision), checked_mean(mean)
         self._grouping = Grouping(names=["all"] if groups == "all" else [])
+        self._as_given: Tensor | None = None  # log precisions that the caller chose
         self.register_parameter("log_precision", None)
         if groups == "all":
             self._make(self._grouping, precision)
@@ -144,6 +145,12 @@ class GaussianPrior(nn.Module):
             return
         with torch.no_grad():
             self.log_precision.copy_(self._grouping.values(value).log())
+        self._note_as_given()
+
+    @property
+    def as_given(self) -> bool:
+        """Whether the precisions are those that the caller passed or assigned: False once they were optimized."""
+        return self._as_given is None or torch.equal(self._as_given, self._log_precision().detach().cpu())
 
     def group_of(self, name: str) -> int | slice:
         """Index of a parameter's precision in `log_precision`; a slice for ``groups="parameter"``."""
@@ -200,7 +207,7 @@ class GaussianPrior(nn.Module):
         same = bool((mean == mean[0]).all())
         return {
             "groups": groups, "mean": float(mean[0]) if same else mean.clone(),
-            "log_precision": self._log_precision().detach().clone(),
+            "log_precision": self._log_precision().detach().clone(), "as_given": self.as_given,
         }  # fmt: skip
 
     @classmethod
@@ -209,12 +216,18 @@ class GaussianPrior(nn.Module):
         prior = cls(mean=record["mean"], groups=record["groups"]).bind(shapes)
         with torch.no_grad():
             prior._log_precision().copy_(record["log_precision"])
+        if record.get("as_given", True):  # older records do not know
+            prior._note_as_given()
         return prior
 
     # --- internal ----------------------------------------------------------------------------------------------
 
     def _make(self, grouping: Grouping, precision: Value | Mapping[str, Value]) -> None:
         self.log_precision = nn.Parameter(grouping.values(precision).log())
+        self._note_as_given()
+
+    def _note_as_given(self) -> None:
+        self._as_given = self.log_precision.detach().cpu().clone()
 
     def _bound(self) -> Grouping:
         if not self._grouping.shapes:
