@@ -1,0 +1,99 @@
+"""Which score should choose among networks? [L22] section 7, appendices D and F, in small.
+
+    python examples/selection/architectures.py --data DIR --threads 1 --out architectures
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
+
+from _cells_l22 import Cell, images, trained_and_scored
+from _networks_l22 import NETWORKS, SIX
+from _shared import machine, once, parser, table, write
+
+VAGUE_TO_STRONG = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1e2")
+
+
+@dataclass(frozen=True)
+class Study:
+    """Networks of one data set at several priors."""
+
+    data: str
+    count: int
+    priors: tuple[str, ...]
+    steps: int
+    batch: int = 50
+    networks: tuple[str, ...] = tuple(NETWORKS)
+    structures: tuple[str, ...] = ("kfac",)
+    asked: int = 1000
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.data} {self.count:,}" + (", six" if self.networks == SIX else "")
+
+    def cells(self, prior: str) -> list[Cell]:
+        return [Cell(self.data, self.count, prior, name, self.seed, self.steps, self.batch, self.asked, self.structures)
+                for name in self.networks]  # fmt: skip
+
+
+FOUR = ("1e2", "1e-3", "1e-1", "1e-6")
+_LARGE = {"networks": SIX, "structures": ("kfac", "diag")}
+DESIGN = (
+    Study("digits", 250, ("1e2", "1e-3", "layerwise", "1e-1", "1e-6", "1e-2", "1e-4"), 300),
+    Study("mnist", 1000, ("1e-3", "1e2", "layerwise", "1e-1", "1e-6"), 400),
+    Study("mnist", 45_000, ("1e2", "1e-3"), 2000, 100, **_LARGE),
+    Study("mnist", 250, ("1e-3", "1e2", "layerwise", "1e-1", "1e-6"), 300),
+    Study("mnist", 4000, ("1e2", "1e-3"), 800, **_LARGE),
+    Study("digits", 250, ("1e2", "1e-3", "layerwise", "1e-1", "1e-6", "1e-2", "1e-4"), 300, seed=1),
+    Study("mnist", 1000, ("1e-3", "1e2", "layerwise", "1e-1", "1e-6"), 400, seed=1),
+)
+SMALL = (Study("digits", 80, ("1e-3", "layerwise"), 30, 20, ("conv 1 x 2", "conv 2 x 4", "res 6 x 4"), asked=100),)
+
+
+def scores(study: Study, prior: str, options: argparse.Namespace, deadline: float) -> list[dict[str, Any]] | None:
+    """All networks of a study at one prior, computed or kept; None if the time is over before the last one."""
+    problem, found = None, []
+    for cell in study.cells(prior):
+        kept = options.out / "cells" / f"{cell.label}.json"
+        if not kept.exists():
+            if time.monotonic() > deadline:
+                return None
+            problem = problem or images(cell.data, cell.count, cell.asked, cell.seed, options.data)
+        row = once(kept, cell.arguments(), lambda cell=cell: trained_and_scored(cell, problem, kept.with_suffix(".pt")))
+        found.append({"network": cell.network} | row)
+        if problem is not None:
+            own = row["structures"]["kfac"]
+            print(f"{cell.label}: lml {own['lml']:.1f} clml {own['clml']:.3f} bma {own['bma_log_likelihood']:.3f} map "
+                  f"{own['map_log_likelihood']:.3f} {own['map_accuracy']:.3f}, {row['seconds']:.1f} s",
+                  file=sys.stderr, flush=True)  # fmt: skip
+    return found
+
+
+def main() -> None:
+    arguments = parser(__doc__, "architectures")
+    arguments.add_argument("--data", type=Path, help="folder with mnist.npz; without it, digits alone")
+    arguments.add_argument("--minutes", type=float, default=float("inf"), help="start no new cell after so many")
+    options = arguments.parse_args()
+    (options.out / "cells").mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(options.threads)
+    torch.set_flush_denormal(True)
+    deadline = time.monotonic() + 60 * options.minutes
+    for study in SMALL if options.small else DESIGN:
+        if study.data == "mnist" and options.data is None:
+            continue
+        for prior in study.priors:
+            scores(study, prior, options, deadline)
+
+
+if __name__ == "__main__":
+    main()
