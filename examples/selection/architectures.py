@@ -20,7 +20,7 @@ from _cells_l22 import Cell, images, trained_and_scored
 from _networks_l22 import NETWORKS, SIX
 from _shared import machine, once, parser, table, write
 
-VAGUE_TO_STRONG = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1e2")
+PRIORS = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1", "1e2", "layerwise")
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,19 @@ class Study:
                 for name in self.networks]  # fmt: skip
 
 
-FOUR = ("1e2", "1e-3", "1e-1", "1e-6")
 _LARGE = {"networks": SIX, "structures": ("kfac", "diag")}
+_DECADES = ("1", "1e-3", "layerwise", "1e-1", "1e-6", "1e-2", "1e-4")
+_FEW = ("1e-3", "1", "layerwise", "1e-6", "1e-1")
 DESIGN = (
-    Study("digits", 250, ("1e2", "1e-3", "layerwise", "1e-1", "1e-6", "1e-2", "1e-4"), 300),
-    Study("mnist", 1000, ("1e-3", "1e2", "layerwise", "1e-1", "1e-6"), 400),
-    Study("mnist", 45_000, ("1e2", "1e-3"), 2000, 100, **_LARGE),
-    Study("mnist", 250, ("1e-3", "1e2", "layerwise", "1e-1", "1e-6"), 300),
-    Study("mnist", 4000, ("1e2", "1e-3"), 800, **_LARGE),
-    Study("digits", 250, ("1e2", "1e-3", "layerwise", "1e-1", "1e-6", "1e-2", "1e-4"), 300, seed=1),
-    Study("mnist", 1000, ("1e-3", "1e2", "layerwise", "1e-1", "1e-6"), 400, seed=1),
+    Study("digits", 250, (*_DECADES, "1e2"), 300),
+    Study("mnist", 1000, _FEW, 400),
+    Study("mnist", 45_000, ("1e2", "1e-3", "1"), 2000, 100, **_LARGE),
+    Study("mnist", 250, _FEW, 300),
+    Study("mnist", 4000, ("1", "1e-3"), 800, **_LARGE),
+    Study("digits", 250, _DECADES, 300, seed=1),
+    Study("mnist", 1000, _FEW, 400, seed=1),
+    Study("mnist", 250, _FEW, 300, seed=1),
+    Study("digits", 250, _DECADES, 300, seed=2),
 )
 SMALL = (Study("digits", 80, ("1e-3", "layerwise"), 30, 20, ("conv 1 x 2", "conv 2 x 4", "res 6 x 4"), asked=100),)
 
