@@ -24,6 +24,8 @@ __all__ = ["Cell", "Images", "images", "trained_and_scored"]
 _DRAWS = 20  # of weights, as in [L22]
 _SCALES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the covariance that they are drawn from
 _POINTS = 128  # of f for each prediction
+_TUNED = 500
+_LEFT_OUT = 5000  # images at most, for leave-one-out
 _QUIET = ntkl.Settings(progress=False)
 _LAYERWISE = {"parameters": ["precision"], "steps": 20, "tolerance": 1e-4, "bounds": (1e-4, 1e5)}
 
@@ -37,10 +39,11 @@ class Images:
     test: tuple[Tensor, Tensor]
 
     def split(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """80, 5 and 15 %: to train on, to tune on, to score on."""
+        """80, 5 and 15 %: to train on, to tune on and to score on; of the last two at most 500 and 1,500."""
         count = len(self.train[1])
-        sizes = [round(0.8 * count), round(0.05 * count)]
-        parts = [part.split([*sizes, count - sum(sizes)]) for part in self.train]
+        given, tuned = round(0.8 * count), min(round(0.05 * count), _TUNED)
+        rest = min(count - given - tuned, 3 * _TUNED)
+        parts = [part[: given + tuned + rest].split([given, tuned, rest]) for part in self.train]
         return tuple(zip(*parts, strict=True))
 
 
@@ -81,11 +84,15 @@ class Cell:
     structures: tuple[str, ...]
 
     def arguments(self) -> list[str]:
+        """All fields: another cell is another computation."""
         return [f"{key}={value}" for key, value in asdict(self).items()]
 
     @property
     def label(self) -> str:
-        return "_".join(str(v) for v in (self.data, self.count, self.seed, self.prior, self.network)).replace(" ", "")
+        """A file name."""
+        more = [s for s in self.structures if s != "kfac"]
+        parts = (self.data, self.count, self.seed, self.prior, self.network, *more)
+        return "_".join(str(part) for part in parts).replace(" ", "")
 
 
 def trained_and_scored(cell: Cell, problem: Images, weights: Path) -> dict[str, Any]:
@@ -102,26 +109,28 @@ def trained_and_scored(cell: Cell, problem: Images, weights: Path) -> dict[str, 
         whole, precision = _fitted(module, problem.train, cell, cell.steps // 2, precision)
         torch.save(kept | {"whole": module.state_dict(), "precision": precision}, weights)
         scored = {s: told[s] | _scored(whole[s], problem, told[s]) for s in cell.structures}
-        loo = ntkl.laplace(module, problem.train, ntkl.Categorical(), _last_layer(precision), "full",
-                           parameters="last_layer", settings=_QUIET).loo_log_density()  # fmt: skip
+        loo = _loo(module, problem.train, precision) if cell.count <= _LEFT_OUT else None
     x, y = problem.train
     with torch.no_grad():
         fit = -nn.functional.cross_entropy(module(x), y, reduction="sum").item()
     return {
-        "parameters": sum(w.numel() for w in module.parameters()), "fit": fit, "loo": loo.item(),
+        "parameters": sum(w.numel() for w in module.parameters()), "fit": fit, "loo": loo,
         "precision": precision, "structures": scored, "seconds": time.process_time() - begin,
     }  # fmt: skip
 
 
-def _last_layer(precision: dict[str, float] | float) -> ntkl.GaussianPrior:
-    return ntkl.GaussianPrior(precision if isinstance(precision, float) else list(precision.values())[-1])
+def _loo(module: nn.Module, data: tuple[Tensor, Tensor], precision: dict[str, float] | float) -> float:
+    """Leave-one-out, in nats: exact for the last layer, with the others fixed."""
+    prior = ntkl.GaussianPrior(precision if isinstance(precision, float) else list(precision.values())[-1])
+    last = ntkl.laplace(module, data, ntkl.Categorical(), prior, "full", parameters="last_layer", settings=_QUIET)
+    return float(last.loo_log_density())
 
 
 def _fitted(
     module: nn.Module, data: tuple[Tensor, Tensor], cell: Cell, steps: int,
     precision: dict[str, float] | float | None = None,
 ) -> tuple[dict[str, ntkl.Posterior], dict[str, float] | float]:  # fmt: skip
-    """The network trained (on), and its posteriors; layerwise precisions are those of KFAC's evidence, in two rounds."""
+    """The network trained (on), and its posteriors; layerwise precisions maximize KFAC's evidence, in two rounds."""
     def posterior(structure: str, prior: ntkl.GaussianPrior) -> ntkl.Posterior:
         return ntkl.laplace(module, data, ntkl.Categorical(), prior, structure, settings=_QUIET)
 
@@ -157,16 +166,15 @@ def _told(
     found["clml"] = _log_likelihood(calibration, mean[asked:], covariance[asked:], y[asked:])[0]
     generator = torch.Generator().manual_seed(0)
     away = blind.sample(_DRAWS, generator=generator) - torch.cat([w.detach().flatten() for w in module.parameters()])
-    names, shapes = zip(*((n, w.shape) for n, w in module.named_parameters()), strict=True)
+    weights = {name: w.detach() for name, w in module.named_parameters()}
     best = None
     for scale in _SCALES:
         own = []
         for step in away * scale**0.5:
-            parts = step.float().split([shape.numel() for shape in shapes])
-            weights = {n: w.detach() + part.view(shape)
-                       for (n, w), part, shape in zip(module.named_parameters(), parts, shapes, strict=True)}  # fmt: skip
+            parts = step.float().split([w.numel() for w in weights.values()])
+            drawn = {name: w + part.view_as(w) for (name, w), part in zip(weights.items(), parts, strict=True)}
             with torch.no_grad():
-                own.append(torch.log_softmax(functional_call(module, weights, (x,)), 1).gather(1, y[:, None])[:, 0])
+                own.append(torch.log_softmax(functional_call(module, drawn, (x,)), 1).gather(1, y[:, None])[:, 0])
         table = torch.stack(own).double()
         value = float(ntkl.selection.conditional_from_samples(table[:, :asked], "marginal").value)
         if best is None or value > best[0]:
@@ -190,8 +198,8 @@ def _scored(whole: ntkl.Posterior, problem: Images, told: dict[str, Any]) -> dic
         "lml": float(evidence), "effective": float(used.sum()), "vague": check.vague, "narrow": check.narrow,
         "gap": check.gap, "prior_words": check.words,
     } | _bound(whole, problem.train)  # fmt: skip
-    kinds = {"map": Calibration(scale=0.0), "bma": Calibration(), "scaled": Calibration(told["scale"],
-                                                                                       told["temperature"])}  # fmt: skip
+    tuned = Calibration(told["scale"], told["temperature"])
+    kinds = {"map": Calibration(scale=0.0), "bma": Calibration(), "scaled": tuned}
     for kind, calibration in kinds.items():
         values = _log_likelihood(calibration, mean, covariance, problem.test[1])
         found |= dict(zip((f"{kind}_log_likelihood", f"{kind}_accuracy"), values, strict=True))

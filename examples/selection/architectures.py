@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
 from _cells_l22 import Cell, images, trained_and_scored
 from _networks_l22 import NETWORKS, SIX
-from _shared import machine, once, parser, table, write
+from _shared import machine, once, parser, write
+from _summary_l22 import PRIORS, TESTS, Column, heat_map, printed, scatter, summary
 
-PRIORS = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1", "1e2", "layerwise")
+from ntk_laplace.plotting import png
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,33 @@ class Study:
 
     @property
     def name(self) -> str:
-        return f"{self.data} {self.count:,}" + (", six" if self.networks == SIX else "")
+        """Of its columns in the tables."""
+        few = "" if self.networks == tuple(NETWORKS) else f", {len(self.networks)} networks"
+        return f"{'MNIST' if self.data == 'mnist' else self.data} {self.count:,}{few}"
 
     def cells(self, prior: str) -> list[Cell]:
+        """One for each network."""
         return [Cell(self.data, self.count, prior, name, self.seed, self.steps, self.batch, self.asked, self.structures)
                 for name in self.networks]  # fmt: skip
 
 
-_LARGE = {"networks": SIX, "structures": ("kfac", "diag")}
-_DECADES = ("1", "1e-3", "layerwise", "1e-1", "1e-6", "1e-2", "1e-4")
-_FEW = ("1e-3", "1", "layerwise", "1e-6", "1e-1")
-DESIGN = (
-    Study("digits", 250, (*_DECADES, "1e2"), 300),
-    Study("mnist", 1000, _FEW, 400),
-    Study("mnist", 45_000, ("1e2", "1e-3", "1"), 2000, 100, **_LARGE),
-    Study("mnist", 250, _FEW, 300),
-    Study("mnist", 4000, ("1", "1e-3"), 800, **_LARGE),
-    Study("digits", 250, _DECADES, 300, seed=1),
-    Study("mnist", 1000, _FEW, 400, seed=1),
-    Study("mnist", 250, _FEW, 300, seed=1),
-    Study("digits", 250, _DECADES, 300, seed=2),
+_SIX = {"networks": SIX, "structures": ("kfac", "diag")}
+DESIGN = (  # in the order of the run
+    Study("digits", 250, ("1", "1e-3", "layerwise", "1e-1", "1e-6"), 300),
+    Study("mnist", 1000, ("1e-3", "1"), 400),
+    Study("mnist", 250, ("1e-3",), 300, **_SIX),
+    Study("mnist", 1000, ("1e-3",), 400, **_SIX),
+    Study("mnist", 4000, ("1e-3",), 800, **_SIX),
+    Study("mnist", 45_000, ("1e-3",), 2000, 100, **_SIX),
+    Study("digits", 250, ("1e-3", "layerwise", "1"), 300, seed=1),
+    Study("mnist", 1000, ("layerwise",), 400),
+    Study("mnist", 45_000, ("1e2",), 2000, 100, **_SIX),
+    Study("digits", 250, ("1e-1", "1e-6"), 300, seed=1),
+    Study("digits", 250, ("1e-2", "1e-4", "1e2"), 300),
+    Study("mnist", 1000, ("1e-6", "1e-1"), 400),
+    Study("mnist", 1000, ("1e-3", "1", "layerwise"), 400, seed=1),
+    Study("mnist", 250, ("1e-3", "1", "layerwise", "1e-6", "1e-1"), 300),
+    Study("digits", 250, ("1e-2", "1e-4", "1e2"), 300, seed=1),
 )
 SMALL = (Study("digits", 80, ("1e-3", "layerwise"), 30, 20, ("conv 1 x 2", "conv 2 x 4", "res 6 x 4"), asked=100),)
 
@@ -72,7 +81,8 @@ def scores(study: Study, prior: str, options: argparse.Namespace, deadline: floa
             if time.monotonic() > deadline:
                 return None
             problem = problem or images(cell.data, cell.count, cell.asked, cell.seed, options.data)
-        row = once(kept, cell.arguments(), lambda cell=cell: trained_and_scored(cell, problem, kept.with_suffix(".pt")))
+        compute = partial(trained_and_scored, cell, problem, kept.with_suffix(".pt"))
+        row = once(kept, cell.arguments(), compute)
         found.append({"network": cell.network} | row)
         if problem is not None:
             own = row["structures"]["kfac"]
@@ -91,11 +101,22 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.set_flush_denormal(True)
     deadline = time.monotonic() + 60 * options.minutes
+    found: dict[tuple[str, str], Column] = {}
     for study in SMALL if options.small else DESIGN:
         if study.data == "mnist" and options.data is None:
             continue
         for prior in study.priors:
-            scores(study, prior, options, deadline)
+            rows = scores(study, prior, options, deadline)
+            if rows is not None:
+                column = found.setdefault((study.name, prior), Column(study.name, study.count, prior, []))
+                column.seeds.append(rows)
+    columns = sorted(found.values(), key=lambda column: (column.study, PRIORS.index(column.prior)))
+    results = [summary(column) for column in columns]
+    print(printed(columns, results))
+    for test in TESTS:
+        (options.out / f"choice_{test}.png").write_bytes(png(heat_map(columns, results, test)))
+    (options.out / "scatter.png").write_bytes(png(scatter(columns)))
+    write(options.out / "architectures.json", {"machine": machine(options.threads), "results": results})
 
 
 if __name__ == "__main__":
