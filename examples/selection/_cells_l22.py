@@ -25,7 +25,7 @@ _DRAWS = 20  # of weights, as in [L22]
 _SCALES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # of the covariance that they are drawn from
 _POINTS = 128  # of f for each prediction
 _TUNED = 500
-_LEFT_OUT = 5000  # images at most, for leave-one-out
+_FEW = 5000  # images at most, for leave-one-out and the bound
 _QUIET = ntkl.Settings(progress=False)
 _LAYERWISE = {"parameters": ["precision"], "steps": 20, "tolerance": 1e-4, "bounds": (1e-4, 1e5)}
 
@@ -109,7 +109,7 @@ def trained_and_scored(cell: Cell, problem: Images, weights: Path) -> dict[str, 
         whole, precision = _fitted(module, problem.train, cell, cell.steps // 2, precision)
         torch.save(kept | {"whole": module.state_dict(), "precision": precision}, weights)
         scored = {s: told[s] | _scored(whole[s], problem, told[s]) for s in cell.structures}
-        loo = _loo(module, problem.train, precision) if cell.count <= _LEFT_OUT else None
+        loo = _loo(module, problem.train, precision) if cell.count <= _FEW else None
     x, y = problem.train
     with torch.no_grad():
         fit = -nn.functional.cross_entropy(module(x), y, reduction="sum").item()
@@ -207,8 +207,8 @@ def _scored(whole: ntkl.Posterior, problem: Images, told: dict[str, Any]) -> dic
 
 
 def _bound(whole: ntkl.Posterior, data: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """Gibbs risk and divergence from the prior; none for precisions that are chosen by the evidence."""
-    if len(whole.prior.log_precision) > 1:
+    """Gibbs risk and divergence from the prior; none for many images, or precisions that the evidence chose."""
+    if len(whole.prior.log_precision) > 1 or len(data[1]) > _FEW:
         return {}
     bound = ntkl.risk_bound(whole, data, draws=_DRAWS)
     return {"bound": float(bound), "gibbs_risk": bound.risk, "kl": bound.kl}
