@@ -54,7 +54,7 @@ def test_regret_and_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = [
         {"network": name, "parameters": size, "loo": loo, "structures": {"kfac": {
-            "lml": lml, "gap": 1.0, "vague": True, "narrow": False, "bma_validation": -1.0, "map_validation": -0.5,
+            "lml": lml, "gap": 1.0, "effective": 5.0, "scale": 0.5, "vague": True, "narrow": False, "bma_validation": -1.0, "map_validation": -0.5,
             "clml": 0.0, "clml_draws": 0.0, **{f"{test}_{kind}": value for test in summary.TESTS
                                                for kind, value in (("log_likelihood", tested), ("accuracy", 0.5))},
         }}} for name, size, loo, lml, tested in (
@@ -68,5 +68,6 @@ def test_regret_and_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own["CLML, scaled and tempered"]["rho"] == [None]
     assert own["CLML, scaled and tempered"]["regret"] == [pytest.approx(0.4 / 3)]
     assert found["scores"]["evidence (KFAC)"]["scaled_accuracy"]["rho"] == [None]
-    assert found["check"]["vague"] == [1.0] and found["check"]["average_fails"] == [1.0]
+    assert found["check"]["vague"] == [1.0] and found["check"]["average below network"] == [1.0]
+    assert found["check"]["γ / N"] == [0.5] and found["check"]["gap / abs(evidence)"] == [0.25]
     assert "evidence (diagonal)" not in own and "PAC-Bayes bound" not in own

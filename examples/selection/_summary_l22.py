@@ -12,7 +12,7 @@ from _shared import table
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-__all__ = ["PRIORS", "SCORES", "TESTS", "Column", "heat_map", "printed", "scatter", "summary"]
+__all__ = ["SCORES", "TESTS", "Column", "heat_map", "printed", "scatter", "summary"]
 
 PRIORS = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1", "1e2", "layerwise")
 _DELTA = 0.025  # of the draws of the data, in McAllester's bound
@@ -29,7 +29,13 @@ class Column:
     seeds: list[list[dict[str, Any]]]
 
     @property
+    def place(self) -> tuple[int, str, int, int]:
+        """Where it stands in tables and pictures: few networks last, then by data, N and prior."""
+        return -len(self.seeds[0]), self.study.split()[0].lower(), self.count, PRIORS.index(self.prior)
+
+    @property
     def label(self) -> str:
+        """Its prior, for headings."""
         return self.prior if self.prior == "layerwise" else f"λ = {self.prior}"
 
 
@@ -62,6 +68,17 @@ TESTS = {"scaled": "the scaled and tempered average", "bma": "the Bayesian avera
 """Predictions of the test data: each has a log likelihood and an accuracy."""
 
 
+CHECKS: dict[str, tuple[Callable[[list[float]], Any], Callable[[dict[str, Any], int], float]]] = {
+    "vague": (np.mean, lambda own, count: own["vague"]),
+    "narrow": (np.mean, lambda own, count: own["narrow"]),
+    "gap / abs(evidence)": (np.median, lambda own, count: own["gap"] / abs(own["lml"])),
+    "γ / N": (np.median, lambda own, count: own["effective"] / count),
+    "average below network": (np.mean, lambda own, count: own["bma_validation"] < own["map_validation"]),
+    "fitted scale": (np.median, lambda own, count: own["scale"]),
+}
+"""What a user can measure without test data, over the networks of a column: shares and medians."""
+
+
 def summary(column: Column) -> dict[str, Any]:
     """Rank correlations and regrets of every score for every seed, the check of the prior, and all rows."""
     found: dict[str, Any] = {"study": column.study, "count": column.count, "prior": column.prior, "scores": {}}
@@ -76,14 +93,9 @@ def summary(column: Column) -> dict[str, Any]:
                         each = own.setdefault(f"{test}_{kind}", {"rho": [], "regret": []})
                         each["rho"].append(_correlation(values, tested))
                         each["regret"].append(_regret(values, tested))
-    kinds = {"vague": "vague", "narrow": "narrow"}
-    priors = [[row["structures"]["kfac"] for row in rows] for rows in column.seeds]
     found["check"] = {
-        **{kind: [sum(own[name] for own in each) / len(each) for each in priors] for kind, name in kinds.items()},
-        "gap_share": [float(np.median([own["gap"] / abs(own["lml"]) for own in each])) for each in priors],
-        "average_fails": [
-            sum(own["bma_validation"] < own["map_validation"] for own in each) / len(each) for each in priors
-        ],
+        name: [float(reduce([value(row["structures"]["kfac"], column.count) for row in rows])) for rows in column.seeds]
+        for name, (reduce, value) in CHECKS.items()
     }
     return found | {"rows": column.seeds}
 
@@ -132,18 +144,16 @@ def printed(columns: list[Column], results: list[dict[str, Any]]) -> str:
                     )] for column, found in zip(columns, results, strict=True)
                 ]  # fmt: skip
                 parts.append(f"{title}: {kind.replace('_', ' ')} of {words}\n{table(head, lines)}")
-    head = ["data", "prior", "vague", "narrow", "gap / |evidence|", "average below network", "ρ of the evidence",
-            "regret, nats", "misled"]  # fmt: skip
+    head = ["data", "prior", *CHECKS, "ρ of the evidence", "regret, nats", "misled"]
     lines = []
     for column, found in zip(columns, results, strict=True):
-        own, check = found["scores"]["evidence (KFAC)"]["scaled_log_likelihood"], found["check"]
+        own = found["scores"]["evidence (KFAC)"]["scaled_log_likelihood"]
         misled = [rho is None or rho < _MISLED for rho in own["rho"]]
         lines.append([
-            column.study, column.label, *(f"{_mean(check[kind]):.2f}" for kind in ("vague", "narrow", "gap_share",
-                                                                                   "average_fails")),
+            column.study, column.label, *(f"{_mean(found['check'][name]):.2g}" for name in CHECKS),
             _with_range(own["rho"]), _with_range(own["regret"], "{:.3f}"), f"{sum(misled)} of {len(misled)}",
         ])  # fmt: skip
-    parts.append(f"Check of the prior: shares of the networks\n{table(head, lines)}")
+    parts.append(f"What can be measured without test data: shares of the networks, and medians\n{table(head, lines)}")
     best = ["data", "prior", "best accuracy", "median accuracy", "best log likelihood", "median log likelihood"]
     lines = []
     for column in columns:

@@ -38,7 +38,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 from _cells_l22 import Cell, images, trained_and_scored
 from _networks_l22 import NETWORKS, SIX
 from _shared import machine, once, parser, write
-from _summary_l22 import PRIORS, TESTS, Column, heat_map, printed, scatter, summary
+from _summary_l22 import TESTS, Column, heat_map, printed, scatter, summary
 
 from ntk_laplace.plotting import png
 
@@ -128,7 +128,7 @@ def main() -> None:
             if rows is not None:
                 column = found.setdefault((study.name, prior), Column(study.name, study.count, prior, []))
                 column.seeds.append(rows)
-    columns = sorted(found.values(), key=lambda column: (column.study, PRIORS.index(column.prior)))
+    columns = sorted(found.values(), key=lambda column: column.place)
     results = [summary(column) for column in columns]
     print(printed(columns, results))
     for test in TESTS:
