@@ -52,14 +52,13 @@ def test_regret_and_correlation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "structures"))
     import _summary_l22 as summary
 
-    rows = [
-        {"network": name, "parameters": size, "loo": loo, "structures": {"kfac": {
-            "lml": lml, "gap": 1.0, "effective": 5.0, "scale": 0.5, "vague": True, "narrow": False, "bma_validation": -1.0, "map_validation": -0.5,
-            "clml": 0.0, "clml_draws": 0.0, **{f"{test}_{kind}": value for test in summary.TESTS
-                                               for kind, value in (("log_likelihood", tested), ("accuracy", 0.5))},
-        }}} for name, size, loo, lml, tested in (
-            ("a", 3, -1.0, -5.0, -0.1), ("b", 2, -1.0, -4.0, -0.2), ("c", 1, -2.0, -3.0, -0.4))
-    ]  # fmt: skip
+    shared = {"gap": 1.0, "effective": 5.0, "scale": 0.5, "vague": True, "narrow": False, "bma_validation": -1.0,
+              "map_validation": -0.5, "clml": 0.0, "clml_draws": 0.0}  # fmt: skip
+    rows = []
+    for size, loo, lml, tested in ((3, -1.0, -5.0, -0.1), (2, -1.0, -4.0, -0.2), (1, -2.0, -3.0, -0.4)):
+        test = {f"{name}_log_likelihood": tested for name in summary.TESTS}
+        test |= {f"{name}_accuracy": 0.5 for name in summary.TESTS}
+        rows.append({"parameters": size, "loo": loo, "structures": {"kfac": shared | test | {"lml": lml}}})
     found = summary.summary(summary.Column("toy", 10, "1", [rows]))
     own = {name: each["scaled_log_likelihood"] for name, each in found["scores"].items()}
     assert own["evidence (KFAC)"] == {"rho": [-1.0], "regret": [pytest.approx(0.3)]}
