@@ -221,20 +221,6 @@ def test_damped_evidence_is_worse(tmp_path: Path) -> None:
     assert "damped evidence is lower in 2 of 2 runs" in printed
 
 
-def test_the_architectures(tmp_path: Path) -> None:
-    printed = run("selection/architectures.py", tmp_path, "--out", "out")
-    results = figures(tmp_path / "out" / "architectures.json")["results"]["digits"]
-    assert set(results["models"]) == {"layerwise", "fixed"}
-    for name, model in results["models"]["fixed"].items():
-        tuned = results["models"]["layerwise"][name]
-        assert tuned["evidence"] > model["evidence"] and model["vague"] and not tuned["vague"]
-        assert len(tuned["precisions"]) >= 1 == len(model["precisions"])
-        assert model["scaled_log_likelihood"] > model["test_log_likelihood"]
-    for each in results["spearman"]["fixed"].values():
-        assert all(-1.0 <= rho <= 1.0 for rho in each.values())
-    assert "Spearman" in printed and (tmp_path / "out" / "digits.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_uci_script_and_the_library_agree(tmp_path: Path) -> None:
     printed = run("uci/uci.py", tmp_path, "--out", "out")
     results = figures(tmp_path / "out" / "uci.json")["results"]
