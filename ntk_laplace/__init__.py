@@ -66,7 +66,7 @@ from ntk_laplace.structures import (
 from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.elbo import Divergence, LowerBound
 from ntk_laplace.structures.evidence import Evidence
-from ntk_laplace.tools import attribution
+from ntk_laplace.tools import active, attribution
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
     EvidenceComparison,
@@ -184,6 +184,7 @@ __all__ = [
     "VariationalHistory",
     "VariationalInterrupted",
     "VariationalStep",
+    "active",
     "attribution",
     "compare_evidence",
     "compare_models",

@@ -43,7 +43,7 @@ ORDER = [
     ["training", "variational_inference", "gp", "selection"],
     ["metrics"],
     ["plotting", "tools", "tools.report"],
-    ["tools.comparison", "tools.explorer", "tools.attribution", "tools.estimators"],
+    ["tools.comparison", "tools.explorer", "tools.active", "tools.attribution", "tools.estimators"],
     [""],  # ntk_laplace/__init__.py; later packages call the public interface
     ["tools.demo"],
     ["tools.cli"],

@@ -1,0 +1,129 @@
+"""Scores of unlabeled inputs: how much their labels would tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError, require_whole
+from ntk_laplace.model.data import InputData
+from ntk_laplace.model.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Tempered
+from ntk_laplace.model.likelihoods.covariances import covariance_root
+from ntk_laplace.model.predictive import normal_points
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.chunks import Chunks
+from ntk_laplace.tools.active.pool import Pool, log_det_half
+
+__all__ = ["METHODS", "require_method", "require_posterior", "score"]
+
+METHODS = ("information", "bald", "epig", "variance")
+
+
+def score(
+    posterior: Posterior, pool: InputData, method: str = "information", *, targets: InputData | None = None,
+    samples: int = 256, batch_size: int = 512,
+) -> Tensor:  # fmt: skip
+    """How much a label at each input of a pool would tell, in nats; larger is better.
+
+    Parameters
+    ----------
+    posterior : Posterior
+        Any structure.
+    pool : tensor, tuple or dict of tensors
+        n unlabeled inputs.
+    method : str
+        * "information": ½ log det(I + SᵀVS), what a label tells about the weights: exact for a Gaussian likelihood, to
+          second order in f otherwise.
+        * "bald": I(y; f) = H[E p(y given f)] - E H[p(y given f)], with the likelihood itself (Houlsby et al. 2011).
+        * "epig": what a label tells about the labels at `targets`, on average over these, to second order in f
+          (Bickford Smith et al. 2023).
+        * "variance": tr V, no nats. It prefers inputs far away, whose labels may tell nothing: where a class is
+          certain, f varies without changing it.
+    targets : tensor, tuple or dict of tensors, optional
+        Inputs at which you want to predict, for "epig".
+    samples : int
+        Points of f, for "bald" of classes. They are always the same.
+    batch_size : int
+        Inputs at a time.
+
+    Returns
+    -------
+    Tensor, (n,)
+
+    Raises
+    ------
+    UnsupportedError
+        If the method is unknown, or the likelihood has no closed entropy ("bald").
+    """
+    require_posterior(posterior)
+    require_whole("samples", samples, 2, "Leave it out for 256.")
+    require_method(method, targets)
+    there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
+    parts = []
+    for rows in Chunks(posterior.fitted.model, pool, batch_size).rows():
+        part = Pool(posterior, rows)
+        if method == "variance":
+            parts.append(part.covariance.diagonal(dim1=1, dim2=2).sum(1))
+        elif method == "information":
+            parts.append(log_det_half(part.blocks()))
+        elif there is not None:
+            parts.append(_about(part, there))
+        else:
+            parts.append(_of_label(part, samples))
+    return torch.cat(parts)
+
+
+def _about(pool: Pool, targets: Pool) -> Tensor:
+    """Mean over targets of I(y; y*) = -½ log det(I - (I + A)⁻¹ A_x* (I + A_**)⁻¹ A_*x), (n,)."""
+    both = pool.cross(targets)  # (n, m, R, R*)
+    left, right = (
+        torch.linalg.cholesky(one.blocks() + torch.eye(one.rank).to(both)) for one in (pool, targets)
+    )  # fmt: skip
+    half = torch.linalg.solve_triangular(left.unsqueeze(1), both, upper=False)
+    half = torch.linalg.solve_triangular(right.unsqueeze(0), half.mT, upper=False)  # (n, m, R*, R)
+    singular = torch.linalg.svdvals(half)  # canonical correlations, below 1
+    return -0.5 * torch.log1p(-singular.square()).sum(-1).mean(1)
+
+
+def _of_label(pool: Pool, samples: int) -> Tensor:
+    """H[E p] - E H[p], (n,), of classes; of Gaussian noise it is the information about the weights."""
+    plain = plain_likelihood(pool.likelihood)
+    if isinstance(plain, Gaussian):
+        return log_det_half(pool.blocks())
+    if not isinstance(plain, (Bernoulli, Categorical)):
+        raise UnsupportedError('a Categorical, Bernoulli or Gaussian likelihood for "bald"', type(plain).__name__,
+                               'Use method="information".')
+    points = normal_points(samples, pool.mean.shape[1]).to(pool.mean)
+    f = pool.mean + torch.einsum("sk,nck->snc", points, covariance_root(pool.covariance))
+    probabilities = torch.stack([plain.mean(one) for one in f])
+    if isinstance(plain, Categorical):
+        return _entropy(probabilities.mean(0)).sum(-1) - _entropy(probabilities).sum(-1).mean(0)
+    both = torch.stack([probabilities, 1.0 - probabilities], -1)
+    return (_entropy(both.mean(0)).sum(-1) - _entropy(both).sum(-1).mean(0)).sum(-1)  # labels are independent given f
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return -torch.xlogy(p, p)
+
+
+def plain_likelihood(likelihood: Likelihood) -> Likelihood:
+    """The likelihood of one label, without a weight."""
+    return likelihood.likelihood if isinstance(likelihood, Tempered) else likelihood
+
+
+def require_posterior(posterior: Any) -> None:
+    """Refuse what is no posterior."""
+    if not isinstance(posterior, Posterior):
+        raise UnsupportedError("a Posterior", f"a {type(posterior).__name__}", "Fit one with ntk_laplace.laplace.")
+
+
+def require_method(method: Any, targets: InputData | None) -> None:
+    """Refuse an unknown method, and targets that it has no use for."""
+    if method not in METHODS:
+        raise UnsupportedError(f"a method among {', '.join(METHODS)}", repr(method), 'Use "information".')
+    if (method == "epig") != (targets is not None):
+        raise UnsupportedError('targets= for method="epig", and for no other', f"method={method!r}",
+                               "Pass the inputs at which you want to predict." if method == "epig" else
+                               "Leave targets out.")  # fmt: skip

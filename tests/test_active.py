@@ -1,0 +1,134 @@
+"""Active learning: scores against brute force over all labels and joint covariances, and the greedy choice."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace import active
+from reference import relative_error
+from refusals import refused
+
+LIKELIHOODS: dict[str, tuple[Any, int]] = {
+    "gaussian": (lambda: ntkl.Gaussian(noise=0.2), 2), "categorical": (ntkl.Categorical, 3),
+    "bernoulli": (ntkl.Bernoulli, 1),
+}  # fmt: skip
+
+
+def fitted(kind: str, structure: str = "gp") -> tuple[ntkl.Posterior, Tensor]:
+    """A posterior of 12 points, and a pool of 9."""
+    likelihood, outputs = LIKELIHOODS[kind]
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, outputs)).double()
+    x = torch.randn(12, 3, dtype=torch.float64)
+    y = {"gaussian": torch.randn(12, 2).double(), "categorical": torch.arange(12) % 3,
+         "bernoulli": (x[:, :1] > 0).double()}[kind]  # fmt: skip
+    posterior = ntkl.laplace(network, (x, y), likelihood(), ntkl.GaussianPrior(0.5), structure)
+    return posterior, 2 * torch.randn(9, 3, dtype=torch.float64)
+
+
+def joint(posterior: ntkl.Posterior, x: Tensor) -> Tensor:
+    """SᵀVS over all inputs from the dense joint covariance, (nR, nR)."""
+    rows = posterior.jacobian(x)
+    covariance = posterior.posterior_precision.covariance(rows)
+    root = torch.block_diag(*posterior.likelihood.root(rows.f).detach())
+    return root.T @ covariance @ root
+
+
+def told(matrix: Tensor, rank: int, chosen: tuple[int, ...]) -> float:
+    """½ log det(I + A) of the chosen inputs."""
+    index = torch.cat([torch.arange(i * rank, (i + 1) * rank) for i in chosen])
+    return 0.5 * float(torch.logdet(torch.eye(len(index)).double() + matrix[index][:, index]))
+
+
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_information_and_greedy_choice(kind: str, structure: str) -> None:
+    """Each step of the greedy choice is the best by brute force, and the batch is near the best of all batches."""
+    posterior, x = fitted(kind, structure)
+    matrix = joint(posterior, x)
+    rank = len(matrix) // 9
+    wanted = torch.tensor([told(matrix, rank, (i,)) for i in range(9)], dtype=torch.float64)
+    assert relative_error(active.score(posterior, x), wanted) < 1e-9
+    assert relative_error(active.score(posterior, x, batch_size=2), wanted) < 1e-9
+    found = active.select(posterior, x, 3)
+    chosen: tuple[int, ...] = ()
+    for index, gain in zip(found.indices.tolist(), found.gains.tolist(), strict=True):
+        gains = {i: told(matrix, rank, (*chosen, i)) - (told(matrix, rank, chosen) if chosen else 0.0)
+                 for i in range(9) if i not in chosen}  # fmt: skip
+        assert index == max(gains, key=lambda i: gains[i]) and gain == pytest.approx(gains[index], rel=1e-9)
+        chosen = *chosen, index
+    best = max(told(matrix, rank, batch) for batch in itertools.combinations(range(9), 3))
+    assert float(found.gains.sum()) >= (1 - 1 / torch.e) * best
+    assert list(found.to_dataframe()["index"]) == found.indices.tolist()
+
+
+def test_information_is_what_a_label_adds() -> None:
+    """Of a Gaussian: half the change of log det B when the point is added, whatever its label."""
+    posterior, x = fitted("gaussian")
+    before = float(posterior.evidence().log_det)
+    for index, gain in zip(range(3), active.score(posterior, x[:3]), strict=True):
+        more = posterior.add(x[index : index + 1], torch.full((1, 2), 7.0).double())
+        assert 0.5 * (float(more.evidence().log_det) - before) == pytest.approx(float(gain), rel=1e-9)
+
+
+def test_bald() -> None:
+    """Of classes: from a million independent draws of f. Of a Gaussian: the information."""
+    posterior, x = fitted("gaussian")
+    assert torch.equal(active.score(posterior, x, "bald"), active.score(posterior, x))
+    for kind in ("categorical", "bernoulli"):
+        posterior, x = fitted(kind)
+        mean, covariance = posterior.latent_moments(x[:3])
+        draws = torch.distributions.MultivariateNormal(mean, covariance).sample((100000,))
+        p = draws.softmax(-1) if kind == "categorical" else torch.cat([draws.sigmoid(), 1 - draws.sigmoid()], -1)
+        wanted = -(p.mean(0) * p.mean(0).log()).sum(-1) + (p * p.log()).sum(-1).mean(0)
+        assert torch.allclose(active.score(posterior, x[:3], "bald", samples=4096), wanted, atol=0.01)
+
+
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+def test_epig(kind: str) -> None:
+    """Mean of ½ (log det of each + log det of the other - log det of both), from joint covariances."""
+    posterior, x = fitted(kind)
+    matrix = joint(posterior, x)
+    rank = len(matrix) // 9
+    single = [told(matrix, rank, (i,)) for i in range(9)]
+    wanted = torch.tensor([
+        sum(single[i] + single[j] - told(matrix, rank, (i, j)) for j in (5, 6, 7, 8)) / 4 for i in range(5)
+    ], dtype=torch.float64)  # fmt: skip
+    assert relative_error(active.score(posterior, x[:5], "epig", targets=x[5:]), wanted) < 1e-8
+
+
+def test_variance_prefers_what_tells_nothing() -> None:
+    """Far away f varies most, and the label is certain: the pitfall that the docs tell."""
+    posterior, _ = fitted("bernoulli")
+    x = torch.tensor([[0.1, 0.0, 0.0], [400.0, 0.0, 0.0]], dtype=torch.float64)
+    variance, information = (active.score(posterior, x, method) for method in ("variance", "information"))
+    mean, covariance = posterior.latent_moments(x)
+    assert torch.equal(variance, covariance[:, 0, 0]) and variance[1] > variance[0]
+    slope = torch.sigmoid(mean) * torch.sigmoid(-mean)
+    assert torch.allclose(information, 0.5 * torch.log1p(slope[:, 0] * covariance[:, 0, 0]))
+    top = active.select(posterior, x, 1, "variance")
+    assert top.indices.tolist() == [1] and top.method == "variance"
+
+
+def test_refusals() -> None:
+    posterior, x = fitted("categorical")
+    with refused(ntkl.UnsupportedError, "information, bald", "entropy", "information"):
+        active.score(posterior, x, "entropy")
+    with refused(ntkl.UnsupportedError, "targets=", "epig", "inputs"):
+        active.score(posterior, x, "epig")
+    with refused(ntkl.UnsupportedError, "targets=", "information", "Leave"):
+        active.select(posterior, x, 2, targets=x)
+    with refused(ntkl.HyperparameterError, "at most 9", "10", "fewer"):
+        active.select(posterior, x, 10)
+    with refused(ntkl.UnsupportedError, "Posterior", "Linear", "laplace"):
+        active.score(nn.Linear(1, 1), x)  # type: ignore[arg-type]
+    counts = ntkl.laplace(nn.Linear(3, 1).double(), (x, torch.ones(9, 1)), ntkl.Poisson())
+    with refused(ntkl.UnsupportedError, "Categorical", "Poisson", "information"):
+        active.score(counts, x, "bald")
+    assert active.score(counts, x).shape == (9,)
