@@ -213,6 +213,39 @@ def test_a_prior_around_the_trained_weight_is_not_vague():
     assert check_prior(fitted, fitted.effective_parameters(), fitted.evidence()).gap > 5
 
 
+def test_the_warning_in_the_cases_of_l22():
+    """[L22] section 6 and Fig. 4: priors that misled the evidence are vague, the right prior and MML's are not."""
+    x = np.linspace(0, 10, 500)
+    weights = np.random.RandomState(15).randn(2, 9) / np.arange(1, 10) ** 2
+    draws = np.random.RandomState(6)
+    draws.shuffle(x)
+
+    def features(order):
+        d = np.arange(1, order + 1)
+        return np.concatenate([np.sin(x[:, None] * d), np.cos(x[:, None] * d)], 1)
+
+    y = torch.as_tensor(features(9) @ weights.ravel() + 0.1 * draws.randn(500))[:100, None]
+    vague = {}
+    for name, order, precision in (("3", 3, None), ("9", 9, None), ("9c", 9, 4)):
+        a = torch.as_tensor(features(order))[:100]
+        p0 = torch.arange(1, order + 1).double().repeat(2) ** (precision or 0)
+        network = nn.Linear(2 * order, 1, bias=False).double()
+        with torch.no_grad():
+            network.weight.copy_(torch.linalg.solve(a.T @ a / 0.01 + p0.diag(), a.T @ y / 0.01).T)
+        prior = ntkl.GaussianPrior() if precision is None else ntkl.GaussianPrior(p0, groups="parameter")
+        fitted = ntkl.laplace(network, (a, y), ntkl.Gaussian(0.01), prior)
+        vague[name] = check_prior(fitted, fitted.effective_parameters(), fitted.evidence()).vague
+    assert vague == {"3": True, "9": True, "9c": False}
+    z = torch.as_tensor(np.random.RandomState(2).normal(size=1000)[:40] + 1.0)[:, None]
+    for mean, precision, expected in ((float(z.mean()), 1.0, False), (1.0, 1e-6, True), (-0.4, 1 / 0.07, False)):
+        network = nn.Linear(1, 1, bias=False).double()
+        with torch.no_grad():
+            network.weight.fill_((z.sum() + precision * mean) / (40 + precision))
+        prior = ntkl.GaussianPrior(precision, mean=mean)
+        fitted = ntkl.laplace(network, (torch.ones_like(z), z), ntkl.Gaussian(1.0), prior)
+        assert check_prior(fitted, fitted.effective_parameters(), fitted.evidence()).vague is expected
+
+
 def evidence_of(value, log_det=1000.0):
     """An evidence with these numbers."""
     terms = (torch.tensor(number, dtype=torch.float64) for number in (value, 0.0, 0.0, log_det, 0.0))
