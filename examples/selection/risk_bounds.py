@@ -340,9 +340,9 @@ def picture(found: dict[str, Any]) -> Figure:
 
 def _curves(axes: Any, found: dict[str, Any]) -> None:
     own, breadths = found["over breadth"]["mean"], found["breadths"]
-    styles = {"germain": ("bound (17), from the evidence", VERMILION, "-"),
-              "germain_given": ("bound (18), from the conditional evidence", VERMILION, "--"),
-              "seeger": ("Seeger's bound", BLUE, "-"), "seeger_given": ("Seeger's, prior given 80 %", BLUE, "--"),
+    styles = {"germain": ("(17), from the evidence", VERMILION, "-"),
+              "germain_given": ("(18), from the conditional", VERMILION, "--"),
+              "seeger": ("Seeger", BLUE, "-"), "seeger_given": ("Seeger, given 80 %", BLUE, "--"),
               "risk": ("true risk", "black", "-")}  # fmt: skip
     first, second = axes
     first.plot(breadths, -np.array(own["evidence"]) / 200, color=GREEN, label="-evidence / n")
