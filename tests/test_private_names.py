@@ -46,7 +46,7 @@ FOREIGN = {
     "_local_scalar_dense", "_interleaved",
 }  # fmt: skip
 # strings that only look like names
-WORDS = {"_build", "_fit", "_ntk_laplace_network_fails", "_only_new_objects", "_reverse"}
+WORDS = {"_build", "_deep", "_fit", "_ntk_laplace_network_fails", "_only_new_objects", "_reverse"}
 
 
 def private_names(path: Path) -> Iterator[tuple[str, int]]:
