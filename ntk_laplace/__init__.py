@@ -1,5 +1,7 @@
 """Trained networks as Gaussian processes: exact evidence, posteriors and explanations."""
 
+from typing import TYPE_CHECKING, Any
+
 from ntk_laplace import gp, selection
 from ntk_laplace.curvature import CurvatureType, PosteriorPrecision
 from ntk_laplace.errors import (
@@ -88,7 +90,20 @@ from ntk_laplace.training import (
 from ntk_laplace.variational_inference.result import VariationalFit, VariationalHistory, VariationalStep
 from ntk_laplace.variational_inference.variational import variational
 
+if TYPE_CHECKING:
+    from ntk_laplace.tools.estimators import LaplaceClassifier, LaplaceRegressor
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the estimators on first use: scikit-learn changes warning filters when it is imported."""
+    if name in ("LaplaceClassifier", "LaplaceRegressor"):
+        from ntk_laplace.tools import estimators
+
+        return getattr(estimators, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "EKFAC",
@@ -124,6 +139,8 @@ __all__ = [
     "HyperparameterHistory",
     "Iterative",
     "Jacobian",
+    "LaplaceClassifier",
+    "LaplaceRegressor",
     "LearningCurve",
     "LeaveOneOut",
     "Likelihood",

@@ -43,7 +43,7 @@ ORDER = [
     ["training", "variational_inference", "gp", "selection"],
     ["metrics"],
     ["plotting", "tools", "tools.report"],
-    ["tools.comparison", "tools.explorer", "tools.attribution"],
+    ["tools.comparison", "tools.explorer", "tools.attribution", "tools.estimators"],
     [""],  # ntk_laplace/__init__.py; later packages call the public interface
     ["tools.demo"],
     ["tools.cli"],
@@ -153,7 +153,9 @@ def test_the_table_of_contents_only_names_things() -> None:
         targets = node.targets if isinstance(node, ast.Assign) else []
         names = bool(targets) and all(isinstance(t, ast.Name) and t.id.startswith("__") for t in targets)
         imports = isinstance(node, (ast.Import, ast.ImportFrom))
-        assert docstring or names or imports, f"line {node.lineno} does something"
+        typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        lazy = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"  # imports on first use
+        assert docstring or names or imports or typing or lazy, f"line {node.lineno} does something"
 
 
 def test_all_documented_attributes_exist() -> None:
@@ -209,7 +211,7 @@ def test_no_capability_is_asked_by_the_name_of_a_structure() -> None:
 # torch's own, without a public counterpart
 FOREIGN = {
     "_C", "_input_metadata", "_modules", "_backward_hooks", "_backward_pre_hooks", "_version",
-    "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported",
+    "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported", "_interleaved",
 }  # fmt: skip
 
 

@@ -573,30 +573,54 @@ def test_effective_parameters_in_other_groups(structure: Any, groups: tuple[str,
     torch.testing.assert_close(given.effective_parameters().double(), wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("form", ["matrix", "mapping"])
-def test_checkpoints_of_given_gaussians(form: str, tmp_path: Path) -> None:
+FORMS: dict[str, Any] = {"matrix": "matrix", "mapping": "mapping", "rows": "gp", "kfac": "kfac", "ekfac": "ekfac",
+                         "damped": ntkl.KFAC(damped=True)}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("groups", ["all", "tensor", {"last": ["2"], "first": ["0"]}], ids=str)
+def test_checkpoints_of_given_gaussians(form: str, groups: Any, tmp_path: Path) -> None:
+    """A tensor, and the factorized precision of a structure, in the prior groups of that structure."""
     model, x, y, prior = problem()
-    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
-    given = given_of(posterior, model, (x, y), ntkl.Categorical(), prior, form)
-    given.save(tmp_path / "q.pt")
+    own = ntkl.GaussianPrior(0.7, groups=groups)
+    if form in ("matrix", "mapping"):
+        posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), own, "full")
+        given = given_of(posterior, model, (x, y), ntkl.Categorical(), prior, form)
+    else:
+        precision = ntkl.laplace(model, (x, y), ntkl.Categorical(), own, FORMS[form]).posterior_precision
+        given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=precision)
+    given.save(tmp_path / "q.pt", include_data=True)
     alone, whole = ntkl.load(tmp_path / "q.pt", model), ntkl.load(tmp_path / "q.pt", model, (x, y))
     for name in ("moments", "kl", "sample", "glm"):
         for other in (alone, whole):
             torch.testing.assert_close(VERBS[name](other, x), VERBS[name](given, x), rtol=1e-12, atol=1e-12)
+    for used in (alone, whole):
+        torch.testing.assert_close(used.effective_parameters(), given.effective_parameters(), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(whole.elbo().value, given.elbo().value, rtol=1e-12, atol=0)
-    with pytest.raises(ntkl.UnsupportedError, match="training data"):
-        alone.elbo()
     small = whole.to(dtype=torch.float32)
+    assert small.latent_moments(x)[1].dtype == torch.float32
     torch.testing.assert_close(small.latent_moments(x)[1].double(), given.latent_moments(x)[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, x, y, prior = problem()
+    posterior = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "full")
+    given_of(posterior, model, (x, y), ntkl.Categorical(), prior, "matrix").save("q.pt")
+    with pytest.raises(ntkl.UnsupportedError, match="training data"):
+        ntkl.load("q.pt", model).elbo()
+    rows = ntkl.laplace(model, (x, y), ntkl.Categorical(), prior, "gp").posterior_precision
+    with refused(ntkl.UnsupportedError, "include_data=True", "False", "rows of J"):
+        ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=rows).save("rows.pt")
 
 
 def test_objects_that_cannot_be_saved_say_so(tmp_path: Path) -> None:
     model, x, y, prior = problem()
     given = ntkl.gaussian_posterior(model, (x, y), ntkl.Categorical(), prior, precision=ntkl.laplace(
-        model, (x, y), ntkl.Categorical(), prior, "kfac").posterior_precision)  # fmt: skip
-    with refused(ntkl.UnsupportedError, "tensors, to save", "BlockDiagonalPrecision", "tensor"):
+        model, (x, y), ntkl.Categorical(), prior, "iterative").posterior_precision)  # fmt: skip
+    with refused(ntkl.UnsupportedError, "tensors, to save", "IterativePrecision", "tensor"):
         given.save(tmp_path / "q.pt")
-    with refused(ntkl.UnsupportedError, "tensors, to move", "BlockDiagonalPrecision", "tensor"):
+    with refused(ntkl.UnsupportedError, "tensors, to move", "IterativePrecision", "tensor"):
         given.to(dtype=torch.float32)
     assert given.to(dtype=torch.float64) is given
 

@@ -221,22 +221,6 @@ def test_damped_evidence_is_worse(tmp_path: Path) -> None:
     assert "damped evidence is lower in 2 of 2 runs" in printed
 
 
-def test_the_fourier_models(tmp_path: Path) -> None:
-    """[L22] section 6 in miniature; the true prior has the most evidence, and the picture is there."""
-    printed = run("selection/fourier.py", tmp_path, "--out", "out")
-    found = figures(tmp_path / "out" / "fourier.json")
-    for result in found["results"].values():
-        assert len(result["runs"]) == 2
-        for one in result["runs"]:
-            for model in one.values():
-                # 40 points in the curve, 30 in the model: its conditional evidence is for 4 of them
-                assert len(model["terms"]) == 40 and -math.inf < model["conditional"] < model["evidence"] + 40
-            assert one["order 9c"]["evidence"] > one["order 9"]["evidence"]
-        assert 0 <= min(result["prefers_order_3_up_to"]) <= max(result["prefers_order_3_up_to"]) <= 40
-    assert found["paper"]["order 9"] == [28.9, 28.9] and "paper" in printed
-    assert (tmp_path / "out" / "fourier.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_uci_script_and_the_library_agree(tmp_path: Path) -> None:
     printed = run("uci/uci.py", tmp_path, "--out", "out")
     results = figures(tmp_path / "out" / "uci.json")["results"]
@@ -608,6 +592,14 @@ def test_the_rankings_of_mnist(tmp_path: Path) -> None:
     close = {name: one["spearman"] for name, one in found["agreement"].items()}
     assert close["kfac"] > close["diag"]
     assert (tmp_path / "out" / "rankings.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_estimators_beside_others(tmp_path: Path) -> None:
+    printed = run("predictions/estimators.py", tmp_path)
+    found = figures(tmp_path / "estimators" / "estimators.json")["results"]
+    assert len(found) == 12 and all(row["mean"] < 0 or "friedman" in name for name, row in found.items())
+    own = found["diabetes, Laplace"]["mean"] - found["diabetes, perceptron"]["mean"]
+    assert found["diabetes, perceptron"]["behind"] == pytest.approx(own) and "Gaussian process" in printed
 
 
 def test_intervals_and_sets(tmp_path: Path) -> None:

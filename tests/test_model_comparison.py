@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
+from ntk_laplace.structures.evidence import Evidence
 from ntk_laplace.tools.comparison import ModelComparison, ModelScores
 from ntk_laplace.tools.comparison.priors import check_prior
 from refusals import inputs, labels, network, refused
@@ -163,7 +164,7 @@ def test_two_groups_one_vague_and_one_narrow(share, evidence, kinds):
     prior = SimpleNamespace(precision=torch.tensor([0.5, 4.0]), group_names=["a", "b"])
     prior.group_distances = lambda _: distances
     posterior = SimpleNamespace(prior=prior, fitted=SimpleNamespace(theta=None))
-    found = check_prior(posterior, used, evidence)
+    found = check_prior(posterior, used, evidence_of(evidence))
     assert found.gap == pytest.approx(share * (5 * (np.log(10) - 0.9) + 10 * (4 - np.log(5))))
     assert (found.vague, found.narrow) == ("vague" in kinds, "narrow" in kinds)
     words = {
@@ -174,10 +175,49 @@ def test_two_groups_one_vague_and_one_narrow(share, evidence, kinds):
     }  # fmt: skip
     assert found.words == "; ".join(words[kind] for kind in kinds)
     distances = torch.tensor([2000.0, 250.0])  # ρ of 1.5 and 0.7: gaps of 54 and 25 nats, but near the weights
-    near = check_prior(posterior, torch.tensor([1500.0, 700.0]), 0.0)
+    near = check_prior(posterior, torch.tensor([1500.0, 700.0]), evidence_of(0.0))
     assert not near.vague and not near.narrow and near.gap > 70
     distances = torch.zeros(2)  # weights that are the prior's mean
-    assert np.isfinite(check_prior(posterior, used, 0.0).gap)
+    assert np.isfinite(check_prior(posterior, used, evidence_of(0.0)).gap)
+    assert not check_prior(posterior, used, evidence_of(0.0, log_det=3.0)).vague  # at most 1.5 nats to gain
+
+
+@pytest.mark.parametrize("groups", [1, 6, 18, 400])
+def test_weights_drawn_from_their_prior_make_no_prior_vague(groups):
+    """One precision for each weight: by chance many weights are small. A hundredfold variance is seen."""
+    draws = np.random.default_rng(0)
+    precision = torch.full((groups,), 4.0, dtype=torch.float64)
+    alarms = {1.0: 0, 100.0: 0}
+    for _ in range(200):
+        squares = torch.as_tensor(draws.chisquare(1, groups)) / 4.0
+        for wide in alarms:
+            prior = SimpleNamespace(precision=precision / wide, group_names=[str(i) for i in range(groups)])
+            prior.group_distances = lambda _, squares=squares: squares
+            posterior = SimpleNamespace(prior=prior, fitted=SimpleNamespace(theta=None))
+            alarms[wide] += check_prior(posterior, torch.ones(groups), evidence_of(-1e-3, log_det=1e4)).vague
+    assert alarms[1.0] <= 6 and (groups == 1 or alarms[100.0] >= 180)
+
+
+def test_a_prior_around_the_trained_weight_is_not_vague():
+    """Its distance from the weight is zero, which says nothing of its width: at most ½ log det B is to be gained."""
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
+    network = nn.Linear(1, 1, bias=False).double()
+    with torch.no_grad():
+        network.weight.copy_((x * (2 * x + 0.1)).sum()[None, None] / x.square().sum())
+    there = ntkl.GaussianPrior(1.0, mean=float(network.weight.detach()))
+    fitted = ntkl.laplace(network, (x, 2 * x + 0.1), ntkl.Gaussian(1.0), there)
+    found = check_prior(fitted, fitted.effective_parameters(), fitted.evidence())
+    assert found.gap > 5 and not found.vague
+    with torch.no_grad():
+        fitted.prior.log_precision -= 25
+    assert check_prior(fitted, fitted.effective_parameters(), fitted.evidence()).gap > 5
+
+
+def evidence_of(value, log_det=1000.0):
+    """An evidence with these numbers."""
+    terms = (torch.tensor(number, dtype=torch.float64) for number in (value, 0.0, 0.0, log_det, 0.0))
+    total, likelihood, prior, det, correction = terms
+    return Evidence(total, 0.0, value, value, likelihood, prior, det, correction)
 
 
 def test_one_method_for_all_structures():

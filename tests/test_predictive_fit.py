@@ -213,6 +213,38 @@ def test_the_average_has_a_temperature_of_its_own(classifier: ntkl.Posterior) ->
     assert draws.calibration.average_temperature == 1.0 and draws.temperature != 1.0
 
 
+@pytest.mark.parametrize("temperature", ["draws", "average", "network"])
+def test_held_out_numbers_are_those_of_a_grid_of_one_in_ten_thousand(temperature: str) -> None:
+    """T and c maximize the mean log density on grids of relative step 1e-4; accuracy and random state do not change."""
+    x, y = classes(20, seed=3)
+    posterior = ntkl.laplace(trained(ntkl.Categorical(), x, y, 3, precision=0.3), (x, y), ntkl.Categorical(),
+                             ntkl.GaussianPrior(0.3))
+    x, y = classes(40, seed=9)  # few enough for the search to take all points of f
+    outputs, state = posterior.network.module(x), torch.random.get_rng_state()
+    fit = posterior.calibrate((x, y), temperature=temperature)
+    assert torch.equal(torch.random.get_rng_state(), state) and torch.equal(posterior.network.module(x), outputs)
+    mean, covariance = posterior.latent_moments(x)
+    f_away = torch.einsum("ncd,sd->snc", covariance_root(covariance), normal_points(1000, 3))
+    t = fit.calibration.average_temperature if temperature == "average" else fit.temperature
+    assert (fit.scale == 0.0) == (temperature == "network")
+
+    def score(scale: float, t: float) -> float:
+        f = mean + math.sqrt(scale) * (f_away if scale else f_away[:1])
+        draws, average = (1.0, t) if temperature == "average" else (t, 1.0)
+        averaged = torch.log_softmax(f / draws, 2).logsumexp(0) - math.log(len(f))
+        return float(torch.log_softmax(averaged / average, 1).gather(1, y[:, None]).mean())
+
+    near = [1e-4 * step for step in range(-20, 21)]
+    values = [score(fit.scale, t * (1 + step)) for step in near]
+    assert abs(near[values.index(max(values))]) < 1.5e-4
+    if fit.scale:
+        values = [score(fit.scale * (1 + step), t) for step in near]
+        assert abs(near[values.index(max(values))]) < 1.5e-4
+    assert fit.after == pytest.approx(score(fit.scale, t), abs=1e-9)
+    plain = outputs.argmax(1)
+    assert torch.equal(posterior.predict(x, "map").probs.argmax(1), plain)
+
+
 @pytest.mark.parametrize("binary", [False, True])
 def test_a_temperature_of_the_average_keeps_the_shares_of_the_variance(binary: bool) -> None:
     x, y = classes(20)

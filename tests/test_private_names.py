@@ -43,7 +43,7 @@ FOREIGN = {
     "_backward_hooks", "_base", "_dynamo", "_forward_hooks", "_index_put_impl_", "_make_wrapper_subclass", "_schema",
     "_setup_privateuseone_for_python_backend", "_to_copy", "_version", "_C", "_input_metadata",
     "_is_mkldnn_bf16_supported", "_is_mkldnn_fp16_supported", "_modules", "_backward_pre_hooks",
-    "_local_scalar_dense",
+    "_local_scalar_dense", "_interleaved",
 }  # fmt: skip
 # strings that only look like names
 WORDS = {"_build", "_fit", "_ntk_laplace_network_fails", "_only_new_objects", "_reverse"}

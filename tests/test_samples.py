@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy import optimize, stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.model.predictive import normal_points
+from ntk_laplace.runtime import tuning
 from ntk_laplace.selection import ConditionalEstimate, conditional_from_samples
 
 LOG_2PI = math.log(2 * math.pi)
@@ -86,6 +93,18 @@ def test_the_error_knows_what_was_not_drawn() -> None:
     truth = ((1 + b) ** 2 / (1 + 2 * b)) ** shape - 1
     many = conditional_from_samples(-b * random.gamma(shape, size=(200_000, 1)))
     assert many.standard_error == pytest.approx((truth / 200_000) ** 0.5, rel=0.02)
+    larger = set()
+    for _ in range(10):  # the larger one of the delta method's error and of that of the three moments
+        logs = -b * random.gamma(shape, size=(12, 1))
+        weights = np.exp(logs)
+        moments = logs.var(ddof=1), stats.skew(logs[:, 0], bias=False)
+        k = 4 / moments[1] ** 2
+        c = (moments[0] / k) ** 0.5
+        fitted = ((1 + c) ** 2 / (1 + 2 * c)) ** k - 1 if moments[1] < 0 else math.expm1(moments[0])
+        both = weights.std(ddof=1) / weights.mean() / 12**0.5, (fitted / 12) ** 0.5
+        assert estimate(logs).standard_error == pytest.approx(max(both), rel=1e-9)
+        larger.add(both[0] > both[1])
+    assert larger == {False, True}
     normal = random.normal(0.0, 0.9**0.5, (100_000, 1))
     assert conditional_from_samples(normal).standard_error == pytest.approx((math.expm1(0.9) / 1e5) ** 0.5, rel=0.03)
     assert conditional_from_samples(np.full((20, 3), -2.0)).standard_error == pytest.approx(0.0, abs=1e-12)
@@ -116,6 +135,19 @@ def test_many_parameters_and_points_are_warned_of() -> None:
         errors.append(found.value - model.joint)
         assert found.variance > 50 and "effective" in str(found) and "±" not in str(found)
     assert -42.0 <= np.mean(errors) <= -28.0
+
+
+def test_a_tail_to_the_left_is_no_reason_to_warn() -> None:
+    """Log densities of variance 20 that are bounded above: many samples are effective, and the interval is right."""
+    shape, b, covered = 0.3, 8.0, []
+    for seed in range(100):
+        logs = -b * np.random.default_rng(seed).gamma(shape, size=(500, 1))
+        found = conditional_from_samples(logs)
+        assert found.variance > math.log(500) and found.ess > 100 and "above log 500" in found.words
+        low, high = found.interval
+        covered.append(low <= -shape * math.log1p(b) <= high)
+    assert 0.83 <= np.mean(covered) <= 0.97
+    assert not estimate(logs[:40]).trusted or estimate(logs[:40]).variance <= math.log(40)
 
 
 def test_autocorrelated_chains_are_worth_fewer_samples() -> None:
@@ -162,3 +194,128 @@ def test_zero_densities() -> None:
 def test_refusals(given: np.ndarray, kind: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         conditional_from_samples(given, kind)
+
+
+# --- of a posterior's own samples
+
+
+@functools.cache
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(30, 3).double()
+    y = x @ torch.randn(3, 2).double() + 0.5 * torch.randn(30, 2).double()
+    return nn.Linear(3, 2).double(), x, y  # far from its optimum, which must not matter
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "diag"])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+def test_samples_of_a_posterior_have_its_joint_density(structure: str, scale: float) -> None:
+    """log N(y; refitted mean, c J H⁻¹ Jᵀ + σ²) of all asked points together, from the fit to the known ones alone."""
+    network, x, y = regression()
+    posterior = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.25), structure=structure)
+    options = {"method": "samples", "scale": scale, "draws": 10_000}
+    found = float(posterior.conditional_log_marginal_likelihood(27, 0, **options))
+    alone = ntkl.laplace(network, (x[:27], y[:27]), ntkl.Gaussian(0.25), structure=structure)
+    f = alone.latent(x[27:], mean="posterior")
+    noisy = scale * f.covariance_matrix + 0.25 * torch.eye(6).double()
+    truth = float(torch.distributions.MultivariateNormal(f.mean.flatten(), noisy).log_prob(y[27:].flatten()))
+    assert found == pytest.approx(truth, abs=0.05)
+    if scale == 1.0 and structure in ("gp", "full"):
+        assert truth == pytest.approx(float(posterior.conditional_log_marginal_likelihood(27, 0)), abs=1e-9)
+    # the same draws again; others for another seed
+    again = posterior.conditional_log_marginal_likelihood(27, 0, **options)
+    other = posterior.conditional_log_marginal_likelihood(27, 0, seed=1, **options)
+    assert float(again) == found != float(other)
+
+
+def test_small_parts_of_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws that do not fit in memory at once, batches of a loader and weights of examples."""
+    network, x, y = regression()
+    weights = torch.ones(30).double()
+    weights[[2, 25]] = 2.0
+    plain = ntkl.laplace(network, (x, y, weights), ntkl.Gaussian(0.25), structure="diag")
+    twice = torch.cat([x[:24], x[2:3], x[24:], x[25:26]]), torch.cat([y[:24], y[2:3], y[24:], y[25:26]])
+    repeated = ntkl.laplace(network, twice, ntkl.Gaussian(0.25), structure="diag")
+    options = {"method": "samples", "scale": 0.1, "draws": 200}
+    whole = float(plain.conditional_log_marginal_likelihood(24, 0, **options))
+    assert whole == pytest.approx(float(repeated.conditional_log_marginal_likelihood(25, 0, **options)), rel=1e-9)
+    monkeypatch.setattr(tuning, "WEIGHT_SAMPLE_BYTES", 8 * 8 * 30)
+    loader = DataLoader(TensorDataset(x, y), 7)
+    parts = ntkl.laplace(network, loader, ntkl.Gaussian(0.25), structure="diag")
+    same = ntkl.laplace(network, (x, y), ntkl.Gaussian(0.25), structure="diag")
+    in_parts = float(parts.conditional_log_marginal_likelihood(24, 0, **options))
+    assert in_parts == pytest.approx(float(same.conditional_log_marginal_likelihood(24, 0, **options)), rel=1e-9)
+
+
+@functools.cache
+def classifier(structure: str = "gp") -> tuple[ntkl.Posterior, Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(60, 2).double()
+    y = (x[:, 0] + 0.7 * torch.randn(60).double() > 0).long() + (x[:, 1] > 0.8).long()
+    network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    return ntkl.laplace(network, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(0.3), structure=structure), x, y
+
+
+def held_out(count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and covariance blocks of the first 51 points less a seventeenth, at these and at the last 9; labels."""
+    posterior, x, y = classifier()
+    part = posterior.subset(torch.arange(51 - count))
+    rows = part.jacobian(x[51 - count :])
+    mean = rows.f - rows.jvp(part.network.unflatten(part.fitted.newton_step().z))
+    return mean, part.posterior_precision.covariance_blocks(rows), y[51 - count :]
+
+
+def log_densities(mean: Tensor, covariance: Tensor, y: Tensor, scale: float, draws: float, average: float) -> Tensor:
+    """log of softmax(log E softmax(f/T) / T_a) at the label, over the points of f that `predict` uses."""
+    values, vectors = torch.linalg.eigh(scale * covariance)
+    root = vectors @ torch.diag_embed(values.clamp_min(0).sqrt()) @ vectors.mT
+    f = mean + torch.einsum("ncd,sd->snc", root, normal_points(1000, 3))
+    averaged = torch.softmax(f / draws, 2).mean(0)
+    return torch.log_softmax(averaged.log() / average, 1).gather(1, y[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("temperature", ["draws", "average"])
+def test_the_temperature_is_fitted_to_the_held_out_seventeenth(temperature: str) -> None:
+    posterior, *_ = classifier()
+    mean, covariance, y = held_out(3)
+
+    def at(t: float, part: slice) -> float:
+        numbers = (0.5, t, 1.0) if temperature == "draws" else (0.5, 1.0, t)
+        return float(log_densities(mean[part], covariance[part], y[part], *numbers).sum())
+
+    best = optimize.minimize_scalar(lambda t: -at(t, slice(3)), bounds=(0.25, 10.0), method="bounded",
+                                    options={"xatol": 1e-7}).x
+    found = posterior.conditional_log_marginal_likelihood(51, 0, method="average", scale=0.5, temperature=temperature)
+    assert float(found) == pytest.approx(at(best, slice(3, None)), abs=1e-4)
+    assert abs(float(found) - at(1.0, slice(3, None))) > 0.01
+    free = posterior.conditional_log_marginal_likelihood(51, 0, method="average", temperature=temperature)
+    assert math.isfinite(free) and float(free) != float(found)
+    if temperature == "draws":
+        sampled = posterior.conditional_log_marginal_likelihood(51, 0, method="samples", scale=0.5, draws=10_000,
+                                                                temperature="draws")
+        part, index = posterior.subset(torch.arange(48)), torch.arange(51, 60)
+        rows = part.jacobian(classifier()[1][index])
+        root = torch.linalg.cholesky(0.5 * part.posterior_precision.covariance(rows) + 1e-12 * torch.eye(27).double())
+        torch.manual_seed(0)
+        f = mean[3:] + (torch.randn(10_000, 27).double() @ root.T).view(-1, 9, 3)
+        joint = torch.log_softmax(f / best, 2).gather(2, y[3:].expand(10_000, 9)[..., None])[..., 0].sum(1)
+        assert float(sampled) == pytest.approx(float(joint.logsumexp(0)) - math.log(10_000), abs=0.1)
+
+
+def test_samples_warn_and_refuse() -> None:
+    posterior, *_ = classifier()
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="5 samples, fewer than 10") as caught:
+        posterior.conditional_log_marginal_likelihood(51, 0, method="samples", scale=1.0, draws=5)
+    assert Path(caught[0].filename).name == "test_samples.py"
+    for options, error, words in (
+        ({"draws": 1}, ntkl.HyperparameterError, "draws as a whole number, at least 2"),
+        ({"temperature": "average"}, ntkl.UnsupportedError, 'temperature "draws" for the joint density'),
+        ({"temperature": "warm"}, ntkl.UnsupportedError, "'warm'"),
+        ({"scale": -1.0}, ntkl.HyperparameterError, "scale of the covariance"),
+    ):
+        with pytest.raises(error, match=words):
+            posterior.conditional_log_marginal_likelihood(51, 0, method="samples", **options)
+    network, x, y = regression()
+    with pytest.raises(ntkl.UnsupportedError, match="for this likelihood"):
+        ntkl.laplace(network, (x, y), ntkl.Gaussian(0.25)).conditional_log_marginal_likelihood(
+            24, 0, method="average", temperature="draws")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import gpytorch
 import numpy as np
@@ -353,7 +354,7 @@ def line() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 ANCHORED = {"algorithm": "lgva", "relinearize": False, "step_size": 0.5}
 
 
-def test_linearized_once() -> None:
+def test_linearized_once(tmp_path: Path) -> None:
     """Both spaces give one posterior, whose moments are those of the linearized network at μ, not at its weights."""
     network, data = classes()
     start = ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.7))
@@ -371,9 +372,16 @@ def test_linearized_once() -> None:
     assert fits[0].history.elbo_glm == pytest.approx(fits[1].history.elbo_glm, rel=1e-9)
     assert fits[0].history.elbo_glm[-1] > fits[0].history.elbo_glm[0] + 0.1
     assert fits[0].history.steps == [0, 4, 8] and float(first.kl().value) == pytest.approx(float(second.kl().value))
-    for verb in (first.log_marginal_likelihood, first.explain, lambda: second.save("nowhere.pt")):
+    for verb in (first.log_marginal_likelihood, first.explain):
         with pytest.raises(ntkl.UnsupportedError):
             verb()
+    for posterior in (first, second):  # the file has the displacement of the linearized network
+        posterior.save(tmp_path / "q.pt", include_data=True)
+        for again in (ntkl.load(tmp_path / "q.pt", network), ntkl.load(tmp_path / "q.pt", network, data)):
+            for one, other in zip(posterior.latent_moments(x_new), again.latent_moments(x_new), strict=True):
+                assert relative_error(one, other) < 1e-12
+            assert torch.equal(again.f, posterior.f) or relative_error(again.f, posterior.f) < 1e-12
+        assert float(again.elbo()) == pytest.approx(float(posterior.elbo()), rel=1e-12)
 
 
 def test_converged() -> None:

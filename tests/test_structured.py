@@ -10,7 +10,9 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from networks.case import Lambda
+from ntk_laplace.curvature import FactorEigen, diagonal_block
 from ntk_laplace.curvature.inf import chosen_rank
+from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
 from ntk_laplace.runtime.meter import PeakMemory
 from pairwise import pairwise
 from reference import jacobian, relative_error
@@ -431,3 +433,16 @@ def test_layers_without_entries_change_nothing(structure, groups, n):
         found.append((evidence, joint, mean, blocks))
     for own, expected in zip(found[1], found[0], strict=True):
         assert relative_error(own.detach(), expected.detach()) < 1e-10
+
+
+def test_a_block_with_one_precision_per_entry_is_recorded() -> None:
+    """H = P0^½ U (λ + 1) Uᵀ P0^½ of an exact block is that of its record."""
+    block = diagonal_block("weight", 2)
+    a = torch.randn(2, 2, dtype=torch.float64)
+    precision = torch.tensor([0.5, 2.0], dtype=torch.float64).view(1, 1, 2)
+    scale = precision.rsqrt()
+    scaled = a @ a.T * scale.flatten() * scale.flatten()[:, None]
+    dense = DenseParameterBlock(block, FactorEigen(scaled), precision, scale)
+    v = torch.randn(3, 1, 1, 2, dtype=torch.float64)
+    wanted = torch.linalg.solve(a @ a.T + precision.flatten().diag(), v.flatten(1).T).T.view_as(v)
+    assert relative_error(SpectralBlock.from_record(dense.record() or {}).solve(v), wanted) < 1e-12

@@ -2,11 +2,12 @@
 
     python examples/variational/predictives.py --out predictives
 
-A tanh network of five hidden layers of 25 units (P = 2,676 and 2,701) on the two toys of examples/toys/t20.py, with the
-noise and prior precision of the thesis for the regression, and the prior precision of the highest evidence for the
-moons. For each of three seeds: the Laplace-GGN posterior at the MAP, and VOGGN (five pairs of weight samples a step),
-LGVA and OGGN from that posterior and from scratch (random weights, variance 0.1). Each posterior predicts the test
-points with the network's own outputs at weight samples ("nn") and with the linearized network ("glm"). It writes
+A tanh network of five hidden layers of 25 units (P = 2,676 and 2,701; ``--layers``) on the two toys of
+examples/toys/t20.py, with the noise and prior precision of the thesis for the regression, and the prior precision of
+the highest evidence for the moons. For each of three seeds: the Laplace-GGN posterior at the MAP, and VOGGN (five pairs
+of weight samples a step), LGVA and OGGN from that posterior and from scratch (random weights, variance 0.1). Each
+posterior predicts the test points with the network's own outputs at weight samples ("nn") and with the linearized
+network ("glm"). It writes
 * regression_predictives.png and regression_functions.png (5.4), classification_predictives.png and
   classification_parts.png (5.5), of the first seed;
 * predictives.json: test log likelihoods, ELBO of both kinds, and whether each claim of the thesis holds.
@@ -54,7 +55,7 @@ class Problem:
 
     def __init__(self, name: str, seed: int, options: argparse.Namespace) -> None:
         self.name, self.seed, self.options = name, seed, options
-        points, layers, epochs = (40, 1, 150) if options.small else (150, 5, options.epochs)
+        points, layers, epochs = (40, 1, 150) if options.small else (150, options.layers, options.epochs)
         self.toy: Toy = (regression if name == "regression" else moons)(points)
         torch.manual_seed(seed)
         self.initial = network(self.toy.x.shape[1], layers)
@@ -270,6 +271,7 @@ def main() -> None:
     """Every fit, the pictures and the claims."""
     arguments = parser(__doc__, "predictives")
     arguments.add_argument("--epochs", type=int, default=5000, help="of the MAP")
+    arguments.add_argument("--layers", type=int, default=5, help="hidden layers of 25 units (default 5, the thesis's)")
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--samples", type=int, default=1000, help="of weights, for predictions")
     options = arguments.parse_args()
@@ -277,7 +279,7 @@ def main() -> None:
         options.seeds, options.samples = 1, 20
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    settings = [str(options.epochs), str(options.small)]
+    settings = [str(options.epochs), str(options.layers), str(options.small)]
     found: dict[str, dict[str, dict[str, Any]]] = {"regression": {}, "classification": {}}
     for seed in range(options.seeds):
         for name, results in found.items():

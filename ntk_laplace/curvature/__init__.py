@@ -6,7 +6,7 @@ from ntk_laplace.curvature.distributed_function_space import DistributedFunction
 from ntk_laplace.curvature.eigenbases import Eigenbasis, FactorEigen
 from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
-from ntk_laplace.curvature.given import BlockwisePrecision, GivenPrecision, PortablePrecision, given_precision
+from ntk_laplace.curvature.given import BlockwisePrecision, GivenPrecision, given_precision
 from ntk_laplace.curvature.inf import LowRank
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock, diagonal_block, find_parameter_blocks
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, group_numbers
@@ -27,7 +27,6 @@ __all__ = [
     "GivenPrecision",
     "LowRank",
     "ParameterBlock",
-    "PortablePrecision",
     "PosteriorPrecision",
     "Products",
     "Summary",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ class FunctionSpacePrecision(PosteriorPrecision):
         L with B = L Lᵀ, (N*R, N*R), interleaved (n*R + r).
     """
 
+    made_of_data = True
     reducer: Reducer = SingleProcess()
 
     def __init__(
@@ -66,6 +68,12 @@ class FunctionSpacePrecision(PosteriorPrecision):
     def _factorized(self, variances: Variances) -> LowerTriangle:
         """L with B = I + SᵀKS = L Lᵀ; only the lower triangle is ever stored."""
         return gram_lower(self.weighted, variances).add_to_diagonal_(1.0).cholesky_()
+
+    # --- storage
+
+    def record(self) -> dict[str, Any] | None:
+        """P0 and the rows of SᵀJ."""
+        return {"kind": "rows", "prior": self.prior_record(), "rows": self.weighted.record()}
 
     # --- evidence
 
@@ -159,9 +167,9 @@ class FunctionSpacePrecision(PosteriorPrecision):
             return scaled - self._seen(scaled)
         return scaled - torch.stack([self._seen(v) for v in scaled.reshape(-1, self.num_parameters)]).view_as(scaled)
 
-    def _seen(self, scaled: Tensor, noise: Tensor | float = 0.0) -> Tensor:
-        """P0⁻¹JᵀS B⁻¹ (SᵀJ u + ε), (P,), for u (P,) and ε (N, R)."""
-        inner = self.weighted.jvp(self.shapes.named(scaled)) + noise
+    def _seen(self, scaled: Tensor) -> Tensor:
+        """P0⁻¹JᵀS B⁻¹ SᵀJ u, (P,), for u (P,)."""
+        inner = self.weighted.jvp(self.shapes.named(scaled))
         solved = self.factor.solve(inner.reshape(-1, 1)).view(inner.shape)
         return self.weighted.vjp(solved, self.shapes) / self.prior_precision
 
@@ -173,13 +181,13 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P), by Matheron's rule: u - P0⁻¹JᵀS B⁻¹(SᵀJ u + ε), u ~ N(0, P0⁻¹)."""
-        like = self.weighted.f
-        white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
+        rows = self.weighted
+        white = partial(torch.randn, dtype=rows.dtype, device=rows.f.device, generator=generator)
         draws = white(count, self.num_parameters) * self.prior_precision.rsqrt()
-        shape = self.weighted.num_examples, self.weighted.num_cotangents
-        for draw in draws:
-            draw -= self._seen(draw, white(*shape))
-        return draws
+        inner = rows.products(self.shapes.parts(draws)).transpose(0, 1)  # (N, R, count)
+        noisy = inner.reshape(-1, count) + white(count, inner.shape[0] * inner.shape[1]).T
+        solved = self.factor.solve(noisy).view(inner.shape)
+        return draws - rows.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
 
     # --- covariance of f
 

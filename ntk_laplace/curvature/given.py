@@ -5,15 +5,16 @@ log det B = log det H - log det P0 and γ_g = n_g - δ_g tr_g(H⁻¹) are those 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature.full import FullPrecision
+from ntk_laplace.curvature.function_space import FunctionSpacePrecision
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision
+from ntk_laplace.curvature.spectral import SpectralBlock
 from ntk_laplace.curvature.structured import BlockDiagonalPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
@@ -24,52 +25,20 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.runtime.resources import require_memory
 
-__all__ = ["BlockwisePrecision", "GivenPrecision", "PortablePrecision", "given_precision", "portable_precision"]
+__all__ = [
+    "BlockwisePrecision",
+    "GivenPrecision",
+    "given_precision",
+    "moved_precision",
+    "no_record",
+    "restored_precision",
+]
 
-_KINDS: dict[str, type[PortablePrecision]] = {}
 _FORMS = "a tensor (P, P), a diagonal (P,), a mapping from parameter names to these, or a PosteriorPrecision"
 
 
-class PortablePrecision(PosteriorPrecision):
-    """A posterior precision that can be saved and moved; its own prior is N(0, I).
-
-    Attributes
-    ----------
-    kind : str
-        Name of the subclass in checkpoints.
-    """
-
-    kind: ClassVar[str]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        _KINDS[cls.kind] = cls
-
-    def __init__(self, shapes: Mapping[str, torch.Size], like: Tensor) -> None:
-        unit = GaussianPrior(1.0, groups="parameter").bind(shapes).to(like.device)
-        super().__init__(unit, shapes, like)
-
-    @abstractmethod
-    def record(self) -> dict[str, Any]:
-        """Plain containers of tensors."""
-
-    @classmethod
-    @abstractmethod
-    def from_record(cls, record: Mapping[str, Any], shapes: ParameterLayout) -> PortablePrecision:
-        """Restore what `record` returned."""
-
-    @abstractmethod
-    def to(self, device: torch.device, dtype: torch.dtype) -> PortablePrecision:
-        """The same H on another device, with another dtype."""
-
-
-def portable_precision(record: Mapping[str, Any], shapes: ParameterLayout) -> PortablePrecision:
-    """The precision of a record, with the name of its class under "kind"."""
-    return _KINDS[record["kind"]].from_record(record, shapes)
-
-
-class BlockwisePrecision(PortablePrecision):
-    """H, block diagonal over whole parameters: diagonals and dense blocks, or one dense block of all.
+class BlockwisePrecision(PosteriorPrecision):
+    """H, block diagonal over whole parameters: diagonals and dense blocks, or one of all. Its own prior is N(0, I).
 
     Parameters
     ----------
@@ -81,13 +50,12 @@ class BlockwisePrecision(PortablePrecision):
         The parameters, in order; each has a diagonal or belongs to one block.
     """
 
-    kind = "blocks"
-
     def __init__(
         self, diagonals: Mapping[str, Tensor], factors: Sequence[tuple[tuple[str, ...], Tensor]],
         shapes: Mapping[str, torch.Size],
     ) -> None:  # fmt: skip
-        super().__init__(shapes, next(iter(diagonals.values())) if diagonals else factors[0][1])
+        like = next(iter(diagonals.values())) if diagonals else factors[0][1]
+        super().__init__(GaussianPrior(1.0, groups="parameter").bind(shapes).to(like.device), shapes, like)
         self.diagonals, self.factors = dict(diagonals), list(factors)
         self._variances = {name: own.reciprocal() for name, own in self.diagonals.items()}
         places = self.shapes.slices()
@@ -102,7 +70,7 @@ class BlockwisePrecision(PortablePrecision):
     def record(self) -> dict[str, Any]:
         """Diagonals and factors."""
         return {
-            "kind": self.kind,
+            "kind": "blocks",
             "diagonals": [{"weight": name, "values": own} for name, own in self.diagonals.items()],
             "factors": [{"spans": list(names), "values": factor.tril()} for names, factor in self.factors],
         }
@@ -112,11 +80,6 @@ class BlockwisePrecision(PortablePrecision):
         """Restore what `record` returned."""
         diagonals = {one["weight"]: one["values"] for one in record["diagonals"]}
         return cls(diagonals, [(tuple(one["spans"]), one["values"]) for one in record["factors"]], shapes)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> BlockwisePrecision:
-        """The same H on another device, with another dtype."""
-        diagonals = {name: own.to(device, dtype) for name, own in self.diagonals.items()}
-        return BlockwisePrecision(diagonals, [(n, factor.to(device, dtype)) for n, factor in self.factors], self.shapes)
 
     # --- algebra
 
@@ -264,6 +227,59 @@ class GivenPrecision(PosteriorPrecision):
     def cross_covariance(self, rows: Jacobian) -> CrossCovariance:
         """V between later rows and these, which have one cotangent."""
         return self.inner.cross_covariance(rows)
+
+
+# --- storage
+
+
+def restored_precision(record: Mapping[str, Any], shapes: ParameterLayout) -> PosteriorPrecision:
+    """The precision of which `PosteriorPrecision.record` returned this, factorized where it was."""
+    kind = record["kind"]
+    if kind == "blocks":
+        return BlockwisePrecision.from_record(record, shapes)
+    prior = _prior(record["prior"], shapes)
+    if kind == "rows":
+        return FunctionSpacePrecision(Jacobian.from_record(record["rows"]), None, prior, shapes)
+    blocks = [SpectralBlock.from_record(block) for block in record["blocks"]]
+    like = blocks[0].values if blocks else record["prior"]["log_precision"]
+    return BlockDiagonalPrecision(blocks, prior, shapes, like)
+
+
+def _prior(record: Mapping[str, Any], shapes: ParameterLayout) -> GaussianPrior:
+    groups = record["groups"]
+    named = groups if isinstance(groups, str) else {one["group"]: one["spans"] for one in groups}
+    return GaussianPrior.from_record(dict(record) | {"groups": named, "mean": 0.0}, shapes).to(
+        record["log_precision"].device)
+
+
+def moved_precision(precision: PosteriorPrecision, device: torch.device, dtype: torch.dtype) -> PosteriorPrecision:
+    """The same H on another device, with another dtype.
+
+    Raises
+    ------
+    UnsupportedError
+        If it has no record.
+    """
+    record = precision.record()
+    if record is None:
+        raise no_record(precision, "to move")
+
+    def moved(content: Any) -> Any:
+        if isinstance(content, Mapping):  # hyperparameters are float64 in every dtype
+            return {key: one.to(device) if key == "log_precision" else moved(one) for key, one in content.items()}
+        if isinstance(content, (list, tuple)):
+            return [moved(one) for one in content]
+        if not isinstance(content, Tensor):
+            return content
+        return content.to(device, dtype if content.is_floating_point() else None)
+
+    return restored_precision(moved(record), precision.shapes)
+
+
+def no_record(precision: PosteriorPrecision, what: str) -> UnsupportedError:
+    """The error of a precision that is no container of tensors."""
+    return UnsupportedError(f"a precision in tensors, {what}", f"a {type(precision).__name__}",
+                            "Save or move the posterior that it is from, or give a tensor.")
 
 
 # --- what a caller gives

@@ -92,7 +92,7 @@ class IterativePrecision(PosteriorPrecision):
         self.probes, self.seed, self.tolerance, self.most = probes, seed, tolerance, min(most, curvature.rank)
         self._earlier = sketch.factor.new_empty(0, 2, dtype=torch.float64) if earlier is None else earlier
 
-    def record(self) -> dict[str, Any]:
+    def estimates_record(self) -> dict[str, Any]:
         """The estimates, in plain containers; `restored` takes them with `best_sketch`."""
         fine = self.refined
         own = {"probes": self.probes, "seed": self.seed, "tolerance": self.tolerance, "most": self.most}

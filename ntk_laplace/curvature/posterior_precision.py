@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +62,12 @@ class PosteriorPrecision(ABC):
         Of `log_det`, if it is a stochastic estimate; 0 if it is computed without sampling.
     log_det_bounds : tuple of float, or None
         Certain bounds of the exact `log_det`, if it is an estimate; None if it is not.
+    made_of_data : bool
+        Whether `record` contains rows of training points.
     """
 
     homogeneous: bool = True
+    made_of_data: bool = False
     standard_error: float = 0.0
     log_det_bounds: tuple[float, float] | None = None
 
@@ -86,6 +90,18 @@ class PosteriorPrecision(ABC):
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, H⁻¹), (count, P)."""
+
+    # --- storage
+
+    def record(self) -> dict[str, Any] | None:
+        """H in plain containers of tensors, for `curvature.given.restored_precision`; None if it has no such form."""
+        return None
+
+    def prior_record(self) -> dict[str, Any]:
+        """The diagonal P0 at the factorization: its groups, and the logarithm of the precision of each."""
+        groups = self._prior.groups
+        named = groups if isinstance(groups, str) else [{"group": g, "spans": list(n)} for g, n in groups.items()]
+        return {"groups": named, "log_precision": self._by_group.double().log()}
 
     # --- products
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cached_property
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,6 +59,21 @@ class SpectralBlock(BlockPrecision):
     def inverse(self) -> Tensor:
         """Eigenvalues of H⁻¹ (of P0^½ H⁻¹ P0^½ with a scale), (G, o, i)."""
         return 1.0 / (self.values + self._shift)
+
+    # --- storage
+
+    def record(self) -> dict[str, Any] | None:
+        """U, λ, δ and the scale; of damped factors the λ whose undamped H is the same."""
+        values = self.values if self.homogeneous else 1.0 / self.inverse - self._shift
+        return {"block": self.block.record(), "left": self.basis.left, "right": self.basis.right, "values": values,
+                "precision": self.precision, "scale": self.scale}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> SpectralBlock:
+        """Restore what `record` returned."""
+        basis = Basis(record["left"], record["right"])
+        return SpectralBlock(ParameterBlock.from_record(record["block"]), basis, record["values"],
+                             record["precision"], record["scale"])
 
     # --- evidence
 

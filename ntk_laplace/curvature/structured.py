@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,10 @@ class BlockPrecision(ABC):
 
     block: ParameterBlock
     homogeneous: bool = True
+
+    def record(self) -> dict[str, Any] | None:
+        """H on this block in plain containers of tensors; None if it has no such form."""
+        return None
 
     @abstractmethod
     def log_det(self) -> Tensor:
@@ -116,6 +121,13 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         self.algebras = tuple(parts)
         # false for damped factors
         self.homogeneous = all(algebra.homogeneous for algebra in self.algebras)
+
+    # --- storage
+
+    def record(self) -> dict[str, Any] | None:
+        """P0, and H on each block."""
+        blocks = [one.record() for one in self.algebras]
+        return None if None in blocks else {"kind": "spectral", "prior": self.prior_record(), "blocks": blocks}
 
     # --- evidence
 

@@ -1,6 +1,7 @@
-"""GPyTorch interface: the network's tangent kernel and its Laplace posterior as GPyTorch objects."""
+"""GPyTorch interface: tangent kernel and Laplace posterior as GPyTorch objects, and the conditional evidence."""
 
+from ntk_laplace.gp.conditional import ConditionalMarginalLogLikelihood
 from ntk_laplace.gp.kernel import NTKKernel
 from ntk_laplace.gp.model import LaplaceGP
 
-__all__ = ["LaplaceGP", "NTKKernel"]
+__all__ = ["ConditionalMarginalLogLikelihood", "LaplaceGP", "NTKKernel"]

@@ -181,7 +181,8 @@ class _Refuse(torch.autograd.Function):
 def _no_gradient() -> UnsupportedError:
     return UnsupportedError(
         "gradients through the evidence", "a gradient through a matrix, solve or sample of whitened rows",
-        "Use ExactMarginalLogLikelihood(gp.likelihood, gp) or posterior.log_marginal_likelihood().",
+        "Use ExactMarginalLogLikelihood(gp.likelihood, gp) or ConditionalMarginalLogLikelihood(gp.likelihood, gp); "
+        "posterior.loo_log_density() is the value of leave-one-out.",
     )  # fmt: skip
 
 

@@ -146,7 +146,7 @@ class CalibrationVerbs(PredictionVerbs):
             found = leave_some_out(fitted, drawn(points, self.num_examples, seed), samples=1)
             index = found.index
         likelihood, scalar = self.likelihood.at(index), self.network.scalar
-        kept = _left_out(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
+        kept = LeftOut.of(fitted.points.subset(index), likelihood, found.mean, found.covariance, scalar)
         return kept, likelihood, found.reliability
 
     def _held_out(self, data: Any) -> LeftOut:
@@ -163,14 +163,4 @@ class CalibrationVerbs(PredictionVerbs):
         weights = batches.weights
         points = TrainingPoints(f, likelihood.targets(torch.cat(targets), *f.shape).to(f.device),
                                 None if weights is None else weights.to(f))
-        return _left_out(points, likelihood, f, torch.cat(covariances), network.scalar)
-
-
-def _left_out(
-    points: TrainingPoints, likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool
-) -> LeftOut:
-    """Moments beside the points' targets and weights, 0 without a target."""
-    present = points.present(likelihood)
-    weights = points.counts if present is None else points.counts * present
-    targets = points.targets.squeeze(-1) if scalar and points.targets.ndim == 2 else points.targets
-    return LeftOut(mean, covariance, targets, weights, scalar)
+        return LeftOut.of(points, likelihood, f, torch.cat(covariances), network.scalar)

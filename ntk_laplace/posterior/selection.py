@@ -7,16 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
+from ntk_laplace.posterior.conditional import Rest, rest_given
+from ntk_laplace.posterior.estimates import conditional_estimate, warn_of
 from ntk_laplace.posterior.evidence import EvidenceVerbs
 from ntk_laplace.posterior.explain import leave_one_out_score
 from ntk_laplace.posterior.explanation import ExplanationVerbs
-from ntk_laplace.posterior.scores import LearningCurve, PrequentialEvidence, average_score, orders, require_beginning
+from ntk_laplace.posterior.scores import LearningCurve, PrequentialEvidence, orders, require_beginning
 from ntk_laplace.structures.what_if import Indices
 
 __all__ = ["SelectionVerbs"]
 
-_METHODS = ("auto", "evidence", "average")
+_METHODS = ("auto", "evidence", "average", "samples")
 _ORDERS = 10  # random orders of a closed-form conditional evidence
 
 
@@ -25,7 +27,7 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
 
     def conditional_log_marginal_likelihood(
         self, m: int, permutations: int | None = None, seed: int = 0, *, method: str = "auto",
-        scale: float | None = None, samples: int = 1000,
+        scale: float | None = None, temperature: str | None = None, samples: int = 1000, draws: int = 1000,
     ) -> Tensor:  # fmt: skip
         """Conditional evidence log p(other points given m points), averaged over orders ([L22] Eq. 5, 19).
 
@@ -39,21 +41,28 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
             Points to condition on.
         permutations : int, optional
             Number of random orders. 0: the order of the data, conditioned on its first m points. By default 10, or 1
-            for "average", where each order needs a fit.
+            for "average" and "samples", where each order needs a fit.
         seed : int
-            Random seed of the orders.
+            Random seed of the orders, and of the draws of "samples".
         method : str
             "evidence": the joint density in closed form, log Z(all) - log Z(first m), the evidence with correction of
             all points minus that of m (exact structures). For a Gaussian likelihood this is Gaussian-process
             regression; others are expanded to second order at the network's outputs, as in the evidence. "average":
             [L22] appendix B, for every structure: the refitted linearized model of the m points predicts each other
             point under the likelihood itself, with its covariance scaled on a held-out seventeenth of the m points.
-            The result is a sum of marginals, not the joint density. "auto": "evidence" if the structure supports it,
-            else "average".
+            The result is a sum of marginals, not the joint density. "samples": the joint density of the same model,
+            averaged over draws of its weights ([L22] sections 7 and G); see `ntkl.selection.conditional_from_samples`.
+            "auto": "evidence" if the structure supports it, else "average".
         scale : float, optional
-            For "average": factor of the latent covariance; no points are then held out.
+            For "average" and "samples": factor of the latent covariance; no points are then held out.
+        temperature : str, optional
+            For these, and classes: "draws" fits a temperature of each draw of f to the held-out points, together with
+            the scale (or at the scale that is given), as `calibrate` does; "average" one of the averaged probabilities,
+            which the joint density does not have. By default there is none.
         samples : int
             For "average": number of points of f, if the predictive has no closed form.
+        draws : int
+            For "samples": number of draws of the weights, at least 2.
 
         Returns
         -------
@@ -67,16 +76,26 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
         DataError
             If m leaves no points to predict, or the data cannot be read again.
         UnsupportedError
-            If the structure does not support the method.
+            If the structure does not support the method, or the likelihood or the method no such temperature.
+        HyperparameterError
+            If the scale is negative or not finite, or there are fewer than 2 draws.
         """
         method = self._selection_method(method)
+        if method == "samples":
+            require_whole("draws", draws, 2, "Leave it out for 1,000.")
+            if temperature == "average":
+                raise UnsupportedError('temperature "draws" for the joint density', "'average'",
+                                       'Use method="average", or a temperature of each draw.')
         require_beginning(m, self.num_examples, 0 if method == "evidence" else 2)
         if permutations is None:
             permutations = _ORDERS if method == "evidence" else 1
         chosen = orders(self.num_examples, permutations, seed)
         with torch.no_grad():
-            if method == "average":
-                scores = [average_score(self._fitted, order, m, scale, samples) for order in chosen]
+            if method != "evidence":
+                scores = []
+                for order in chosen:
+                    rest = rest_given(self._fitted, order, m, scale, temperature, samples)
+                    scores.append(rest.average(samples) if method == "average" else _joint(rest, draws, seed))
             elif self._fitted.structure.spec.keeps_jacobian:
                 sequence = self._sequence()
                 whole = sequence.evidence(torch.arange(self.num_examples))
@@ -215,3 +234,9 @@ class SelectionVerbs(EvidenceVerbs, ExplanationVerbs):
                 'Use method="average", or fit one of these.',
             )
         return ("evidence" if exact else "average") if method == "auto" else method
+
+
+def _joint(rest: Rest, draws: int, seed: int) -> Tensor:
+    """The joint density of the rest over draws of the weights, with a warning at the caller's line of the verb."""
+    found = conditional_estimate(rest.log_likelihood(draws, seed).unsqueeze(1), "joint")
+    return torch.tensor(float(warn_of(found, 6)), dtype=torch.float64)

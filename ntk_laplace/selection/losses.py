@@ -52,7 +52,7 @@ class BoundedLoss:
             If a loss is outside its bounds, or the function returns another shape.
         """
         good = torch.isfinite(f).all(-1)
-        given = torch.where(good.unsqueeze(-1), f, 0.0).flatten(0, 1)
+        given = (f if bool(good.all()) else torch.where(good.unsqueeze(-1), f, 0.0)).flatten(0, 1)
         found = self.function(given, y.repeat(len(f), *[1] * (y.ndim - 1)))
         if not isinstance(found, Tensor) or found.shape != given.shape[:1]:
             raise DataError(f"losses of shape ({len(given)},), one per example, from loss=",

@@ -36,7 +36,7 @@ def conditional_from_samples(log_likelihood: Tensor | np.ndarray, kind: str = "j
     -------
     ConditionalEstimate
         With standard error, effective samples and the variance that rules the bias of the joint form. A warning is
-        issued if that exceeds log S, or if there are fewer than 10 independent samples.
+        issued if that exceeds log S and fewer than 100 samples are effective, or if fewer than 10 are independent.
 
     Raises
     ------

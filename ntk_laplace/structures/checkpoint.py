@@ -63,6 +63,7 @@ def posterior_record(
         "likelihood": likelihood_record(model.likelihood),
         "prior": model.prior.record(),
         "fitted_at": model.fitted_at,
+        "displacement": model.displacement,
         "state": structure.state(model, include_data),
         "points": structure.points.record(model.likelihood, include_data),
         "calibration": None if calibration is None else asdict(calibration),
@@ -103,7 +104,7 @@ def restored_model(
     root = saved["root"]  # the keys of version 1 of the format
     curvature_type = CurvatureType(root["curvature"], root["samples"], root["seed"])
     model = LinearizedModel(frozen, own, prior, curvature_type, jacobian_pass, settings,
-                            fitted_at=saved.get("fitted_at"))
+                            displacement=saved.get("displacement"), fitted_at=saved.get("fitted_at"))
     batches = None
     if data is not None:
         batches = settings.own(

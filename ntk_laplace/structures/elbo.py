@@ -115,7 +115,8 @@ def divergence_between(fitted: FittedModel, other: FittedModel) -> Divergence:
     """KL(N(θ, H⁻¹) ‖ N(θ', H'⁻¹)) of two posteriors of the same parameters.
 
     tr(H'H⁻¹) takes covariances of f alone where H' = P0' + Σ J'ᵀΛ'J' exactly: it is tr(P0'H⁻¹) + Σ tr(Λ' J'H⁻¹J'ᵀ) over
-    the points of `other`. Elsewhere H' multiplies columns of H⁻¹.
+    the points of `other`. Elsewhere, and where there are fewer parameters than rows of J' that are not kept, H'
+    multiplies columns of H⁻¹.
 
     Raises
     ------
@@ -135,7 +136,8 @@ def divergence_between(fitted: FittedModel, other: FittedModel) -> Divergence:
         step = fitted.theta - other.theta
         distance = (step * its.multiply(step)).sum(dtype=torch.float64)
         log_det = (against.log_det() - its.log_det()).to(distance)
-        if other.structure.spec.exact:
+        spec, rows = other.structure.spec, other.points.num_examples * other.points.num_outputs
+        if spec.exact and (spec.keeps_jacobian or rows < len(step)):
             seen = other.structure.training_covariances(other.model, precision)
             curvature = other.points.curvature(other.curvature_type, other.likelihood)
             effective = against.information_gained() - (curvature * seen).sum(dtype=torch.float64)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import GivenPrecision, PortablePrecision, PosteriorPrecision, given_precision
-from ntk_laplace.curvature.given import portable_precision
+from ntk_laplace.curvature import GivenPrecision, PosteriorPrecision, given_precision
+from ntk_laplace.curvature.given import moved_precision, no_record, restored_precision
 from ntk_laplace.errors import UnsupportedError
-from ntk_laplace.model.data import Source
+from ntk_laplace.model.data import Missing, Source
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
 from ntk_laplace.structures.data_passes import digest, read_points
 from ntk_laplace.structures.model import LinearizedModel
@@ -50,16 +50,13 @@ class GivenGaussian(StructureSpec):
         if reducer.world_size > 1:  # all processes have one posterior
             reducer.require_equal("precision", digest(inner.solve(torch.ones_like(model.theta))))
         spec = GivenGaussian()  # the caller's tensor is not kept
-        found = GaussianStructure(spec, source, read_points(model, source), inner=inner)
-        if model.displacement is None:
-            return found
-        f = found.points.f + found.jvp(model, model.displacement)
-        return replace(found, points=replace(found.points, f=f), base=found.points)
+        return GaussianStructure(spec, source, read_points(model, source), inner=inner).displaced(model)
 
     def restored(self, model: LinearizedModel, saved: Saved) -> GaussianStructure:
         """From the precision of a checkpoint."""
-        inner = portable_precision(saved.state, ParameterLayout.of(model.network.shapes))
-        return GaussianStructure(self, saved.source, saved.points, inner=inner)
+        inner = restored_precision(saved.state, ParameterLayout.of(model.network.shapes))
+        found = GaussianStructure(self, saved.source, saved.points, inner=inner)
+        return found if isinstance(saved.source, Missing) else found.displaced(model)
 
     def options(self) -> dict[str, Any]:
         """None: the precision is part of the state."""
@@ -78,6 +75,13 @@ class GaussianStructure(StreamedStructure):
 
     inner: PosteriorPrecision = field(kw_only=True)
 
+    def displaced(self, model: LinearizedModel) -> GaussianStructure:
+        """The structure with the outputs of the linearized network at the model's displacement."""
+        if model.displacement is None:
+            return self
+        f = self.points.f + self.jvp(model, model.displacement)
+        return replace(self, points=replace(self.points, f=f), base=self.points)
+
     def posterior_precision(self, model: LinearizedModel) -> GivenPrecision:
         """H beside the present prior."""
         return GivenPrecision(self.inner, model.prior)
@@ -94,23 +98,18 @@ class GaussianStructure(StreamedStructure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The precision."""
-        if model.displacement is not None:
-            raise UnsupportedError("a posterior at the network's weights, to save",
-                                   "one of the linearized network at other weights",
-                                   "Keep the network, and fit variational(..., relinearize=False) again.")
-        return self._portable("to save").record()
+        record = self.inner.record()
+        if record is None:
+            raise no_record(self.inner, "to save")
+        if self.inner.made_of_data and not include_data:
+            raise UnsupportedError("include_data=True to save a precision in function space", "include_data=False",
+                                   "It is made of rows of J at training points, which contain their inputs.")
+        return record
 
     def to(self, device: torch.device, dtype: torch.dtype) -> GaussianStructure:
         """The precision on another device, with another dtype."""
         like = self.inner.prior_precision
         same = (like.device, like.dtype) == (device, dtype)
-        inner = self.inner if same else self._portable("to move").to(device, dtype)
+        inner = self.inner if same else moved_precision(self.inner, device, dtype)
         return replace(self, data=self.data.on(device), points=self.points.to(device, dtype), inner=inner,
                        base=None if self.base is None else self.base.to(device, dtype))
-
-    def _portable(self, what: str) -> PortablePrecision:
-        if not isinstance(self.inner, PortablePrecision):
-            raise UnsupportedError(f"a precision in tensors, {what}", f"a {type(self.inner).__name__}",
-                                   "Save or move the posterior that it is from, or give a tensor. To variational(...), "
-                                   'pass dtype= or Settings(checkpoint=path), or structure="full" or "diag".')
-        return self.inner

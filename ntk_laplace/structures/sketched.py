@@ -241,7 +241,7 @@ class Iterative(SketchSpec):
 
     def record(self, precision: PosteriorPrecision) -> dict[str, Any]:
         """The estimates."""
-        return of_kind(IterativePrecision, precision).record()
+        return of_kind(IterativePrecision, precision).estimates_record()
 
     def best_sketch(self, precision: PosteriorPrecision, sketch: Sketch | None) -> Sketch | None:
         """The largest so far: predictions may have refined it."""

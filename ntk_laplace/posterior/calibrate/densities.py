@@ -16,6 +16,7 @@ from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.predictive import normal_points
 from ntk_laplace.runtime import tuning
+from ntk_laplace.structures.points import TrainingPoints
 
 __all__ = ["Densities", "LeftOut", "NormalDensities", "Objective", "SampledDensities", "Setting", "densities"]
 
@@ -47,6 +48,16 @@ class LeftOut:
     targets: Tensor
     weights: Tensor
     scalar: bool = False
+
+    @classmethod
+    def of(
+        cls, points: TrainingPoints, likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool = False
+    ) -> LeftOut:
+        """Moments beside the points' targets and weights, 0 without a target."""
+        present = points.present(likelihood)
+        weights = points.counts if present is None else points.counts * present
+        targets = points.targets.squeeze(-1) if scalar and points.targets.ndim == 2 else points.targets
+        return cls(mean, covariance, targets, weights, scalar)
 
 
 class Objective(Protocol):

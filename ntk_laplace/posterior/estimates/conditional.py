@@ -15,6 +15,7 @@ from ntk_laplace.posterior.estimates.weights import effective_samples, log_mean
 __all__ = ["ConditionalEstimate", "autocorrelation_time", "conditional_estimate", "warn_of"]
 
 _FEWEST = 10.0  # independent samples below which their own spread is not known
+_EFFECTIVE = 100.0  # effective samples whose average is trusted at any variance: the logs may have a tail to the left
 _LEVEL = 0.9  # of the interval
 _HUGE = 1e100  # standard error beyond which its square is not computed
 
@@ -44,7 +45,7 @@ class ConditionalEstimate:
         the smallest of the points.
     variance : float
         Sample variance of the log of the density that is averaged, nats²: of Σ_i log p ("joint"), or the largest of a
-        point ("marginal"). An average of e^L over S samples needs the variance of L to be below about log S.
+        point ("marginal"). An average of e^L over S samples of a normal L needs the variance to be below log S.
     """
 
     value: float
@@ -62,8 +63,9 @@ class ConditionalEstimate:
 
     @property
     def trusted(self) -> bool:
-        """Whether `variance` is at most log of `independent`, and that is at least 10."""
-        return self.independent >= _FEWEST and self.variance <= math.log(self.independent)
+        """Whether `variance` is at most log of `independent`, or `ess` at least 100; and `independent` at least 10."""
+        few = self.variance > math.log(self.independent) and self.ess < _EFFECTIVE
+        return self.independent >= _FEWEST and not few
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -90,7 +92,8 @@ class ConditionalEstimate:
         limit = f"log {self.independent:,.0f} = {math.log(self.independent):.2f}"
         spread = f"variance of {what} {self.variance:,.2f}, "
         if self.trusted:
-            return f"{count}, {self.ess:,.0f} effective; {spread}at most {limit}"
+            relation = "at most" if self.variance <= math.log(self.independent) else "above"
+            return f"{count}, {self.ess:,.0f} effective; {spread}{relation} {limit}"
         few = f"{count}, {self.ess:,.1f} effective"
         return f"not to be trusted: {spread}above {limit} ({few}): the average rests on a few"
 

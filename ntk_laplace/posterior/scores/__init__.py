@@ -1,8 +1,7 @@
 """Selection: scores of predictions of training points from other training points, in different orders."""
 
-from ntk_laplace.posterior.scores.average import average_score
 from ntk_laplace.posterior.scores.curve import LearningCurve, require_beginning
 from ntk_laplace.posterior.scores.orders import orders
 from ntk_laplace.posterior.scores.prequential import PrequentialEvidence
 
-__all__ = ["LearningCurve", "PrequentialEvidence", "average_score", "orders", "require_beginning"]
+__all__ = ["LearningCurve", "PrequentialEvidence", "orders", "require_beginning"]

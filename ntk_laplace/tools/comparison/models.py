@@ -34,8 +34,8 @@ def compare_models(
     Evidences of different data, or of densities and probabilities, cannot be compared: the models must have the same
     training targets in the same order. A warning names models with vague priors, for which the evidence ranks badly
     ([L22] sections 4.1 and 7). A prior is vague if 1/δ is more than twice the mean square of the weights per effective
-    parameter, and MacKay's precisions would increase the evidence, estimated at fixed weights, by at least 3 nats and
-    a tenth of its size.
+    parameter, and MacKay's precisions would increase the evidence, estimated at fixed weights, by a tenth of its size
+    and by 3 nats more than they would for weights that were drawn from the prior.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ def _row(
     if "evidence" in scores and _is_laplace(posterior):
         found = posterior.evidence()
         evidence, error = float(found), found.standard_error
-        check = check_prior(posterior, used, evidence)
+        check = check_prior(posterior, used, found)
     loo, note = _left_out(posterior) if "loo" in scores else (None, "")
     bounds: dict[str, float] = {}
     for score in BOUNDS.keys() & set(scores):

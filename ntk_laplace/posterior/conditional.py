@@ -1,0 +1,155 @@
+"""Conditional evidence of [L22] appendix B: fit to part of the data, calibrate on part, predict the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from ntk_laplace.curvature.posterior_precision import checked_form
+from ntk_laplace.errors import HyperparameterError, UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.calibration import CalibratedPredictive, Calibration
+from ntk_laplace.posterior.calibrate import LeftOut, densities, fit_calibration
+from ntk_laplace.runtime.sampling import draw_sizes
+from ntk_laplace.structures import FittedModel
+
+__all__ = ["SCALES", "TEMPERATURES", "Rest", "rest_given"]
+
+_TUNED = 17  # one of 17 conditioned points is held out: 5 % of all data if 85 % are conditioned on
+SCALES = torch.logspace(-3, 1, 17, dtype=torch.float64)
+TEMPERATURES = {"draws": "temperature", "average": "average_temperature"}
+"""Which number of a calibration a temperature is."""
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The linearized network fitted to some of the points, calibrated on held-out ones, and the points to predict.
+
+    Attributes
+    ----------
+    fit : LinearRefit
+    index : Tensor, (n,)
+        Ascending.
+    calibration : Calibration
+    """
+
+    fit: LinearRefit
+    index: Tensor
+    calibration: Calibration
+
+    def average(self, samples: int) -> Tensor:
+        """Σ log p(y_i given the points of the fit), each averaged over the posterior, nats."""
+        return self.fit.scores(self.index, [self.calibration], samples)[0]
+
+    def log_likelihood(self, draws: int, seed: int) -> Tensor:
+        """log p(y_i given θ_s) for draws of the fit's weights, (draws, n), times the example weights, nats."""
+        return self.fit.log_likelihood(self.index, draws, self.calibration, seed)
+
+
+def rest_given(
+    fitted: FittedModel, order: Tensor, m: int, scale: float | None, temperature: str | None, samples: int
+) -> Rest:
+    """The other points, and the linearized network given the first m of the order.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        To all points.
+    order : Tensor, (N,)
+    m : int
+    scale : float, optional
+        Factor of the latent covariance. None: the one of `SCALES` that best predicts a held-out seventeenth of the
+        first m points.
+    temperature : str, optional
+        A name of `TEMPERATURES`: that one is fitted to these held-out points, together with the scale unless it is
+        given.
+    samples : int
+        Number of points of f, if the predictive has no closed form.
+
+    Raises
+    ------
+    HyperparameterError
+        If the scale is negative or not finite.
+    UnsupportedError
+        If the temperature is unknown, or the likelihood has none.
+    """
+    if scale is not None and not (isinstance(scale, (int, float)) and 0 <= scale < math.inf):
+        raise HyperparameterError("a scale of the covariance, finite and at least 0", f"{scale!r}",
+                                  "Leave it out, to have it chosen by held-out points.")  # fmt: skip
+    if temperature is not None and temperature not in TEMPERATURES:
+        raise UnsupportedError('temperature "draws" or "average", or None', repr(temperature), "Choose one.")
+    tuned = scale is None or temperature is not None
+    held_out = max(1, round(m / _TUNED)) if tuned else 0
+    given, seen, rest = (part.sort().values for part in order.split([m - held_out, held_out, len(order) - m]))
+    fit = LinearRefit(fitted, given)
+    if temperature is not None:
+        calibration = fit.calibrated(seen, scale, TEMPERATURES[temperature])
+    elif scale is None:
+        found = fit.scores(seen, [Calibration(scale=one) for one in SCALES.tolist()], samples)
+        calibration = Calibration(scale=float(SCALES[int(found.argmax())]))
+    else:
+        calibration = Calibration(scale=float(scale))
+    return Rest(fit, rest, calibration)
+
+
+class LinearRefit:
+    """The linearized network fitted to some of the points, with its mean refitted to them."""
+
+    def __init__(self, whole: FittedModel, index: Tensor) -> None:
+        self.whole, part = whole, whole.subset(index)
+        self.precision = part.precision
+        self.step = part.network.unflatten(self.precision.solve(part.joint_gradient()))  # θ* - θ̄
+
+    def scores(self, index: Tensor, calibrations: list[Calibration], samples: int) -> Tensor:
+        """Σ log density at unseen points, for each calibration."""
+        total, points = torch.zeros(len(calibrations), dtype=torch.float64), self.whole.points
+        for here, rows, mean in self._rows(index):
+            covariance = self.precision.covariance_blocks(rows)
+            targets, counts = points.targets[here], points.counts[here]
+            with torch.no_grad():
+                likelihood = self.whole.likelihood.at(here)
+                for number, calibration in enumerate(calibrations):
+                    found = CalibratedPredictive(calibration, likelihood, samples=samples)(mean, covariance)
+                    total[number] += (counts * found.log_prob(targets)).sum().double().cpu()
+        return total
+
+    def calibrated(self, index: Tensor, scale: float | None, temperature: str) -> Calibration:
+        """The temperature that best predicts unseen points, and the scale unless it is given."""
+        points, likelihood = self.whole.points.subset(index), self.whole.likelihood.at(index)
+        parts = [(mean, self.precision.covariance_blocks(rows)) for _, rows, mean in self._rows(index)]
+        mean, covariance = (torch.cat(part) for part in zip(*parts, strict=True))
+        found = densities(likelihood, LeftOut.of(points, likelihood, mean, covariance))
+        if scale is None:
+            return fit_calibration(found, ["scale", temperature])[0]
+        return fit_calibration(found, [temperature], {"scale": float(scale)})[0]
+
+    def log_likelihood(self, index: Tensor, draws: int, calibration: Calibration, seed: int) -> Tensor:
+        """log p(y_i given f_i/T) of unseen points for draws of the weights, (draws, n), times the example weights."""
+        like, points = self.whole.theta, self.whole.points
+        generator, shapes = Generator(like.device).manual_seed(seed), self.whole.network.shapes
+        found = []
+        for count in draw_sizes(draws, len(like), like):
+            moves = self.precision.sample(count, generator)
+            moves = checked_form(self.precision, "sample", moves, (count, len(like)), like)
+            parts = []
+            for here, rows, mean in self._rows(index):
+                away = rows.products(shapes.parts(moves)).permute(2, 1, 0)  # (S, n, C)
+                f = (mean + calibration.scale**0.5 * away) / calibration.temperature
+                repeated = here.repeat(count)
+                with torch.no_grad():
+                    values = self.whole.likelihood.at(repeated).log_prob(f.flatten(0, 1), points.targets[repeated])
+                parts.append(points.counts[here] * values.view(count, -1))
+            found.append(torch.cat(parts, 1))
+        return torch.cat(found)
+
+    def _rows(self, index: Tensor) -> Iterator[tuple[Tensor, Jacobian, Tensor]]:
+        """Points, their rows of J, and the mean of f there."""
+        seen = 0
+        for rows in self.whole.rows_at(index):
+            here = index[seen : seen + rows.num_examples].to(self.whole.points.f.device)
+            seen += rows.num_examples
+            yield here, rows, self.whole.model.outputs(rows) - rows.jvp(self.step)

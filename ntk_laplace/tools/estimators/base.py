@@ -1,0 +1,254 @@
+"""What both estimators share: the network, its training, and standardized data."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from torch import Tensor, nn
+
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_whole
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.calibrate import PredictiveFit
+from ntk_laplace.posterior.explain import Explanation, Ranking
+from ntk_laplace.posterior.fit import laplace
+from ntk_laplace.structures import Settings
+from ntk_laplace.tools.estimators.networks import is_module, network_of
+from ntk_laplace.training import EvidenceHistory, train_with_evidence
+
+__all__ = ["LaplaceEstimator", "Standardized"]
+
+Array = NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Standardized:
+    """Mean and scale of each column of a table."""
+
+    mean: Array
+    scale: Array
+
+    @classmethod
+    def of(cls, table: Array, weight: Array | None, wanted: bool) -> Standardized:
+        """Those of the rows, weighted; a constant column has scale 1. 0 and 1 if not wanted."""
+        columns = table.shape[1]
+        if not wanted:
+            return cls(np.zeros(columns), np.ones(columns))
+        mean = np.average(table, axis=0, weights=weight)
+        scale = np.sqrt(np.average((table - mean) ** 2, axis=0, weights=weight))
+        flat = scale <= 10 * np.finfo(scale.dtype).eps * np.abs(mean)
+        return cls(mean, np.where(flat | (scale == 0.0), 1.0, scale))
+
+    def __call__(self, table: Array) -> Array:
+        """(table - mean) / scale."""
+        return (table - self.mean) / self.scale
+
+
+class LaplaceEstimator(BaseEstimator):
+    """Base class: parameters are those of `LaplaceRegressor` and `LaplaceClassifier`."""
+
+    network: Any
+    hidden_layer_sizes: Any
+    activation: str
+    precision: Any
+    groups: Any
+    structure: Any
+    curvature: Any
+    predictive: str | None
+    epochs: int
+    learning_rate: float
+    batch_size: int | None
+    standardize: bool | str
+    prefit: bool
+    verbose: bool
+    random_state: Any
+
+    posterior_: Posterior
+    network_: nn.Module
+    history_: EvidenceHistory | None
+    predictive_fit_: PredictiveFit | None
+    training_index_: NDArray[np.intp]
+    n_features_in_: int
+
+    # --- training
+
+    def _fit(
+        self, x: Array, y: Tensor, outputs: int, likelihood: Likelihood, weight: Array | None
+    ) -> None:  # fmt: skip
+        """Train a network, or take the given one, and keep its posterior."""
+        self._require_parameters()
+        self._inputs = Standardized.of(x, weight, self._standardized)
+        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        settings = Settings(progress=bool(self.verbose))
+        prior = GaussianPrior(self.precision, groups=self.groups)
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(seed)
+            module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
+            data: tuple[Tensor, ...] = self._tensor(x, module), y
+            if weight is not None:
+                data = *data, torch.as_tensor(weight, dtype=torch.float64)
+            if self.prefit:
+                posterior = laplace(module, data, likelihood, prior, self.structure, self.curvature, settings=settings)
+                posterior.fit_hyperparameters()
+                self.history_, self.predictive_fit_ = None, None
+                if self.predictive is not None:
+                    with _untold():
+                        self.predictive_fit_ = posterior.fit_predictive(self.predictive, strict=False)
+            else:
+                with _untold():
+                    found = train_with_evidence(
+                        module, data, likelihood, prior, self.structure, self.curvature,
+                        optimizer=lambda weights: torch.optim.Adam(weights, lr=self.learning_rate),
+                        epochs=self.epochs, predictive=self.predictive, batch_size=self.batch_size, settings=settings,
+                    )  # fmt: skip
+                posterior, self.history_, self.predictive_fit_ = found.posterior, found.history, found.predictive
+                self.n_iter_ = len(found.history.loss)
+        if self.predictive_fit_ is not None and not self.predictive_fit_.trusted:
+            posterior.predictive = None
+        self.posterior_, self.network_ = posterior, module
+        self.log_marginal_likelihood_value_ = self.log_marginal_likelihood()
+
+    @property
+    def _standardized(self) -> bool:
+        """Whether inputs and targets are standardized."""
+        return not is_module(self.network) if self.standardize == "auto" else bool(self.standardize)
+
+    def _require_parameters(self) -> None:
+        """Refuse what no later check names by the parameter of the estimator."""
+        if not is_whole(self.epochs, 1):
+            raise HyperparameterError("epochs of at least 1", repr(self.epochs), "Pass epochs=100, for instance.")
+        rate = self.learning_rate
+        if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < math.inf:
+            raise HyperparameterError("a positive learning_rate", repr(rate), "Pass learning_rate=0.02.")
+        if self.standardize not in (True, False, "auto"):
+            raise UnsupportedError('standardize True, False or "auto"', repr(self.standardize), "Choose one of them.")
+        if self.prefit and not is_module(self.network):
+            raise UnsupportedError("a trained network, for prefit=True", repr(self.network)[:80],
+                                   "Pass the nn.Module, or leave prefit out to train one.")  # fmt: skip
+
+    def _read(self, x: Any, y: Any, sample_weight: Any, **checks: Any) -> tuple[Array, Any, Array | None]:
+        """Inputs, targets and weights. Equal examples become one, whose weight is the sum of theirs."""
+        x, y = validate_data(self, x, y, dtype=(np.float64, np.float32), **checks)
+        weight: Array = np.ones(len(x))
+        if sample_weight is not None:
+            weight = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
+        _, labels = np.unique(y, return_inverse=True)
+        _, first, member = np.unique(np.column_stack([x, labels.reshape(len(x), -1)]), axis=0, return_index=True,
+                                     return_inverse=True)  # fmt: skip
+        total: Array = np.bincount(member.ravel(), weights=weight).astype(np.float64)
+        order = [group for group in np.argsort(first) if total[group] > 0]
+        self.training_index_, total = first[order], total[order]
+        return x[self.training_index_], y[self.training_index_], None if (total == 1.0).all() else total
+
+    # --- prediction
+
+    def _at(self, x: Any) -> Tensor:
+        """Checked inputs, as the network takes them."""
+        check_is_fitted(self)
+        x = validate_data(self, x, reset=False, dtype=(np.float64, np.float32))
+        return self._tensor(x, self.network_)
+
+    def _tensor(self, x: Array, module: nn.Module) -> Tensor:
+        like = next(module.parameters(), torch.zeros((), dtype=torch.float64))
+        return torch.as_tensor(self._inputs(x)).to(like)
+
+    def explain(self, X: Any, k: int = 8, **options: Any) -> Explanation | Ranking:
+        """Which training points determine the predictions at X: `Posterior.explain`.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        k : int
+            Training points to show for and against.
+        **options
+            Of `Posterior.explain`, in units of the standardized targets.
+
+        Returns
+        -------
+        Explanation or Ranking
+            Training point i is row ``training_index_[i]`` of the data of `fit`.
+        """
+        return self.posterior_.explain(self._at(X), k, **options)
+
+    # --- evidence
+
+    @property
+    def theta_(self) -> Array:
+        """Logarithms of the hyperparameters: prior precisions of each group, then those of the likelihood."""
+        check_is_fitted(self)
+        values = [parameter.detach().flatten().double() for parameter in _hyperparameters(self.posterior_)]
+        found: Array = torch.cat(values).cpu().numpy()
+        return found
+
+    def log_marginal_likelihood(
+        self, theta: Any = None, eval_gradient: bool = False
+    ) -> float | tuple[float, Array]:  # fmt: skip
+        """Laplace-GGN evidence of the training data, in nats, of targets in their own units.
+
+        Parameters
+        ----------
+        theta : array_like, optional
+            Hyperparameters as in `theta_`; by default those of the fit. The network's weights stay as they are.
+        eval_gradient : bool
+            Return the gradient in theta too.
+
+        Returns
+        -------
+        float, or (float, ndarray)
+        """
+        check_is_fitted(self, "posterior_")
+        own = _hyperparameters(self.posterior_)
+        before = [parameter.detach().clone() for parameter in own]
+        try:
+            if theta is not None:
+                self._set(own, np.asarray(theta, dtype=np.float64))
+            with torch.enable_grad():
+                value = self.posterior_.log_marginal_likelihood()
+                total = float(value) + self._log_jacobian
+                if not eval_gradient:
+                    return total
+                slopes = torch.autograd.grad(value, own)
+            return total, torch.cat([slope.flatten().double() for slope in slopes]).cpu().numpy()
+        finally:
+            with torch.no_grad():
+                for parameter, value_before in zip(own, before, strict=True):
+                    parameter.copy_(value_before)
+
+    def _set(self, own: list[nn.Parameter], theta: Array) -> None:
+        sizes = [parameter.numel() for parameter in own]
+        if theta.shape != (sum(sizes),) or not np.isfinite(theta).all():
+            raise HyperparameterError(f"theta of shape ({sum(sizes)},), finite", f"shape {theta.shape}",
+                                      "Pass an array like theta_.")  # fmt: skip
+        with torch.no_grad():
+            for parameter, part in zip(own, torch.as_tensor(theta).split(sizes), strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+    @property
+    def _log_jacobian(self) -> float:
+        """log density of targets in their own units less that of standardized ones, summed over the data."""
+        return 0.0
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Without the warning of a predictive that is not to be trusted: `predictive_fit_` tells, and it is not used."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the fitted predictive is not to be trusted", NTKLaplaceWarning)
+        yield
+
+
+def _hyperparameters(posterior: Posterior) -> list[nn.Parameter]:
+    return [*posterior.prior.parameters(), *posterior.likelihood.parameters()]

@@ -1,0 +1,124 @@
+"""Classification with a network as a Gaussian process, as a scikit-learn estimator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets
+from torch import Tensor
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.model.likelihoods import Categorical
+from ntk_laplace.tools.estimators.base import Array, LaplaceEstimator
+
+__all__ = ["LaplaceClassifier"]
+
+
+class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
+    """A network trained with its evidence, and the Gaussian process that it is, as a scikit-learn classifier.
+
+    Prior precisions are learned with the weights ([I21] Algorithm 1); no validation data are needed. Class
+    probabilities are averaged over the linearized network's posterior, whose predictive is fitted to closed-form
+    leave-one-out densities.
+
+    Parameters
+    ----------
+    network, hidden_layer_sizes, activation, precision, groups, structure, curvature, predictive, epochs, learning_rate,
+    batch_size, prefit, verbose, random_state
+        As in `LaplaceRegressor`. The network returns one logit for each class.
+    standardize : bool or "auto"
+        Whether inputs are standardized by the training data. "auto": if the estimator makes the network.
+
+    Attributes
+    ----------
+    classes_ : ndarray
+        Labels, of any type, in the order of the columns of `predict_proba`.
+    posterior_, network_, history_, log_marginal_likelihood_value_, theta_, n_features_in_, feature_names_in_, n_iter_
+        As in `LaplaceRegressor`.
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_iris
+    >>> import ntk_laplace as ntkl
+    >>> X, y = load_iris(return_X_y=True)
+    >>> model = ntkl.LaplaceClassifier(epochs=20, random_state=0).fit(X, y)
+    >>> model.predict_proba(X[:2]).shape
+    (2, 3)
+    """
+
+    def __init__(
+        self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
+        precision: float = 1.0, groups: Any = "layer", structure: Any = "kfac", curvature: Any = "ggn",
+        predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02, batch_size: int | None = 128,
+        standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False, random_state: Any = None,
+    ) -> None:  # fmt: skip
+        self.network = network
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.precision = precision
+        self.groups = groups
+        self.structure = structure
+        self.curvature = curvature
+        self.predictive = predictive
+        self.epochs = epochs
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.standardize = standardize
+        self.prefit = prefit
+        self.verbose = verbose
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceClassifier:
+        """Train the network and its prior precisions.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        y : array_like, (n,)
+            Labels, such as integers or strings.
+        sample_weight : array_like, (n,), optional
+            A point of weight w counts as w points do.
+
+        Returns
+        -------
+        LaplaceClassifier
+            Itself.
+        """
+        x, y, weight = self._read(X, y, sample_weight)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError("labels of at least two classes", "1 class", "Add examples of another class.")
+        self._fit(x, torch.as_tensor(labels), len(self.classes_), Categorical(), weight)
+        return self
+
+    def predict_proba(self, X: Any) -> Array:
+        """Class probabilities, averaged over the posterior, (n, classes)."""
+        found: Array = self._probabilities(X).numpy()
+        return found
+
+    def predict_log_proba(self, X: Any) -> Array:
+        """Logarithms of `predict_proba`."""
+        found: Array = self._probabilities(X).log().numpy()
+        return found
+
+    def decision_function(self, X: Any) -> Array:
+        """Log odds of the second of two classes, (n,); log probabilities of more, (n, classes)."""
+        logs = self._probabilities(X).log()
+        found: Array = (logs[:, 1] - logs[:, 0] if len(self.classes_) == 2 else logs).numpy()
+        return found
+
+    def predict(self, X: Any) -> Any:
+        """The most probable label of each input, (n,)."""
+        best = self._probabilities(X).argmax(1).numpy()
+        return self.classes_[best]
+
+    def _probabilities(self, X: Any) -> Tensor:
+        x = self._at(X)
+        generator = torch.Generator(x.device).manual_seed(0)  # the same points of f in every call
+        response = self.posterior_.predict(x, generator=generator)
+        probabilities = response.mean.detach().cpu().double()  # of one-hot labels
+        return probabilities / probabilities.sum(1, keepdim=True)

@@ -1,0 +1,90 @@
+"""The network of an estimator: a multilayer perceptron, what a callable makes, or a copy of the caller's module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import HyperparameterError, UnsupportedError, is_whole
+
+__all__ = ["ACTIVATIONS", "is_module", "network_of"]
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": nn.Tanh, "relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity,
+}  # fmt: skip
+
+
+class _Log(nn.Module):
+    """log p of class probabilities p, whose softmax is p again."""
+
+    def forward(self, probabilities: Tensor) -> Tensor:
+        return probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+
+
+def network_of(
+    network: object, inputs: int, outputs: int, hidden_layer_sizes: Sequence[int], activation: str
+) -> nn.Module:
+    """A new network for data of this many features and outputs; the caller's module is copied.
+
+    Parameters
+    ----------
+    network : "mlp", callable, nn.Module, or a skorch net
+        A callable gets (inputs, outputs). Of a skorch net that is fitted, `module_` is copied; otherwise its module is
+        made. A net whose criterion is `torch.nn.NLLLoss` returns probabilities, to which skorch applies the logarithm:
+        so does the network returned.
+    inputs, outputs : int
+    hidden_layer_sizes, activation
+        Of "mlp", in double precision.
+
+    Raises
+    ------
+    UnsupportedError, HyperparameterError
+        If it is none of these, or makes no module.
+    """
+    if isinstance(network, str) and network == "mlp":
+        return _mlp(inputs, outputs, hidden_layer_sizes, activation)
+    if isinstance(network, nn.Module):
+        return copy.deepcopy(network)
+    if hasattr(network, "get_params_for"):
+        return _of_skorch(network)
+    if not callable(network):
+        raise UnsupportedError('network="mlp", a callable (features, outputs) -> Module, an nn.Module or a skorch net',
+                               repr(network)[:80], 'Pass one of them, or leave it out for "mlp".')  # fmt: skip
+    made = network(inputs, outputs)
+    if not isinstance(made, nn.Module):
+        raise UnsupportedError("an nn.Module from network(features, outputs)", f"a {type(made).__name__}",
+                               "Return the module.")  # fmt: skip
+    return made
+
+
+def is_module(network: object) -> bool:
+    """Whether the caller gives a network whose inputs are what they are, and not a way to make one."""
+    return isinstance(network, nn.Module) or hasattr(network, "get_params_for")
+
+
+def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str) -> nn.Sequential:
+    sizes = tuple(hidden) if isinstance(hidden, Sequence) else (hidden,)
+    if not all(is_whole(size, 1) for size in sizes):
+        raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"an activation among {', '.join(ACTIVATIONS)}", repr(activation), "Choose one of them.")
+    layers: list[nn.Module] = []
+    for size in sizes:
+        layers += [nn.Linear(inputs, int(size)), ACTIVATIONS[activation]()]
+        inputs = int(size)
+    return nn.Sequential(*layers, nn.Linear(inputs, outputs)).double()
+
+
+def _of_skorch(net: Any) -> nn.Module:
+    if hasattr(net, "module_"):
+        module = copy.deepcopy(net.module_)
+    elif isinstance(net.module, nn.Module):
+        module = copy.deepcopy(net.module)
+    else:
+        module = net.module(**net.get_params_for("module"))
+    criterion = net.criterion if isinstance(net.criterion, type) else type(net.criterion)
+    return nn.Sequential(module, _Log()) if issubclass(criterion, nn.NLLLoss) else module

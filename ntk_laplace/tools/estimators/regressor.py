@@ -1,0 +1,222 @@
+"""Regression with a network as a Gaussian process, as a scikit-learn estimator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import MultiOutputMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.likelihoods import Gaussian
+from ntk_laplace.runtime.linalg import symmetric_root
+from ntk_laplace.tools.estimators.base import Array, LaplaceEstimator, Standardized
+
+__all__ = ["LaplaceRegressor"]
+
+
+class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
+    """A network trained with its evidence, and the Gaussian process that it is, as a scikit-learn regressor.
+
+    Prior precisions and noise are learned with the weights ([I21] Algorithm 1); no validation data are needed. The
+    predictive distribution is fitted to closed-form leave-one-out densities.
+
+    Parameters
+    ----------
+    network : "mlp", callable, nn.Module or skorch net
+        "mlp": a multilayer perceptron. A callable gets (features, outputs) and returns a module. A module is copied,
+        as is the module of a skorch net; the caller's stays as it is.
+    hidden_layer_sizes : sequence of int
+        Units of the hidden layers of "mlp".
+    activation : {"tanh", "relu", "gelu", "silu", "identity"}
+        Of "mlp".
+    precision : float
+        Prior precision at the start.
+    groups : {"layer", "all", "tensor"} or mapping
+        Which weights share a prior precision.
+    noise : float
+        Noise variance at the start, in squared units of the targets (standardized ones by default).
+    structure, curvature
+        Of the evidence during the training, as in `train_with_evidence`.
+    predictive : "loo" or None
+        "loo": train to an optimum, and fit the predictive to leave-one-out densities; the fit is used if it is
+        trusted (`predictive_fit_`). None: the posterior at the best evidence.
+    epochs, learning_rate, batch_size
+        Of the training with Adam.
+    standardize : bool or "auto"
+        Whether inputs and targets are standardized by the training data. "auto": if the estimator makes the network.
+    prefit : bool
+        The network is trained already: fit hyperparameters and posterior at its weights.
+    verbose : bool
+        Show progress.
+    random_state : int, RandomState or None
+        Of the initial weights and the minibatches. torch's global generator is not changed.
+
+    Attributes
+    ----------
+    posterior_ : Posterior
+        Of the network of standardized inputs and targets.
+    network_ : nn.Module
+        The trained network.
+    history_ : EvidenceHistory or None
+        Of the training.
+    predictive_fit_ : PredictiveFit or None
+        Of the leave-one-out predictive, with reasons if it is not trusted.
+    training_index_ : ndarray
+        Row in the data of `fit` of each training point of the posterior. Equal examples are one training point, whose
+        weight is the sum of theirs: leave-one-out predicts none from its copy.
+    noise_ : float or ndarray, (targets,)
+        Noise variance in squared units of the targets.
+    log_marginal_likelihood_value_ : float
+        Evidence of the training data in their own units, in nats.
+    theta_ : ndarray
+        Logarithms of prior precisions and noise.
+    n_features_in_, feature_names_in_, n_iter_
+
+    Examples
+    --------
+    >>> from sklearn.datasets import load_diabetes
+    >>> import ntk_laplace as ntkl
+    >>> X, y = load_diabetes(return_X_y=True)
+    >>> model = ntkl.LaplaceRegressor(epochs=20, random_state=0).fit(X[:300], y[:300])
+    >>> mean, std = model.predict(X[300:], return_std=True)
+    >>> mean.shape, std.shape
+    ((142,), (142,))
+    """
+
+    def __init__(
+        self, network: Any = "mlp", *, hidden_layer_sizes: Any = (32,), activation: str = "tanh",
+        precision: float = 1.0, groups: Any = "layer", noise: float = 0.1, structure: Any = "kfac",
+        curvature: Any = "ggn", predictive: str | None = "loo", epochs: int = 100, learning_rate: float = 0.02,
+        batch_size: int | None = 128, standardize: bool | str = "auto", prefit: bool = False, verbose: bool = False,
+        random_state: Any = None,
+    ) -> None:  # fmt: skip
+        self.network = network
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.precision = precision
+        self.groups = groups
+        self.noise = noise
+        self.structure = structure
+        self.curvature = curvature
+        self.predictive = predictive
+        self.epochs = epochs
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.standardize = standardize
+        self.prefit = prefit
+        self.verbose = verbose
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> LaplaceRegressor:
+        """Train the network, its prior precisions and its noise.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        y : array_like, (n,) or (n, targets)
+        sample_weight : array_like, (n,), optional
+            A point of weight w counts as w points do.
+
+        Returns
+        -------
+        LaplaceRegressor
+            Itself.
+        """
+        x, y, weight = self._read(X, y, sample_weight, multi_output=True, y_numeric=True)
+        self._single = y.ndim == 1
+        y = y.reshape(len(y), -1).astype(np.float64)
+        self._targets = Standardized.of(y, weight, self._standardized)
+        self._size = float(len(y) if weight is None else weight.sum())
+        self._fit(x, torch.as_tensor(self._targets(y)), y.shape[1], Gaussian(noise=self.noise), weight)
+        return self
+
+    @property
+    def noise_(self) -> float | Array:
+        """Noise variance in squared units of the targets."""
+        noise = self._noise.numpy() * self._targets.scale**2
+        return float(noise[0]) if self._single else noise
+
+    @property
+    def _noise(self) -> Tensor:
+        """Noise variance of each standardized target, (C,), with the factor of the calibration."""
+        posterior = self.posterior_
+        likelihood = posterior.likelihood if posterior.predictive is None else posterior.predictive.likelihood(
+            posterior.likelihood)  # fmt: skip
+        if not isinstance(likelihood, Gaussian):
+            raise UnsupportedError("a Gaussian likelihood", f"a {type(likelihood).__name__}", "Fit again.")
+        return likelihood.noise.detach().cpu().double().expand(len(self._targets.scale))
+
+    def predict(
+        self, X: Any, return_std: bool = False, return_cov: bool = False
+    ) -> Array | tuple[Array, Array]:  # fmt: skip
+        """Predictive mean of the targets, with their standard deviation or covariance, noise included.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        return_std : bool
+            Also return standard deviations, of the shape of the mean.
+        return_cov : bool
+            Also return covariances between the inputs, (n, n), or (n, n, targets).
+
+        Returns
+        -------
+        ndarray, (n,) or (n, targets), or a pair
+        """
+        if return_std and return_cov:
+            raise UnsupportedError("return_std or return_cov", "both", "Take the diagonal of the covariance.")
+        x = self._at(X)
+        if return_cov:
+            mean, covariance = self._joint(x)
+            own = np.einsum("icjc->ijc", covariance)
+            return self._shaped(mean), own[..., 0] if self._single else own
+        if not return_std:
+            f = self.posterior_.outputs(x).detach().cpu().double().numpy()
+            return self._shaped(f * self._targets.scale + self._targets.mean)
+        response = self.posterior_.predict(x)
+        mean, variance = (value.detach().cpu().double().numpy() for value in (response.mean, response.variance))
+        mean = mean.reshape(len(x), -1) * self._targets.scale + self._targets.mean
+        return self._shaped(mean), self._shaped(np.sqrt(variance.reshape(len(x), -1)) * self._targets.scale)
+
+    def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> Array:
+        """Draws of targets from the joint predictive distribution over the inputs.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+        n_samples : int
+        random_state : int, RandomState or None
+
+        Returns
+        -------
+        ndarray, (n, n_samples) or (n, targets, n_samples)
+        """
+        mean, covariance = self._joint(self._at(X))
+        n, c = mean.shape
+        root = symmetric_root(torch.as_tensor(covariance.reshape(n * c, n * c))).numpy()
+        noise = check_random_state(random_state).standard_normal((n * c, n_samples))
+        draws = mean[..., None] + (root @ noise).reshape(n, c, n_samples)
+        return draws[:, 0] if self._single else draws
+
+    def _joint(self, x: Tensor) -> tuple[Array, Array]:
+        """Mean (n, C) and covariance (n, C, n, C) of targets in their own units."""
+        found, calibration = self.posterior_.latent(x), self.posterior_.predictive
+        mean, scale = found.mean.detach().cpu().double(), self._targets.scale
+        n, c = mean.shape
+        factor = 1.0 if calibration is None else calibration.scale
+        covariance = factor * found.covariance_matrix.detach().cpu().double()
+        covariance.diagonal().add_(self._noise.repeat(n))
+        units = np.tile(scale, n)
+        joint = covariance.numpy() * units * units[:, None]
+        return mean.numpy() * scale + self._targets.mean, joint.reshape(n, c, n, c)
+
+    def _shaped(self, values: Array) -> Array:
+        return values[:, 0] if self._single else values
+
+    @property
+    def _log_jacobian(self) -> float:
+        return -self._size * float(np.log(self._targets.scale).sum())

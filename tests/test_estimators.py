@@ -1,0 +1,252 @@
+"""scikit-learn's own conformance checks, its clients, and the estimators against the library's functions by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.datasets import load_diabetes, load_iris
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from torch import nn
+
+import ntk_laplace as ntkl
+from reference import relative_error
+from refusals import refused
+
+QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state": 0}
+
+
+@pytest.mark.slow
+@parametrize_with_checks([ntkl.LaplaceRegressor(epochs=20, hidden_layer_sizes=(8,)),
+                          ntkl.LaplaceClassifier(epochs=20, hidden_layer_sizes=(8,))])  # fmt: skip
+def test_conformance(estimator: Any, check: Any) -> None:
+    check(estimator)
+
+
+def sine(n: int = 40, outputs: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    draws = np.random.default_rng(0)
+    x = draws.uniform(-2, 2, (n, 2))
+    y = np.stack([np.sin((k + 1) * x[:, 0]) * 3 + 7 + 0.1 * draws.standard_normal(n) for k in range(outputs)], 1)
+    return x, y[:, 0] if outputs == 1 else y
+
+
+def test_a_regressor_is_the_training_by_hand() -> None:
+    """In units of the targets: moments, joint covariance, noise and evidence."""
+    x, y = sine()
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    xs, ys = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+    torch.manual_seed(int(np.random.RandomState(0).randint(2**31 - 1)))
+    network = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    found = ntkl.train_with_evidence(
+        network, (torch.as_tensor(xs), torch.as_tensor(ys)[:, None]), ntkl.Gaussian(noise=0.1),
+        ntkl.GaussianPrior(groups="layer"), optimizer=lambda p: torch.optim.Adam(p, lr=0.02), epochs=10,
+        predictive="loo", settings=ntkl.Settings(progress=False),
+    )  # fmt: skip
+    assert found.predictive is not None and found.predictive.trusted
+    response = found.posterior.predict(torch.as_tensor(xs[:7]))
+    mean, std = model.predict(x[:7], return_std=True)
+    assert relative_error(torch.as_tensor(mean), response.mean[:, 0] * y.std() + y.mean()) < 1e-12
+    assert relative_error(torch.as_tensor(std), response.variance[:, 0].sqrt() * y.std()) < 1e-12
+    again, covariance = model.predict(x[:7], return_cov=True)
+    assert np.array_equal(mean, model.predict(x[:7])) and np.allclose(again, mean, rtol=1e-14)
+    assert np.allclose(np.diag(covariance), std**2, rtol=1e-12)
+    joint = found.posterior.latent(torch.as_tensor(xs[:7])).covariance_matrix * found.posterior.predictive.scale
+    assert np.allclose(covariance - model.noise_ * np.eye(7), joint.detach() * y.var(), rtol=1e-10, atol=1e-12)
+    evidence = float(found.posterior.log_marginal_likelihood()) - 40 * np.log(y.std())
+    assert model.log_marginal_likelihood_value_ == pytest.approx(evidence, rel=1e-12)
+    draws = model.sample_y(x[:3], 20000, random_state=1)
+    assert draws.shape == (3, 20000)
+    assert np.allclose(np.cov(draws), covariance[:3, :3], atol=0.05 * covariance[:3, :3].max())
+    assert np.allclose(draws.mean(1), mean[:3], atol=4 * std[:3].max() / 141)
+
+
+def test_the_evidence_at_other_hyperparameters() -> None:
+    x, y = sine(25)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    theta = model.theta_
+    value, slope = model.log_marginal_likelihood(theta + 0.2, eval_gradient=True)
+    for index in range(len(theta)):
+        step = np.zeros_like(theta)
+        step[index] = 1e-5
+        ends = [model.log_marginal_likelihood(theta + 0.2 + sign * step) for sign in (1, -1)]
+        assert slope[index] == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-6, abs=1e-7)
+    assert value != model.log_marginal_likelihood() == model.log_marginal_likelihood_value_
+    assert np.array_equal(model.theta_, theta)
+    scaled = ntkl.LaplaceRegressor(**QUICK).fit(x, 100 * y)
+    assert scaled.log_marginal_likelihood() == pytest.approx(model.log_marginal_likelihood() - 25 * np.log(100))
+    with refused(ntkl.HyperparameterError, "theta of shape", r"shape \(1,\)", "theta_"):
+        model.log_marginal_likelihood([0.0])
+
+
+def test_several_targets() -> None:
+    x, y = sine(outputs=2)
+    model = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    mean, std = model.predict(x[:4], return_std=True)
+    _, covariance = model.predict(x[:4], return_cov=True)
+    assert mean.shape == std.shape == (4, 2) and covariance.shape == (4, 4, 2)
+    assert np.allclose(np.einsum("iic->ic", covariance), std**2)
+    assert model.sample_y(x[:4], 3).shape == (4, 2, 3) and model.noise_.shape == (2,)
+    assert model.score(x, y) > 0.3
+
+
+def test_a_classifier_with_names_and_a_frame() -> None:
+    x, y = load_iris(return_X_y=True, as_frame=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[y]
+    model = ntkl.LaplaceClassifier(epochs=20, hidden_layer_sizes=(8,), random_state=0).fit(x, names)
+    assert list(model.classes_) == ["setosa", "versicolor", "virginica"] and model.score(x, names) > 0.95
+    assert list(model.feature_names_in_) == list(x.columns)
+    probabilities = model.predict_proba(x)
+    assert np.allclose(probabilities.sum(1), 1) and np.array_equal(probabilities, model.predict_proba(x))
+    assert np.allclose(np.exp(model.predict_log_proba(x)), probabilities)
+    again = pickle.loads(pickle.dumps(model))
+    assert np.array_equal(again.predict_proba(x), probabilities)
+    table = model.explain(x[:2], k=3)
+    assert len(table.to_dataframe()) > 0
+    with pytest.raises(ValueError, match="feature names"):
+        model.predict(x.rename(columns={x.columns[0]: "other"}))
+
+
+def test_clients() -> None:
+    """Pipelines, cross-validation, grids over precisions and over networks, calibration."""
+    x, y = load_diabetes(return_X_y=True)
+    x, y = x[:80], y[:80]
+    piped = make_pipeline(StandardScaler(), ntkl.LaplaceRegressor(**QUICK)).fit(x, y)
+    assert piped.predict(x, return_std=True)[1].shape == (80,)
+
+    def wide(features: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(features, 6), nn.ReLU(), nn.Linear(6, outputs)).double()
+
+    grid = GridSearchCV(ntkl.LaplaceRegressor(**QUICK), {"network": ["mlp", wide], "precision": [0.1, 10.0]}, cv=2)
+    assert grid.fit(x, y).best_score_ > 0.1
+    labels = (y > np.median(y)).astype(int)
+    found = cross_val_score(ntkl.LaplaceClassifier(**QUICK), x, labels, scoring="neg_log_loss", cv=2)
+    assert (found > -0.9).all()
+    sharper = CalibratedClassifierCV(ntkl.LaplaceClassifier(**QUICK), cv=2).fit(x, labels)
+    assert sharper.predict_proba(x).shape == (80, 2)
+
+
+def test_equal_examples_are_one() -> None:
+    """Weights, copies, and zeros: one fit; explanations name the first row."""
+    x, y = sine(20)
+    weight = np.random.default_rng(1).integers(0, 3, 20)
+    weighted = ntkl.LaplaceRegressor(**QUICK).fit(x, y, sample_weight=weight)
+    copied = ntkl.LaplaceRegressor(**QUICK).fit(np.repeat(x, weight, 0), np.repeat(y, weight))
+    assert np.allclose(weighted.predict(x, return_std=True), copied.predict(x, return_std=True), rtol=1e-9)
+    assert weighted.log_marginal_likelihood() == pytest.approx(copied.log_marginal_likelihood(), rel=1e-9)
+    assert np.array_equal(weighted.training_index_, np.flatnonzero(weight))
+    assert np.array_equal(np.repeat(np.arange(20), weight)[copied.training_index_], weighted.training_index_)
+    plain = ntkl.LaplaceRegressor(**QUICK).fit(x, y)
+    assert not np.allclose(plain.predict(x), weighted.predict(x), rtol=1e-3)
+    with pytest.raises(ValueError, match="non-zero"):
+        plain.fit(x, y, sample_weight=np.zeros(20))
+
+
+def test_a_trained_network() -> None:
+    """prefit=True: its weights stay, and the posterior is that of `laplace` with fitted hyperparameters."""
+    x, y = sine(30)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    before = copy.deepcopy(network.state_dict())
+    model = ntkl.LaplaceRegressor(network, prefit=True, predictive=None, structure="gp", noise=9.0).fit(x, y)
+    data = torch.as_tensor(x).float(), torch.as_tensor(y)[:, None]
+    posterior = ntkl.laplace(network, data, ntkl.Gaussian(noise=9.0), ntkl.GaussianPrior(groups="layer"), "gp")
+    posterior.fit_hyperparameters()
+    mean, std = model.predict(x, return_std=True)
+    wanted = posterior.predict(data[0])
+    assert relative_error(torch.as_tensor(mean), wanted.mean[:, 0].double()) < 1e-6
+    assert relative_error(torch.as_tensor(std), wanted.variance[:, 0].sqrt().double()) < 1e-6
+    assert all(torch.equal(value, network.state_dict()[name]) for name, value in before.items())
+    trained = ntkl.LaplaceRegressor(network, **QUICK, standardize=True).fit(x, y)
+    assert trained.score(x, y) > 0.3
+    assert all(torch.equal(value, network.state_dict()[name]) for name, value in before.items())
+
+
+class Net:
+    """The part of a skorch net that an estimator reads."""
+
+    def __init__(self, module: Any, criterion: Any, **options: Any) -> None:
+        self.module, self.criterion, self._options = module, criterion, options
+        if isinstance(module, nn.Module):
+            self.module_ = module  # it is fitted
+
+    def get_params_for(self, prefix: str) -> dict[str, Any]:
+        assert prefix == "module"
+        return self._options
+
+
+class Probabilities(nn.Module):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3), nn.Softmax(dim=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def test_a_net_whose_module_returns_probabilities() -> None:
+    x, y = load_iris(return_X_y=True)
+    x = ((x - x.mean(0)) / x.std(0)).astype(np.float32)
+    model = ntkl.LaplaceClassifier(Net(Probabilities, nn.NLLLoss, width=6), epochs=30, random_state=0).fit(x, y)
+    assert model.score(x, y) > 0.9 and model.network_[0].layers[0].out_features == 6
+    with torch.no_grad():
+        plain = model.network_[0](torch.as_tensor(x))
+    at_the_mode = model.posterior_.predict(torch.as_tensor(x), method="map").probs
+    assert torch.allclose(plain.double(), at_the_mode, atol=1e-5)
+    net = Net(nn.Linear(4, 3), nn.CrossEntropyLoss())
+    assert isinstance(ntkl.LaplaceClassifier(net, epochs=2).fit(x, y).network_, nn.Linear)
+
+
+def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
+    x, y = sine()
+    state = torch.random.get_rng_state()
+    first, second = (clone(ntkl.LaplaceRegressor(**QUICK)).fit(x, y).predict(x) for _ in range(2))
+    assert np.array_equal(first, second) and torch.equal(torch.random.get_rng_state(), state)
+    other = ntkl.LaplaceRegressor(**QUICK | {"random_state": 1}).fit(x, y).predict(x)
+    assert not np.array_equal(first, other)
+
+
+@pytest.mark.parametrize(("options", "error", "words"), [
+    ({"network": "cnn"}, ntkl.UnsupportedError, "cnn"),
+    ({"network": lambda features, outputs: 3}, ntkl.UnsupportedError, "int"),
+    ({"epochs": 0}, ntkl.HyperparameterError, "epochs"),
+    ({"learning_rate": -1.0}, ntkl.HyperparameterError, "rate"),
+    ({"activation": "cos"}, ntkl.UnsupportedError, "tanh"),
+    ({"hidden_layer_sizes": (0,)}, ntkl.HyperparameterError, "0"),
+    ({"standardize": "yes"}, ntkl.UnsupportedError, "standardize"),
+    ({"prefit": True}, ntkl.UnsupportedError, "trained"),
+    ({"precision": -1.0}, ntkl.HyperparameterError, "precision"),
+    ({"predictive": "mcmc"}, ntkl.UnsupportedError, "loo"),
+])  # fmt: skip
+def test_wrong_parameters(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ntkl.LaplaceRegressor(**QUICK | options).fit(*sine(10))
+
+
+def test_wrong_data() -> None:
+    x, y = sine(10)
+    with pytest.raises(ValueError, match="1 class"):
+        ntkl.LaplaceClassifier(**QUICK).fit(x, np.zeros(10))
+    with refused(ntkl.UnsupportedError, "return_std or return_cov", "both", "diagonal"):
+        ntkl.LaplaceRegressor(**QUICK).fit(x, y).predict(x, return_std=True, return_cov=True)
+    frame = pd.DataFrame(x).assign(name="a")
+    with pytest.raises(ValueError, match="could not convert"):
+        ntkl.LaplaceRegressor(**QUICK).fit(frame.rename(columns=str), y)
+
+
+def test_intervals_by_another_library() -> None:
+    mapie = pytest.importorskip("mapie.regression")
+    x, y = sine(80)
+    fitted = ntkl.LaplaceRegressor(**QUICK).fit(x[:40], y[:40])
+    split = mapie.SplitConformalRegressor(fitted, confidence_level=0.9, prefit=True).conformalize(x[40:60], y[40:60])
+    assert split.predict_interval(x[60:])[1].shape[0] == 20
