@@ -16,7 +16,6 @@ __all__ = ["SCORES", "TESTS", "Column", "heat_map", "printed", "scatter", "summa
 
 PRIORS = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1", "1e2", "layerwise")
 _DELTA = 0.025  # of the draws of the data, in McAllester's bound
-_MISLED = 0.3  # a rank correlation below this is of no use
 
 
 @dataclass(frozen=True)
@@ -149,15 +148,15 @@ def printed(columns: list[Column], results: list[dict[str, Any]]) -> str:
                     )] for column, found in zip(columns, results, strict=True)
                 ]  # fmt: skip
                 parts.append(f"{title}: {kind.replace('_', ' ')} of {words}\n{table(head, lines)}")
-    head = ["data", "prior", *CHECKS, "ρ with P", "ρ of the evidence", "regret, nats", "misled"]
+    head = ["data", "prior", *CHECKS, "ρ with P", "regret of the evidence", "of the CLML", "misled"]
     lines = []
     for column, found in zip(columns, results, strict=True):
-        own = found["scores"]["evidence (KFAC)"]["scaled_log_likelihood"]
-        misled = [rho is None or rho < _MISLED for rho in own["rho"]]
+        regrets = [found["scores"][name]["scaled_log_likelihood"]["regret"]
+                   for name in ("evidence (KFAC)", "CLML, scaled and tempered")]  # fmt: skip
         lines.append([
             column.study, column.label, *(f"{_mean(found['check'][name]):.2g}" for name in CHECKS),
-            _with_range(found["evidence_and_size"]), _with_range(own["rho"]), _with_range(own["regret"], "{:.3f}"),
-            f"{sum(misled)} of {len(misled)}",
+            _with_range(found["evidence_and_size"]), *(_with_range(each, "{:.3f}") for each in regrets),
+            f"{sum(mine > other for mine, other in zip(*regrets, strict=True))} of {len(column.seeds)}",
         ])  # fmt: skip
     parts.append(f"What can be measured without test data: shares of the networks, and medians\n{table(head, lines)}")
     parts.append(_families(columns))
