@@ -47,7 +47,10 @@ FOREIGN = {
     "_local_scalar_dense", "_interleaved",
 }  # fmt: skip
 # strings that only look like names
-WORDS = {"_accuracy", "_log_likelihood", "_build", "_deep", "_fit", "_ntk_laplace_network_fails", "_only_new_objects", "_reverse"}
+WORDS = {
+    "_accuracy", "_build", "_deep", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_only_new_objects",
+    "_reverse",
+}  # fmt: skip
 
 
 def private_names(path: Path) -> Iterator[tuple[str, int]]:
