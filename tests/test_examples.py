@@ -594,6 +594,14 @@ def test_the_rankings_of_mnist(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "rankings.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_which_images_to_label(tmp_path: Path) -> None:
+    printed = run("active/labels.py", tmp_path)
+    found = figures(tmp_path / "labels" / "labels.json")["results"]["digits"]
+    assert set(found) == {"random", "information", "bald", "epig", "variance"}
+    assert all(row["labels"] == [20, 30] and row["accuracy"][1] > 0.3 for row in found.values())
+    assert len({tuple(row["accuracy"][:1]) for row in found.values()}) == 1 and "above random" in printed
+
+
 def test_estimators_beside_others(tmp_path: Path) -> None:
     printed = run("predictions/estimators.py", tmp_path)
     found = figures(tmp_path / "estimators" / "estimators.json")["results"]
