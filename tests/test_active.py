@@ -103,6 +103,26 @@ def test_epig(kind: str) -> None:
     assert relative_error(active.score(posterior, x[:5], "epig", targets=x[5:]), wanted) < 1e-8
 
 
+def test_bald_of_correlated_labels() -> None:
+    """Of three labels: from all eight label vectors, by a hundred thousand draws; the graph of f is not kept."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(2, 3)).double()
+    x = torch.randn(10, 2, dtype=torch.float64)
+    posterior = ntkl.laplace(network, (x, (x @ torch.ones(2, 3).double() > 0).double()), ntkl.Bernoulli(),
+                             ntkl.GaussianPrior(0.1), "full")
+    mean, covariance = posterior.latent_moments(3 * x[:3])
+    draws = torch.distributions.MultivariateNormal(mean, covariance).sample((100000,)).sigmoid()
+    vectors = torch.tensor(list(itertools.product((0.0, 1.0), repeat=3)), dtype=torch.float64)
+    p = torch.stack([(draws * v + (1 - draws) * (1 - v)).prod(-1) for v in vectors], -1)  # (S, n, 8)
+    wanted = -torch.xlogy(p.mean(0), p.mean(0)).sum(-1) + torch.xlogy(p, p).sum(-1).mean(0)
+    found = active.score(posterior, 3 * x[:3], "bald", samples=4096)
+    assert torch.allclose(found, wanted, atol=0.01) and not found.requires_grad
+    assert len(active.select(posterior, x, 2, "bald").to_dataframe()) == 2
+    many = ntkl.laplace(nn.Linear(2, 11).double(), (x, torch.ones(10, 11).double()), ntkl.Bernoulli())
+    with refused(ntkl.UnsupportedError, "at most 10 labels", "11", "information"):
+        active.score(many, x, "bald")
+
+
 def test_variance_prefers_what_tells_nothing() -> None:
     """Far away f varies most, and the label is certain: the pitfall that the docs tell."""
     posterior, _ = fitted("bernoulli")

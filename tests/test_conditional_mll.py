@@ -373,3 +373,15 @@ def test_models_and_outputs_that_are_not_exact():
     mll = ConditionalMarginalLogLikelihood(gp.likelihood, gp)
     with refused(errors.UnsupportedError, "zero", "others", "gp.train_targets"):
         mll(gp(*gp.train_inputs), gp.train_targets + 1)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    x, y = data()
+    likelihood = GaussianLikelihood().double()
+    model = Model(x, y, likelihood, ConstantMean(), ScaleKernel(RBFKernel())).double()
+    posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical())
+    laplace = LaplaceGP(posterior)
+    for gp, parameter in ((model, model.kernel.raw_outputscale), (laplace, laplace.prior.log_precision)):
+        value = ConditionalMarginalLogLikelihood(gp.likelihood, gp, 0.5)(gp(*gp.train_inputs), gp.train_targets)
+        with refused(errors.UnsupportedError, "first derivative", "create_graph", "finite differences"):
+            torch.autograd.grad(value, parameter, create_graph=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.datasets import load_diabetes, load_iris
+from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -20,6 +22,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torch import nn
 
 import ntk_laplace as ntkl
+from ntk_laplace.tools.estimators.base import Standardized
 from reference import relative_error
 from refusals import refused
 
@@ -242,6 +245,47 @@ def test_wrong_data() -> None:
     frame = pd.DataFrame(x).assign(name="a")
     with pytest.raises(ValueError, match="could not convert"):
         ntkl.LaplaceRegressor(**QUICK).fit(frame.rename(columns=str), y)
+
+
+def test_units_of_any_size() -> None:
+    """Single precision and extreme units of inputs and targets change nothing."""
+    x, y = sine(30)
+    x = np.round(x, 2).astype(np.float32)
+    wanted = ntkl.LaplaceRegressor(**QUICK).fit(x, y).predict(x)
+    for unit in (1e-30, 1e30):
+        found = ntkl.LaplaceRegressor(**QUICK).fit((x * np.float32(unit)), y)
+        assert np.allclose(found.predict(x * np.float32(unit)), wanted, rtol=1e-3)
+        assert np.allclose(ntkl.LaplaceRegressor(**QUICK).fit(x, y * unit).predict(x) / unit, wanted, rtol=1e-6)
+    column = np.full((200000, 2), 7.3, np.float32)
+    column[:, 1] = 1e4 + np.random.default_rng(0).standard_normal(200000)
+    scaled = Standardized.of(column, None, True)
+    assert scaled.mean == pytest.approx([7.3, 1e4], rel=1e-6) and scaled.scale == pytest.approx([1.0, 1.0], rel=1e-2)
+
+
+def test_another_number_of_outputs() -> None:
+    x, y = sine(12)
+    for outputs in (1, 3):
+        with refused(ntkl.DataError, "2 outputs", f"{outputs}", "as wide"):
+            ntkl.LaplaceClassifier(nn.Linear(2, outputs).double(), epochs=1).fit(x, y > 7)
+
+
+def test_a_bad_theta_leaves_the_fit_as_it_was() -> None:
+    x, y = sine(20)
+    for structure in ("full", "kfac", "gp"):
+        model = ntkl.LaplaceRegressor(**QUICK, structure=structure).fit(x, y)
+        before = model.log_marginal_likelihood()
+        for shift in (-720.0, 720.0):
+            theta = model.theta_
+            theta[-1] += shift
+            with suppress(ntkl.NTKLaplaceError):
+                model.log_marginal_likelihood(theta)
+            assert model.log_marginal_likelihood() == pytest.approx(before, rel=1e-9)
+
+
+def test_before_a_fit() -> None:
+    for ask in (lambda m: m.noise_, lambda m: m.explain([[0.0]]), lambda m: m.theta_):
+        with pytest.raises(NotFittedError):
+            ask(ntkl.LaplaceRegressor())
 
 
 def test_intervals_by_another_library() -> None:

@@ -208,8 +208,8 @@ class _ConditionalDensity(torch.autograd.Function):
         return -(terms + 0.5 * math.log(2 * math.pi))[..., m:].sum(-1)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        _require_first_derivative()
         factor, residual, rows = ctx.saved_tensors
         n, m = factor.shape[-1], ctx.m
         last = torch.eye(n, dtype=factor.dtype, device=factor.device)[:, m:].expand(*factor.shape[:-2], n, n - m)
@@ -238,8 +238,26 @@ def _evidence_of(posterior: Posterior, index: Tensor) -> Tensor:
     if not pairs or not torch.is_grad_enabled():
         return value.detach()
     slopes = torch.autograd.grad(value, [own for _, own in pairs], allow_unused=True)
-    moved = [
-        ((original - original.detach()) * slope).sum()
-        for (original, _), slope in zip(pairs, slopes, strict=True) if slope is not None
-    ]  # fmt: skip
-    return torch.stack([value.detach(), *moved]).sum()
+    used = [(original, slope) for (original, _), slope in zip(pairs, slopes, strict=True) if slope is not None]
+    found: Tensor = _KnownGradient.apply(value.detach(), [slope for _, slope in used], *(one for one, _ in used))
+    return found
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A value whose gradient in some tensors is known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, slopes: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.slopes = slopes
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        _require_first_derivative()
+        return None, None, *(upstream * slope for slope in ctx.slopes)
+
+
+def _require_first_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedError("a first derivative of the conditional evidence", "a second one, create_graph=True",
+                               "Differentiate once, or take finite differences of the gradient.")

@@ -187,7 +187,15 @@ class Fitted:
         -------
         Posterior
             Itself. Only the factorization is recomputed.
+
+        Raises
+        ------
+        UnsupportedError
+            If the dtype is neither torch.float32 nor torch.float64.
         """
+        if dtype not in (None, torch.float32, torch.float64):
+            raise UnsupportedError("torch.float64 or torch.float32 as dtype of the algebra", f"{dtype}",
+                                   "Choose one of the two.")
         device = self.network.device if device is None else torch.device(device)
         self._fitted, self._refit = self._fitted.to(device, self.dtype if dtype is None else dtype), None
         return self

@@ -68,6 +68,9 @@ class SummedSpec(StructureSpec):
         return SummedStructure(self, saved.source, saved.points, at=at)
 
 
+_FEWEST = 1e-12  # factor of sums that replace those before; smaller ones are computed each time
+
+
 @dataclass
 class _AtLikelihood:
     """Sums, and a copy of the likelihood at which they were taken; recomputed by `SummedStructure` on demand."""
@@ -104,7 +107,10 @@ class SummedStructure(StreamedStructure):
                 at.sums = None  # free the old sums before computing the new ones
             at.sums = self._summed(model, root)
         else:
-            at.sums = {name: total * factor for name, total in at.sums.items()}
+            scaled = {name: total * factor for name, total in at.sums.items()}
+            if not _FEWEST < float(factor) < 1.0 / _FEWEST:
+                return scaled  # these may have overflowed: keep those before
+            at.sums = scaled
         at.likelihood = copy.deepcopy(model.likelihood)
         return at.sums
 

@@ -78,9 +78,10 @@ def select(
     require_whole("k", k, 1, "Pass how many inputs you can label.")
     require_method(method, targets)
     if method == "information":
-        candidates = Pool(posterior, posterior.jacobian(pool))
-        _require_enough(k, len(candidates))
-        return Selection(*_greedy(candidates, k), method)
+        with torch.inference_mode(False), torch.no_grad():
+            candidates = Pool(posterior, posterior.jacobian(pool))
+            _require_enough(k, len(candidates))
+            return Selection(*_greedy(candidates, k), method)
     scores = score(posterior, pool, method, targets=targets, samples=samples)
     _require_enough(k, len(scores))
     best = scores.topk(k)

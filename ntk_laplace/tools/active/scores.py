@@ -19,6 +19,7 @@ from ntk_laplace.tools.active.pool import Pool, log_det_half
 __all__ = ["METHODS", "require_method", "require_posterior", "score"]
 
 METHODS = ("information", "bald", "epig", "variance")
+_MOST_LABELS = 10  # of one example, under a Bernoulli likelihood
 
 
 def score(
@@ -55,11 +56,20 @@ def score(
     Raises
     ------
     UnsupportedError
-        If the method is unknown, or the likelihood has no closed entropy ("bald").
+        If the method is unknown; or, for "bald", the likelihood is no Gaussian, Categorical or Bernoulli of at most ten
+        labels.
     """
     require_posterior(posterior)
     require_whole("samples", samples, 2, "Leave it out for 256.")
     require_method(method, targets)
+    with torch.inference_mode(False), torch.no_grad():
+        return _scored(posterior, pool, method, targets, samples, batch_size)
+
+
+def _scored(
+    posterior: Posterior, pool: InputData, method: str, targets: InputData | None, samples: int, batch_size: int
+) -> Tensor:
+    """`score`, of arguments that were checked."""
     there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
     parts = []
     for rows in Chunks(posterior.fitted.model, pool, batch_size).rows():
@@ -100,8 +110,24 @@ def _of_label(pool: Pool, samples: int) -> Tensor:
     probabilities = torch.stack([plain.mean(one) for one in f])
     if isinstance(plain, Categorical):
         return _entropy(probabilities.mean(0)).sum(-1) - _entropy(probabilities).sum(-1).mean(0)
-    both = torch.stack([probabilities, 1.0 - probabilities], -1)
-    return (_entropy(both.mean(0)).sum(-1) - _entropy(both).sum(-1).mean(0)).sum(-1)  # labels are independent given f
+    given = (_entropy(probabilities) + _entropy(1.0 - probabilities)).sum(-1).mean(0)  # independent given f
+    return _entropy(_of_label_vectors(probabilities)).sum(-1) - given
+
+
+def _of_label_vectors(probabilities: Tensor) -> Tensor:
+    """E p(y given f) of every vector y of C labels, (n, 2^C), from their probabilities (S, n, C)."""
+    outputs = probabilities.shape[-1]
+    if outputs > _MOST_LABELS:
+        raise UnsupportedError(f'at most {_MOST_LABELS} labels of an example, whose vectors "bald" enumerates',
+                               f"{outputs}", 'Use method="information".')
+    total = probabilities.new_zeros(probabilities.shape[1], 2**outputs)
+    for p in probabilities:
+        of_vectors = p.new_ones(len(p), 1)
+        for label in range(outputs):
+            one = p[:, label : label + 1]
+            of_vectors = torch.cat([of_vectors * (1.0 - one), of_vectors * one], 1)
+        total += of_vectors
+    return total / len(probabilities)
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_whole
+from ntk_laplace.errors import DataError, HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_whole
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
@@ -47,10 +47,14 @@ class Standardized:
         columns = table.shape[1]
         if not wanted:
             return cls(np.zeros(columns), np.ones(columns))
+        table = table.astype(np.float64)
+        unit = np.abs(table).max(0)  # whose square neither overflows nor vanishes
+        unit = np.where(unit == 0.0, 1.0, unit)
+        table = table / unit
         mean = np.average(table, axis=0, weights=weight)
         scale = np.sqrt(np.average((table - mean) ** 2, axis=0, weights=weight))
         flat = scale <= 10 * np.finfo(scale.dtype).eps * np.abs(mean)
-        return cls(mean, np.where(flat | (scale == 0.0), 1.0, scale))
+        return cls(mean * unit, np.where(flat | (scale == 0.0), 1.0, scale * unit))
 
     def __call__(self, table: Array) -> Array:
         """(table - mean) / scale."""
@@ -81,6 +85,7 @@ class LaplaceEstimator(BaseEstimator):
     history_: EvidenceHistory | None
     predictive_fit_: PredictiveFit | None
     training_index_: NDArray[np.intp]
+    n_iter_: int
     n_features_in_: int
 
     # --- training
@@ -90,14 +95,17 @@ class LaplaceEstimator(BaseEstimator):
     ) -> None:  # fmt: skip
         """Train a network, or take the given one, and keep its posterior."""
         self._require_parameters()
+        if hasattr(self, "n_iter_"):
+            del self.n_iter_  # of another fit
         self._inputs = Standardized.of(x, weight, self._standardized)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         settings = Settings(progress=bool(self.verbose))
         prior = GaussianPrior(self.precision, groups=self.groups)
-        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        with torch.inference_mode(False), torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(seed)
             module = network_of(self.network, x.shape[1], outputs, self.hidden_layer_sizes, self.activation)
             data: tuple[Tensor, ...] = self._tensor(x, module), y
+            _require_outputs(module, data[0], outputs)
             if weight is not None:
                 data = *data, torch.as_tensor(weight, dtype=torch.float64)
             if self.prefit:
@@ -181,7 +189,8 @@ class LaplaceEstimator(BaseEstimator):
         Explanation or Ranking
             Training point i is row ``training_index_[i]`` of the data of `fit`.
         """
-        return self.posterior_.explain(self._at(X), k, **options)
+        x = self._at(X)
+        return self.posterior_.explain(x, k, **options)
 
     # --- evidence
 
@@ -230,8 +239,8 @@ class LaplaceEstimator(BaseEstimator):
     def _set(self, own: list[nn.Parameter], theta: Array) -> None:
         sizes = [parameter.numel() for parameter in own]
         if theta.shape != (sum(sizes),) or not np.isfinite(theta).all():
-            raise HyperparameterError(f"theta of shape ({sum(sizes)},), finite", f"shape {theta.shape}",
-                                      "Pass an array like theta_.")  # fmt: skip
+            got = f"shape {theta.shape}" if theta.shape != (sum(sizes),) else "a NaN or an infinity"
+            raise HyperparameterError(f"theta of shape ({sum(sizes)},), finite", got, "Pass an array like theta_.")
         with torch.no_grad():
             for parameter, part in zip(own, torch.as_tensor(theta).split(sizes), strict=True):
                 parameter.copy_(part.view_as(parameter))
@@ -248,6 +257,22 @@ def _untold() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the fitted predictive is not to be trusted", NTKLaplaceWarning)
         yield
+
+
+def _require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
+    """Refuse a network with another number of outputs, before it is trained."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            f = module(x[:2])
+    finally:
+        for part, mode in modes:
+            part.training = mode
+    own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
+    if own is not None and own != outputs:
+        raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",
+                        "Make its last layer as wide; a callable gets the number.")  # fmt: skip
 
 
 def _hyperparameters(posterior: Posterior) -> list[nn.Parameter]:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -67,10 +68,10 @@ def is_module(network: object) -> bool:
 
 
 def _mlp(inputs: int, outputs: int, hidden: int | Sequence[int], activation: str) -> nn.Sequential:
-    sizes = tuple(hidden) if isinstance(hidden, Sequence) else (hidden,)
+    sizes = tuple(hidden) if isinstance(hidden, (Sequence, np.ndarray)) else (hidden,)
     if not all(is_whole(size, 1) for size in sizes):
         raise HyperparameterError("hidden_layer_sizes of positive whole numbers", repr(hidden), "Pass (32,), say.")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise UnsupportedError(f"an activation among {', '.join(ACTIVATIONS)}", repr(activation), "Choose one of them.")
     layers: list[nn.Module] = []
     for size in sizes:

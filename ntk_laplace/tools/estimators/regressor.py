@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from sklearn.base import MultiOutputMixin, RegressorMixin
 from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError
@@ -137,6 +138,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
     @property
     def noise_(self) -> float | Array:
         """Noise variance in squared units of the targets."""
+        check_is_fitted(self, "posterior_")
         noise = self._noise.numpy() * self._targets.scale**2
         return float(noise[0]) if self._single else noise
 
