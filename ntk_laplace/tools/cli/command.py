@@ -26,6 +26,7 @@ from ntk_laplace.tools.cli.options import (
     seed,
     structures,
 )
+from ntk_laplace.tools.cli.tables import is_table
 
 __all__ = ["main"]
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     if options.command == "demo":
         return _demo(options)
-    fault = likelihood_fault(options)
+    fault = likelihood_fault(options) or _target_fault(options)
     if fault:
         parser.error(fault)
     return _own(options)
@@ -116,8 +117,9 @@ def _parser() -> argparse.ArgumentParser:
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
                          "(default: %(default)s)")  # fmt: skip
     shown = explain.add_argument_group("the page")
-    shown.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
-                       help="inputs to explain, saved with numpy.savez(NPZ, X=...), or X=... and y=...")  # fmt: skip
+    shown.add_argument("--inputs", type=Path, required=True, metavar="FILE",
+                       help="inputs to explain: a table, or saved with numpy.savez(FILE.npz, X=...), or X=... and "
+                       "y=...")  # fmt: skip
     shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
                        help="the page (default: %(default)s)")  # fmt: skip
     shown.add_argument("--most", type=count, default=500, metavar="N",
@@ -127,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--shape", type=image_shape, metavar="HxW", help="inputs are images of this height and width")
     shown.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     shown.add_argument("--features", type=names, metavar="A,B,...", help="names of the inputs' columns")
-    shown.add_argument("--target", default="target", metavar="NAME", help="what is predicted (default: %(default)s)")
     shown.add_argument("--title", default="Which training points made these predictions?", help="of the page")
     predict = commands.add_parser(
         "predict",
@@ -142,14 +143,14 @@ def _parser() -> argparse.ArgumentParser:
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
                          "(default: the cheaper of the exact ones, gp and full)")  # fmt: skip
     told = predict.add_argument_group("the predictions")
-    told.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
-                      help="inputs to predict, saved with numpy.savez(NPZ, X=...), or X=... and y=... for "
-                      "scores")  # fmt: skip
+    told.add_argument("--inputs", type=Path, required=True, metavar="FILE",
+                      help="inputs to predict: a table, or saved with numpy.savez(FILE.npz, X=...), or X=... and "
+                      "y=... for scores")  # fmt: skip
     told.add_argument("--out", type=csv_file, default=Path("predictions.csv"), metavar="OUT.csv",
                       help="the table; the page beside it ends with .html (default: %(default)s)")  # fmt: skip
     told.add_argument("--level", type=level, default=0.9, metavar="Q",
                       help="of the intervals or sets: the fraction to be covered (default: %(default)s)")  # fmt: skip
-    told.add_argument("--held-out", type=Path, metavar="NPZ",
+    told.add_argument("--held-out", type=Path, metavar="FILE",
                       help="data that training did not use, for calibration, intervals and sets in place of "
                       "leave-one-out; needed for a structure that is not exact")  # fmt: skip
     told.add_argument("--retrain", action="store_true",
@@ -157,6 +158,14 @@ def _parser() -> argparse.ArgumentParser:
                       "for weights trained with little weight decay")  # fmt: skip
     told.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     return parser
+
+
+def _target_fault(options: argparse.Namespace) -> str:
+    """What is wrong with ``--target``; empty if nothing is. The page of explanations shows it for any file."""
+    files = [options.data, getattr(options, "inputs", None), getattr(options, "held_out", None)]
+    if options.target is None or options.command == "explain" or any(map(is_table, filter(None, files))):
+        return ""
+    return f"expected --target with a table, .csv or .parquet; got {options.data}. Its targets are y, or --targets."
 
 
 def _demo(options: argparse.Namespace) -> int:
