@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 
+import joblib
 import numpy as np
 import pandas
 import pytest
@@ -13,6 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+import ntk_laplace as ntkl
 from ntk_laplace import plotting
 from ntk_laplace.tools import cli
 
@@ -26,6 +29,9 @@ def classes():
 
 def single():
     return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+make_network = single
 """
 KINDS = np.array(["cat", "ant", "bee"])  # not sorted: their numbers are 2, 0, 1
 
@@ -75,6 +81,7 @@ def evidence(data: str, target: str) -> float:
     return json.loads(Path("o.json").read_text())["rows"][0]["evidence"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", list(MODELS))
 def test_a_csv_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder: Path) -> None:
     pandas.read_csv(f"{target}.csv").to_csv("packed.csv.gz", index=False)
@@ -117,6 +124,7 @@ def predicted(data: str, inputs: str, target: str, *more: str) -> pandas.DataFra
     return pandas.read_csv("predictions.csv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["price", "kind"])
 def test_predictions_of_tables_are_those_of_the_npz(
     target: str, folder: Path, quick: None, capsys: pytest.CaptureFixture
@@ -191,7 +199,8 @@ BAD = {
     "longer rows": ("height,width,kind\n1,2,3,ant\n", "got bad.csv (Length of header or names does not match"),
     "index": (",height,width,kind\n0,1,2,ant\n", "a name for each column; got none for column 1 of bad.csv. Name it."),
     "twice": ("height,kind,height\n1,ant,2\n", "columns with different names; got 'height' twice in bad.csv."),
-    "infinite": ("height,width,kind\n1,2,ant\ninf,2,bee\n", "expected finite inputs; got infinity at example 1"),
+    "infinite": ("height,width,kind\n1,2,ant\ninf,2,bee\n",
+                 f"expected finite numbers in column 'height' of bad.csv; got inf {ROW.format(1)}"),
     "bytes": (b"height,width,kind\n1,2,\xff\n", "got bad.csv ('utf-8' codec can't decode byte 0xff"),
 }  # fmt: skip
 
@@ -245,3 +254,138 @@ def test_a_column_needs_a_table(capsys: pytest.CaptureFixture) -> None:
         cli.main([*line("evidence", "kind.npz", "kind"), "--target", "kind"])
     assert left.value.code == 2
     assert "expected --target with a table, .csv or .parquet; got kind.npz." in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------- fit
+
+QUICK = ["--epochs", "2", "--hidden", "2", "--out", "out"]
+
+
+def scores(text: str) -> dict[str, list[float]]:
+    rows = re.findall(r"^(network alone|posterior) +([-\d. ]+)$", text, re.MULTILINE)
+    return {name: [float(number) for number in numbers.split()] for name, numbers in rows}
+
+
+def fitted(target: str, capsys: pytest.CaptureFixture) -> tuple[pandas.DataFrame, pandas.DataFrame, str]:
+    """The table without other targets, the predictions, and what was printed."""
+    assert cli.main(["fit", f"{target}.csv", "--target", target, "--seed", "3", *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"from 2 inputs: 16 rows to train, 4 held out$", out, re.MULTILINE), out
+    frame, found = pandas.read_csv(f"{target}.csv"), pandas.read_csv("out/predictions.csv")
+    assert len(found) == 4 and list(found["target"]) == list(frame[target].iloc[found["row"]])
+    return frame, found, out
+
+
+@pytest.mark.slow
+def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Scores from the written predictions; the model is the estimator of all other rows, and can be loaded."""
+    frame, found, out = fitted("price", capsys)
+    x, y = frame[["height", "width"]], frame["price"]
+    rest = frame.index.difference(found["row"])
+    model = ntkl.LaplaceRegressor(epochs=2, hidden_layer_sizes=(2,), random_state=3).fit(x.loc[rest], y.loc[rest])
+    mean, sd = model.predict(x.loc[found["row"]], return_std=True)
+    np.testing.assert_allclose(found[["mean", "sd"]], np.column_stack([mean, sd]), rtol=1e-9)
+    np.testing.assert_allclose(found["upper"] - found["mean"], 1.6448536269514722 * sd, rtol=1e-9)
+    np.testing.assert_allclose(found["lower"] + found["upper"], 2 * mean, rtol=1e-9)
+    assert f"training rows: {model.log_marginal_likelihood_value_:.3f} nats" in out
+    loaded = joblib.load("out/model.joblib")
+    np.testing.assert_allclose(loaded.predict(x.loc[found["row"]]), mean, rtol=1e-9)
+    error = found["target"] - mean
+    assert set(scores(out)) == {"network alone", "posterior"}
+    for name, own in {"network alone": np.full(4, model.noise_**0.5), "posterior": sd}.items():
+        density = (-0.5 * np.log(2 * np.pi) - np.log(own) - error**2 / own**2 / 2).mean()
+        covered = (np.abs(error) <= 1.6448536269514722 * own).mean()
+        assert scores(out)[name] == pytest.approx([density, (error**2).mean() ** 0.5, covered], abs=5.1e-5)
+
+
+@pytest.mark.slow
+def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    frame, found, out = fitted("kind", capsys)
+    rest = frame.index.difference(found["row"])
+    model = ntkl.LaplaceClassifier(epochs=2, hidden_layer_sizes=(2,), random_state=3)
+    model.fit(frame.loc[rest, ["height", "width"]], frame.loc[rest, "kind"])
+    p = found[["probability_ant", "probability_bee", "probability_cat"]].to_numpy()
+    np.testing.assert_allclose(p, model.predict_proba(frame.loc[found["row"], ["height", "width"]]), rtol=1e-9)
+    labels = found["target"].map({"ant": 0, "bee": 1, "cat": 2}).to_numpy()
+    x = frame[["height", "width"]].to_numpy()
+    x = (x[found["row"]] - x[rest].mean(0)) / x[rest].std(0)
+    with torch.no_grad():
+        alone = model.network_(torch.as_tensor(x)).softmax(1).numpy()
+    for name, own in {"network alone": alone, "posterior": p}.items():
+        density, accuracy = np.log(own[np.arange(4), labels]).mean(), (own.argmax(1) == labels).mean()
+        assert scores(out)[name][:2] == pytest.approx([density, accuracy], abs=5.1e-5)
+    assert list(found["predicted"]) == [["ant", "bee", "cat"][index] for index in p.argmax(1)]
+    assert list(joblib.load("out/model.joblib").classes_) == ["ant", "bee", "cat"]
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "kind"),
+    [
+        (np.arange(20) % 10, None, "Classifier"),
+        (np.arange(20) % 11, None, "Regressor"),
+        (np.arange(20) % 2 + 0.0, "classes", "Classifier"),
+        (np.arange(20) % 3, "regression", "Regressor"),
+        (np.arange(20) % 3 + 0.0, None, "Regressor"),
+        (np.arange(20) % 2 == 1, None, "Classifier"),
+        ([f"{number}th" for number in range(20)], "classes", "held-out rows alone"),
+    ],
+)
+def test_what_a_target_is_taken_as(
+    values: np.ndarray | list[str], task: str | None, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    def taken(name: str) -> type:
+        def stop(**_: object) -> None:
+            raise ntkl.DataError("to stop here", name, "It is a test.")
+
+        return stop
+
+    for name in ("Regressor", "Classifier"):
+        monkeypatch.setattr(ntkl, f"Laplace{name}", taken(name))
+    pandas.read_csv("price.csv").assign(price=values).to_csv("t.csv", index=False)
+    assert cli.main(["fit", "t.csv", "--target", "price", *QUICK, *(["--task", task] if task else [])]) == 1
+    printed = capsys.readouterr()
+    assert kind in printed.err and not Path("out/predictions.csv").exists()
+    assert ("classes" if kind != "Regressor" else "real numbers") in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["kind.npz", "--target", "y"], "expected a table, .csv or .parquet; got kind.npz."),
+        (["kind.csv"], "expected --target COLUMN, one of 'height', 'kind', 'width' in kind.csv; got none."),
+        (["all.csv", "--target", "price"], "expected numbers in column 'kind' of all.csv; got 'cat' in row 0"),
+        (["kind.csv", "--target", "kind", "--task", "regression"], "expected numbers in column 'kind' of kind.csv"),
+        (["price.csv", "--target", "price", "--task", "classes"], "expected names or whole numbers as classes in "
+         "column 'price' of price.csv; got "),
+        (["few.csv", "--target", "price"], "expected at least 10 rows; got 9 in few.csv."),
+        (["price.csv", "--target", "price", "--out", "model.py/below"], "cannot write to model.py/below"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fitted_is_one_line(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    pandas.read_csv("price.csv").iloc[:9].to_csv("few.csv", index=False)
+    assert cli.main(["fit", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and printed.out == "", printed.err
+
+
+@pytest.mark.slow
+def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest.CaptureFixture) -> None:
+    """With two epochs; the first line of the printed results is that of the page."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "tables.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    frame = pandas.read_csv("price.csv")
+    frame.to_csv("train.csv", index=False)
+    frame[["width", "height"]].to_csv("new.csv", index=False)
+    Path("single.pt").rename("weights.pt")
+    shell = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    commands = [shlex.split(line) for line in shell.replace("\\\n", "").splitlines()]
+    assert [command[1] for command in commands] == ["fit", "fit", "evidence", "predict"]
+    for command in commands:
+        assert cli.main([*command[1:], *(["--epochs", "2"] if command[1] == "fit" else [])]) == 0
+        if command[1] == "fit":
+            assert capsys.readouterr().out.splitlines()[0] in page.splitlines()
+    assert len(pandas.read_csv("predictions.csv")) == 20

@@ -25,6 +25,7 @@ from ntk_laplace.tools.cli.options import (
     png_file,
     seed,
     structures,
+    widths,
 )
 from ntk_laplace.tools.cli.tables import is_table
 
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     if options.command == "demo":
         return _demo(options)
+    if options.command == "fit":
+        return _own(options)
     fault = likelihood_fault(options) or _target_fault(options)
     if fault:
         parser.error(fault)
@@ -77,6 +80,24 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=seed, default=0, metavar="S",
                       help="a whole number; decides splits and initial weights (default: %(default)s)")  # fmt: skip
     demo.add_argument("--small", action="store_true", help="a few examples of each problem: seconds, rougher numbers")
+    fit = commands.add_parser(
+        "fit",
+        help="train a network on a table, and see what its uncertainty is worth",
+        description="Train a small network on a random 80 % of a table's rows, with precisions and noise that the "
+        "evidence chooses, and score it and its posterior on the others. Writes predictions.csv for those, and "
+        "model.joblib, the estimator of scikit-learn, which Python loads.",
+    )
+    fit.add_argument("data", type=Path, metavar="FILE", help="a table, .csv or .parquet")
+    fit.add_argument("--target", metavar="COLUMN", help="the column to predict; all other columns are inputs")
+    fit.add_argument("--task", choices=("regression", "classes"),
+                     help="what the target is (default: names and few whole numbers are classes)")  # fmt: skip
+    fit.add_argument("--hidden", type=widths, default=(32,), metavar="A,B,...",
+                     help="units of the hidden layers (default: 32)")  # fmt: skip
+    fit.add_argument("--epochs", type=count, default=100, metavar="N", help="of the training (default: %(default)s)")
+    fit.add_argument("--seed", type=seed, default=0, metavar="S",
+                     help="decides held-out rows and initial weights (default: %(default)s)")  # fmt: skip
+    fit.add_argument("--out", type=directory, default=Path("ntk-laplace-fit"), metavar="DIR",
+                     help="directory for the files, made if missing (default: %(default)s)")  # fmt: skip
     evidence = commands.add_parser(
         "evidence",
         help="the evidence of your own network under several structures",
@@ -188,15 +209,15 @@ def _own(options: argparse.Namespace) -> int:
     """Run a command on the user's network, in one process or in those that torchrun started."""
     from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
     from ntk_laplace.runtime.distributed import process_group
-    from ntk_laplace.tools.cli import evidence, explain, plan, predict
+    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict
 
     try:
         with process_group() as options.group, _warnings_in_words():
             if options.group is not None and options.group.size() > 1 and options.command != "evidence":
                 raise UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
                                        "Start it without torchrun; evidence takes several.")
-            {"evidence": evidence, "explain": explain, "plan": plan, "predict": predict}[options.command].run(
-                options)
+            runs = {"evidence": evidence, "explain": explain, "fit": fit, "plan": plan, "predict": predict}
+            runs[options.command].run(options)
     except KeyboardInterrupt:
         return _complain("interrupted; no file was written", INTERRUPTED)
     except NTKLaplaceError as cause:

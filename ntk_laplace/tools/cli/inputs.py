@@ -19,7 +19,15 @@ from ntk_laplace.model.data import Inputs, describe_inputs, take
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Caller
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
-from ntk_laplace.tools.cli.tables import input_columns, is_table, named_classes, numbers, read_table, target_classes
+from ntk_laplace.tools.cli.tables import (
+    input_columns,
+    is_table,
+    named_classes,
+    numbers,
+    read_table,
+    require_column,
+    target_classes,
+)
 
 __all__ = ["Files", "check_forward", "load_data", "load_inputs", "load_weights"]
 
@@ -259,10 +267,8 @@ class Files:
         if self.targets is not None:
             raise DataError("--target COLUMN, for a table", f"--targets {self.targets} and {path}",
                             "--targets names an array of an .npz file.")  # fmt: skip
-        if required and self.target not in frame.columns:
-            got = "none" if self.target is None else f"--target {self.target}"
-            raise DataError(f"--target COLUMN, one of {first_few(list(frame.columns))} in {path}", got,
-                            "Name the column of the targets; all others are inputs.")  # fmt: skip
+        if required:
+            require_column(frame, path, self.target)
         return frame
 
     def _pair(self, frame: pandas.DataFrame, path: Path) -> tuple[Tensor, Tensor | None]:

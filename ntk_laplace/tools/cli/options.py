@@ -23,6 +23,7 @@ __all__ = [
     "seed",
     "source",
     "structures",
+    "widths",
 ]
 
 FACTORY = "make_network"
@@ -115,6 +116,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}.")
     return int(text)
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Comma-separated integers of at least 1."""
+    return tuple(count(part.strip()) for part in text.split(","))
 
 
 def csv_file(text: str) -> Path:

@@ -15,7 +15,8 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
 
-__all__ = ["input_columns", "is_table", "named_classes", "numbers", "read_table", "target_classes"]
+__all__ = ["input_columns", "is_table", "named_classes", "numbers", "read_table",
+    "require_column", "target_classes"]
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
 # the default of later versions, which do not take the option
@@ -88,6 +89,21 @@ def _parquet(path: Path) -> pandas.DataFrame:
     return frame.reset_index(drop=True)
 
 
+def require_column(frame: pandas.DataFrame, path: Path, target: str | None) -> str:
+    """Return the name of the column of the targets unchanged.
+
+    Raises
+    ------
+    DataError
+        If the table has no such column, or no name was given.
+    """
+    if target is None or target not in frame.columns:
+        got = "none" if target is None else f"--target {target}"
+        raise DataError(f"--target COLUMN, one of {first_few(list(frame.columns))} in {path}", got,
+                        "Name the column of the targets; all others are inputs.")  # fmt: skip
+    return target
+
+
 def input_columns(frame: pandas.DataFrame, path: Path, target: str | None, known: Sequence[str] | None) -> list[str]:
     """Names of the columns of inputs, which are all except the target, in the order of `known` if that is given.
 
@@ -135,7 +151,7 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
     Raises
     ------
     DataError
-        Names the column, and the row of the first value that is missing or no number.
+        Names the column, and the row of the first value that is missing, infinite or no number.
     """
     for name in names:
         column = frame[name]
@@ -146,7 +162,11 @@ def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: 
             row = int(np.argmax(other))
             raise DataError(f"numbers in column {name!r} of {path}", f"{str(column.iloc[row])!r}{_row(row)}",
                             "Replace them by numbers, with columns of 0 and 1 for categories, or drop the column.")
-    return np.column_stack([frame[name].to_numpy(np.float64, na_value=np.nan) for name in names])
+    found = np.column_stack([frame[name].to_numpy(np.float64, na_value=np.nan) for name in names])
+    for row, index in np.argwhere(np.isinf(found))[:1]:
+        raise DataError(f"finite numbers in column {names[index]!r} of {path}", f"{found[row, index]:g}{_row(row)}",
+                        "Correct the value, or remove the row.")  # fmt: skip
+    return found
 
 
 def target_classes(
