@@ -36,6 +36,7 @@ PRIVATE = {
     "_baselines": "a module of examples/predictions",
     "_scores": "a module of examples/predictions",
     "_summary": "a module of examples/predictions",
+    "_summary_l22": "a module of examples/selection",
     "_in_sets": "a function of examples/predictions, beside its definition",
 }
 # torch's, NumPy's and pytest's own
@@ -46,7 +47,10 @@ FOREIGN = {
     "_local_scalar_dense", "_interleaved",
 }  # fmt: skip
 # strings that only look like names
-WORDS = {"_build", "_fit", "_ntk_laplace_network_fails", "_only_new_objects", "_reverse"}
+WORDS = {
+    "_accuracy", "_build", "_deep", "_fit", "_log_likelihood", "_ntk_laplace_network_fails", "_only_new_objects",
+    "_reverse",
+}  # fmt: skip
 
 
 def private_names(path: Path) -> Iterator[tuple[str, int]]:

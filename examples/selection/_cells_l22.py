@@ -192,7 +192,7 @@ def _scored(whole: ntkl.Posterior, problem: Images, told: dict[str, Any]) -> dic
     """Evidence, the check of the prior, the bound, and test scores."""
     evidence = whole.evidence()
     used = whole.effective_parameters()
-    check = check_prior(whole, used, float(evidence))
+    check = check_prior(whole, used, evidence)
     mean, covariance = whole.latent_moments(problem.test[0])
     found = {
         "lml": float(evidence), "effective": float(used.sum()), "vague": check.vague, "narrow": check.narrow,

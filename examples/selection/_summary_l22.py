@@ -16,7 +16,6 @@ __all__ = ["SCORES", "TESTS", "Column", "heat_map", "printed", "scatter", "summa
 
 PRIORS = ("1e-6", "1e-4", "1e-3", "1e-2", "1e-1", "1", "1e2", "layerwise")
 _DELTA = 0.025  # of the draws of the data, in McAllester's bound
-_MISLED = 0.3  # a rank correlation below this is of no use
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,11 @@ def summary(column: Column) -> dict[str, Any]:
         name: [float(reduce([value(row["structures"]["kfac"], column.count) for row in rows])) for rows in column.seeds]
         for name, (reduce, value) in CHECKS.items()
     }
+    evidence, size = SCORES["evidence (KFAC)"], SCORES["most parameters"]
+    found["evidence_and_size"] = [
+        _correlation(*([score(row, column.count) for row in rows] for score in (evidence, size)))
+        for rows in column.seeds
+    ]
     return found | {"rows": column.seeds}
 
 
@@ -144,16 +148,18 @@ def printed(columns: list[Column], results: list[dict[str, Any]]) -> str:
                     )] for column, found in zip(columns, results, strict=True)
                 ]  # fmt: skip
                 parts.append(f"{title}: {kind.replace('_', ' ')} of {words}\n{table(head, lines)}")
-    head = ["data", "prior", *CHECKS, "ρ of the evidence", "regret, nats", "misled"]
+    head = ["data", "prior", *CHECKS, "ρ with P", "regret of the evidence", "of the CLML", "misled"]
     lines = []
     for column, found in zip(columns, results, strict=True):
-        own = found["scores"]["evidence (KFAC)"]["scaled_log_likelihood"]
-        misled = [rho is None or rho < _MISLED for rho in own["rho"]]
+        regrets = [found["scores"][name]["scaled_log_likelihood"]["regret"]
+                   for name in ("evidence (KFAC)", "CLML, scaled and tempered")]  # fmt: skip
         lines.append([
             column.study, column.label, *(f"{_mean(found['check'][name]):.2g}" for name in CHECKS),
-            _with_range(own["rho"]), _with_range(own["regret"], "{:.3f}"), f"{sum(misled)} of {len(misled)}",
+            _with_range(found["evidence_and_size"]), *(_with_range(each, "{:.3f}") for each in regrets),
+            f"{sum(mine > other for mine, other in zip(*regrets, strict=True))} of {len(column.seeds)}",
         ])  # fmt: skip
     parts.append(f"What can be measured without test data: shares of the networks, and medians\n{table(head, lines)}")
+    parts.append(_families(columns))
     best = ["data", "prior", "best accuracy", "median accuracy", "best log likelihood", "median log likelihood"]
     lines = []
     for column in columns:
@@ -165,6 +171,27 @@ def printed(columns: list[Column], results: list[dict[str, Any]]) -> str:
         lines.append([column.study, column.label, *cells])
     parts.append(f"The networks\n{table(best, lines)}")
     return "\n\n".join(parts)
+
+
+def _families(columns: list[Column]) -> str:
+    """ρ with the accuracy of the scaled average within families of networks."""
+    names = "evidence (KFAC)", "CLML, scaled and tempered", "validation, BMA", "validation, network"
+    families: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "CNNs": lambda row: row["network"].startswith("conv"),
+        "the ten widest CNNs": lambda row: row["network"].endswith((" 12", " 16")),
+        "residual networks": lambda row: row["network"].startswith("res"),
+    }
+    lines = []
+    for column in columns:
+        for family, belongs in families.items():
+            chosen = [[row for row in rows if belongs(row)] for rows in column.seeds]
+            if all(len(rows) >= 4 for rows in chosen):
+                lines.append([column.study, column.label, family, str(len(chosen[0])), *(_with_range([
+                    _correlation([SCORES[name](row, column.count) for row in rows],
+                                 [row["structures"]["kfac"]["scaled_accuracy"] for row in rows]) for rows in chosen
+                ]) for name in names)])  # fmt: skip
+    heads = ["data", "prior", "family", "networks", *names]
+    return f"Families: ρ with the accuracy of the scaled and tempered average\n{table(heads, lines)}"
 
 
 def heat_map(columns: list[Column], results: list[dict[str, Any]], test: str) -> Figure:
@@ -197,12 +224,13 @@ def heat_map(columns: list[Column], results: list[dict[str, Any]], test: str) ->
         for place in range(1, len(columns) + 1):
             if place == len(columns) or columns[place].study != columns[begin].study:
                 middle = (begin + place - 1) / 2
+                words = columns[begin].study.replace(" networks", "").replace(", ", "\nonly ")
                 if axes is panels[0]:
-                    axes.text(middle, -0.75, columns[begin].study.replace(", ", "\n"), ha="center", fontsize=8.5)
+                    axes.text(middle, -0.65, words.replace(" ", "\n", 1), ha="center", fontsize=8)
                 if place < len(columns):
                     axes.axvline(place - 0.5, color="black", linewidth=1.2)
                 begin = place
-    panels[0].set_title("Spearman's ρ with the test log likelihood, mean over seeds", fontsize=9, pad=30)
+    panels[0].set_title("Spearman's ρ with the test log likelihood, mean over seeds", fontsize=9, pad=38)
     panels[1].set_title("Regret of the choice: nats a point, and points of accuracy below", fontsize=9)
     return figure
 

@@ -311,7 +311,7 @@ def picture(toy: dict[str, Any], cells: dict[str, list[dict[str, Any]]]) -> Figu
         if min(v["none"]["few"] for v in found) < -1000:
             axes.set_yscale("symlog", linthresh=20)
         axes.set_title(f"digits, prior precision {precision}")
-        axes.legend(fontsize=8)
+    others[-1].legend(fontsize=8, loc="lower right")
     return figure
 
 
