@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
     print(pandas.DataFrame(scores).T.to_string(float_format="{:.4f}".format))
     print(f"\nLog marginal likelihood of the training rows: {model.log_marginal_likelihood_value_:.3f} nats")
     fit = model.predictive_fit_
-    if not fit.trusted:
+    if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")
     print(f"\nPredictions of the held-out rows are in {table}. The model is in {saved}:\n"
           f"joblib.load({str(saved)!r}).predict(frame) takes a pandas table of the inputs.")  # fmt: skip
