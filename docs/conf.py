@@ -39,3 +39,13 @@ html_css_files = ["page.css"]
 html_title = "ntk_laplace"
 html_show_copyright = False
 pygments_style = "friendly"
+
+
+def _of_metadata_routing(app, what, name, member, skip, options):
+    """Leave out scikit-learn's own methods of estimators, whose docstrings refer to its pages."""
+    return True if (name.startswith("set_") and name.endswith("_request")) or name == "get_metadata_routing" else None
+
+
+def setup(app):
+    """Sphinx calls this once."""
+    app.connect("autodoc-skip-member", _of_metadata_routing)

@@ -146,7 +146,7 @@ class DistributedFunctionSpacePrecision(FunctionSpacePrecision):
         like, shape = self.rows.f, (self.weighted.num_examples, self.weighted.num_cotangents)
         white = partial(torch.randn, dtype=like.dtype, device=like.device, generator=generator)
         draws = self.reducer.broadcast(white(count, self.num_parameters)) * self.prior_precision.rsqrt()
-        noise = torch.stack([white(*shape) for _ in range(count)])  # as one process draws it
+        noise = white(count, shape[0] * shape[1]).view(count, *shape)  # as one process draws it
         return draws - self._seen_many(draws, self.reducer.broadcast(noise))
 
     def _seen_many(self, scaled: Tensor, noise: Tensor | None = None) -> Tensor:

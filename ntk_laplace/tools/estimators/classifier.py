@@ -26,9 +26,12 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
 
     Parameters
     ----------
-    network, hidden_layer_sizes, activation, precision, groups, structure, curvature, predictive, epochs, learning_rate,
-    batch_size, prefit, verbose, random_state
+    network, hidden_layer_sizes, activation
         As in `LaplaceRegressor`. The network returns one logit for each class.
+    precision, groups, structure, curvature, predictive, epochs, learning_rate, batch_size
+        As in `LaplaceRegressor`.
+    prefit, verbose, random_state
+        As in `LaplaceRegressor`.
     standardize : bool or "auto"
         Whether inputs are standardized by the training data. "auto": if the estimator makes the network.
 
