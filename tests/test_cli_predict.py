@@ -328,7 +328,7 @@ def test_too_few_points_for_a_level_are_told(folder: Path, here: Path, capsys: p
         (["--held-out", "nowhere.npz"], 1, "an .npz file of held-out data; got nowhere.npz, where there is no file"),
         (["--held-out", "wide.npz"], 1, "network that takes X of shape (2, 5)"),
         (["--held-out", "plain.npz"], 1, "expected arrays X and y in plain.npz; got 'X', and no y"),
-        (["--structure", "kfac"], 1, "Pass data that training did not use: --held-out NPZ."),
+        (["--structure", "kfac"], 1, "Pass data that training did not use: --held-out FILE."),
         (["--curvature", "ef"], 1, "--structure auto and --curvature ef without --held-out"),
         (["--structure", "exact"], 1,
          "expected structure among gp, full, iterative, nystrom, kfac, ekfac, inf, diag, auto; got 'exact'"),

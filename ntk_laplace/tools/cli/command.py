@@ -25,7 +25,9 @@ from ntk_laplace.tools.cli.options import (
     png_file,
     seed,
     structures,
+    widths,
 )
+from ntk_laplace.tools.cli.tables import is_table
 
 __all__ = ["main"]
 
@@ -52,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     if options.command == "demo":
         return _demo(options)
-    fault = likelihood_fault(options)
+    if options.command == "fit":
+        return _own(options)
+    fault = likelihood_fault(options) or _target_fault(options)
     if fault:
         parser.error(fault)
     return _own(options)
@@ -76,6 +80,24 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=seed, default=0, metavar="S",
                       help="a whole number; decides splits and initial weights (default: %(default)s)")  # fmt: skip
     demo.add_argument("--small", action="store_true", help="a few examples of each problem: seconds, rougher numbers")
+    fit = commands.add_parser(
+        "fit",
+        help="train a network on a table, and see what its uncertainty is worth",
+        description="Train a small network on a random 80 % of a table's rows, with precisions and noise that the "
+        "evidence chooses, and score it and its posterior on the others. Writes predictions.csv for those, and "
+        "model.joblib, the estimator of scikit-learn, which Python loads.",
+    )
+    fit.add_argument("data", type=Path, metavar="FILE", help="a table, .csv or .parquet")
+    fit.add_argument("--target", metavar="COLUMN", help="the column to predict; all other columns are inputs")
+    fit.add_argument("--task", choices=("regression", "classes"),
+                     help="what the target is (default: names and few whole numbers are classes)")  # fmt: skip
+    fit.add_argument("--hidden", type=widths, default=(32,), metavar="A,B,...",
+                     help="units of the hidden layers (default: 32)")  # fmt: skip
+    fit.add_argument("--epochs", type=count, default=100, metavar="N", help="of the training (default: %(default)s)")
+    fit.add_argument("--seed", type=seed, default=0, metavar="S",
+                     help="decides held-out rows and initial weights (default: %(default)s)")  # fmt: skip
+    fit.add_argument("--out", type=directory, default=Path("ntk-laplace-fit"), metavar="DIR",
+                     help="directory for the files, made if missing (default: %(default)s)")  # fmt: skip
     evidence = commands.add_parser(
         "evidence",
         help="the evidence of your own network under several structures",
@@ -116,8 +138,9 @@ def _parser() -> argparse.ArgumentParser:
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
                          "(default: %(default)s)")  # fmt: skip
     shown = explain.add_argument_group("the page")
-    shown.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
-                       help="inputs to explain, saved with numpy.savez(NPZ, X=...), or X=... and y=...")  # fmt: skip
+    shown.add_argument("--inputs", type=Path, required=True, metavar="FILE",
+                       help="inputs to explain: a table, or saved with numpy.savez(FILE.npz, X=...), or X=... and "
+                       "y=...")  # fmt: skip
     shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
                        help="the page (default: %(default)s)")  # fmt: skip
     shown.add_argument("--most", type=count, default=500, metavar="N",
@@ -127,7 +150,6 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--shape", type=image_shape, metavar="HxW", help="inputs are images of this height and width")
     shown.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     shown.add_argument("--features", type=names, metavar="A,B,...", help="names of the inputs' columns")
-    shown.add_argument("--target", default="target", metavar="NAME", help="what is predicted (default: %(default)s)")
     shown.add_argument("--title", default="Which training points made these predictions?", help="of the page")
     predict = commands.add_parser(
         "predict",
@@ -142,14 +164,14 @@ def _parser() -> argparse.ArgumentParser:
                          help=f"one of {', '.join(structure_names())}, or one that the network's file registers "
                          "(default: the cheaper of the exact ones, gp and full)")  # fmt: skip
     told = predict.add_argument_group("the predictions")
-    told.add_argument("--inputs", type=Path, required=True, metavar="NPZ",
-                      help="inputs to predict, saved with numpy.savez(NPZ, X=...), or X=... and y=... for "
-                      "scores")  # fmt: skip
+    told.add_argument("--inputs", type=Path, required=True, metavar="FILE",
+                      help="inputs to predict: a table, or saved with numpy.savez(FILE.npz, X=...), or X=... and "
+                      "y=... for scores")  # fmt: skip
     told.add_argument("--out", type=csv_file, default=Path("predictions.csv"), metavar="OUT.csv",
                       help="the table; the page beside it ends with .html (default: %(default)s)")  # fmt: skip
     told.add_argument("--level", type=level, default=0.9, metavar="Q",
                       help="of the intervals or sets: the fraction to be covered (default: %(default)s)")  # fmt: skip
-    told.add_argument("--held-out", type=Path, metavar="NPZ",
+    told.add_argument("--held-out", type=Path, metavar="FILE",
                       help="data that training did not use, for calibration, intervals and sets in place of "
                       "leave-one-out; needed for a structure that is not exact")  # fmt: skip
     told.add_argument("--retrain", action="store_true",
@@ -157,6 +179,14 @@ def _parser() -> argparse.ArgumentParser:
                       "for weights trained with little weight decay")  # fmt: skip
     told.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     return parser
+
+
+def _target_fault(options: argparse.Namespace) -> str:
+    """What is wrong with ``--target``; empty if nothing is. The page of explanations shows it for any file."""
+    files = [options.data, getattr(options, "inputs", None), getattr(options, "held_out", None)]
+    if options.target is None or options.command == "explain" or any(map(is_table, filter(None, files))):
+        return ""
+    return f"expected --target with a table, .csv or .parquet; got {options.data}. Its targets are y, or --targets."
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -179,15 +209,15 @@ def _own(options: argparse.Namespace) -> int:
     """Run a command on the user's network, in one process or in those that torchrun started."""
     from ntk_laplace.errors import NTKLaplaceError, UnsupportedError
     from ntk_laplace.runtime.distributed import process_group
-    from ntk_laplace.tools.cli import evidence, explain, plan, predict
+    from ntk_laplace.tools.cli import evidence, explain, fit, plan, predict
 
     try:
         with process_group() as options.group, _warnings_in_words():
             if options.group is not None and options.group.size() > 1 and options.command != "evidence":
                 raise UnsupportedError(f"one process for {options.command}", f"{options.group.size()}",
                                        "Start it without torchrun; evidence takes several.")
-            {"evidence": evidence, "explain": explain, "plan": plan, "predict": predict}[options.command].run(
-                options)
+            runs = {"evidence": evidence, "explain": explain, "fit": fit, "plan": plan, "predict": predict}
+            runs[options.command].run(options)
     except KeyboardInterrupt:
         return _complain("interrupted; no file was written", INTERRUPTED)
     except NTKLaplaceError as cause:

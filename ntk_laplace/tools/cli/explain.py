@@ -6,7 +6,7 @@ import argparse
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import take, to_device
-from ntk_laplace.tools.cli.inputs import check_forward, load_inputs
+from ntk_laplace.tools.cli.inputs import check_forward
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.explorer import Naming, explore
 
@@ -25,14 +25,15 @@ def run(options: argparse.Namespace) -> None:
     """
     require_writable(options.out)
     model = bring(options)
-    x, y = load_inputs(options.inputs, model.dtype, options.targets)
+    x, y = model.files.inputs(options.inputs, "inputs to explain")
     check_forward(model.network, to_device(x, next(model.network.parameters()).device), options.output)
     x, y = take(x, slice(options.most)), None if y is None else y[: options.most]
     posterior = ntkl.laplace(
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
         options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
     )  # fmt: skip
-    naming = Naming(options.classes, options.features, options.shape, options.target)
+    classes, features = options.classes or model.files.classes, options.features or model.files.features
+    naming = Naming(classes, features, options.shape, options.target or "target")
     page = explore(posterior, x, model.x, y, options.k, naming, options.title)
     page.write(options.out)
     print(f"{page!r}; written to {options.out}, which a browser opens")

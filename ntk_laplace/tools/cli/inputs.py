@@ -9,29 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import torch
+from pandas.api.types import is_integer_dtype
 from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, NetworkError, NTKLaplaceError
 from ntk_laplace.model.data import Inputs, describe_inputs, take
+from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import Caller
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
+from ntk_laplace.tools.cli.tables import (
+    input_columns,
+    is_table,
+    named_classes,
+    numbers,
+    read_table,
+    require_column,
+    target_classes,
+)
 
-__all__ = ["check_forward", "load_data", "load_inputs", "load_weights"]
+__all__ = ["Files", "check_forward", "load_data", "load_inputs", "load_weights"]
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _PREFIXES = ("module.", "_orig_mod.")  # added by DataParallel and torch.compile
-_FORMATS = {  # other data formats, with the pandas function that reads each table
-    ".csv": "read_csv({})",
+_TABLES = {  # formats of other tables, with the pandas function that reads each
     ".tsv": "read_csv({}, sep='\\t')",
     ".txt": "read_csv({}, sep=None, engine='python')",
-    ".parquet": "read_parquet({})",
     ".feather": "read_feather({})",
     ".xlsx": "read_excel({})",
-    ".npy": "",
-    ".pt": "",
-    ".pth": "",
 }
+_FORMATS = (*_TABLES, ".npy", ".pt", ".pth")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
@@ -179,6 +187,105 @@ def load_inputs(
     return _inputs(arrays, dtype, targets), None if y is None else _tensor(targets or "y", y, dtype)
 
 
+class Files:
+    """The data files of one command, ``.npz`` files or tables; its tables have the columns of the training data.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of floating numbers.
+    likelihood : Likelihood
+        Names in the column of the targets become class numbers if it classifies.
+    targets : str, optional
+        Of ``.npz`` files, as in `load_data`.
+    target : str, optional
+        Column of a table's targets.
+
+    Attributes
+    ----------
+    features : list of str or None
+        Names of the input columns of the training data; None if these are no table.
+    classes : list of str or None
+        Names of the classes, sorted, if the training data have names.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, likelihood: Likelihood, targets: str | None = None, target: str | None = None
+    ) -> None:  # fmt: skip
+        self.dtype, self.likelihood, self.targets, self.target = dtype, likelihood, targets, target
+        self.features: list[str] | None = None
+        self.classes: list[str] | None = None
+
+    def training(self, path: Path) -> tuple[Inputs, Tensor]:
+        """Inputs and targets of the training data.
+
+        Raises
+        ------
+        DataError
+            If the file cannot be read as such.
+        """
+        what = "the training data"
+        if not is_table(path):
+            return load_data(path, self.dtype, self.targets, what)
+        frame = self._frame(path, what, required=True)
+        self.features = input_columns(frame, path, self.target, None)
+        if self.likelihood.classifies and named_classes(frame[self.target]):
+            self.classes = target_classes(frame[self.target], path, None)[1]
+        x, y = self._pair(frame, path)
+        assert y is not None
+        return x, y
+
+    def data(self, path: Path, what: str) -> tuple[Inputs, Tensor]:
+        """Inputs and targets of other data; read `training` first.
+
+        Raises
+        ------
+        DataError
+            As in `training`; or if the columns or classes of a table differ from the training data's.
+        """
+        if not is_table(path):
+            return load_data(path, self.dtype, self.targets, what)
+        x, y = self._pair(self._frame(path, what, required=True), path)
+        assert y is not None
+        return x, y
+
+    def inputs(self, path: Path, what: str) -> tuple[Inputs, Tensor | None]:
+        """Inputs of other data, and targets if the file has them; read `training` first.
+
+        Raises
+        ------
+        DataError
+            As in `data`.
+        """
+        if not is_table(path):
+            return load_inputs(path, self.dtype, self.targets, what)
+        return self._pair(self._frame(path, what, required=False), path)
+
+    def _frame(self, path: Path, what: str, required: bool) -> pandas.DataFrame:
+        """The table, with the target if that is required."""
+        frame = read_table(path, what)
+        if self.targets is not None:
+            raise DataError("--target COLUMN, for a table", f"--targets {self.targets} and {path}",
+                            "--targets names an array of an .npz file.")  # fmt: skip
+        if required:
+            require_column(frame, path, self.target)
+        return frame
+
+    def _pair(self, frame: pandas.DataFrame, path: Path) -> tuple[Tensor, Tensor | None]:
+        x = numbers(frame, path, input_columns(frame, path, self.target, self.features))
+        inputs = torch.as_tensor(x).to(self.dtype)
+        if self.target is None or self.target not in frame.columns:
+            return inputs, None
+        column = frame[self.target]
+        if self.classes is not None:
+            return inputs, torch.as_tensor(target_classes(column, path, self.classes)[0])
+        missing = getattr(self.likelihood, "missing", None) is not None
+        y = numbers(frame, path, [self.target], missing)[:, 0]
+        if is_integer_dtype(column.dtype) and not column.isna().any():
+            return inputs, torch.as_tensor(column.to_numpy(np.int64, copy=True))
+        return inputs, torch.as_tensor(y).to(self.dtype)
+
+
 def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str | None) -> Inputs:
     """X, or a dict of all arrays except the targets."""
     if targets is None:
@@ -242,13 +349,10 @@ def _conversion(path: Path, saved: Sequence[str]) -> str:
         return f"An .npy file contains one array: numpy.savez({target}, {loaded}) puts several into one file."
     if kind in (".pt", ".pth"):
         return f"Load its tensors with torch.load, and save them: numpy.savez({target}, {arrays})."
-    if kind in _FORMATS:
-        names = " Pass header=None if its first line contains data." if "read_csv" in _FORMATS[kind] else ""
-        read = f"d = pandas.{_FORMATS[kind].format(source)}; numpy.savez({target}, X="
-        if "y=y" in saved:
-            line = f"{read}d.iloc[:, :-1].astype(float), y=d.iloc[:, -1])"
-            return f"Convert it in Python, y in the last column: {line}.{names}"
-        return f"Convert it in Python: {read}d.astype(float)).{names}"
+    if kind in _TABLES:
+        table = repr(str(path.with_name(f"{stem}.csv")))
+        line = f"pandas.{_TABLES[kind].format(source)}.to_csv({table}, index=False)"
+        return f"A table can be .csv or .parquet, with --target COLUMN. Convert it in Python: {line}."
     return f"Save it with numpy.savez({target}, {arrays})."
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import Inputs
-from ntk_laplace.tools.cli.inputs import check_forward, load_data, load_weights
+from ntk_laplace.tools.cli.inputs import Files, check_forward, load_weights
 from ntk_laplace.tools.cli.likelihood import build_likelihood
 from ntk_laplace.tools.cli.python_files import load_network
 
@@ -37,6 +37,8 @@ class Model:
     settings : Settings
     output : str, int or None
         Which returned tensor is the output.
+    files : Files
+        Reads more data as the training data were read.
     """
 
     network: nn.Module
@@ -47,6 +49,7 @@ class Model:
     dtype: torch.dtype
     settings: ntkl.Settings
     output: str | int | None
+    files: Files
 
 
 def bring(options: argparse.Namespace) -> Model:
@@ -60,13 +63,15 @@ def bring(options: argparse.Namespace) -> Model:
     dtype = torch.float32 if options.float32 else torch.float64
     network = load_network(*options.network)
     load_weights(network.to(dtype=dtype), options.checkpoint)
-    x, y = load_data(options.data, dtype, options.targets)
+    likelihood = build_likelihood(options)
+    files = Files(dtype, likelihood, options.targets, options.target)
+    x, y = files.training(options.data)
     check_forward(network, x, options.output)
     network.to(_device(options.device, dtype))
     budget = None if options.memory is None else int(options.memory * 2**30)
     prior = ntkl.GaussianPrior(options.precision, groups=options.groups)
     settings = ntkl.Settings(memory_budget=budget, process_group=options.group)
-    return Model(network, x, y, build_likelihood(options), prior, dtype, settings, options.output)
+    return Model(network, x, y, likelihood, prior, dtype, settings, options.output, files)
 
 
 def _device(name: str, dtype: torch.dtype) -> torch.device:

@@ -23,6 +23,7 @@ __all__ = [
     "seed",
     "source",
     "structures",
+    "widths",
 ]
 
 FACTORY = "make_network"
@@ -36,8 +37,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     model.add_argument("--checkpoint", type=Path, required=True, metavar="PT",
                        help="the trained weights, saved with torch.save(network.state_dict(), PT)")  # fmt: skip
-    model.add_argument("--data", type=Path, required=True, metavar="NPZ",
-                       help="the training data, saved with numpy.savez(NPZ, X=..., y=...)")  # fmt: skip
+    model.add_argument("--data", type=Path, required=True, metavar="FILE",
+                       help="the training data: saved with numpy.savez(FILE.npz, X=..., y=...), or a table, .csv or "
+                       ".parquet")  # fmt: skip
+    model.add_argument("--target", metavar="COLUMN",
+                       help="the column of the targets in a table; all other columns are inputs")  # fmt: skip
     model.add_argument("--output", type=output, metavar="NAME",
                        help="which of the outputs, by name or position, if the network returns several")  # fmt: skip
     model.add_argument("--targets", metavar="NAME",
@@ -112,6 +116,11 @@ def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}.")
     return int(text)
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Comma-separated integers of at least 1."""
+    return tuple(count(part.strip()) for part in text.split(","))
 
 
 def csv_file(text: str) -> Path:

@@ -13,7 +13,7 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import to_device
 from ntk_laplace.posterior.fit import spec_of
-from ntk_laplace.tools.cli.inputs import check_forward, load_data, load_inputs
+from ntk_laplace.tools.cli.inputs import check_forward
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.predictions import Judged, Predictions
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
@@ -37,10 +37,10 @@ def run(options: argparse.Namespace) -> None:
     for path in (options.out, page_path):
         require_writable(path)
     model = bring(options)
-    x, y = load_inputs(options.inputs, model.dtype, options.targets, "inputs to predict")
+    x, y = model.files.inputs(options.inputs, "inputs to predict")
     held_out = None
     if options.held_out is not None:
-        held_out = load_data(options.held_out, model.dtype, options.targets, "held-out data")
+        held_out = model.files.data(options.held_out, "held-out data")
     device = next(model.network.parameters()).device
     for inputs in (x, *(held_out[:1] if held_out else ())):
         check_forward(model.network, to_device(inputs, device), options.output)
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     _tell("calibrating on held-out data" if held_out else "predicting each training point from all others")
     fit, judged = _calibrated(posterior, held_out)
     _tell("predicting the inputs")
-    found = Predictions.of(posterior, x, y, options.level, held_out, options.classes)
+    found = Predictions.of(posterior, x, y, options.level, held_out, options.classes or model.files.classes)
     sentences += summary(fit, found)
     warned += doubts(fit, found)
     page = build(posterior, judged, found, sentences, warned, options.out.name)
@@ -83,7 +83,7 @@ def _require_exact(options: argparse.Namespace) -> None:
             "--held-out, or --structure gp, full or iterative, and --curvature ggn: intervals and sets come from "
             "leave-one-out",
             f"--structure {options.structure} and --curvature {options.curvature} without --held-out",
-            "Pass data that training did not use: --held-out NPZ.",
+            "Pass data that training did not use: --held-out FILE.",
         )  # fmt: skip
 
 

@@ -163,10 +163,20 @@ class LaplaceEstimator(BaseEstimator):
 
     # --- prediction
 
-    def _at(self, x: Any) -> Tensor:
-        """Checked inputs, as the network takes them."""
+    def network_inputs(self, X: Any) -> Tensor:
+        """Inputs as `network_` and `posterior_` take them, checked, and standardized if the estimator does that.
+
+        Parameters
+        ----------
+        X : array_like, (n, features)
+
+        Returns
+        -------
+        Tensor, (n, features)
+            In the network's dtype and on its device.
+        """
         check_is_fitted(self)
-        x = validate_data(self, x, reset=False, dtype=(np.float64, np.float32))
+        x = validate_data(self, X, reset=False, dtype=(np.float64, np.float32))
         return self._tensor(x, self.network_)
 
     def _tensor(self, x: Array, module: nn.Module) -> Tensor:
@@ -189,7 +199,7 @@ class LaplaceEstimator(BaseEstimator):
         Explanation or Ranking
             Training point i is row ``training_index_[i]`` of the data of `fit`.
         """
-        x = self._at(X)
+        x = self.network_inputs(X)
         return self.posterior_.explain(x, k, **options)
 
     # --- evidence

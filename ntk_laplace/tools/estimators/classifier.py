@@ -120,7 +120,7 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
         return self.classes_[best]
 
     def _probabilities(self, X: Any) -> Tensor:
-        x = self._at(X)
+        x = self.network_inputs(X)
         generator = torch.Generator(x.device).manual_seed(0)  # the same points of f in every call
         response = self.posterior_.predict(x, generator=generator)
         probabilities = response.mean.detach().cpu().double()  # of one-hot labels

@@ -171,7 +171,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         """
         if return_std and return_cov:
             raise UnsupportedError("return_std or return_cov", "both", "Take the diagonal of the covariance.")
-        x = self._at(X)
+        x = self.network_inputs(X)
         if return_cov:
             mean, covariance = self._joint(x)
             own = np.einsum("icjc->ijc", covariance)
@@ -197,7 +197,7 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         -------
         ndarray, (n, n_samples) or (n, targets, n_samples)
         """
-        mean, covariance = self._joint(self._at(X))
+        mean, covariance = self._joint(self.network_inputs(X))
         n, c = mean.shape
         root = symmetric_root(torch.as_tensor(covariance.reshape(n * c, n * c))).numpy()
         noise = check_random_state(random_state).standard_normal((n * c, n_samples))

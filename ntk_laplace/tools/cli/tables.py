@@ -1,0 +1,215 @@
+"""Tables of the command, CSV and Parquet: one column is the target, all others are inputs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+from numpy.typing import NDArray
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+from ntk_laplace.errors import DataError
+from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
+
+__all__ = ["input_columns", "is_table", "named_classes", "numbers", "read_table",
+    "require_column", "target_classes"]
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
+# the default of later versions, which do not take the option
+_EXACT: dict[str, Any] = {"float_precision": "round_trip"} if int(pandas.__version__.partition(".")[0]) < 4 else {}
+
+
+def is_table(path: Path) -> bool:
+    """Whether the name ends with ``.csv`` or ``.parquet``; a CSV file may be compressed."""
+    return _ending(path) in (".csv", ".parquet")
+
+
+def _ending(path: Path) -> str:
+    endings = [ending.lower() for ending in path.suffixes]
+    return endings[-2] if endings[-2:-1] == [".csv"] and endings[-1] in _COMPRESSED else "".join(endings[-1:])
+
+
+def read_table(path: Path, what: str) -> pandas.DataFrame:
+    """Read a table with at least one row, whose columns have different names.
+
+    Parameters
+    ----------
+    path : Path
+    what : str
+        What the file contains, for messages.
+
+    Raises
+    ------
+    DataError
+        If the file is missing, cannot be read, or is no such table.
+    """
+    require_file(path, f"a table of {what}")
+    frame = _parquet(path) if _ending(path) == ".parquet" else _csv(path)
+    if frame.empty:
+        raise DataError("a table with at least one row below the names of its columns", f"{path} without rows",
+                        "Check the file.")  # fmt: skip
+    return frame
+
+
+def _csv(path: Path) -> pandas.DataFrame:
+    expected = "a table with commas between the columns, and their names in the first line"
+    options: dict[str, Any] = {"index_col": False, "low_memory": False, **_EXACT}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pandas.errors.ParserWarning)  # columns that it would drop
+            warnings.simplefilter("ignore", DeprecationWarning)
+            names = pandas.read_csv(path, header=None, nrows=1, dtype=str).iloc[0]
+            frame = pandas.read_csv(path, **options)
+    except pandas.errors.EmptyDataError as cause:
+        raise DataError(expected, f"{path}, which is empty", "Check the file.") from cause
+    except (pandas.errors.ParserWarning, ValueError, OSError, EOFError) as cause:
+        raise DataError(expected, f"{path} ({first_line(cause)})", "Check the file.") from cause
+    if names.isna().any():
+        raise DataError("a name for each column", f"none for column {int(np.argmax(names.isna())) + 1} of {path}",
+                        "Name it. pandas writes such a column of row numbers, unless to_csv has index=False.")
+    if names.duplicated().any():
+        raise DataError("columns with different names", f"{names[names.duplicated()].iloc[0]!r} twice in {path}",
+                        "Rename one.")  # fmt: skip
+    return frame
+
+
+def _parquet(path: Path) -> pandas.DataFrame:
+    try:
+        frame = pandas.read_parquet(path)
+    except ImportError as cause:
+        raise DataError("a table that pandas can read here", f"{path}, for which pandas finds no engine",
+                        "Install one, pip install pyarrow, or save the table as .csv.") from cause  # fmt: skip
+    except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
+        raise DataError("a Parquet table", f"{path} ({first_line(cause)})", "Check the file.") from cause
+    frame.columns = frame.columns.map(str)
+    return frame.reset_index(drop=True)
+
+
+def require_column(frame: pandas.DataFrame, path: Path, target: str | None) -> str:
+    """Return the name of the column of the targets unchanged.
+
+    Raises
+    ------
+    DataError
+        If the table has no such column, or no name was given.
+    """
+    if target is None or target not in frame.columns:
+        got = "none" if target is None else f"--target {target}"
+        raise DataError(f"--target COLUMN, one of {first_few(list(frame.columns))} in {path}", got,
+                        "Name the column of the targets; all others are inputs.")  # fmt: skip
+    return target
+
+
+def input_columns(frame: pandas.DataFrame, path: Path, target: str | None, known: Sequence[str] | None) -> list[str]:
+    """Names of the columns of inputs, which are all except the target, in the order of `known` if that is given.
+
+    Parameters
+    ----------
+    frame : DataFrame
+    path : Path
+        For messages.
+    target : str, optional
+        The column of the targets; the table may be without it.
+    known : sequence of str, optional
+        Input columns of the training data.
+
+    Raises
+    ------
+    DataError
+        If there are none, or other ones than in the training data.
+    """
+    found = [name for name in frame.columns if name != target]
+    if not found:
+        raise DataError("columns of inputs beside the target", f"{target!r} alone in {path}", "Add a column of inputs.")
+    if known is None:
+        return found
+    missing, extra = [name for name in known if name not in found], [name for name in found if name not in known]
+    if missing or extra:
+        got = ([f"no {first_few(missing)}"] if missing else []) + ([f"{first_few(extra)} too"] if extra else [])
+        raise DataError(f"the {len(known)} input columns of the training data in {path}", " and ".join(got),
+                        "Give both tables the same columns; their order does not matter.")
+    return list(known)
+
+
+def numbers(frame: pandas.DataFrame, path: Path, names: Sequence[str], missing: bool = False) -> NDArray[np.float64]:
+    """Values of numeric columns, (rows, columns).
+
+    Parameters
+    ----------
+    frame : DataFrame
+    path : Path
+        For messages.
+    names : sequence of str
+        Of the columns.
+    missing : bool
+        Whether a value may be missing, which is then NaN.
+
+    Raises
+    ------
+    DataError
+        Names the column, and the row of the first value that is missing, infinite or no number.
+    """
+    for name in names:
+        column = frame[name]
+        if not missing:
+            _require_present(column, path)
+        if not is_numeric_dtype(column.dtype):
+            other = pandas.to_numeric(column, errors="coerce").isna() & column.notna()
+            row = int(np.argmax(other))
+            raise DataError(f"numbers in column {name!r} of {path}", f"{str(column.iloc[row])!r}{_row(row)}",
+                            "Replace them by numbers, with columns of 0 and 1 for categories, or drop the column.")
+    found = np.column_stack([frame[name].to_numpy(np.float64, na_value=np.nan) for name in names])
+    for row, index in np.argwhere(np.isinf(found))[:1]:
+        raise DataError(f"finite numbers in column {names[index]!r} of {path}", f"{found[row, index]:g}{_row(row)}",
+                        "Correct the value, or remove the row.")  # fmt: skip
+    return found
+
+
+def target_classes(
+    column: pandas.Series, path: Path, known: Sequence[str] | None
+) -> tuple[NDArray[np.int64], list[str]]:  # fmt: skip
+    """Class numbers of a column of names, and the names in sorted order.
+
+    Parameters
+    ----------
+    column : Series
+    path : Path
+        For messages.
+    known : sequence of str, optional
+        Names in the training data.
+
+    Raises
+    ------
+    DataError
+        If a value is missing, or is not among the known names.
+    """
+    _require_present(column, path)
+    texts = column.astype(str)
+    names = sorted(texts.unique()) if known is None else list(known)
+    number = {name: index for index, name in enumerate(names)}
+    other = ~texts.isin(names)
+    if other.any():
+        row = int(np.argmax(other))
+        raise DataError(f"classes of the training data ({first_few(names)}) in column {column.name!r} of {path}",
+                        f"{texts.iloc[row]!r}{_row(row)}", "Correct the name, or remove the row.")
+    return texts.map(number).to_numpy(np.int64, copy=True), names
+
+
+def named_classes(column: pandas.Series) -> bool:
+    """Whether values are names: text, categories, or truth values."""
+    return is_bool_dtype(column.dtype) or not is_numeric_dtype(column.dtype)
+
+
+def _require_present(column: pandas.Series, path: Path) -> None:
+    gaps = column.isna()
+    if gaps.any():
+        raise DataError(f"a value in each row of column {column.name!r} of {path}",
+                        f"none{_row(int(np.argmax(gaps)))}", "Fill it in, or remove the row.")
+
+
+def _row(row: int) -> str:
+    return f" in row {row}, counted from 0 below the names"

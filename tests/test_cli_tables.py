@@ -1,0 +1,391 @@
+"""Tables of the command: CSV and Parquet give the numbers of the npz; what is wrong with a table is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import joblib
+import numpy as np
+import pandas
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+import ntk_laplace as ntkl
+from ntk_laplace import plotting
+from ntk_laplace.tools import cli
+
+NETWORK = """
+from torch import nn
+
+
+def classes():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3))
+
+
+def single():
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+make_network = single
+"""
+KINDS = np.array(["cat", "ant", "bee"])  # not sorted: their numbers are 2, 0, 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: networks, and 20 rows of two inputs with a number, a count and a name as targets."""
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(NETWORK)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for name, outputs in {"classes": 3, "single": 1}.items():
+            torch.save(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, outputs)).state_dict(), f"{name}.pt")
+    random = np.random.default_rng(0)
+    frame = table(random.normal(size=(20, 2)) / 3, random.normal(size=20) * 1e-5)
+    frame.to_csv("all.csv", index=False)
+    for target in ("price", "count", "kind"):
+        frame[["height", target, "width"]].to_csv(f"{target}.csv", index=False)
+    x = frame[["height", "width"]].to_numpy()
+    np.savez("price.npz", X=x, y=frame["price"])
+    np.savez("count.npz", X=x, y=frame["count"])
+    np.savez("kind.npz", X=x, y=np.array([2, 0, 1])[np.arange(20) % 3])
+    return tmp_path
+
+
+def table(x: np.ndarray, price: np.ndarray) -> pandas.DataFrame:
+    rows = np.arange(len(x))
+    return pandas.DataFrame(
+        {"height": x[:, 0], "price": price, "count": rows % 4, "kind": KINDS[rows % 3], "width": x[:, 1]}
+    )
+
+
+MODELS = {
+    "price": ("single", "gaussian"), "count": ("single", "poisson"), "kind": ("classes", "categorical"),
+}  # fmt: skip
+
+
+def line(command: str, data: str, target: str | None, likelihood: str | None = None, *more: str) -> list[str]:
+    network, own = MODELS[target or "kind"]
+    named = [] if target is None or data.endswith(".npz") else ["--target", target]
+    return [command, f"model.py:{network}", "--checkpoint", f"{network}.pt", "--data", data, "--likelihood",
+            likelihood or own, *named, *more]  # fmt: skip
+
+
+def evidence(data: str, target: str) -> float:
+    assert cli.main([*line("evidence", data, target), "--structures", "gp", "--json", "o.json"]) == 0
+    return json.loads(Path("o.json").read_text())["rows"][0]["evidence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", list(MODELS))
+def test_a_csv_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder: Path) -> None:
+    pandas.read_csv(f"{target}.csv").to_csv("packed.csv.gz", index=False)
+    expected = evidence(f"{target}.npz", target)
+    assert evidence(f"{target}.csv", target) == expected and evidence("packed.csv.gz", target) == expected
+
+
+@pytest.mark.parametrize("target", list(MODELS))
+def test_parquet_gives_the_evidence_of_the_npz_to_all_digits(target: str, folder: Path) -> None:
+    pytest.importorskip("pyarrow")
+    frame = pandas.read_csv(f"{target}.csv")
+    frame.set_axis(np.arange(len(frame)) * 2).to_parquet("t.parquet")  # an index that is no column
+    assert evidence("t.parquet", target) == evidence(f"{target}.npz", target)
+
+
+def test_parquet_without_an_engine_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def no_engine(path: Path) -> pandas.DataFrame:
+        raise ImportError("Unable to find a usable engine\nin several lines")
+
+    monkeypatch.setattr(pandas, "read_parquet", no_engine)
+    Path("t.parquet").write_bytes(b"PAR1")
+    assert cli.main(line("evidence", "t.parquet", "kind")) == 1
+    assert capsys.readouterr().err == (
+        "ntk-laplace: expected a table that pandas can read here; got t.parquet, for which pandas finds no engine. "
+        "Install one, pip install pyarrow, or save the table as .csv.\n"
+    )
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small picture for all: drawing takes longer than all the rest."""
+    dot = plotting.png(Figure(figsize=(0.1, 0.1)), dpi=10)
+    monkeypatch.setattr(plotting, "png", lambda figure: dot)
+
+
+def predicted(data: str, inputs: str, target: str, *more: str) -> pandas.DataFrame:
+    assert cli.main([*line("predict", data, target), "--inputs", inputs, *more]) == 0
+    return pandas.read_csv("predictions.csv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["price", "kind"])
+def test_predictions_of_tables_are_those_of_the_npz(
+    target: str, folder: Path, quick: None, capsys: pytest.CaptureFixture
+) -> None:
+    """Columns of the inputs in another order, with the targets and without; the names of the classes are used."""
+    frame = pandas.read_csv(f"{target}.csv")
+    new = frame.iloc[5:10]
+    new[["width", "height", target]].to_csv("new.csv", index=False)
+    new[["width", "height"]].to_csv("unknown.csv", index=False)
+    expected = np.load(f"{target}.npz")
+    np.savez("new.npz", X=expected["X"][5:10], y=expected["y"][5:10])
+    classes = ["--classes", "ant,bee,cat"] if target == "kind" else []
+    held_out = ["--held-out", "new.csv", "--level", "0.5"]
+    reference = predicted(f"{target}.npz", "new.npz", target, *classes)
+    split = predicted(f"{target}.npz", "new.npz", target, *classes, "--held-out", "new.npz", "--level", "0.5")
+    pandas.testing.assert_frame_equal(predicted(f"{target}.csv", "new.csv", target), reference, check_exact=True)
+    pandas.testing.assert_frame_equal(predicted(f"{target}.csv", "new.csv", target, *held_out), split, check_exact=True)
+    unknown = predicted(f"{target}.csv", "unknown.csv", target)
+    pandas.testing.assert_frame_equal(unknown, reference.drop(columns=["target", "covered"]), check_exact=True)
+    if target == "kind":
+        assert list(reference["target"]) == list(new["kind"])
+
+
+def test_the_page_of_explanations_has_the_names_of_the_table(folder: Path) -> None:
+    def content(*more: str) -> dict:
+        assert cli.main([*line("explain", *more), "--inputs", more[0], "--out", "page.html"]) == 0
+        return json.loads(Path("page.html").read_text().partition('id="data">')[2].partition("</script>")[0])
+
+    page = content("kind.csv", "kind")
+    assert page["names"] == ["ant", "bee", "cat"] and page["rows"]["features"] == ["height", "width"]
+    assert [point["target"] for point in page["points"][:3]] == [2, 0, 1]
+    assert content("price.csv", "price")["names"] == ["price"]
+
+
+def test_names_of_two_classes_for_one_output(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    frame = pandas.read_csv("price.csv")
+    above = frame["price"] > 0
+    values = []
+    for column in (above.map({True: "yes", False: "no"}), above, above.astype(int)):
+        frame.assign(price=column).to_csv("two.csv", index=False)
+        assert cli.main([*line("evidence", "two.csv", "price", "bernoulli"), "--structures", "gp"]) == 0
+        values.append(re.findall(r"^gp +(-?[\d.]+)", capsys.readouterr().out, re.MULTILINE))
+    assert values[0] == values[1] == values[2] and values[0]
+
+
+def test_missing_targets_are_allowed_where_the_likelihood_has_them(folder: Path) -> None:
+    frame = pandas.read_csv("price.csv")
+    frame.loc[3, "price"] = np.nan
+    frame.to_csv("gaps.csv", index=False)
+    np.savez("gaps.npz", X=frame[["height", "width"]], y=frame["price"])
+    missing = ["--likelihood-option", "missing=nan", "--structures", "gp", "--json", "o.json"]
+    found = []
+    for data in ("gaps.csv", "gaps.npz"):
+        assert cli.main([*line("evidence", data, "price"), *missing]) == 0
+        found.append(json.loads(Path("o.json").read_text())["rows"][0]["evidence"])
+    assert found[0] == found[1]
+
+
+ROW = "in row {}, counted from 0 below the names"
+BAD = {
+    "empty": ("", "in the first line; got bad.csv, which is empty. Check the file."),
+    "only names": ("height,width,kind\n", "at least one row below the names of its columns; got bad.csv without rows."),
+    "no column": ("height,width,sort\n1,2,ant\n", "expected --target COLUMN, one of 'height', 'width', 'sort' in "
+                  "bad.csv; got --target kind. Name the column of the targets; all others are inputs."),
+    "no inputs": ("kind\nant\n", "columns of inputs beside the target; got 'kind' alone in bad.csv"),
+    "missing input": ("height,width,kind\n1,2,ant\n1,,bee\n", "expected a value in each row of column 'width' of "
+                      f"bad.csv; got none {ROW.format(1)}. Fill it in, or remove the row."),
+    "missing class": ("height,width,kind\n1,2,\n1,3,bee\n", f"column 'kind' of bad.csv; got none {ROW.format(0)}"),
+    "text": ("height,width,kind\n1,2,ant\n?,3,bee\n", "expected numbers in column 'height' of bad.csv; got '?' "
+             f"{ROW.format(1)}. Replace them"),
+    "longer row": ("height,width,kind\n1,2,ant\n1,2,3,bee\n", "got bad.csv (Error tokenizing data."),
+    "longer rows": ("height,width,kind\n1,2,3,ant\n", "got bad.csv (Length of header or names does not match"),
+    "index": (",height,width,kind\n0,1,2,ant\n", "a name for each column; got none for column 1 of bad.csv. Name it."),
+    "twice": ("height,kind,height\n1,ant,2\n", "columns with different names; got 'height' twice in bad.csv."),
+    "infinite": ("height,width,kind\n1,2,ant\ninf,2,bee\n",
+                 f"expected finite numbers in column 'height' of bad.csv; got inf {ROW.format(1)}"),
+    "bytes": (b"height,width,kind\n1,2,\xff\n", "got bad.csv ('utf-8' codec can't decode byte 0xff"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_what_is_wrong_with_a_table_is_one_line(name: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    content, words = BAD[name]
+    Path("bad.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    refused(line("evidence", "bad.csv", "kind"), words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (line("evidence", "nowhere.csv", "kind"), "a table of the training data; got nowhere.csv, where there is no "
+         "file. Check the path."),
+        (line("evidence", "kind.csv", None), "expected --target COLUMN, one of 'height', 'kind', 'width' in kind.csv; "
+         "got none. Name the column"),
+        (line("evidence", "kind.csv", None, None, "--targets", "kind"), "--target COLUMN, for a table; got --targets "
+         "kind and kind.csv."),
+        (line("evidence", "kind.csv", "kind", "gaussian"), "expected numbers in column 'kind' of kind.csv; got 'cat' "
+         "in row 0"),
+        (line("predict", "kind.csv", "kind", None, "--inputs", "all.csv"), "expected the 2 input columns of the "
+         "training data in all.csv; got 'price', 'count' too."),
+        (line("predict", "kind.csv", "kind", None, "--inputs", "less.csv"), "in less.csv; got no 'width'. Give both"),
+        (line("predict", "kind.csv", "kind", None, "--inputs", "other.csv"), "expected classes of the training data "
+         "('ant', 'bee', 'cat') in column 'kind' of other.csv; got 'dog' in row 1"),
+        (line("predict", "kind.csv", "kind", None, "--inputs", "kind.csv", "--held-out", "unknown.csv"), "one of "
+         "'height', 'width' in unknown.csv; got --target kind."),
+    ],
+)  # fmt: skip
+def test_tables_that_do_not_fit_are_one_line(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    frame = pandas.read_csv("kind.csv")
+    frame[["height", "kind"]].to_csv("less.csv", index=False)
+    frame[["height", "width"]].to_csv("unknown.csv", index=False)
+    frame.iloc[:2].assign(kind=["ant", "dog"]).to_csv("other.csv", index=False)
+    refused(arguments, words, capsys)
+
+
+def refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("ntk-laplace: expected ") and words in printed.err, printed.err
+    assert printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_a_column_needs_a_table(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main([*line("evidence", "kind.npz", "kind"), "--target", "kind"])
+    assert left.value.code == 2
+    assert "expected --target with a table, .csv or .parquet; got kind.npz." in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------------------------------------------- fit
+
+QUICK = ["--epochs", "2", "--hidden", "2", "--out", "out"]
+
+
+def scores(text: str) -> dict[str, list[float]]:
+    rows = re.findall(r"^(network alone|posterior) +([-\d. ]+)$", text, re.MULTILINE)
+    return {name: [float(number) for number in numbers.split()] for name, numbers in rows}
+
+
+def fitted(target: str, capsys: pytest.CaptureFixture) -> tuple[pandas.DataFrame, pandas.DataFrame, str]:
+    """The table without other targets, the predictions, and what was printed."""
+    assert cli.main(["fit", f"{target}.csv", "--target", target, "--seed", "3", *QUICK]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"from 2 inputs: 16 rows to train, 4 held out$", out, re.MULTILINE), out
+    frame, found = pandas.read_csv(f"{target}.csv"), pandas.read_csv("out/predictions.csv")
+    assert len(found) == 4 and list(found["target"]) == list(frame[target].iloc[found["row"]])
+    return frame, found, out
+
+
+@pytest.mark.slow
+def test_fit_of_numbers(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """Scores from the written predictions; the model is the estimator of all other rows, and can be loaded."""
+    frame, found, out = fitted("price", capsys)
+    x, y = frame[["height", "width"]], frame["price"]
+    rest = frame.index.difference(found["row"])
+    model = ntkl.LaplaceRegressor(epochs=2, hidden_layer_sizes=(2,), random_state=3).fit(x.loc[rest], y.loc[rest])
+    mean, sd = model.predict(x.loc[found["row"]], return_std=True)
+    np.testing.assert_allclose(found[["mean", "sd"]], np.column_stack([mean, sd]), rtol=1e-9)
+    np.testing.assert_allclose(found["upper"] - found["mean"], 1.6448536269514722 * sd, rtol=1e-9)
+    np.testing.assert_allclose(found["lower"] + found["upper"], 2 * mean, rtol=1e-9)
+    assert f"training rows: {model.log_marginal_likelihood_value_:.3f} nats" in out
+    loaded = joblib.load("out/model.joblib")
+    np.testing.assert_allclose(loaded.predict(x.loc[found["row"]]), mean, rtol=1e-9)
+    error = found["target"] - mean
+    assert set(scores(out)) == {"network alone", "posterior"}
+    for name, own in {"network alone": np.full(4, model.noise_**0.5), "posterior": sd}.items():
+        density = (-0.5 * np.log(2 * np.pi) - np.log(own) - error**2 / own**2 / 2).mean()
+        covered = (np.abs(error) <= 1.6448536269514722 * own).mean()
+        assert scores(out)[name] == pytest.approx([density, (error**2).mean() ** 0.5, covered], abs=5.1e-5)
+
+
+@pytest.mark.slow
+def test_fit_of_classes(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    frame, found, out = fitted("kind", capsys)
+    rest = frame.index.difference(found["row"])
+    model = ntkl.LaplaceClassifier(epochs=2, hidden_layer_sizes=(2,), random_state=3)
+    model.fit(frame.loc[rest, ["height", "width"]], frame.loc[rest, "kind"])
+    p = found[["probability_ant", "probability_bee", "probability_cat"]].to_numpy()
+    np.testing.assert_allclose(p, model.predict_proba(frame.loc[found["row"], ["height", "width"]]), rtol=1e-9)
+    labels = found["target"].map({"ant": 0, "bee": 1, "cat": 2}).to_numpy()
+    x = frame[["height", "width"]].to_numpy()
+    x = (x[found["row"]] - x[rest].mean(0)) / x[rest].std(0)
+    with torch.no_grad():
+        alone = model.network_(torch.as_tensor(x)).softmax(1).numpy()
+    for name, own in {"network alone": alone, "posterior": p}.items():
+        density, accuracy = np.log(own[np.arange(4), labels]).mean(), (own.argmax(1) == labels).mean()
+        assert scores(out)[name][:2] == pytest.approx([density, accuracy], abs=5.1e-5)
+    assert list(found["predicted"]) == [["ant", "bee", "cat"][index] for index in p.argmax(1)]
+    assert list(joblib.load("out/model.joblib").classes_) == ["ant", "bee", "cat"]
+
+
+@pytest.mark.parametrize(
+    ("values", "task", "kind"),
+    [
+        (np.arange(20) % 10, None, "Classifier"),
+        (np.arange(20) % 11, None, "Regressor"),
+        (np.arange(20) % 2 + 0.0, "classes", "Classifier"),
+        (np.arange(20) % 3, "regression", "Regressor"),
+        (np.arange(20) % 3 + 0.0, None, "Regressor"),
+        (np.arange(20) % 2 == 1, None, "Classifier"),
+        ([f"{number}th" for number in range(20)], "classes", "held-out rows alone"),
+    ],
+)
+def test_what_a_target_is_taken_as(
+    values: np.ndarray | list[str], task: str | None, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    def taken(name: str) -> type:
+        def stop(**_: object) -> None:
+            raise ntkl.DataError("to stop here", name, "It is a test.")
+
+        return stop
+
+    for name in ("Regressor", "Classifier"):
+        monkeypatch.setattr(ntkl, f"Laplace{name}", taken(name))
+    pandas.read_csv("price.csv").assign(price=values).to_csv("t.csv", index=False)
+    assert cli.main(["fit", "t.csv", "--target", "price", *QUICK, *(["--task", task] if task else [])]) == 1
+    printed = capsys.readouterr()
+    assert kind in printed.err and not Path("out/predictions.csv").exists()
+    assert ("classes" if kind != "Regressor" else "real numbers") in printed.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["kind.npz", "--target", "y"], "expected a table, .csv or .parquet; got kind.npz."),
+        (["kind.csv"], "expected --target COLUMN, one of 'height', 'kind', 'width' in kind.csv; got none."),
+        (["all.csv", "--target", "price"], "expected numbers in column 'kind' of all.csv; got 'cat' in row 0"),
+        (["kind.csv", "--target", "kind", "--task", "regression"], "expected numbers in column 'kind' of kind.csv"),
+        (["price.csv", "--target", "price", "--task", "classes"], "expected names or whole numbers as classes in "
+         "column 'price' of price.csv; got "),
+        (["few.csv", "--target", "price"], "expected at least 10 rows; got 9 in few.csv."),
+        (["price.csv", "--target", "price", "--out", "model.py/below"], "cannot write to model.py/below"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fitted_is_one_line(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    pandas.read_csv("price.csv").iloc[:9].to_csv("few.csv", index=False)
+    assert cli.main(["fit", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert words in printed.err and printed.err.count("\n") == 1 and printed.out == "", printed.err
+
+
+@pytest.mark.slow
+def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest.CaptureFixture) -> None:
+    """With two epochs; the first line of the printed results is that of the page."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "tables.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    frame = pandas.read_csv("price.csv")
+    frame.to_csv("train.csv", index=False)
+    frame[["width", "height"]].to_csv("new.csv", index=False)
+    Path("single.pt").rename("weights.pt")
+    shell = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    commands = [shlex.split(line) for line in shell.replace("\\\n", "").splitlines()]
+    assert [command[1] for command in commands] == ["fit", "fit", "evidence", "predict"]
+    for command in commands:
+        assert cli.main([*command[1:], *(["--epochs", "2"] if command[1] == "fit" else [])]) == 0
+        if command[1] == "fit":
+            assert capsys.readouterr().out.splitlines()[0] in page.splitlines()
+    assert len(pandas.read_csv("predictions.csv")) == 20
