@@ -540,7 +540,7 @@ Source = Batches | Joined | Selected | Missing
 
 
 def _missing() -> DataError:
-    return DataError("the training data, for another pass over them", "a checkpoint without them",
+    return DataError("the training data, for another pass over them", "a checkpoint, which does not contain the inputs",
                      "Load it with ntk_laplace.load(path, network, data=...).")
 
 
