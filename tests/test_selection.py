@@ -266,7 +266,7 @@ def test_a_stream_that_runs_dry_is_refused():
 def test_a_checkpoint_without_data_is_refused(tmp_path):
     of_classes("kfac").save(tmp_path / "kfac.pt")
     loaded = ntkl.load(tmp_path / "kfac.pt", classes()[0])
-    with pytest.raises((ntkl.DataError, ntkl.UnsupportedError), match="checkpoint, which does not contain|checkpoint without them"):
+    with pytest.raises((ntkl.DataError, ntkl.UnsupportedError), match="a checkpoint, which does not"):
         loaded.conditional_log_marginal_likelihood(30)
 
 
