@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, HyperparameterError, NTKLaplaceWarning, UnsupportedError, is_whole
 from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.objective import in_mode
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
@@ -271,14 +272,8 @@ def _untold() -> Iterator[None]:
 
 def _require_outputs(module: nn.Module, x: Tensor, outputs: int) -> None:
     """Refuse a network with another number of outputs, before it is trained."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        with torch.no_grad():
-            f = module(x[:2])
-    finally:
-        for part, mode in modes:
-            part.training = mode
+    with in_mode(module, training=False), torch.no_grad():
+        f = module(x[:2])
     own = f.shape[1] if isinstance(f, Tensor) and f.ndim == 2 else None
     if own is not None and own != outputs:
         raise DataError(f"a network with {outputs} outputs, one for each class or target", f"{own}",
