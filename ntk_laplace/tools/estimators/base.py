@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
@@ -48,14 +49,8 @@ class Standardized:
         columns = table.shape[1]
         if not wanted:
             return cls(np.zeros(columns), np.ones(columns))
-        table = table.astype(np.float64)
-        unit = np.abs(table).max(0)  # whose square neither overflows nor vanishes
-        unit = np.where(unit == 0.0, 1.0, unit)
-        table = table / unit
-        mean = np.average(table, axis=0, weights=weight)
-        scale = np.sqrt(np.average((table - mean) ** 2, axis=0, weights=weight))
-        flat = scale <= 10 * np.finfo(scale.dtype).eps * np.abs(mean)
-        return cls(mean * unit, np.where(flat | (scale == 0.0), 1.0, scale * unit))
+        found = StandardScaler().fit(table.astype(np.float64), sample_weight=weight)
+        return cls(found.mean_, found.scale_)
 
     def __call__(self, table: Array) -> Array:
         """(table - mean) / scale."""
