@@ -103,6 +103,52 @@ def test_epig(kind: str) -> None:
     assert relative_error(active.score(posterior, x[:5], "epig", targets=x[5:]), wanted) < 1e-8
 
 
+@pytest.mark.parametrize("kind", LIKELIHOODS)
+@pytest.mark.parametrize("method", ["epig", "variance", "bald"])
+def test_greedy_choice_given_the_labels_before(kind: str, method: str) -> None:
+    """Each score is that of the dense joint covariance given the chosen; gains of "epig" add up (chain rule)."""
+    posterior, x = fitted(kind)
+    pool, there = (x[:6], x[6:]) if method == "epig" else (x, None)
+    found = active.select(posterior, pool, 3, method, targets=there, samples=4096)
+    rows = posterior.jacobian(x)
+    dense, roots = posterior.posterior_precision.covariance(rows), posterior.likelihood.root(rows.f).detach()
+    outputs = rows.f.shape[1]
+    chosen: list[int] = []
+    for index, gain in zip(found.indices.tolist(), found.gains.tolist(), strict=True):
+        if method == "epig":
+            matrix, rank = joint(posterior, x), roots.shape[-1]
+            def about(batch: tuple[int, ...], a: Tensor = matrix, r: int = rank) -> float:
+                return sum(told(a, r, batch) + told(a, r, (j,)) - told(a, r, (*batch, j)) for j in (6, 7, 8)) / 3
+            gains = {i: about((*chosen, i)) - (about(tuple(chosen)) if chosen else 0.0) for i in range(6)}
+        else:
+            given = dense
+            if chosen:  # V - V_M S (I + SᵀV_MM S)⁻¹ SᵀV_M
+                at = torch.cat([torch.arange(i * outputs, (i + 1) * outputs) for i in chosen])
+                root = torch.block_diag(*roots[chosen])
+                inner = torch.eye(root.shape[1]).double() + root.T @ dense[at][:, at] @ root
+                given = dense - dense[:, at] @ root @ torch.linalg.solve(inner, root.T @ dense[at])
+            blocks = torch.stack([given[i * outputs : (i + 1) * outputs, i * outputs : (i + 1) * outputs]
+                                  for i in range(9)])  # fmt: skip
+            gains = dict(enumerate(_single(kind, method, rows.f, blocks, roots).tolist()))
+        gains = {i: value for i, value in gains.items() if i not in chosen}
+        tolerance = {"rel": 1e-8} if method != "bald" or kind == "gaussian" else {"abs": 0.01}
+        assert gain == pytest.approx(gains[index], **tolerance)
+        assert gain == pytest.approx(max(gains.values()), **tolerance)
+        chosen.append(index)
+
+
+def _single(kind: str, method: str, mean: Tensor, blocks: Tensor, roots: Tensor) -> Tensor:
+    """Variance or BALD of each input from its covariance."""
+    if method == "variance":
+        return blocks.diagonal(dim1=1, dim2=2).sum(1)
+    if kind == "gaussian":
+        return 0.5 * torch.logdet(torch.eye(roots.shape[-1]).double() + roots.mT @ blocks @ roots)
+    jitter = 1e-12 * torch.eye(blocks.shape[-1]).double()
+    draws = torch.distributions.MultivariateNormal(mean.detach(), blocks + jitter).sample((50000,))
+    p = draws.softmax(-1) if kind == "categorical" else torch.cat([draws.sigmoid(), 1 - draws.sigmoid()], -1)
+    return -torch.xlogy(p.mean(0), p.mean(0)).sum(-1) + torch.xlogy(p, p).sum(-1).mean(0)
+
+
 def test_bald_of_correlated_labels() -> None:
     """Of three labels: from all eight label vectors, by a hundred thousand draws; the graph of f is not kept."""
     torch.manual_seed(0)

@@ -4,15 +4,16 @@
 
 A pool of 1,000 images of scikit-learn's digits and, with ``--data``, of MNIST (DIR/mnist.npz, shrunk to 14 x 14), and
 twenty labels at the start. In each of eight rounds a perceptron with 32 tanh units is trained to its MAP on all labels
-so far (prior precision 1), and ten more images are labeled: at random, by the greedy information, by the ten largest
-"bald" scores, the ten largest "epig" scores (100 images of the pool as targets), or the ten largest variances. Test
-accuracy and log likelihood (glm) of 500 images; means and paired standard errors over ten seeds of data and weights. It
-writes labels.json and labels.png.
+so far (prior precision 1), and ten more images are labeled: at random, or greedily by "information", "bald", "epig"
+(100 images of the pool as targets) or "variance", each given those chosen before it. Test accuracy and log likelihood
+(glm) of 500 images; means and paired standard errors over ten seeds of data and weights. It writes labels.json and
+labels.png.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,30 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
 from _shared import machine, mlp, once, parser, table, write
 
-WAYS = ("random", "information", "bald", "epig", "variance")
 COLORS = ("0.45", "#0072B2", "#D55E00", "#009E73", "#E69F00")
 START, BATCH = 20, 10
+
+# posterior, labeled inputs and labels, unlabeled inputs, generator -> indices of BATCH unlabeled inputs
+Choice = Callable[[ntkl.Posterior, Tensor, Tensor, Tensor, torch.Generator], Tensor]
+
+
+def at_random(posterior: ntkl.Posterior, x: Tensor, y: Tensor, rest: Tensor, generator: torch.Generator) -> Tensor:
+    """Any ten."""
+    return torch.randperm(len(rest), generator=generator)[:BATCH]
+
+
+def greedy(method: str) -> Choice:
+    """The batch of `ntkl.active.select`."""
+
+    def choice(posterior: ntkl.Posterior, x: Tensor, y: Tensor, rest: Tensor, generator: torch.Generator) -> Tensor:
+        pool = torch.cat([x, rest])
+        targets = pool[torch.randperm(len(pool), generator=generator)[:100]] if method == "epig" else None
+        return ntkl.active.select(posterior, rest, BATCH, method, targets=targets).indices
+
+    return choice
+
+
+WAYS: dict[str, Choice] = {"random": at_random} | {m: greedy(m) for m in ("information", "bald", "epig", "variance")}
 
 
 def images(name: str, folder: Path | None) -> tuple[Tensor, Tensor]:
@@ -62,36 +84,32 @@ def train(x: Tensor, y: Tensor, width: int) -> nn.Module:
     return network
 
 
-def labeled(name: str, way: str, seed: int, options: Any) -> dict[str, list[float]]:
+def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, list[float]]:
     """Test scores after each round."""
     x, y = images(name, options.data)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
     size, tests = (200, 100) if options.small else (1000, 500)
     x, y = x[order[: size + tests]], y[order[: size + tests]]
-    pool, x_test, y_test = x[:size], x[size:], y[size:]
+    pool, pool_y, x_test, y_test = x[:size], y[:size], x[size:], y[size:]
     known, found = list(range(START)), {"labels": [], "accuracy": [], "log_likelihood": []}
     for _ in range(options.rounds + 1):
         torch.manual_seed(seed)
-        network = train(pool[known], y[known], 8 if options.small else 32)
-        posterior = ntkl.laplace(network, (pool[known], y[known]), ntkl.Categorical(), ntkl.GaussianPrior(1.0))
+        network = train(pool[known], pool_y[known], 8 if options.small else 32)
+        posterior = ntkl.laplace(network, (pool[known], pool_y[known]), ntkl.Categorical(), ntkl.GaussianPrior(1.0))
         response = posterior.predict(x_test, samples=256)
         found["labels"].append(len(known))
         found["accuracy"].append((response.probs.argmax(1) == y_test).double().mean().item())
         found["log_likelihood"].append(response.log_prob(y_test).mean().item())
         rest = [i for i in range(size) if i not in set(known)]
-        if way == "random":
-            new = torch.randperm(len(rest), generator=generator)[:BATCH]
-        else:
-            targets = pool[torch.randperm(size, generator=generator)[:100]] if way == "epig" else None
-            new = ntkl.active.select(posterior, pool[rest], BATCH, way, targets=targets).indices
+        new = choice(posterior, pool[known], pool_y[known], pool[rest], generator)
         known += [rest[i] for i in new.tolist()]
     return found
 
 
-def main() -> None:
-    """Every way, on every data set."""
-    arguments = parser(__doc__, "labels")
+def main(ways: dict[str, Choice], description: str | None, title: str) -> None:
+    """Every way, on every data set; the first is random choice."""
+    arguments = parser(description, "labels")
     arguments.add_argument("--data", type=Path, help="folder with mnist.npz")
     arguments.add_argument("--seeds", type=int, default=10)
     arguments.add_argument("--rounds", type=int, default=8)
@@ -107,11 +125,11 @@ def main() -> None:
     for name, panel in zip(names, axes, strict=True):
         runs = {
             way: [once(options.out / f"{name} {way} {seed}.json", [str(options.small), str(options.rounds)],
-                       lambda n=name, w=way, s=seed: labeled(n, w, s, options)) for seed in range(options.seeds)]
-            for way in WAYS
+                       lambda n=name, w=way, s=seed: labeled(n, ways[w], s, options)) for seed in range(options.seeds)]
+            for way in ways
         }  # fmt: skip
         rows = []
-        for number, way in enumerate(WAYS):
+        for number, way in enumerate(ways):
             scores = {key: np.array([run[key] for run in runs[way]]) for key in ("accuracy", "log_likelihood")}
             area = scores["accuracy"][:, 1:].mean(1) - np.array([r["accuracy"][1:] for r in runs["random"]]).mean(1)
             error = area.std(ddof=1) / len(area) ** 0.5
@@ -130,9 +148,9 @@ def main() -> None:
         half, last = labels[len(labels) // 2], labels[-1]
         print(table(["way", f"accuracy at {half}", f"at {last}", f"log likelihood at {last}",
                      "mean accuracy above random"], rows))  # fmt: skip
-    (options.out / "labels.png").write_bytes(png(figure))
-    write(options.out / "labels.json", {"machine": machine(options.threads), "results": results})
+    (options.out / f"{title}.png").write_bytes(png(figure))
+    write(options.out / f"{title}.json", {"machine": machine(options.threads), "results": results})
 
 
 if __name__ == "__main__":
-    main()
+    main(WAYS, __doc__, "labels")

@@ -11,8 +11,8 @@ from torch import Tensor
 from ntk_laplace.errors import HyperparameterError, require_whole
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior import Posterior
-from ntk_laplace.tools.active.pool import Pool, log_det_half
-from ntk_laplace.tools.active.scores import require_method, require_posterior, score
+from ntk_laplace.tools.active.pool import Pool
+from ntk_laplace.tools.active.scores import about, crossed, part_score, require_method, require_posterior
 
 if TYPE_CHECKING:
     import pandas
@@ -29,7 +29,7 @@ class Selection:
     indices : Tensor, (k,)
         Their numbers in the pool, in the order in which they were chosen.
     gains : Tensor, (k,)
-        "information": what each label tells about the weights beyond those chosen before it, nats; else the scores.
+        The score of each, given the labels of those chosen before it.
     method : str
     """
 
@@ -48,17 +48,21 @@ def select(
     posterior: Posterior, pool: InputData, k: int, method: str = "information", *, targets: InputData | None = None,
     samples: int = 256,
 ) -> Selection:  # fmt: skip
-    """Choose k inputs of a pool to be labeled next.
+    """Choose k inputs of a pool to be labeled next, so that no two tell the same.
 
-    "information" is greedy: each input adds the most to ½ log det(I + A) of those chosen, A = SᵀVS over all of them,
-    so that no two tell the same. The result tells at least 1 - 1/e of what the best k inputs do, because the
-    information is submodular. The other methods take the k largest scores, each on its own.
+    The choice is greedy: each input has the largest score given the labels of those chosen before it. These labels are
+    not known yet. They lower the covariance V, by Λ at the network's outputs, and leave the mean. This is exact for a
+    Gaussian likelihood, and to second order in f otherwise.
+
+    The gains of "information" add up to ½ log det(I + A) of those chosen, A = SᵀVS over all of them. That is at least
+    1 - 1/e of what the best k inputs tell, because the information is submodular. The gains of "epig" add up to what
+    the labels together tell about a label at `targets`.
 
     Parameters
     ----------
     posterior : Posterior
     pool : tensor, tuple or dict of tensors
-        n unlabeled inputs. Their rows of J are kept in memory, in factors.
+        n unlabeled inputs. Their rows of J are kept in memory, in factors, and for "epig" n m R² numbers for m targets.
     k : int
     method, targets, samples
         As in `score`.
@@ -76,41 +80,31 @@ def select(
     """
     require_posterior(posterior)
     require_whole("k", k, 1, "Pass how many inputs you can label.")
+    require_whole("samples", samples, 2, "Leave it out for 256.")
     require_method(method, targets)
-    if method == "information":
-        with torch.inference_mode(False), torch.no_grad():
-            candidates = Pool(posterior, posterior.jacobian(pool))
-            _require_enough(k, len(candidates))
-            return Selection(*_greedy(candidates, k), method)
-    scores = score(posterior, pool, method, targets=targets, samples=samples)
-    _require_enough(k, len(scores))
-    best = scores.topk(k)
-    return Selection(best.indices, best.values, method)
+    with torch.inference_mode(False), torch.no_grad():
+        candidates = Pool(posterior, posterior.jacobian(pool))
+        if k > len(candidates):
+            raise HyperparameterError(f"k of at most {len(candidates)}, the inputs of the pool", f"{k}",
+                                      "Ask for fewer.")
+        there = None if targets is None else Pool(posterior, posterior.jacobian(targets))
+        return Selection(*_greedy(candidates, there, k, method, samples), method)
 
 
-def _greedy(pool: Pool, k: int) -> tuple[Tensor, Tensor]:
-    """Indices and gains: blocks of A given the labels of those chosen, by Schur complements."""
-    blocks = pool.blocks()
+def _greedy(pool: Pool, targets: Pool | None, k: int, method: str, samples: int) -> tuple[Tensor, Tensor]:
+    """Indices and gains."""
+    both = pool.mean if targets is None else crossed(pool, targets)
     chosen: list[int] = []
     gains: list[Tensor] = []
-    halves: list[Tensor] = []  # (I + A_ii)^-½ A_in of each chosen i, given those before it, (n, R, R)
-    eye = torch.eye(pool.rank).to(blocks)
-    for _ in range(k):
-        found = log_det_half(blocks)
+    while True:
+        found = part_score(pool, method, samples) if targets is None else about(pool, targets, both)
         found[chosen] = -torch.inf
-        best = int(found.argmax())
-        gains.append(found[best])
-        cross = pool.cross(pool, torch.tensor([best], device=blocks.device))[:, 0].mT  # A_in, (n, R, R)
-        for half in halves:
-            cross = cross - half[best].mT @ half
-        factor = torch.linalg.cholesky(blocks[best] + eye)
-        half = torch.linalg.solve_triangular(factor, cross, upper=False)
-        blocks = blocks - half.mT @ half
-        halves.append(half)
-        chosen.append(best)
-    return torch.tensor(chosen, device=blocks.device), torch.stack(gains)
-
-
-def _require_enough(k: int, count: int) -> None:
-    if k > count:
-        raise HyperparameterError(f"k of at most {count}, the inputs of the pool", f"{k}", "Ask for fewer.")
+        chosen.append(int(found.argmax()))
+        gains.append(found[chosen[-1]])
+        if len(chosen) == k:
+            return torch.tensor(chosen, device=found.device), torch.stack(gains)
+        if targets is not None:
+            targets.observe(pool, chosen[-1])
+        pool.observe(pool, chosen[-1])
+        if targets is not None:
+            both = both - torch.einsum("nri,msi->nmrs", pool.whitened_half(), targets.whitened_half())

@@ -1,4 +1,4 @@
-"""The pool in whitened form: rows of SᵀJ, with S Sᵀ the output curvature at the network's outputs."""
+"""The posterior covariance at a pool of inputs, given the labels of those that were chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Pool", "log_det_half"]
 
 
 class Pool:
-    """Rows of SᵀJ at inputs, made of those of J, and A = SᵀVS of their posterior covariance V.
+    """Posterior covariance V of f at n inputs, and its whitened form A = SᵀVS, with S Sᵀ = Λ at the network's outputs.
 
     Each output is a response of unit noise then. A label at x tells ½ log det(I + A_xx) about the weights: exactly for
     a Gaussian likelihood, to second order in f otherwise.
@@ -23,7 +23,7 @@ class Pool:
     mean : Tensor, (n, C)
         Outputs of the (linearized) network.
     covariance : Tensor, (n, C, C)
-        V at each input.
+        V at each input, given the labels observed so far.
     root : Tensor, (n, C, R)
         S.
     """
@@ -34,33 +34,40 @@ class Pool:
             self.mean, self._rows, self._precision = rows.f, rows, posterior.posterior_precision
             self.root = self.likelihood.root(self.mean).to(rows.f)
             self.covariance = self._precision.covariance_blocks(rows)
+        self._halves: list[Tensor] = []  # V_ni S_i (I + A_ii)^-½ of each observed i, given those before it, (n, C, R)
 
     def __len__(self) -> int:
         return len(self.mean)
 
-    @property
-    def rank(self) -> int:
-        """R."""
-        return self.root.shape[-1]
-
-    def rows_at(self, index: Tensor | slice) -> tuple[Jacobian, Tensor]:
-        """Rows of J, and S, at some of the inputs."""
-        return self._rows.subset(index), self.root[index]
-
     def blocks(self) -> Tensor:
-        """A_nn, (n, R, R)."""
+        """A_nn given the labels observed so far, (n, R, R)."""
         return self.root.mT @ self.covariance @ self.root
 
-    def cross(self, other: Pool, index: Tensor | slice = slice(None)) -> Tensor:
-        """A_ni between these inputs and some of another pool, (n, i, R, R')."""
-        with torch.no_grad():
-            few, root = other.rows_at(index)
-            whitened: Jacobian = self._rows.weighted(self.root)
-            columns = [
-                self._precision.cross_covariance(few.weighted(root[..., r : r + 1])).products(whitened)
-                for r in range(root.shape[-1])
-            ]  # each (R, n, i)
-            return torch.stack(columns, -1).permute(1, 2, 0, 3)
+    def columns(self, other: Pool, index: slice | Tensor = slice(None)) -> Tensor:
+        """V_ni S_i between these inputs and some of another pool, (n, i, C, R'); of the posterior, without labels."""
+        few, root = other._rows.subset(index), other.root[index]
+        columns = [self._precision.cross_covariance(few.weighted(root[..., r : r + 1])).products(self._rows)
+                   for r in range(root.shape[-1])]  # each (C, n, i)  # fmt: skip
+        return torch.stack(columns, -1).permute(1, 2, 0, 3)
+
+    def whitened_half(self) -> Tensor:
+        """SᵀV_ni S_i (I + A_ii)^-½ of the input observed last, (n, R, R')."""
+        return self.root.mT @ self._halves[-1]
+
+    def observe(self, source: Pool, chosen: int) -> None:
+        """Condition on the label of an input of `source`, whose covariance does not have it yet; `source` comes last.
+
+        V_nn - V_ni S_i (I + A_ii)⁻¹ S_iᵀV_in, all of them given the labels before.
+        """
+        at = source.root[chosen]
+        column = self.columns(source, torch.tensor([chosen], device=at.device))[:, 0]
+        for half, of_chosen in zip(self._halves, source._halves, strict=True):
+            column = column - half @ (of_chosen[chosen].mT @ at)
+        own = at.mT @ source.covariance[chosen] @ at
+        factor = torch.linalg.cholesky(own + torch.eye(len(own)).to(own))
+        half = torch.linalg.solve_triangular(factor.mT, column, upper=True, left=False)
+        self.covariance = self.covariance - half @ half.mT
+        self._halves.append(half)
 
 
 def log_det_half(blocks: Tensor) -> Tensor:

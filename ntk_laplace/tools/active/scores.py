@@ -16,7 +16,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.tools.active.pool import Pool, log_det_half
 
-__all__ = ["METHODS", "require_method", "require_posterior", "score"]
+__all__ = ["METHODS", "about", "crossed", "part_score", "require_method", "require_posterior", "score"]
 
 METHODS = ("information", "bald", "epig", "variance")
 _MOST_LABELS = 10  # of one example, under a Bernoulli likelihood
@@ -74,27 +74,31 @@ def _scored(
     parts = []
     for rows in Chunks(posterior.fitted.model, pool, batch_size).rows():
         part = Pool(posterior, rows)
-        if method == "variance":
-            parts.append(part.covariance.diagonal(dim1=1, dim2=2).sum(1))
-        elif method == "information":
-            parts.append(log_det_half(part.blocks()))
-        elif there is not None:
-            parts.append(_about(part, there))
-        else:
-            parts.append(_of_label(part, samples))
+        parts.append(part_score(part, method, samples) if there is None else about(part, there, crossed(part, there)))
     return torch.cat(parts)
 
 
-def _about(pool: Pool, targets: Pool) -> Tensor:
-    """Mean over targets of I(y; y*) = -½ log det(I - (I + A)⁻¹ A_x* (I + A_**)⁻¹ A_*x), (n,)."""
-    both = pool.cross(targets)  # (n, m, R, R*)
+def part_score(pool: Pool, method: str, samples: int) -> Tensor:
+    """Scores of a pool given the labels it has observed, (n,); of every method but "epig"."""
+    if method == "variance":
+        return pool.covariance.diagonal(dim1=1, dim2=2).sum(1)
+    return log_det_half(pool.blocks()) if method == "information" else _of_label(pool, samples)
+
+
+def crossed(pool: Pool, targets: Pool) -> Tensor:
+    """A_x* between a pool and targets, (n, m, R, R*)."""
+    return pool.root.mT.unsqueeze(1) @ pool.columns(targets)
+
+
+def about(pool: Pool, targets: Pool, both: Tensor) -> Tensor:
+    """Mean over targets of I(y; y*) = -½ log det(I - (I + A)⁻¹ A_x* (I + A_**)⁻¹ A_*x), (n,), of A_x* `both`."""
     left, right = (
-        torch.linalg.cholesky(one.blocks() + torch.eye(one.rank).to(both)) for one in (pool, targets)
+        torch.linalg.cholesky(one.blocks() + torch.eye(one.root.shape[-1]).to(both)) for one in (pool, targets)
     )  # fmt: skip
     half = torch.linalg.solve_triangular(left.unsqueeze(1), both, upper=False)
     half = torch.linalg.solve_triangular(right.unsqueeze(0), half.mT, upper=False)  # (n, m, R*, R)
-    singular = torch.linalg.svdvals(half)  # canonical correlations, below 1
-    return -0.5 * torch.log1p(-singular.square()).sum(-1).mean(1)
+    left_over = torch.eye(half.shape[-1]).to(half) - half.mT @ half  # canonical correlations are below 1
+    return -torch.linalg.cholesky(left_over).diagonal(dim1=-2, dim2=-1).log().sum(-1).mean(1)
 
 
 def _of_label(pool: Pool, samples: int) -> Tensor:
