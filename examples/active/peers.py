@@ -4,8 +4,8 @@
 
 As labels.py, whose results of random choice and of the greedy information it takes from the same folder.
 scikit-activeml: the ten smallest differences between the two largest class probabilities, and BatchBALD of ten
-retrained networks. baal: the ten largest BALD scores from 20 passes of a network trained with dropout .2. All ways train and test
-the same perceptron. It needs scikit-activeml and baal. It writes peers.json and peers.png.
+retrained networks. baal: the ten largest BALD scores from 20 passes of a network trained with dropout .2. All ways
+train and test the same perceptron. It needs scikit-activeml and baal. It writes peers.json and peers.png.
 """
 
 from __future__ import annotations
