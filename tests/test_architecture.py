@@ -7,6 +7,7 @@ exception: a method `plot` of a result imports the function of ntk_laplace.plott
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,13 +55,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file, parsed once; tests do not change them."""
+    return tuple(ast.walk(ast.parse(path.read_text(), str(path))))
+
+
 def imported(path: Path) -> Iterator[tuple[str, int]]:
     """Modules of the package that a file imports, with the line (``from a import b`` is ``a.b`` if that is one)."""
-    tree = ast.parse(path.read_text(), str(path))
-    drawing = {node for one in ast.walk(tree) if isinstance(one, ast.ClassDef)
+    drawing = {node for one in nodes(path) if isinstance(one, ast.ClassDef)
                for method in one.body if isinstance(method, ast.FunctionDef) and method.name == "plot"
                for node in method.body if isinstance(node, ast.ImportFrom) and node.module == "ntk_laplace.plotting"}
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if node in drawing:
             continue
         if isinstance(node, ast.Import):
@@ -202,7 +208,7 @@ def test_no_capability_is_asked_by_the_name_of_a_structure() -> None:
     """A structure declares what it can do: no comparison of anything with a structure's name, "auto" aside."""
     names = set(ntkl.structures.structure_names())
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.Compare):
                 given = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
                 assert not names & given, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
@@ -217,13 +223,12 @@ FOREIGN = {
 
 def test_no_private_attribute_of_another_module() -> None:
     for path in FILES:
-        tree = ast.parse(path.read_text())
-        own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        own |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+        own = {node.name for node in nodes(path) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        own |= {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)
                 and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
-        own |= {node.target.id for node in ast.walk(tree)
+        own |= {node.target.id for node in nodes(path)
                 if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
                 known = node.attr in own or node.attr in FOREIGN
                 assert known, f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"

@@ -123,6 +123,7 @@ def small_truth() -> Dense:
     return Dense(log_prob, one[y.reshape(-1)] - p, hessian, jac, theta, torch.full_like(theta, 0.2))
 
 
+@pytest.mark.slow
 def test_an_estimate_from_some_blocks_has_their_standard_error() -> None:
     posterior = small()
     inside, errors = 0, []

@@ -695,6 +695,7 @@ def test_bad_precisions() -> None:
 # --- columns of comparisons
 
 
+@pytest.mark.slow
 def test_bounds_in_a_comparison_of_models() -> None:
     """Asked for, they stand beside the evidence; a Gaussian that is no Laplace approximation has them alone."""
     model, x, y, prior = problem()

@@ -269,6 +269,7 @@ def test_bounds_from_weights_that_made_the_data() -> None:
 # ------------------------------------------------------------------------------------------------ quadrature
 
 
+@pytest.mark.slow
 def test_logistic_regression_against_quadrature(seed: int = 0) -> None:
     """Identity 7: four estimates of one number; the study over 100 seeds is a benchmark."""
     posterior, x, y = logistic(seed=seed)
@@ -321,6 +322,7 @@ def test_the_linearized_network_in_f_against_quadrature(likelihood: str) -> None
         assert abs(found.value - exact) < 3 * found.standard_error < 0.5, f"{found} {exact}"
 
 
+@pytest.mark.slow
 def test_a_tanh_unit_has_two_modes() -> None:
     """Identity 7: the prior's chains see both, importance sampling one; the study with 1, 2, 3 units is a benchmark."""
     x, y = sines(25)

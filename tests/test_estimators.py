@@ -102,6 +102,7 @@ def test_several_targets() -> None:
     assert model.score(x, y) > 0.3
 
 
+@pytest.mark.slow
 def test_a_classifier_with_names_and_a_frame() -> None:
     x, y = load_iris(return_X_y=True, as_frame=True)
     names = np.array(["setosa", "versicolor", "virginica"])[y]
@@ -119,6 +120,7 @@ def test_a_classifier_with_names_and_a_frame() -> None:
         model.predict(x.rename(columns={x.columns[0]: "other"}))
 
 
+@pytest.mark.slow
 def test_clients() -> None:
     """Pipelines, cross-validation, grids over precisions and over networks, calibration."""
     x, y = load_diabetes(return_X_y=True)
@@ -138,6 +140,7 @@ def test_clients() -> None:
     assert sharper.predict_proba(x).shape == (80, 2)
 
 
+@pytest.mark.slow
 def test_equal_examples_are_one() -> None:
     """Weights, copies, and zeros: one fit; explanations name the first row."""
     x, y = sine(20)
@@ -197,6 +200,7 @@ class Probabilities(nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_a_net_whose_module_returns_probabilities() -> None:
     x, y = load_iris(return_X_y=True)
     x = ((x - x.mean(0)) / x.std(0)).astype(np.float32)
@@ -210,6 +214,7 @@ def test_a_net_whose_module_returns_probabilities() -> None:
     assert isinstance(ntkl.LaplaceClassifier(net, epochs=2).fit(x, y).network_, nn.Linear)
 
 
+@pytest.mark.slow
 def test_a_fit_is_repeatable_and_leaves_the_global_generator() -> None:
     x, y = sine()
     state = torch.random.get_rng_state()
@@ -247,6 +252,7 @@ def test_wrong_data() -> None:
         ntkl.LaplaceRegressor(**QUICK).fit(frame.rename(columns=str), y)
 
 
+@pytest.mark.slow
 def test_units_of_any_size() -> None:
     """Single precision and extreme units of inputs and targets change nothing."""
     x, y = sine(30)
@@ -269,6 +275,7 @@ def test_another_number_of_outputs() -> None:
             ntkl.LaplaceClassifier(nn.Linear(2, outputs).double(), epochs=1).fit(x, y > 7)
 
 
+@pytest.mark.slow
 def test_a_bad_theta_leaves_the_fit_as_it_was() -> None:
     x, y = sine(20)
     for structure in ("full", "kfac", "gp"):

@@ -234,6 +234,7 @@ def test_a_saturated_network_has_error_bars_too() -> None:
     assert found.lower <= exact <= found.upper and abs(float(found) - exact) <= 4 * found.standard_error
 
 
+@pytest.mark.slow
 def test_the_wished_error_is_reached_or_a_warning_says_not() -> None:
     exact = float(classes("full").log_marginal_likelihood())
     for wished in (0.05, 0.002):
@@ -350,6 +351,7 @@ def test_an_estimate_is_not_maximized_with_its_correction() -> None:
     assert torch.isfinite(classes(ntkl.Nystrom(rank=10)).log_marginal_likelihood(correction=True))
 
 
+@pytest.mark.slow
 def test_without_a_local_model_no_line_search_follows_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three noise variances do more than scale the curvature; and the matrices of the groups may take too much."""
     network, x, _ = digits_like()
@@ -398,6 +400,7 @@ def test_the_curve_over_precisions_from_one_run() -> None:
 # --- covariances and samples
 
 
+@pytest.mark.slow
 def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 4000)
     _, x, y = digits_like(40)
@@ -410,6 +413,7 @@ def test_draws_of_what_the_sketch_leaves_have_its_covariance(monkeypatch: pytest
     assert relative_error(draws.T @ draws / len(draws), left) < 0.1
 
 
+@pytest.mark.slow
 def test_a_weak_prior_gives_what_full_weight_space_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Variances are of the size of 1/δ here; a rank that is too small is refused."""
     prior = ntkl.GaussianPrior(1e-8)
@@ -442,6 +446,7 @@ def test_variances_are_right_at_any_rank(rank: int) -> None:
         assert float(torch.linalg.eigvalsh(above).min()) > -1e-9  # the low rank alone is an upper bound
 
 
+@pytest.mark.slow
 def test_draws_of_the_remainder_are_subtracted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "REMAINDER_DRAWS", 1000)
     monkeypatch.setattr(tuning, "VARIANCE_ERROR", 10.0)  # none is solved
@@ -468,6 +473,7 @@ def test_a_singular_prior_covariance_is_no_error() -> None:
         assert relative_error(posterior.prior_latent(x).covariance_matrix.double(), dense @ dense.T / 0.1) < limit
 
 
+@pytest.mark.slow
 def test_samples_have_the_exact_covariance() -> None:
     found, exact = classes(ntkl.Iterative(rank=10, probes=2)), classes("full")
     draws = found.posterior_precision.sample(1000, torch.Generator().manual_seed(7))
@@ -480,6 +486,7 @@ def test_samples_have_the_exact_covariance() -> None:
 # --- other verbs
 
 
+@pytest.mark.slow
 def test_what_ifs_equal_those_of_full_weight_space() -> None:
     x, y = digits_like(8, seed=2)[1:]
     found, exact = classes(COMPLETE), classes("full")
@@ -587,6 +594,7 @@ def test_the_other_precision_of_the_algebra() -> None:
     assert float((ratio.diagonal(dim1=1, dim2=2) - 1).abs().max()) < 4 * tuning.VARIANCE_ERROR
 
 
+@pytest.mark.slow
 def test_long_work_shows_its_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "120")

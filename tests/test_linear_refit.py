@@ -115,6 +115,7 @@ def test_what_ifs_after_a_refit_are_refits_of_the_changed_data(structure: str, l
     assert torch.allclose(unchanged.outputs(x), posterior.outputs(x), atol=1e-10)
 
 
+@pytest.mark.slow
 def test_relinearizing_a_refit_trains_the_network() -> None:
     network, (x, y), likelihood = problem("one output")
     posterior = ntkl.laplace(network, (x, y), likelihood, ntkl.GaussianPrior(0.7))

@@ -102,6 +102,7 @@ def test_every_number_is_that_of_its_verb():
     assert four().m == 40 and four().conditional == "evidence"
 
 
+@pytest.mark.slow
 def test_rank_correlations_are_those_of_the_ranks():
     frame = four().to_dataframe()
     for criterion in ("evidence", "conditional", "loo", "bic", "aic"):

@@ -77,6 +77,7 @@ def normal_score(mean: Tensor, covariance: Tensor, y: Tensor, c: float, noise: f
 
 # --- the fit
 
+@pytest.mark.slow
 def test_classes_are_fitted_to_the_optimum_of_a_fine_grid(classifier: ntkl.Posterior) -> None:
     found = classifier.leave_one_out()
     fit = classifier.fit_predictive(strict=False)

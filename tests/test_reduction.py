@@ -116,6 +116,7 @@ def test_a_subset_has_global_indices_even_where_a_process_has_none_of_them(struc
     compare((inputs(), real()), 3, noise_per_point, part, structure=structure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "full", "iterative", "ekfac", "diag"])
 def test_a_condition_takes_each_process_s_share(structure: str) -> None:
     """New points follow all old ones."""

@@ -137,6 +137,7 @@ def test_exact_structures_agree() -> None:
 # --- the rescue of an overfitted network
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
 def test_an_overfitted_network_is_rescued() -> None:
     """The path of training differs between processors; of eight seeds the gain was .45 to .80, at this one .71."""
@@ -155,6 +156,7 @@ def test_an_overfitted_network_is_rescued() -> None:
     assert len(posterior.retrain(data, groups=None, steps=40, tolerance=1.0, predictive=None).prior.precision) == 1
 
 
+@pytest.mark.slow
 def test_rounds_are_calls_one_after_the_other() -> None:
     network, data = overfitted()
     posterior = posterior_of(network, data, ntkl.Gaussian(0.01), prior=ntkl.GaussianPrior(1e-3))

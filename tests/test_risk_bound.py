@@ -90,6 +90,7 @@ def covered(risks: Tensor, divergences: Tensor, n: int) -> None:
     assert sum(bound("seeger", risk, 0.0, n) < 0.5 for risk, _ in pairs) > 4 * DELTA * len(pairs)
 
 
+@pytest.mark.slow
 def test_coverage_of_a_finite_class() -> None:
     """The best of 1,000 fixed classifiers, and exponential weights over them, in 2,000 data sets of 40 labels."""
     n, classifiers = 40, 1000
@@ -178,6 +179,7 @@ def gaussian(posterior: ntkl.Posterior) -> MultivariateNormal:
     return MultivariateNormal(posterior.fitted.theta, precision_matrix=0.5 * (matrix + matrix.T))
 
 
+@pytest.mark.slow
 def test_the_divergence_of_two_posteriors() -> None:
     """All pairs of structures, precisions in other groups, a given Gaussian and a refit."""
     mine = [fitted(ALL, s, prior=ntkl.GaussianPrior(2.0, groups="layer")) for s in ("gp", "full", "kfac", "diag")]

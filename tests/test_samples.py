@@ -110,6 +110,7 @@ def test_the_error_knows_what_was_not_drawn() -> None:
     assert conditional_from_samples(np.full((20, 3), -2.0)).standard_error == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["joint", "marginal"])
 def test_intervals_cover_the_exact_value(kind: str) -> None:
     """90 % intervals of conjugate models hold the exact value in 90 ± 5 %, wherever there is no warning."""

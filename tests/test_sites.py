@@ -235,6 +235,7 @@ def as_reference(network: nn.Module, x: Tensor, y: Tensor, sites: AnchoredSites)
     return found
 
 
+@pytest.mark.slow
 def test_elbo_is_at_least_that_of_laplace() -> None:
     for seed in range(20):
         network, x, y = logistic(seed)
@@ -415,6 +416,7 @@ def test_kfac_of_one_layer_is_exact() -> None:
     assert float(bound) == pytest.approx(float(known.evidence(correction=True)), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_diagonal_has_the_optimum_and_the_diagonal() -> None:
     network, data = line()
     known = ntkl.laplace(network, data, ntkl.Gaussian(0.3), ntkl.GaussianPrior(0.8), "diag")

@@ -69,6 +69,7 @@ def test_information_is_the_dense_matrix(case):
     assert relative_error(found, information(*case)) < tolerance(case[0], 1e-9)
 
 
+@pytest.mark.slow
 def test_the_table_covers_what_it_claims():
     assert {(case[0], case[4]) for case in CASES} == {
         (network, structure) for network in NETWORKS for structure in STRUCTURES

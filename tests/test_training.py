@@ -485,6 +485,7 @@ def predicted(network: nn.Module, **options: Any) -> ntkl.EvidenceTraining:
     return ntkl.train_with_evidence(network, sine(), ntkl.Gaussian(0.5), **options)
 
 
+@pytest.mark.slow
 @doubtful
 def test_a_predictive_ends_at_an_optimum_with_an_exact_posterior() -> None:
     network = mlp(1, 5, 1)
@@ -519,6 +520,7 @@ def test_auto_is_judged_by_all_examples_and_not_by_two() -> None:
         train(mlp(1, 5, 1), structure="auto", data=sine(200), settings=ntkl.Settings(memory_budget=3_000))
 
 
+@pytest.mark.slow
 @doubtful
 def test_an_exact_structure_of_the_training_stays() -> None:
     result = predicted(mlp(1, 5, 1), structure="gp", epochs=10)
@@ -538,6 +540,7 @@ def test_without_memory_for_an_exact_posterior_the_training_structure_stays(monk
     assert "does not fit: expected matrices to fit" in result.posterior.reason
 
 
+@pytest.mark.slow
 def test_the_default_optimizer_is_adam_with_a_cosine() -> None:
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR
     networks = [mlp(1, 5, 1) for _ in range(4)]
@@ -560,6 +563,7 @@ def test_the_default_learning_rate_is_not_resumed_over_other_epochs() -> None:
                   schedule=ntkl.EvidenceSchedule(1, 20))
 
 
+@pytest.mark.slow
 @doubtful
 def test_an_interruption_on_the_way_to_the_optimum_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, network, fresh = mlp(1, 5, 1), mlp(1, 5, 1), mlp(1, 5, 1, seed=7)

@@ -69,6 +69,7 @@ def test_the_steps_are_adam_on_the_bound(kind: str, form: str) -> None:
     assert history.values[0] == pytest.approx(values, rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structure", ["gp", "kfac"])
 def test_the_last_evidence_is_exact(structure: str) -> None:
     network = mlp(1, 5, 1)
@@ -115,6 +116,7 @@ def test_as_many_examples_as_fit_in_memory() -> None:
     assert not epochs  # before anything was trained
 
 
+@pytest.mark.slow
 def test_a_predictive_follows() -> None:
     network = mlp(1, 5, 1)
     result = ntkl.train_with_evidence(network, sine(), ntkl.Gaussian(0.5), epochs=20, predictive="loo", **SUBSET)

@@ -195,6 +195,7 @@ def terms_at(fit: FittedModel, theta: Tensor, samples: int) -> list[DataTerms]:
     return [DataTerms(rows.vjp(residual, model.network.shapes), rows.weighted(root))]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("prior", "start", "samples", "steps"), [
     ("layer", 10.0, 1, 40), ("scalar", None, 4, 11), ("tensor", None, 1, 12), ("parameter", None, 2, 5),
@@ -245,6 +246,7 @@ def test_averaged_curvatures_join_the_rows_of_a_posterior(likelihood: ntkl.Likel
     assert relative_error(found[1][1][1], found[0][1][1]) < 0.05
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_dropped_rows_are_bounded() -> None:
     """‖P0^-½ ΔH P0^-½‖ is at most the stated bound, and that at most the tolerance times the largest Ĝ."""
