@@ -293,11 +293,3 @@ def test_before_a_fit() -> None:
     for ask in (lambda m: m.noise_, lambda m: m.explain([[0.0]]), lambda m: m.theta_):
         with pytest.raises(NotFittedError):
             ask(ntkl.LaplaceRegressor())
-
-
-def test_intervals_by_another_library() -> None:
-    mapie = pytest.importorskip("mapie.regression")
-    x, y = sine(80)
-    fitted = ntkl.LaplaceRegressor(**QUICK).fit(x[:40], y[:40])
-    split = mapie.SplitConformalRegressor(fitted, confidence_level=0.9, prefit=True).conformalize(x[40:60], y[40:60])
-    assert split.predict_interval(x[60:])[1].shape[0] == 20
