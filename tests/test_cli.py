@@ -20,7 +20,7 @@ from torch import nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.tools import cli, demo
-from ntk_laplace.tools.cli import inputs
+from ntk_laplace.tools.cli import arrays, inputs
 from ntk_laplace.tools.comparison import compare
 
 
@@ -304,12 +304,12 @@ def test_the_error_for_another_table_shows_the_line_that_converts_it(
     table = pandas.DataFrame({"height": [1, 2, 3], "weight": [0.5, 1.5, -2.5], "kind": [0, 1, 2]})
     table.to_csv(name, index=False, sep=";" if ".txt" in name else "\t")
     with pytest.raises(ntkl.DataError) as refused:
-        inputs.load_data(Path(name), torch.float64)
+        arrays.load_data(Path(name), torch.float64)
     message = str(refused.value)
     assert message.startswith(f"expected an .npz file with arrays X and y of numbers; got {name}. A table can be .csv")
     assert "pickle" not in message
     exec(message[message.index("pandas.") : -1], {"pandas": pandas})
-    x, y = inputs.Files(torch.float64, ntkl.Categorical(), target="kind").training(Path(name[0] + ".csv"))
+    x, y = inputs.Files(torch.float64, ntkl.Categorical(), columns=["kind"]).training(Path(name[0] + ".csv"))
     assert torch.equal(x, torch.as_tensor(table.iloc[:, :2].to_numpy())) and y.tolist() == [0, 1, 2]
 
 
@@ -347,15 +347,16 @@ def test_the_error_for_another_table_shows_the_line_that_converts_it(
         ({"checkpoint": "shape.pt"}, "got 0.weight (7, 4) instead of (6, 4) in shape.pt"),
         # the data
         ({"data": "nowhere.npz"}, "an .npz file of the training data; got nowhere.npz, where there is no file"),
-        ({"data": "folder.py"}, "an .npz file of the training data; got the directory folder.py. Name a file in it."),
+        ({"data": "folder.py"}, "one folder of images for each class; got folder.py without folders. Move the images"),
         ({"data": "text.npz"}, "arrays X and y of numbers; got text.npz, which is no such file. Save it with"),
         ({"data": "array.npz"}, "got array.npz (it contains one array without a name). Save it with "
          "numpy.savez('array.npz', X=X, y=y)."),
         ({"data": "X.npy"}, "an .npz file with arrays X and y of numbers; got X.npy. An .npy file contains one array: "
          "numpy.savez('X.npz', X=numpy.load('X.npy'), y=numpy.load('y.npy')) puts several into one file."),
-        ({"data": "w.pt"}, "got w.pt. Load its tensors with torch.load, and save them: numpy.savez('w.npz', X=X, y=y)"),
-        ({"data": "train.xlsx"}, "got train.xlsx. A table can be .csv or .parquet, with --target COLUMN. Convert it in "
-         "Python: pandas.read_excel('train.xlsx').to_csv('train.csv', index=False)."),
+        ({"data": "w.pt"}, "tensors X and y in w.pt; got '0.weight', '0.bias', '3.weight' and 1 more, and no X "
+         "and no y. Save it with torch.save({'X': X, 'y': y}, 'w.pt')."),
+        ({"data": "train.xlsx"}, "got train.xlsx. A table can be .csv, .parquet, .feather or .arrow, with --target "
+         "COLUMN. Convert it in Python: pandas.read_excel('train.xlsx').to_csv('train.csv', index=False)."),
         ({"data": "train.h5"}, "got train.h5, which is no such file. Save it with numpy.savez('train.npz', X=X, y=y)."),
         ({"data": "no_y.npz"}, "expected arrays X and y in no_y.npz; got 'X', 'labels', and no y"),
         ({"data": "nothing.npz"}, "got nothing, and no X and no y"),

@@ -253,7 +253,8 @@ def test_a_column_needs_a_table(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main([*line("evidence", "kind.npz", "kind"), "--target", "kind"])
     assert left.value.code == 2
-    assert "expected --target with a table, .csv or .parquet; got kind.npz." in capsys.readouterr().err
+    words = "expected --target with a table, .csv, .parquet, .feather or .arrow; got kind.npz."
+    assert words in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------------------------- fit
@@ -352,7 +353,6 @@ def test_what_a_target_is_taken_as(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["kind.npz", "--target", "y"], "expected a table, .csv or .parquet; got kind.npz."),
         (["kind.csv"], "expected --target COLUMN, one of 'height', 'kind', 'width' in kind.csv; got none."),
         (["all.csv", "--target", "price"], "expected numbers in column 'kind' of all.csv; got 'cat' in row 0"),
         (["kind.csv", "--target", "kind", "--task", "regression"], "expected numbers in column 'kind' of kind.csv"),
@@ -383,7 +383,7 @@ def test_commands_on_the_docs_page_run(folder: Path, quick: None, capsys: pytest
     Path("single.pt").rename("weights.pt")
     shell = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     commands = [shlex.split(line) for line in shell.replace("\\\n", "").splitlines()]
-    assert [command[1] for command in commands] == ["fit", "fit", "evidence", "predict"]
+    assert [command[1] for command in commands] == ["fit", "fit", "fit", "evidence", "explain", "predict"]
     for command in commands:
         assert cli.main([*command[1:], *(["--epochs", "2"] if command[1] == "fit" else [])]) == 0
         if command[1] == "fit":

@@ -206,6 +206,8 @@ class Fitted:
         Parameters
         ----------
         path : path
+            If it ends with ``.safetensors``, the file has that format: the tensors, and the rest as JSON in the
+            file's metadata. It needs the package safetensors.
         include_data : bool
             Save outputs and targets of the training points too: the loaded posterior can then do everything that
             needs no further pass over the data. ``structure="gp"`` requires it, because it consists of the training
@@ -214,7 +216,7 @@ class Fitted:
         Raises
         ------
         DataError
-            If the path is not writable.
+            If the path is not writable, or the package is not installed.
         """
         require_writable(path)
         write(posterior_record(self._fitted, self.reason, include_data, self.predictive), path)

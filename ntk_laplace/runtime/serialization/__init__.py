@@ -13,15 +13,18 @@ from ntk_laplace.runtime.serialization.process_state import (
     module_tensors,
     random_state,
 )
+from ntk_laplace.runtime.serialization.safetensors_file import is_safetensors, read_tensors
 
 __all__ = [
     "Autosave",
     "FileFormat",
+    "is_safetensors",
     "load_optimizer",
     "load_random",
     "load_tensors",
     "module_tensors",
     "random_state",
+    "read_tensors",
     "require_writable",
     "write",
 ]

@@ -1,4 +1,4 @@
-"""Files of records: written atomically, read without executing code."""
+"""Files of records: written atomically, read without executing code; by torch, or as safetensors by their name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from typing import Any
 import torch
 
 from ntk_laplace.errors import DataError
+from ntk_laplace.runtime.serialization.safetensors_file import (
+    is_safetensors,
+    read_record,
+    require_safetensors,
+    write_record,
+)
 
 __all__ = ["FileFormat", "require_writable", "write"]
 
@@ -19,7 +25,10 @@ def write(record: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Save atomically: a reader never sees a partial file."""
     path = Path(path)
     partial = path.with_name(path.name + ".block")
-    torch.save(dict(record), partial)
+    if is_safetensors(path):
+        write_record(record, partial)
+    else:
+        torch.save(dict(record), partial)
     partial.replace(path)
 
 
@@ -68,9 +77,12 @@ class FileFormat:
             raise DataError(f"a path of {self.what}", repr(path), self.remedy)
         place = f"{self.what} at {path}"
         try:
-            record = torch.load(path, map_location=device, weights_only=True)
+            record = read_record(path, device) if is_safetensors(path) else torch.load(
+                path, map_location=device, weights_only=True)  # fmt: skip
         except FileNotFoundError as error:
             raise DataError(place, "no such file", self.remedy) from error
+        except DataError:
+            raise
         except Exception as error:  # unpickling foreign bytes may raise anything
             raise DataError(place, f"what cannot be read as one ({type(error).__name__})", self.remedy) from error
         if not self.matches(record):
@@ -104,3 +116,5 @@ def require_writable(path: Any) -> None:
     path = Path(path)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise DataError("a checkpoint in an existing, writable folder", f"{path}", remedy)
+    if is_safetensors(path):
+        require_safetensors(path)

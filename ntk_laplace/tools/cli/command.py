@@ -14,7 +14,9 @@ from typing import TextIO
 from ntk_laplace.structures import structure_names
 from ntk_laplace.tools.cli.likelihood import likelihood_fault
 from ntk_laplace.tools.cli.options import (
+    FACTORY,
     add_model_options,
+    add_target_option,
     count,
     csv_file,
     directory,
@@ -24,10 +26,11 @@ from ntk_laplace.tools.cli.options import (
     names,
     png_file,
     seed,
+    source,
     structures,
     widths,
 )
-from ntk_laplace.tools.cli.tables import is_table
+from ntk_laplace.tools.cli.tables import TABLES, is_table
 
 __all__ = ["main"]
 
@@ -54,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     if options.command == "demo":
         return _demo(options)
-    if options.command == "fit":
-        return _own(options)
-    fault = likelihood_fault(options) or _target_fault(options)
+    fault = _target_fault(options) if options.command == "fit" else likelihood_fault(options) or _target_fault(options)
     if fault:
         parser.error(fault)
     return _own(options)
@@ -82,17 +83,24 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--small", action="store_true", help="a few examples of each problem: seconds, rougher numbers")
     fit = commands.add_parser(
         "fit",
-        help="train a network on a table, and see what its uncertainty is worth",
-        description="Train a small network on a random 80 % of a table's rows, with precisions and noise that the "
-        "evidence chooses, and score it and its posterior on the others. Writes predictions.csv for those, and "
-        "model.joblib, the estimator of scikit-learn, which Python loads.",
+        help="train a network on a table or images, and see what its uncertainty is worth",
+        description="Train a small network on a random 80 % of the rows, with precisions and noise that the evidence "
+        "chooses, and score it and its posterior on the others. Writes predictions.csv for those, explanations.html, a "
+        "page that explains them, and model.joblib, the estimator of scikit-learn, which Python loads.",
     )
-    fit.add_argument("data", type=Path, metavar="FILE", help="a table, .csv or .parquet")
-    fit.add_argument("--target", metavar="COLUMN", help="the column to predict; all other columns are inputs")
+    fit.add_argument("data", type=Path, metavar="DATA",
+                     help=f"a table ({TABLES}), a folder with one folder of images for each class, or arrays X and y, "
+                     ".npz or .pt")  # fmt: skip
+    add_target_option(fit)
     fit.add_argument("--task", choices=("regression", "classes"),
                      help="what the target is (default: names and few whole numbers are classes)")  # fmt: skip
-    fit.add_argument("--hidden", type=widths, default=(32,), metavar="A,B,...",
-                     help="units of the hidden layers (default: 32)")  # fmt: skip
+    fit.add_argument("--network", type=source, metavar="FILE.py[:FACTORY]",
+                     help=f"a Python file and the function in it that returns the nn.Module to train (default: "
+                     f"{FACTORY}); the file is run")  # fmt: skip
+    fit.add_argument("--hidden", type=widths, metavar="A,B,...",
+                     help="units of the hidden layers (default: 32), or channels of the convolutions (default: 8,16)")
+    fit.add_argument("--level", type=level, default=0.9, metavar="Q",
+                     help="of the intervals or sets: the fraction to be covered (default: %(default)s)")  # fmt: skip
     fit.add_argument("--epochs", type=count, default=100, metavar="N", help="of the training (default: %(default)s)")
     fit.add_argument("--seed", type=seed, default=0, metavar="S",
                      help="decides held-out rows and initial weights (default: %(default)s)")  # fmt: skip
@@ -139,8 +147,7 @@ def _parser() -> argparse.ArgumentParser:
                          "(default: %(default)s)")  # fmt: skip
     shown = explain.add_argument_group("the page")
     shown.add_argument("--inputs", type=Path, required=True, metavar="FILE",
-                       help="inputs to explain: a table, or saved with numpy.savez(FILE.npz, X=...), or X=... and "
-                       "y=...")  # fmt: skip
+                       help="inputs to explain, in a file or folder like that of --data; targets may be absent")
     shown.add_argument("--out", type=html_file, default=Path("explanations.html"), metavar="OUT.html",
                        help="the page (default: %(default)s)")  # fmt: skip
     shown.add_argument("--most", type=count, default=500, metavar="N",
@@ -165,8 +172,8 @@ def _parser() -> argparse.ArgumentParser:
                          "(default: the cheaper of the exact ones, gp and full)")  # fmt: skip
     told = predict.add_argument_group("the predictions")
     told.add_argument("--inputs", type=Path, required=True, metavar="FILE",
-                      help="inputs to predict: a table, or saved with numpy.savez(FILE.npz, X=...), or X=... and "
-                      "y=... for scores")  # fmt: skip
+                      help="inputs to predict, in a file or folder like that of --data; targets, which may be absent, "
+                      "are scored")  # fmt: skip
     told.add_argument("--out", type=csv_file, default=Path("predictions.csv"), metavar="OUT.csv",
                       help="the table; the page beside it ends with .html (default: %(default)s)")  # fmt: skip
     told.add_argument("--level", type=level, default=0.9, metavar="Q",
@@ -186,7 +193,8 @@ def _target_fault(options: argparse.Namespace) -> str:
     files = [options.data, getattr(options, "inputs", None), getattr(options, "held_out", None)]
     if options.target is None or options.command == "explain" or any(map(is_table, filter(None, files))):
         return ""
-    return f"expected --target with a table, .csv or .parquet; got {options.data}. Its targets are y, or --targets."
+    return (f"expected --target with a table, {TABLES}; got {options.data}. The targets of arrays are y, or --targets; "
+            "those of a folder are the names in it.")
 
 
 def _demo(options: argparse.Namespace) -> int:

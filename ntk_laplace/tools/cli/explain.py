@@ -6,8 +6,8 @@ import argparse
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import take, to_device
-from ntk_laplace.tools.cli.inputs import check_forward
 from ntk_laplace.tools.cli.model import bring, require_writable
+from ntk_laplace.tools.cli.weights import check_forward
 from ntk_laplace.tools.explorer import Naming, explore
 
 __all__ = ["run"]
@@ -32,8 +32,10 @@ def run(options: argparse.Namespace) -> None:
         model.network, (model.x, model.y), model.likelihood, model.prior, options.structure,
         options.curvature, dtype=model.dtype, settings=model.settings, output=model.output,
     )  # fmt: skip
-    classes, features = options.classes or model.files.classes, options.features or model.files.features
-    naming = Naming(classes, features, options.shape, options.target or "target")
+    classes = options.classes or model.files.classes
+    if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
+        classes = None  # names of responses, which are fewer than the outputs
+    naming = Naming(classes, options.features or model.files.features, options.shape, (options.target or ["target"])[0])
     page = explore(posterior, x, model.x, y, options.k, naming, options.title)
     page.write(options.out)
     print(f"{page!r}; written to {options.out}, which a browser opens")

@@ -1,10 +1,11 @@
-"""The command ``ntk-laplace fit``: a network trained on a table, and its posterior, scored on held-out rows."""
+"""The command ``ntk-laplace fit``: a network trained on the user's data, and its posterior, scored on held-out rows."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
+import warnings
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -13,30 +14,35 @@ import numpy as np
 import pandas
 import torch
 from numpy.typing import NDArray
-from pandas.api.types import is_integer_dtype
 from torch import distributions
 
 import ntk_laplace as ntkl
 from ntk_laplace import metrics
+from ntk_laplace.tools.cli.examples import Examples, read_examples
+from ntk_laplace.tools.cli.images import ImageNetwork
 from ntk_laplace.tools.cli.model import require_writable
 from ntk_laplace.tools.cli.predictions import NETWORK
-from ntk_laplace.tools.cli.tables import (
-    input_columns,
-    is_table,
-    named_classes,
-    numbers,
-    read_table,
-    require_column,
-    target_classes,
-)
+from ntk_laplace.tools.cli.python_files import load_network
+from ntk_laplace.tools.explorer import ExplorerPage, Naming, explore
 
 __all__ = ["run"]
 
 _POSTERIOR = "posterior"
 _HELD_OUT = 0.2
-_LEVEL = 0.9
-_FEWEST = 10  # rows
-_FEW = 10  # whole numbers that are classes
+_SHOWN = 5  # predictions that are printed
+_EXPLAINED = 200  # held-out rows on the page at most
+
+Model = ntkl.LaplaceRegressor | ntkl.LaplaceClassifier
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """The estimator, scores of the held-out rows by name, columns of their predictions, and what else to tell."""
+
+    model: Model
+    scores: dict[str, dict[str, float]]
+    columns: dict[str, Any]
+    note: str = ""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -45,100 +51,148 @@ def run(options: argparse.Namespace) -> None:
     Raises
     ------
     NTKLaplaceError
-        If the table or an option is invalid.
+        If the data or an option is invalid.
     OSError
         If the files cannot be written; raised before the computation.
     """
-    path: Path = options.data
-    if not is_table(path):
-        raise ntkl.DataError("a table, .csv or .parquet", str(path), "Save the data as a table, or fit an estimator in "
-                             "Python: LaplaceRegressor or LaplaceClassifier.")  # fmt: skip
-    frame = read_table(path, "the data")
-    target = require_column(frame, path, options.target)
-    if len(frame) < _FEWEST:
-        raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(frame)} in {path}", "Add rows.")
-    names = input_columns(frame, path, target, None)
-    x = pandas.DataFrame(numbers(frame, path, names), columns=names)
-    classes = _classifies(frame[target], options.task)
-    y = _labels(frame[target], path) if classes else numbers(frame, path, [target])[:, 0]
+    examples = read_examples(options)
+    settings = _settings(options, examples)
     options.out.mkdir(parents=True, exist_ok=True)
-    table, saved = options.out / "predictions.csv", options.out / "model.joblib"
-    for file in (table, saved):
+    table, saved, page = (options.out / name for name in ("predictions.csv", "model.joblib", "explanations.html"))
+    for file in (table, saved, page):
         require_writable(file)
-    order = np.random.default_rng(options.seed).permutation(len(y))
-    held_out, rest = np.split(order, [round(_HELD_OUT * len(y))])
-    held_out.sort()
-    rest.sort()
-    what = f"{len(np.unique(y))} classes" if classes else "real numbers"
-    print(f"{target} is taken as {what} (--task says otherwise), from {len(names)} inputs: "
-          f"{len(rest):,} rows to train, {len(held_out):,} held out")  # fmt: skip
-    fitted = _fit_classes if classes else _fit_numbers
-    settings = {"hidden_layer_sizes": options.hidden, "epochs": options.epochs, "random_state": options.seed,
-                "verbose": sys.stderr.isatty()}  # fmt: skip
-    model, scores, columns = fitted(x.iloc[rest], y[rest], x.iloc[held_out], y[held_out], settings)
-    pandas.DataFrame({"row": held_out, **columns}).to_csv(table, index=False)
-    joblib.dump(model, saved)
-    print(f"\nScores of the {len(held_out):,} held-out rows")
-    print(pandas.DataFrame(scores).T.to_string(float_format="{:.4f}".format))
-    print(f"\nLog marginal likelihood of the training rows: {model.log_marginal_likelihood_value_:.3f} nats")
-    fit = model.predictive_fit_
+    order = np.random.default_rng(options.seed).permutation(len(examples.y))
+    held_out, rest = (np.sort(part) for part in np.split(order, [round(_HELD_OUT * len(order))]))
+    training, new = examples.subset(rest), examples.subset(held_out)
+    print(f"{examples}: {len(rest):,} rows to train, {len(held_out):,} held out")
+    fitted = (_fit_classes if examples.classes else _fit_numbers)(training, new, settings, options.level)
+    predictions = pandas.concat([new.named.reset_index(drop=True), pandas.DataFrame(fitted.columns)], axis=1)
+    predictions.to_csv(table, index=False)
+    joblib.dump(fitted.model, saved)
+    _tell_scores(fitted, len(held_out))
+    _tell_first(predictions, options.level)
+    _page(fitted.model, training, new).write(page)
+    print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
+          f"The model is in {saved}:\n"
+          f"joblib.load({str(saved)!r}).predict({_call(examples)}.")  # fmt: skip
+
+
+def _call(examples: Examples) -> str:
+    """How the estimator is called."""
+    if examples.features is not None:
+        return "frame) takes a pandas table of the inputs"
+    return f"x) takes an array of the inputs, (n, {examples.x.shape[1]})"
+
+
+def _settings(options: argparse.Namespace, examples: Examples) -> dict[str, Any]:
+    """Arguments of the estimator."""
+    shape, hidden = examples.shape, options.hidden
+    found = {"epochs": options.epochs, "random_state": options.seed, "verbose": sys.stderr.isatty()}
+    own = None if options.network is None else load_network(*options.network).double()
+    if shape is None and own is None:
+        return found | {"hidden_layer_sizes": hidden or (32,)}
+    if shape is None:
+        return found | {"network": own, "standardize": True}
+    if own is None and len(shape) != 3:
+        raise ntkl.DataError("X of shape (N, features), or (N, channels, height, width) of images",
+                             f"shape (N, {', '.join(map(str, shape))})", "Pass --network FILE.py.")  # fmt: skip
+    # pixels are from 0 to 1, and neighbors share the weights: standardizing each would undo that
+    network = ImageNetwork(shape, hidden or (8, 16), own)
+    return found | {"network": network, "standardize": False}
+
+
+def _tell_scores(fitted: _Fitted, count: int) -> None:
+    print(f"\nScores of the {count:,} held-out rows")
+    print(pandas.DataFrame(fitted.scores).T.to_string(float_format="{:.4f}".format))
+    if fitted.note:
+        print(f"\n{fitted.note}")
+    print(f"\nLog marginal likelihood of the training rows: {fitted.model.log_marginal_likelihood_value_:.3f} nats")
+    fit = fitted.model.predictive_fit_
     if fit is not None and not fit.trusted:
         print(f"\nWARNING: the posterior is used as it is, without calibration: {'; '.join(fit.reasons)}.")
-    print(f"\nPredictions of the held-out rows are in {table}. The model is in {saved}:\n"
-          f"joblib.load({str(saved)!r}).predict(frame) takes a pandas table of the inputs.")  # fmt: skip
 
 
-def _classifies(column: pandas.Series, task: str | None) -> bool:
-    """Whether targets are classes."""
-    if task is not None:
-        return task == "classes"
-    return named_classes(column) or (is_integer_dtype(column.dtype) and column.nunique() <= _FEW)
+def _tell_first(predictions: pandas.DataFrame, level: float) -> None:
+    """The first predictions with their intervals or sets."""
+    wanted = ("row", "file", "mean", "lower", "upper", "predicted", "set", "target")
+    shown = [name for name in predictions if name.partition("_")[0] in wanted]
+    what = "sets of labels" if "set" in predictions else "intervals"
+    print(f"\nThe first of them, with {what} of {level:.0%}")
+    print(predictions[shown].head(_SHOWN).to_string(index=False, float_format="{:.4g}".format))
 
 
-def _labels(column: pandas.Series, path: Path) -> NDArray[Any]:
-    """Labels as text, or as whole numbers."""
-    if named_classes(column):
-        numbered, names = target_classes(column, path, None)
-        return np.array(names, dtype=object)[numbered]
-    values = numbers(column.to_frame(), path, [str(column.name)])[:, 0]
-    if (values != np.floor(values)).any():
-        row = int(np.argmax(values != np.floor(values)))
-        raise ntkl.DataError(f"names or whole numbers as classes in column {column.name!r} of {path}",
-                             f"{values[row]:g} in row {row}", "Take --task regression.")  # fmt: skip
-    return values.astype(np.int64)
+def _fit_numbers(training: Examples, new: Examples, settings: dict[str, Any], level: float) -> _Fitted:
+    model = ntkl.LaplaceRegressor(**settings).fit(training.x, training.y)
+    mean, sd = (_columns(values) for values in model.predict(new.x, return_std=True))
+    y, noise = _columns(new.y), np.broadcast_to(np.sqrt(model.noise_), mean.shape)
+    half = NormalDist().inv_cdf(0.5 + level / 2) * sd
+    scores, columns = {}, dict[str, Any]()
+    for index, target in enumerate(new.targets):
+        one = slice(None), index
+        ending, of = ("", "") if len(new.targets) == 1 else (f"_{target}", f", {target}")
+        for name, own in {NETWORK: noise[one], _POSTERIOR: sd[one]}.items():
+            response = distributions.Normal(torch.as_tensor(mean[one]), torch.as_tensor(own.copy()))
+            (covered,) = metrics.interval_coverage(mean[one], own**2, y[one], [level])
+            scores[name + of] = metrics.held_out_scores(response, torch.as_tensor(y[one].copy()))
+            scores[name + of][f"coverage of {level:.0%}"] = covered
+        parts = {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half, "target": y}
+        columns |= {part + ending: values[one] for part, values in parts.items()}
+    return _Fitted(model, scores, columns)
 
 
-def _fit_numbers(
-    x: pandas.DataFrame, y: NDArray[Any], x_new: pandas.DataFrame, y_new: NDArray[Any], settings: dict[str, Any]
-) -> tuple[ntkl.LaplaceRegressor, dict[str, dict[str, float]], dict[str, Any]]:
-    """The estimator, its scores at new points, and columns of predictions."""
-    model = ntkl.LaplaceRegressor(**settings).fit(x, y)
-    mean, sd = model.predict(x_new, return_std=True)
-    scores = {}
-    for name, own in {NETWORK: np.full_like(sd, np.sqrt(model.noise_)), _POSTERIOR: sd}.items():
-        response = distributions.Normal(torch.as_tensor(mean), torch.as_tensor(own))
-        (covered,) = metrics.interval_coverage(mean, own**2, y_new, [_LEVEL])
-        scores[name] = metrics.held_out_scores(response, torch.as_tensor(y_new))
-        scores[name][f"coverage of {_LEVEL:.0%}"] = covered
-    half = NormalDist().inv_cdf(0.5 + _LEVEL / 2) * sd
-    return model, scores, {"mean": mean, "sd": sd, "lower": mean - half, "upper": mean + half, "target": y_new}
-
-
-def _fit_classes(
-    x: pandas.DataFrame, y: NDArray[Any], x_new: pandas.DataFrame, y_new: NDArray[Any], settings: dict[str, Any]
-) -> tuple[ntkl.LaplaceClassifier, dict[str, dict[str, float]], dict[str, Any]]:
-    """As `_fit_numbers`."""
-    unknown = np.setdiff1d(y_new, y)
+def _fit_classes(training: Examples, new: Examples, settings: dict[str, Any], level: float) -> _Fitted:
+    unknown = np.setdiff1d(new.y, training.y)
     if len(unknown):
         raise ntkl.DataError("each class among the training rows", f"{unknown[0]!r} in held-out rows alone",
                              "Add rows of this class, or pass another --seed.")  # fmt: skip
-    model = ntkl.LaplaceClassifier(**settings).fit(x, y)
-    p = model.predict_proba(x_new)
-    alone = model.posterior_.predict(model.network_inputs(x_new), "map").mean.detach().cpu().double()
-    labels = torch.as_tensor(np.searchsorted(model.classes_, y_new))
+    model = ntkl.LaplaceClassifier(**settings).fit(training.x, training.y)
+    p, x = model.predict_proba(new.x), model.network_inputs(new.x)
+    alone = model.posterior_.predict(x, "map").mean.detach().cpu().double()
+    labels = model.network_targets(new.y)
     scores = {
         name: metrics.held_out_scores(distributions.Categorical(probs=probs), labels)
         for name, probs in {NETWORK: alone, _POSTERIOR: torch.as_tensor(p)}.items()
     }
-    each = {f"probability_{name}": p[:, index] for index, name in enumerate(model.classes_)}
-    return model, scores, {"predicted": model.classes_[p.argmax(1)], **each, "target": y_new}
+    with warnings.catch_warnings():  # the reasons of predictive_fit_, which are told, and too few points
+        warnings.simplefilter("ignore", ntkl.NTKLaplaceWarning)
+        sets = model.posterior_.predict_set(x, level, never_empty=True)
+    names = [str(name) for name in model.classes_]
+    columns = {"predicted": model.classes_[p.argmax(1)]}
+    columns["set"] = ["{" + ", ".join(map(str, one)) + "}" for one in sets.labels(names)]
+    each = {f"probability_{name}": p[:, index] for index, name in enumerate(names)}
+    inside = float(sets.mask.cpu()[torch.arange(len(labels)), labels].double().mean())
+    size = float(sets.size.double().mean())
+    note = f"Sets of labels of level {level:.0%}: {inside:.1%} contain the label; {size:.2f} labels on average"
+    return _Fitted(model, scores, {**columns, **each, "target": new.y}, note)
+
+
+def _page(model: Model, training: Examples, new: Examples) -> ExplorerPage:
+    """Explanations of held-out rows by training rows; features are shown in their own units."""
+    few = new.subset(np.arange(min(_EXPLAINED, len(new.y))))
+    rows = training.subset(model.training_index_)
+    classes = [str(name) for name in getattr(model, "classes_", ())]
+    target = f"{', '.join(new.targets)} (standardized)"
+    names = classes or (new.targets if len(new.targets) > 1 else None)
+    naming = Naming(names, new.features, _picture(new), target)
+    page = explore(model.posterior_, model.network_inputs(few.x), model.network_inputs(rows.x),
+                   model.network_targets(few.y), naming=naming)  # fmt: skip
+    shown = page.content["rows"]
+    if shown is None:
+        return page
+    own = {str(index): _four_digits(rows.x.iloc[int(index)]) for index in shown["training"]}
+    points = [_four_digits(row) for _, row in few.x.iterrows()]
+    return replace(page, content=page.content | {"rows": shown | {"points": points, "training": own}})
+
+
+def _picture(examples: Examples) -> tuple[int, ...] | None:
+    """The shape of images that the page can show."""
+    shape = examples.shape
+    return shape if shape is not None and (len(shape) == 2 or (len(shape) == 3 and shape[0] in (1, 3))) else None
+
+
+def _four_digits(row: pandas.Series) -> list[float]:
+    return [float(f"{value:.4g}") for value in row]
+
+
+def _columns(values: NDArray[Any]) -> NDArray[Any]:
+    return values.reshape(len(values), -1)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import Inputs
-from ntk_laplace.tools.cli.inputs import Files, check_forward, load_weights
+from ntk_laplace.tools.cli.inputs import Files
 from ntk_laplace.tools.cli.likelihood import build_likelihood
 from ntk_laplace.tools.cli.python_files import load_network
+from ntk_laplace.tools.cli.weights import check_forward, load_weights
 
 __all__ = ["Model", "bring", "require_writable"]
 

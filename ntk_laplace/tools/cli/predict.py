@@ -13,10 +13,10 @@ from torch import Tensor
 import ntk_laplace as ntkl
 from ntk_laplace.model.data import to_device
 from ntk_laplace.posterior.fit import spec_of
-from ntk_laplace.tools.cli.inputs import check_forward
 from ntk_laplace.tools.cli.model import bring, require_writable
 from ntk_laplace.tools.cli.predictions import Judged, Predictions
 from ntk_laplace.tools.cli.predictions_page import build, doubts, summary
+from ntk_laplace.tools.cli.weights import check_forward
 
 __all__ = ["run"]
 
@@ -63,6 +63,8 @@ def run(options: argparse.Namespace) -> None:
     sentences += summary(fit, found)
     warned += doubts(fit, found)
     page = build(posterior, judged, found, sentences, warned, options.out.name)
+    if model.files.names is not None:
+        found.frame.insert(1, "file", model.files.names)
     found.frame.to_csv(options.out, index=False)
     page.write(page_path)
     print("\n".join(sentences))

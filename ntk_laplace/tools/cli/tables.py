@@ -1,9 +1,9 @@
-"""Tables of the command, CSV and Parquet: one column is the target, all others are inputs."""
+"""Tables of the command, CSV, Parquet and Arrow: some columns are targets, all others are inputs."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ from pandas.api.types import is_bool_dtype, is_numeric_dtype
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
 
-__all__ = ["input_columns", "is_table", "named_classes", "numbers", "read_table",
-    "require_column", "target_classes"]
+__all__ = ["TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table", "require_columns",
+    "target_classes"]
 
+TABLES = ".csv, .parquet, .feather or .arrow"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
 # the default of later versions, which do not take the option
 _EXACT: dict[str, Any] = {"float_precision": "round_trip"} if int(pandas.__version__.partition(".")[0]) < 4 else {}
 
 
 def is_table(path: Path) -> bool:
-    """Whether the name ends with ``.csv`` or ``.parquet``; a CSV file may be compressed."""
-    return _ending(path) in (".csv", ".parquet")
+    """Whether the name ends with that of a table; a CSV file may be compressed."""
+    return _ending(path) in _READERS
 
 
 def _ending(path: Path) -> str:
@@ -48,7 +49,7 @@ def read_table(path: Path, what: str) -> pandas.DataFrame:
         If the file is missing, cannot be read, or is no such table.
     """
     require_file(path, f"a table of {what}")
-    frame = _parquet(path) if _ending(path) == ".parquet" else _csv(path)
+    frame = _READERS[_ending(path)](path)
     if frame.empty:
         raise DataError("a table with at least one row below the names of its columns", f"{path} without rows",
                         "Check the file.")  # fmt: skip
@@ -77,43 +78,78 @@ def _csv(path: Path) -> pandas.DataFrame:
     return frame
 
 
-def _parquet(path: Path) -> pandas.DataFrame:
+def _columnar(read: Callable[[Path], pandas.DataFrame], what: str) -> Callable[[Path], pandas.DataFrame]:
+    """A reader of files that pyarrow reads for pandas."""
+
+    def reader(path: Path) -> pandas.DataFrame:
+        try:
+            frame = read(path)
+        except ImportError as cause:
+            raise DataError("a table that pandas can read here", f"{path}, for which pandas finds no engine",
+                            "Install one, pip install pyarrow, or save the table as .csv.") from cause  # fmt: skip
+        except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
+            raise DataError(f"{what} table", f"{path} ({first_line(cause)})", "Check the file.") from cause
+        frame.columns = frame.columns.map(str)
+        twice = frame.columns[frame.columns.duplicated()]
+        if len(twice):
+            raise DataError("columns with different names", f"{twice[0]!r} twice in {path}", "Rename one.")
+        return frame.reset_index(drop=True)
+
+    return reader
+
+
+def _arrow(path: Path) -> pandas.DataFrame:
+    """A file in the Arrow format, which is that of Feather, or a stream, as the package datasets writes them."""
+    from pyarrow import ArrowInvalid, ipc
+
     try:
-        frame = pandas.read_parquet(path)
-    except ImportError as cause:
-        raise DataError("a table that pandas can read here", f"{path}, for which pandas finds no engine",
-                        "Install one, pip install pyarrow, or save the table as .csv.") from cause  # fmt: skip
-    except (ValueError, OSError) as cause:  # among them all errors of pyarrow for damaged files
-        raise DataError("a Parquet table", f"{path} ({first_line(cause)})", "Check the file.") from cause
-    frame.columns = frame.columns.map(str)
-    return frame.reset_index(drop=True)
+        return pandas.read_feather(path)
+    except ArrowInvalid as cause:
+        try:
+            with open(path, "rb") as stream:
+                return ipc.open_stream(stream).read_pandas()
+        except ValueError:
+            raise cause from None
 
 
-def require_column(frame: pandas.DataFrame, path: Path, target: str | None) -> str:
-    """Return the name of the column of the targets unchanged.
+_READERS: dict[str, Callable[[Path], pandas.DataFrame]] = {
+    ".csv": _csv,
+    ".parquet": _columnar(lambda path: pandas.read_parquet(path), "a Parquet"),
+    ".feather": _columnar(lambda path: pandas.read_feather(path), "a Feather"),
+    ".arrow": _columnar(_arrow, "an Arrow"),
+}
+
+
+def require_columns(frame: pandas.DataFrame, path: Path, targets: Sequence[str] | None) -> list[str]:
+    """Return the names of the columns of the targets unchanged.
 
     Raises
     ------
     DataError
-        If the table has no such column, or no name was given.
+        If the table has no such column, a name is given twice, or none was given.
     """
-    if target is None or target not in frame.columns:
-        got = "none" if target is None else f"--target {target}"
+    missing = [name for name in targets or () if name not in frame.columns]
+    if not targets or missing:
+        got = f"--target {missing[0]}" if missing else "none"
         raise DataError(f"--target COLUMN, one of {first_few(list(frame.columns))} in {path}", got,
                         "Name the column of the targets; all others are inputs.")  # fmt: skip
-    return target
+    if len(set(targets)) < len(targets):
+        raise DataError("different columns of targets", f"--target {' --target '.join(targets)}", "Name each once.")
+    return list(targets)
 
 
-def input_columns(frame: pandas.DataFrame, path: Path, target: str | None, known: Sequence[str] | None) -> list[str]:
-    """Names of the columns of inputs, which are all except the target, in the order of `known` if that is given.
+def input_columns(
+    frame: pandas.DataFrame, path: Path, targets: Sequence[str] | None, known: Sequence[str] | None
+) -> list[str]:
+    """Names of the columns of inputs, which are all except the targets, in the order of `known` if that is given.
 
     Parameters
     ----------
     frame : DataFrame
     path : Path
         For messages.
-    target : str, optional
-        The column of the targets; the table may be without it.
+    targets : sequence of str, optional
+        The columns of the targets; the table may be without them.
     known : sequence of str, optional
         Input columns of the training data.
 
@@ -122,9 +158,10 @@ def input_columns(frame: pandas.DataFrame, path: Path, target: str | None, known
     DataError
         If there are none, or other ones than in the training data.
     """
-    found = [name for name in frame.columns if name != target]
+    found = [name for name in frame.columns if name not in (targets or ())]
     if not found:
-        raise DataError("columns of inputs beside the target", f"{target!r} alone in {path}", "Add a column of inputs.")
+        raise DataError("columns of inputs beside the target", f"{first_few(targets or [])} alone in {path}",
+                        "Add a column of inputs.")  # fmt: skip
     if known is None:
         return found
     missing, extra = [name for name in known if name not in found], [name for name in found if name not in known]

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from sklearn.base import ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from ntk_laplace.errors import DataError
@@ -97,6 +98,15 @@ class LaplaceClassifier(ClassifierMixin, LaplaceEstimator):
             raise DataError("labels of at least two classes", "1 class", "Add examples of another class.")
         self._fit(x, torch.as_tensor(labels), len(self.classes_), Categorical(), weight)
         return self
+
+    def network_targets(self, y: Any) -> Tensor:
+        """Numbers of labels in `classes_`, as `posterior_` takes them, (n,)."""
+        check_is_fitted(self)
+        labels = np.asarray(y)
+        unknown = np.setdiff1d(labels, self.classes_)
+        if len(unknown):
+            raise DataError(f"labels among {list(self.classes_)}", repr(unknown[0]), "Pass labels of the training.")
+        return torch.as_tensor(np.searchsorted(self.classes_, labels))
 
     def predict_proba(self, X: Any) -> Array:
         """Class probabilities, averaged over the posterior, (n, classes)."""

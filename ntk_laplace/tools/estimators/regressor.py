@@ -135,6 +135,12 @@ class LaplaceRegressor(MultiOutputMixin, RegressorMixin, LaplaceEstimator):
         self._fit(x, torch.as_tensor(self._targets(y)), y.shape[1], Gaussian(noise=self.noise), weight)
         return self
 
+    def network_targets(self, y: Any) -> Tensor:
+        """Targets as `posterior_` takes them, (n, targets): standardized if the estimator does that."""
+        check_is_fitted(self)
+        values = np.asarray(y, dtype=np.float64)
+        return torch.as_tensor(self._targets(values.reshape(len(values), -1)))
+
     @property
     def noise_(self) -> float | Array:
         """Noise variance in squared units of the targets."""

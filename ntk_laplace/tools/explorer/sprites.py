@@ -27,7 +27,7 @@ def images_of(x: Tensor, shape: Sequence[int] | None) -> NDArray[np.uint8] | Non
     ----------
     x : Tensor
         (n, h, w), (n, 1 or 3, h, w), or any inputs that `shape` reshapes to images.
-    shape : (height, width) or (height, width, 3), optional
+    shape : (height, width), (height, width, 3) or (1 or 3, height, width), optional
 
     Raises
     ------
@@ -40,9 +40,9 @@ def images_of(x: Tensor, shape: Sequence[int] | None) -> NDArray[np.uint8] | Non
             raise DataError(f"inputs of {math.prod(shape)} numbers, for images of {tuple(shape)}",
                             f"inputs of {values[0].numel()}", "Pass the images' own height and width.")
         values = values.reshape(len(values), *shape)
-    elif values.ndim == 4 and values.shape[1] in (1, 3):
+    if values.ndim == 4 and values.shape[1] in (1, 3) and (shape is None or shape[0] == 1 or shape[-1] != 3):
         values = values[:, 0] if values.shape[1] == 1 else values.permute(0, 2, 3, 1)
-    elif values.ndim != 3 or min(values.shape[1:]) < 4:
+    elif shape is None and (values.ndim != 3 or min(values.shape[1:]) < 4):
         return None
     step = max(1, math.ceil(max(values.shape[1:3]) / _LARGEST))
     values = values[:, ::step, ::step]

@@ -1,0 +1,168 @@
+"""The examples that ``ntk-laplace fit`` trains on: a table, arrays or images as rows of numbers, and their targets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import torch
+from numpy.typing import NDArray
+from pandas.api.types import is_integer_dtype
+from torch import Tensor
+
+import ntk_laplace as ntkl
+from ntk_laplace.tools.cli.arrays import load_data
+from ntk_laplace.tools.cli.images import read_images
+from ntk_laplace.tools.cli.tables import (
+    input_columns,
+    is_table,
+    named_classes,
+    numbers,
+    read_table,
+    require_columns,
+    target_classes,
+)
+
+__all__ = ["Examples", "read_examples"]
+
+_FEWEST = 10  # rows
+_FEW = 10  # whole numbers that are classes
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs and targets.
+
+    Attributes
+    ----------
+    x : DataFrame, (N, features)
+        Columns of arrays and images are numbered, so that estimators take arrays too.
+    y : ndarray, (N,), or (N, T) for several real targets
+        Labels, or real numbers.
+    classes : bool
+        Whether targets are labels.
+    targets : list of str
+        Their names.
+    named : DataFrame, (N, 1)
+        What names an example in the written predictions: its row, or its file.
+    shape : tuple of int, optional
+        (channels, height, width), or another shape, of inputs that are no rows.
+    """
+
+    x: pandas.DataFrame
+    y: NDArray[Any]
+    classes: bool
+    targets: list[str]
+    named: pandas.DataFrame
+    shape: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        """What they are taken as."""
+        kind = f"{len(np.unique(self.y))} classes" if self.classes else "real numbers"
+        names = ", ".join(self.targets)
+        inputs = f"{self.x.shape[1]} inputs" if self.shape is None else f"inputs of shape {self.shape}"
+        are = "are" if len(self.targets) > 1 else "is"
+        return f"{names} {are} taken as {kind} (--task says otherwise), from {inputs}"
+
+    @property
+    def features(self) -> list[str] | None:
+        """Names of the columns of a table."""
+        names = list(self.x.columns)
+        return names if all(isinstance(name, str) for name in names) else None
+
+    def subset(self, rows: NDArray[np.intp]) -> Examples:
+        """These examples alone."""
+        return Examples(self.x.iloc[rows], self.y[rows], self.classes, self.targets, self.named.iloc[rows], self.shape)
+
+
+def read_examples(options: argparse.Namespace) -> Examples:
+    """The examples of the file or folder that the options name.
+
+    Raises
+    ------
+    DataError
+        If it cannot be read as such.
+    """
+    path: Path = options.data
+    read = _images if path.is_dir() else _table if is_table(path) else _arrays
+    found = read(path, options.target, options.task)
+    if len(found.y) < _FEWEST:
+        raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
+    return found
+
+
+def _table(path: Path, target: Sequence[str] | None, task: str | None) -> Examples:
+    frame = read_table(path, "the data")
+    targets = require_columns(frame, path, target)
+    names = input_columns(frame, path, targets, None)
+    x = pandas.DataFrame(numbers(frame, path, names), columns=names)
+    named = pandas.DataFrame({"row": range(len(frame))})
+    if len(targets) == 1 and _classifies(frame[targets[0]], task):
+        return Examples(x, _labels(frame[targets[0]], path), True, targets, named)
+    if task == "classes":
+        raise ntkl.DataError("one target that is a class", f"--target {' --target '.join(targets)}",
+                             "Fit one of them at a time.")  # fmt: skip
+    y = numbers(frame, path, targets)
+    return Examples(x, y[:, 0] if len(targets) == 1 else y, False, targets, named)
+
+
+def _arrays(path: Path, target: Sequence[str] | None, task: str | None) -> Examples:
+    inputs, y = load_data(path, torch.float64, what="the data")
+    assert isinstance(inputs, Tensor)
+    if not len(inputs) == len(y) > 0:
+        raise ntkl.DataError("as many rows of X as of y, at least one", f"{len(inputs)} and {len(y)} in {path}",
+                             "Save both for the same examples.")  # fmt: skip
+    for name, values in {"X": inputs, "y": y}.items():
+        if not values.isfinite().all():
+            row = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
+            raise ntkl.DataError(f"finite numbers in {name} of {path}", f"none in row {row}, counted from 0",
+                                 "Correct the value, or remove the row.")  # fmt: skip
+    rows = inputs.reshape(len(inputs), -1)
+    x = pandas.DataFrame(rows.double().numpy())
+    shape = tuple(inputs.shape[1:]) if inputs.ndim > 2 else None
+    named = pandas.DataFrame({"row": range(len(x))})
+    single = y.reshape(len(y), -1)
+    if single.shape[1] == 1:
+        column = pandas.Series(single[:, 0].numpy(), name="y")
+        classes = _classifies(column, task)
+        labels = _labels(column, path) if classes else column.to_numpy(np.float64)
+        return Examples(x, labels, classes, ["y"], named, shape)
+    if task == "classes" or y.ndim > 2:
+        raise ntkl.DataError("y of shape (N,), or (N, targets) of real numbers", f"shape {tuple(y.shape)} in {path}",
+                             "Save one class number for each row of X.")  # fmt: skip
+    return Examples(x, y.double().numpy(), False, [f"y{index}" for index in range(y.shape[1])], named, shape)
+
+
+def _images(path: Path, target: Sequence[str] | None, task: str | None) -> Examples:
+    if task == "regression":
+        raise ntkl.DataError("a table or arrays, for regression", f"the folder {path}",
+                             "The names in a folder of images are classes.")  # fmt: skip
+    found = read_images(path)
+    x = pandas.DataFrame(found.x.reshape(len(found.x), -1))
+    y = np.array(found.classes, dtype=object)[found.y]
+    return Examples(x, y, True, ["folder"], pandas.DataFrame({"file": found.files}), found.x.shape[1:])
+
+
+def _classifies(column: pandas.Series, task: str | None) -> bool:
+    """Whether targets are classes."""
+    if task is not None:
+        return task == "classes"
+    return named_classes(column) or (is_integer_dtype(column.dtype) and column.nunique() <= _FEW)
+
+
+def _labels(column: pandas.Series, path: Path) -> NDArray[Any]:
+    """Labels as text, or as whole numbers."""
+    if named_classes(column):
+        numbered, names = target_classes(column, path, None)
+        return np.array(names, dtype=object)[numbered]
+    values = numbers(column.to_frame(), path, [str(column.name)])[:, 0]
+    if (values != np.floor(values)).any():
+        row = int(np.argmax(values != np.floor(values)))
+        raise ntkl.DataError(f"names or whole numbers as classes in column {column.name!r} of {path}",
+                             f"{values[row]:g} in row {row}", "Take --task regression.")  # fmt: skip
+    return values.astype(np.int64)
