@@ -15,7 +15,10 @@ pytest.importorskip("mypy")
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = ("outside_likelihood.py", "outside_structure.py")
 
+# the settings of mypy --strict that a file can set for itself
 RIGHT = '''
+# mypy: disallow-any-generics, disallow-subclassing-any, disallow-untyped-calls, disallow-untyped-defs
+# mypy: disallow-untyped-decorators, warn-return-any, strict-equality, extra-checks
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,7 +38,7 @@ ekfac = ntkl.laplace(network, loader, ntkl.Categorical(), structure=ntkl.EKFAC(b
 
 history: ntkl.HyperparameterHistory = posterior.fit_hyperparameters("lbfgs", parameters=["precision"], steps=50)
 evidence: Tensor = posterior.log_marginal_likelihood(correction=True)
-evidence.backward()
+torch.autograd.backward(evidence)
 precision: Tensor = posterior.prior.precision
 slope = posterior.prior.log_precision.grad
 found = posterior.predict(x, method="nn", samples=10)
@@ -57,6 +60,23 @@ adam = torch.optim.Adam(network.parameters())
 trained = ntkl.train_with_evidence(network, (x, y), ntkl.Categorical(), optimizer=adam, epochs=2)
 better: ntkl.Posterior = trained.posterior
 comparison: ntkl.EvidenceComparison = ntkl.compare_evidence(network, (x, y), ntkl.Categorical(), structures=["gp"])
+
+
+def probabilities(structure: str) -> Tensor:
+    return ntkl.laplace(network, (x, y), ntkl.Categorical(), structure=structure).remove(0).predict(x).probs
+
+
+others: list[ntkl.Posterior] = [
+    posterior.relabel([0], [1]), posterior.add(x[:1], y[:1]), posterior.merge(posterior), posterior.retrain((x, y)),
+    ntkl.load("p.pt", network),
+]
+first: int = posterior.explain(x).entries(0, "for")[0].training_index
+table = posterior.explain(x[:2], k=3).to_dataframe()
+value: float = float(posterior.evidence().value)
+labels: list[list[str]] = posterior.predict_set(x).labels(["a", "b", "c"])
+model = ntkl.LaplaceClassifier(epochs=2).fit(x.numpy(), y.numpy())
+of_model: Tensor = model.posterior_.predict(model.network_inputs(x.numpy())).probs
+chosen: list[int] = ntkl.active.select(posterior, x, 3).indices.tolist()
 ntkl.laplace(network, (x, y), ntkl.CustomLikelihood(lambda f, y: -(y - f).square().sum(1), mean=lambda f: f))
 '''
 
@@ -74,6 +94,11 @@ WRONG = {
     'evidence: float = posterior.log_marginal_likelihood()': "assignment",
     "posterior.remove([0], step=2)": "call-arg",
     "posterior.network.shapes.named([0.0])": "arg-type",
+    "posterior.predict(x).probs = x": "misc",
+    "posterior.predict(x).probability": "attr-defined",
+    "posterior.remove(0).probs": "attr-defined",
+    "numbers: list[list[str]] = posterior.predict_set(x).labels()": "assignment",
+    'wrong: list[list[int]] = posterior.predict_set(x).labels(["a", "b", "c"])': "list-item",
 }
 
 

@@ -43,12 +43,19 @@ class Response(td.Distribution):
         The two parts of `variance`: from the uncertainty of f, and from the noise of y given f.
     likelihood : Likelihood
         The likelihood of these responses.
+    probs : Tensor, (n, C)
+        Probabilities, of responses that are classes alone; others have no such attribute.
     """
 
     likelihood: ObservationModel
     num_outputs: int
     epistemic: Tensor
     aleatoric: Tensor
+    if TYPE_CHECKING:  # responses of classes have it, and `hasattr` asks for it
+
+        @property
+        def probs(self) -> Tensor:
+            """Probabilities, of responses that are classes."""
 
     def _own(self, likelihood: ObservationModel, num_outputs: int, epistemic: Tensor, aleatoric: Tensor) -> None:
         # a plain attribute: a distribution must not register the likelihood, which is a module. num_outputs is C

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import torch
 from torch import Size, Tensor
@@ -22,6 +22,7 @@ __all__ = [
     "SET_SCORES", "PredictionSets", "class_probabilities", "hard_labels", "label_scores", "members", "require_classes",
 ]  # fmt: skip
 
+_Name = TypeVar("_Name")
 SET_SCORES = ("probability", "cumulative", "randomized")
 
 
@@ -67,7 +68,13 @@ class PredictionSets:
         """Number of labels in each set, (n,); 0 where no label fits as well as the points' own labels do."""
         return self.mask.sum(1)
 
-    def labels(self, names: Sequence[object] | None = None) -> list[list[object]]:
+    @overload
+    def labels(self, names: None = None) -> list[list[int]]: ...
+
+    @overload
+    def labels(self, names: Sequence[_Name]) -> list[list[_Name]]: ...
+
+    def labels(self, names: Sequence[Any] | None = None) -> list[list[Any]]:
         """Labels of each set, most probable first; by name if `names` of the classes are given."""
         order = self.probabilities.argsort(dim=1, descending=True, stable=True)
         rows = zip(order.tolist(), self.mask.gather(1, order).tolist(), strict=True)

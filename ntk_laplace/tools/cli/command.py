@@ -15,8 +15,8 @@ from ntk_laplace.structures import structure_names
 from ntk_laplace.tools.cli.likelihood import likelihood_fault
 from ntk_laplace.tools.cli.options import (
     FACTORY,
+    TARGET,
     add_model_options,
-    add_target_option,
     count,
     csv_file,
     directory,
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("data", type=Path, metavar="DATA",
                      help=f"a table ({TABLES}), a folder with one folder of images for each class, or arrays X and y, "
                      ".npz or .pt")  # fmt: skip
-    add_target_option(fit)
+    fit.add_argument("--target", **TARGET)
     fit.add_argument("--task", choices=("regression", "classes"),
                      help="what the target is (default: names and few whole numbers are classes)")  # fmt: skip
     fit.add_argument("--network", type=source, metavar="FILE.py[:FACTORY]",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ntk_laplace.tools.cli.likelihood import add_likelihood_options, positive
 from ntk_laplace.tools.cli.tables import TABLES
 
 __all__ = [
     "FACTORY",
+    "TARGET",
     "add_model_options",
-    "add_target_option",
     "count",
     "csv_file",
     "directory",
@@ -29,6 +30,10 @@ __all__ = [
 ]
 
 FACTORY = "make_network"
+TARGET: dict[str, Any] = {  # of the option --target
+    "action": "append", "metavar": "COLUMN",
+    "help": "the column of the targets in a table; all other columns are inputs; repeat it for several targets",
+}  # fmt: skip
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +47,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--data", type=Path, required=True, metavar="FILE",
                        help="the training data: saved with numpy.savez(FILE.npz, X=..., y=...) or torch.save((X, y), "
                        f"FILE.pt), a table ({TABLES}), or a folder with one folder of images for each class")
-    add_target_option(model)
+    model.add_argument("--target", **TARGET)
     model.add_argument("--output", type=output, metavar="NAME",
                        help="which of the outputs, by name or position, if the network returns several")  # fmt: skip
     model.add_argument("--targets", metavar="NAME",
@@ -62,13 +67,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--device", default="cpu", help="as torch names it, such as cuda (default: %(default)s)")
     work.add_argument("--memory", type=positive, metavar="GIB",
                       help="refuse what would take more (default: the device's free memory)")  # fmt: skip
-
-
-def add_target_option(parser: argparse._ActionsContainer) -> None:
-    """Add the option for the columns of a table that are the targets."""
-    parser.add_argument("--target", action="append", metavar="COLUMN",
-                        help="the column of the targets in a table; all other columns are inputs; repeat it for "
-                        "several targets")  # fmt: skip
 
 
 def source(text: str) -> tuple[Path, str]:
