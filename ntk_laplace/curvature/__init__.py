@@ -8,6 +8,7 @@ from ntk_laplace.curvature.full import FullPrecision, accumulate_ggn
 from ntk_laplace.curvature.function_space import FunctionSpacePrecision, prior_variances
 from ntk_laplace.curvature.given import BlockwisePrecision, GivenPrecision, given_precision
 from ntk_laplace.curvature.inf import LowRank
+from ntk_laplace.curvature.last_layer import LastLayerPrecision, last_layer
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock, diagonal_block, find_parameter_blocks
 from ntk_laplace.curvature.posterior_precision import CrossCovariance, PosteriorPrecision, group_numbers
 from ntk_laplace.curvature.structured import BlockDiagonalPrecision, BlockPrecision
@@ -25,6 +26,7 @@ __all__ = [
     "FullPrecision",
     "FunctionSpacePrecision",
     "GivenPrecision",
+    "LastLayerPrecision",
     "LowRank",
     "ParameterBlock",
     "PosteriorPrecision",
@@ -35,5 +37,6 @@ __all__ = [
     "find_parameter_blocks",
     "given_precision",
     "group_numbers",
+    "last_layer",
     "prior_variances",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.errors import UnsupportedError, require_whole
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.model.network import preserved_rng
 
 __all__ = ["CURVATURES", "CurvatureType"]
@@ -68,6 +68,10 @@ class CurvatureType:
             return likelihood.curvature(f, targets)
         root = self._gradients(likelihood, f, targets)
         return root @ root.mT
+
+    def diagonal_form(self, likelihood: Likelihood, f: Tensor, targets: Tensor | None = None) -> DiagonalForm | None:
+        """S Sᵀ in O(C) numbers per example; None if it has no such form."""
+        return likelihood.diagonal_form(f, targets) if self.kind == "ggn" else None
 
     def log_scale(self, likelihood: Likelihood) -> Tensor | None:
         """Return log c if the likelihood's hyperparameters only multiply S Sᵀ by a number c; else None."""

@@ -64,10 +64,13 @@ class PosteriorPrecision(ABC):
         Certain bounds of the exact `log_det`, if it is an estimate; None if it is not.
     made_of_data : bool
         Whether `record` contains rows of training points.
+    many_variances : bool
+        Whether `variances_of_outputs` computes no covariances of outputs on the way.
     """
 
     homogeneous: bool = True
     made_of_data: bool = False
+    many_variances: bool = False
     standard_error: float = 0.0
     log_det_bounds: tuple[float, float] | None = None
 
@@ -230,6 +233,10 @@ class PosteriorPrecision(ABC):
             dense = rows.subset(part).dense(self.shapes).transpose(0, 1)  # (m, K, P)
             blocks[part] = dense @ self._solved(dense).mT
         return blocks
+
+    def variances_of_outputs(self, rows: Jacobian) -> Tensor:
+        """Diagonals of `covariance_blocks`, (n, C)."""
+        return self.covariance_blocks(rows).diagonal(dim1=1, dim2=2)
 
     def removal_blocks(self, rows: Jacobian, root: Tensor) -> Tensor:
         """V at training points with the roots S (n, C, R) of Λ, (n, C, C), from which (I - SᵀVS)⁻¹ is computed.

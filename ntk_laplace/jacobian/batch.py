@@ -93,7 +93,12 @@ class Batch:
         if not agree(own, there, size, size, self.network.precision):
             gap = float((own - there).abs().max())
             raise mixed(f"outputs that change by {gap:.2g} with the other examples of the batch")
-        return self._sums_disagree(few, alone, self.cotangents[:, index]) == ()
+        cotangents = self.cotangents
+        if cotangents.stride(1) == 0:  # the same for all examples, and written out for none
+            cotangents = cotangents[:, :1].expand(-1, len(own), -1)
+        else:
+            cotangents = cotangents[:, index]
+        return self._sums_disagree(few, alone, cotangents) == ()
 
     def _sums_disagree(self, blocks: Sequence[Block], out: Tensor, cotangents: Tensor) -> tuple[str, ...] | None:
         """Parameters whose randomly weighted rows differ from autograd's gradient; None for a nonfinite gradient."""

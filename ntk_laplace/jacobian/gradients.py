@@ -1,7 +1,8 @@
 """Output gradients of a batch: one backward pass per cotangent, and what is stored of each node's gradient.
 
-A loop over cotangents is faster than one batched pass on CPUs. A node's gradient is handled in one of three ways:
+A loop over cotangents is faster than one batched pass on CPUs. A node's gradient is handled in one of four ways:
 
+* It is the cotangents themselves, where the only node is that of the outputs, as for a last linear layer.
 * It is stored for all cotangents, for layers with factors. Where rows are written out, cotangents are next to the
   examples in memory, so that each example's gradients are one matrix. Where factors are summed, cotangents come first.
 * It is reduced to rows at once, for rows that are sums over positions; the gradient is then freed.
@@ -101,6 +102,9 @@ class Gradients:
         for index, each in enumerate(self.extractions):
             if each.fused:
                 self.accumulation.start(index, self.cotangents, self.graph.shape(each.consumer)[-1], self.graph.dtype)
+        if numbers == [0] and kept_whole(self.extractions) == {0} and self.graph.shape(0) == out.shape:
+            self._whole[0] = self.cotangents  # the layer is the last: no backward pass
+            return self
         wanted = [GradientEdge(self.graph.nodes[number], 0) for number in numbers]
         for k, cotangent in enumerate(self.cotangents if numbers else ()):
             # no variable here refers to the buffers: the allocator reuses them in the next pass

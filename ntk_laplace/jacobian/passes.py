@@ -113,17 +113,25 @@ class JacobianPass:
         if theta is not None and theta.shape != (size,):
             raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
                             "Pass a vector such as network.theta.")
-        edges, n, cotangents = self._prepared(x), num_examples(x), _columns(root, self.network)
-        most = _examples_at_once(edges, cotangents, fused_layers)
+        n, most = num_examples(x), self.examples_at_once(x, _columns(root), fused_layers)
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
             yield self._batch(take(x, part), own, offset + start, fused_layers, theta)
 
-    def examples_at_once(self, x: Inputs, cotangents: int, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> int:
-        """Number of examples like those of `x` in one batch of a pass with this many cotangents."""
-        return _examples_at_once(self._prepared(x), cotangents, fused_layers)
+    def examples_at_once(
+        self, x: Inputs, cotangents: int | None = None, fused_layers: FusedLayers = NO_FUSED_LAYERS
+    ) -> int:
+        """Number of examples like those of `x` in one batch of a pass with this many cotangents, or one per output."""
+        edges = self._prepared(x)
+        if cotangents is None:
+            cotangents = 1 if self.last_layer(x) else self.network.num_outputs
+        return _examples_at_once(edges, cotangents, fused_layers)
+
+    def last_layer(self, x: Inputs) -> bool:
+        """Whether the rows are those of one last layer, whose output gradients are the cotangents."""
+        return [edge.last for edge in self._prepared(x)] == [True]
 
     def evaluated_at_once(self) -> int | None:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
@@ -153,7 +161,8 @@ class JacobianPass:
             kept, plain = kept_whole(extractions), {use.step.consumer: use.name for use in plan.uses if use.plain}
             element = torch.promote_types(out.dtype, graph.dtype).itemsize
             sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(extractions)}
-        self._edges = [_Edge(max(1, size), number in kept, plain.get(number)) for number, size in sizes.items()]
+        self._edges = [_Edge(max(1, size), number in kept, plain.get(number), number == 0 and number in kept
+                             and graph.shape(0) == out.shape) for number, size in sizes.items()]
         return self._edges
 
     def _plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
@@ -271,11 +280,14 @@ class _Edge:
         Whether the gradients of all cotangents are stored.
     plain : str or None
         Weight whose output gradients can be fused.
+    last : bool
+        Whether the node's output is the network's.
     """
 
     size: int
     kept: bool
     plain: str | None
+    last: bool = False
 
     def held(self, cotangents: int, fused_layers: FusedLayers) -> int:
         """Bytes stored per example."""
@@ -297,9 +309,9 @@ def _touching(names: tuple[str, ...], blocks: list[Block]) -> set[str]:
         found |= more
 
 
-def _columns(root: Tensor | RootFunction | None, network: Network) -> int:
+def _columns(root: Tensor | RootFunction | None) -> int | None:
     if root is None:
-        return network.num_outputs
+        return None
     return root.shape[2] if isinstance(root, Tensor) else root.columns
 
 

@@ -36,6 +36,8 @@ def _share_constant(block: Block) -> Block:
     """Store b once if it is the same for all examples, as in the last linear layer, where b is the cotangents."""
     if not isinstance(block, Outer) or not block.single or block.b.shape[1] < 2:
         return block
+    if block.b.stride(1) == 0:  # cotangents that were never written out for each example
+        return replace(block, b=block.b[:, :1], constant=True)
     if torch.equal(block.b[:, 0], block.b[:, 1]) and bool((block.b == block.b[:, :1]).all()):
         return replace(block, b=block.b[:, :1], constant=True)
     return block

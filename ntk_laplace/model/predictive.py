@@ -92,7 +92,10 @@ class Predictive:
         self._points: Tensor | None = None
 
     def __call__(self, mean: Tensor, covariance: Tensor) -> Response:
-        """Distribution of the response for f ~ N(mean (n, C), covariance (n, C, C))."""
+        """Distribution of the response for f ~ N(mean (n, C), covariance (n, C, C)).
+
+        For "probit" the covariance may be the variances (n, C), if the likelihood has `probit_by_variance`.
+        """
         if self.method == "glm":
             return _glm(self.likelihood, mean, covariance, lambda: self._points_like(mean), self.scalar)
         return METHODS[self.method](self.likelihood, mean, covariance, self.scalar)
@@ -160,8 +163,13 @@ def _map(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool)
     return likelihood.distribution(mean, scalar)
 
 
+def _probit(likelihood: Likelihood, mean: Tensor, covariance: Tensor, scalar: bool) -> Response:
+    found = likelihood.probit_by_variance(mean, covariance, scalar) if covariance.ndim == 2 else None
+    return likelihood.probit(mean, covariance, scalar) if found is None else found
+
+
 METHODS: dict[str, Callable[[Likelihood, Tensor, Tensor, bool], Response]] = {
     "blr": lambda likelihood, *arguments: likelihood.linearize(*arguments),
-    "probit": lambda likelihood, *arguments: likelihood.probit(*arguments),
+    "probit": _probit,
     "map": _map,
 }

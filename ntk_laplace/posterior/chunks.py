@@ -87,7 +87,7 @@ class Chunks:
         factors, network = self._model.jacobian_pass, self._model.network
         written_out = network.num_parameters * network.num_outputs * factors.dtype.itemsize
         fitting = self._fitting(written_out, each, tuning.FEWEST_CHUNK_EXAMPLES)
-        return min(fitting, factors.examples_at_once(x, network.num_outputs))
+        return min(fitting, factors.examples_at_once(x))
 
     def _fitting(self, size: int, each: int, fewest: int = 1) -> int:
         """Examples that fit, if each takes `size` bytes of rows and `each` bytes of results."""

@@ -153,8 +153,10 @@ class PredictionVerbs(Fitted):
             f = self.outputs(x, batch_size=batch_size)
             certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
             return _responses([(f, certain)], True, respond)
-        moments = self._moments(self._chunks(x, batch_size), mean)
-        return _responses(moments, likelihood is None, respond)
+        chunks = self._chunks(x, batch_size)
+        if method == "probit" and own.probit_by_variance(*2 * (torch.zeros(1, self.num_outputs),)) is not None:
+            return _responses(self._variances(chunks, mean), likelihood is None, respond)
+        return _responses(self._moments(chunks, mean), likelihood is None, respond)
 
     def sample(self, count: int, x: InputData | None = None, generator: torch.Generator | None = None) -> Tensor:
         """Draws from the posterior.
@@ -187,6 +189,14 @@ class PredictionVerbs(Fitted):
         step = self._step(mean)
         for rows in chunks.rows(3 * self.num_outputs**2 * self.dtype.itemsize):
             found = _moved(rows, step), self.posterior_precision.covariance_blocks(rows)
+            del rows  # before the next are computed
+            yield found
+
+    def _variances(self, chunks: Chunks, mean: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Mean (m, C) and variances (m, C) of f at each chunk."""
+        step, many = self._step(mean), self.posterior_precision.many_variances
+        for rows in chunks.rows(3 * self.num_outputs ** (1 if many else 2) * self.dtype.itemsize):
+            found = _moved(rows, step), self.posterior_precision.variances_of_outputs(rows)
             del rows  # before the next are computed
             yield found
 

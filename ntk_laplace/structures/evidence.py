@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.runtime.scalars import scalar
 from ntk_laplace.structures import FittedModel, NewtonStep
 from ntk_laplace.structures.points import UnsavedPoints
@@ -65,7 +66,10 @@ class Evidence:
 
 
 class _LogDet(torch.autograd.Function):
-    """log det B with its exact gradient: -γ_g in each log precision, V_nn in each Λ_n, or Σ γ_g in log c, Λ = c Λ'."""
+    """log det B with its exact gradient: -γ_g in each log precision, V_nn in each Λ_n, or Σ γ_g in log c, Λ = c Λ'.
+
+    Λ_n is given in full, or by the numbers of its `DiagonalForm`, with `blocks` the derivative in them.
+    """
 
     @staticmethod
     def forward(
@@ -131,8 +135,10 @@ def log_det(fitted: FittedModel) -> Tensor:
     scale = fitted.log_scale() if kept else None
     if scale is not None:
         return scalar(_LogDet.apply(prior.log_precision, scale, precision, None))
-    hessian = _hessian(fitted)
-    return scalar(_LogDet.apply(prior.log_precision, hessian, precision, fitted.sensitivity))
+    form = _form(fitted)
+    if form is not None:
+        return scalar(_LogDet.apply(prior.log_precision, form.values, precision, lambda: fitted.form_sensitivity(form)))
+    return scalar(_LogDet.apply(prior.log_precision, _hessian(fitted), precision, fitted.sensitivity))
 
 
 def evidence(fitted: FittedModel, with_correction: bool = False) -> Evidence:
@@ -160,14 +166,27 @@ def _bounds(fitted: FittedModel, value: float, det: float) -> tuple[float, float
 def _hessian(fitted: FittedModel) -> Tensor:
     """Λ_n, (N, C, C), with a graph only if a hyperparameter of the likelihood has one."""
     hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
-    return hessian if any(p.requires_grad for p in fitted.likelihood.parameters()) else hessian.detach()
+    return hessian if _moves(fitted.likelihood) else hessian.detach()
 
 
-def _curve(step: NewtonStep, log_precision: Tensor, hessian: Tensor) -> Tensor:
+def _form(fitted: FittedModel) -> DiagonalForm | None:
+    """Λ_n in O(C) numbers, as `_hessian`; None if it has no such form."""
+    form = fitted.points.diagonal_form(fitted.curvature_type, fitted.likelihood)
+    return form if form is None or _moves(fitted.likelihood) else form.detach()
+
+
+def _moves(likelihood: Likelihood) -> bool:
+    return any(parameter.requires_grad for parameter in likelihood.parameters())
+
+
+def _curve(fitted: FittedModel, step: NewtonStep) -> Tensor:
     """zᵀ(H - P0)z, differentiable in the log precisions and in Λ."""
-    if step.own is None:
-        return torch.einsum("nc,ncd,nd->", step.pushed, hessian, step.pushed)
-    return _Curve.apply(log_precision, hessian, *step.own)
+    if step.own is not None:
+        return _Curve.apply(fitted.prior.log_precision, _hessian(fitted), *step.own)
+    form = _form(fitted)
+    if form is not None:
+        return form.quadratic(step.pushed)
+    return torch.einsum("nc,ncd,nd->", step.pushed, _hessian(fitted), step.pushed)
 
 
 class _Curve(torch.autograd.Function):
@@ -196,7 +215,6 @@ def _correction(fitted: FittedModel, step: NewtonStep) -> Tensor:
     prior, theta = fitted.prior, fitted.theta
     precision = prior.flat_precision().to(theta)
     residual = fitted.points.residual(fitted.likelihood)
-    hessian = _hessian(fitted)
     slope = (step.z * precision * (theta - prior.flat_mean().to(theta))).sum() - (step.pushed * residual).sum()
-    curve = (precision * step.z.square()).sum() + _curve(step, prior.log_precision, hessian)
+    curve = (precision * step.z.square()).sum() + _curve(fitted, step)
     return _Once.apply(slope - 0.5 * curve)

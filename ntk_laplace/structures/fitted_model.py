@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import CurvatureType, FunctionSpacePrecision, PosteriorPrecision
+from ntk_laplace.curvature import CurvatureType, FunctionSpacePrecision, LastLayerPrecision, PosteriorPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Batches
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.model import LinearizedModel, Settings
@@ -148,6 +148,12 @@ class FittedModel:
     def sensitivity(self) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C)."""
         return self.structure.sensitivity(self.model, self.precision)
+
+    def form_sensitivity(self, form: DiagonalForm) -> Tensor:
+        """∂ log det B in the numbers of Λ's `DiagonalForm`, in their shape."""
+        if isinstance(self.precision, LastLayerPrecision):
+            return self.precision.form_sensitivity()
+        return form.pulled(self.sensitivity())
 
     # --- the training points
 

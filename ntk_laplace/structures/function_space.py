@@ -19,6 +19,7 @@ from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import format_bytes
 from ntk_laplace.structures.data_passes import collected_points, read_batches
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
+from ntk_laplace.structures.last_layer import by_output, forecast_by_output, precision_by_output
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import (
@@ -36,7 +37,11 @@ __all__ = ["FunctionSpace", "FunctionSpaceStructure"]
 @register_structure
 @dataclass(frozen=True)
 class FunctionSpace(StructureSpec):
-    """Exact inference in function space: half of B = I + SᵀKS, (N R, N R), and stored rows of the Jacobian."""
+    """Exact inference in function space: half of B = I + SᵀKS, (N R, N R), and stored rows of the Jacobian.
+
+    Of the last linear layer of a network with many outputs, one matrix for each output takes the place of B. The
+    numbers are the same up to rounding.
+    """
 
     name: ClassVar[str] = "gp"
     exact: ClassVar[bool] = True
@@ -80,6 +85,8 @@ class FunctionSpace(StructureSpec):
 
     def forecast(self, problem: Problem) -> Forecast:
         """The lower triangle of B, shared by all processes; rows of J and SᵀJ of all points and S, on each of them."""
+        if problem.processes == 1 and by_output(problem.model, problem.sample):
+            return forecast_by_output(problem)
         n, size, e = problem.num_examples, problem.num_rows, problem.element
         model, share = problem.model, problem.processes
         matrix = LowerTriangle.predicted_bytes(size, problem.num_columns, model.jacobian_pass.dtype,
@@ -123,8 +130,7 @@ class FunctionSpaceStructure(Structure):
 
     def posterior_precision(self, model: LinearizedModel) -> FunctionSpacePrecision:
         """Factorize B at the current hyperparameters, without a new Jacobian."""
-        root = self.points.root(model.curvature_type, model.likelihood).detach()
-        return _precision(model, self.rows, root)
+        return _precision(model, self.rows, self.points)
 
     def vjp(self, model: LinearizedModel, residual: Tensor) -> Tensor:
         """Jᵀr, (P,)."""
@@ -165,12 +171,10 @@ class FunctionSpaceStructure(Structure):
 
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
         """H⁻¹g, (P,), with the curvature of `points`; points of weight zero are skipped."""
-        root = points.root(model.curvature_type, model.likelihood)
         active = (points.counts > 0).nonzero().squeeze(1)
-        everything = len(active) == len(root)
-        rows = self.rows if everything else self.rows.subset(active)
-        root = root if everything else root[active]
-        return _precision(model, rows, root).solve(gradient)
+        if len(active) == points.num_examples:
+            return _precision(model, self.rows, points).solve(gradient)
+        return _precision(model.at(active), self.rows.subset(active), points.subset(active)).solve(gradient)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> FunctionSpaceStructure:
         """The stored rows of some points; no pass over the data."""
@@ -195,8 +199,12 @@ class FunctionSpaceStructure(Structure):
                        base=None if self.base is None else self.base.to(device, dtype))
 
 
-def _precision(model: LinearizedModel, rows: Jacobian, root: Tensor) -> FunctionSpacePrecision:
-    """The factorization of B, shared by all processes."""
+def _precision(model: LinearizedModel, rows: Jacobian, points: TrainingPoints) -> FunctionSpacePrecision:
+    """The factorization of B: one output at a time where that is smaller, and shared by all processes."""
+    smaller = precision_by_output(model, rows, points)
+    if smaller is not None:
+        return smaller
+    root = points.root(model.curvature_type, model.likelihood).detach()
     found = rows, root, model.prior, model.network.shapes
     reducer = model.settings.reducer
     alone = reducer.world_size == 1

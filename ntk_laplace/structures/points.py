@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, UnsupportedError
-from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 
 _CHECKED = 4  # points at which the methods of a likelihood are compared
 _AGREEMENT = 1e-3  # relative difference of a residual and the derivative: float32 likelihoods differ by rounding
@@ -102,6 +102,11 @@ class TrainingPoints:
     def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Λ_n = S_n S_nᵀ, (N, C, C), differentiable in the likelihood's hyperparameters."""
         return self._times(curvature_type.curvature(likelihood, self._at, self.targets))
+
+    def diagonal_form(self, curvature_type: CurvatureType, likelihood: Likelihood) -> DiagonalForm | None:
+        """Λ_n in O(C) numbers, differentiable in the likelihood's hyperparameters; None if it has no such form."""
+        form = curvature_type.diagonal_form(likelihood, self._at, self.targets)
+        return form if form is None or self.weights is None else form.times(self.weights)
 
     @property
     def counts(self) -> Tensor:
@@ -298,6 +303,10 @@ class UnsavedPoints(TrainingPoints):
     def curvature(self, curvature_type: CurvatureType, likelihood: Likelihood) -> Tensor:
         """Empty: the evidence is constant in the likelihood's hyperparameters."""
         return self._value.new_zeros(0)
+
+    def diagonal_form(self, curvature_type: CurvatureType, likelihood: Likelihood) -> DiagonalForm | None:
+        """None: `curvature` is empty."""
+        return None
 
     def subset(self, index: slice | Tensor) -> TrainingPoints:
         """Refused: not in the checkpoint."""

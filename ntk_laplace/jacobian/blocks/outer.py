@@ -107,7 +107,11 @@ class Outer(Factored):
         return (b.squeeze(3) if b.shape[3] == 1 else b.sum(3)).flatten(2)
 
     def weighted(self, root: Tensor) -> Outer:
-        return replace(self, b=weigh(self.full_b(), root), constant=False)
+        if self.constant:
+            b = (root.mT @ self.b[:, 0].flatten(1)).transpose(0, 1).reshape(root.shape[-1], len(root), *self.b.shape[2:])
+        else:
+            b = weigh(self.b, root)
+        return replace(self, b=b, constant=False)
 
     def subset(self, index: slice | Tensor) -> Outer:
         return replace(self, b=self.b if self.constant else self.b[:, index], a=self.a[index])
@@ -120,10 +124,15 @@ class Outer(Factored):
         forward = torch.einsum("ngti,goi->ngto", self.a, self.shaped(vector[self.weight]))
         if self.bias is not None:
             forward = forward + vector[self.bias].reshape(1, self.b.shape[2], 1, self.b.shape[4])
-        return torch.einsum("kngto,ngto->kn", self.full_b(), forward)
+        if self.constant:
+            return self.b[:, 0].flatten(1) @ forward.flatten(1).T
+        return torch.einsum("kngto,ngto->kn", self.b, forward)
 
     def vjp(self, cotangent: Tensor) -> dict[str, Tensor]:
-        backward = over_cotangents(cotangent, self.full_b())
+        if self.constant:
+            backward = (cotangent.T @ self.b[:, 0].flatten(1)).view(-1, *self.b.shape[2:])
+        else:
+            backward = over_cotangents(cotangent, self.b)
         flat = _summed_product(backward, self.a).flatten()
         if self.index is not None:
             whole = flat.new_zeros(self.size)

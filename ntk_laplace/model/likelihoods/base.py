@@ -10,6 +10,7 @@ from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.model.likelihoods import differentiation
+from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.linearized import LinearizedResponse
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.likelihoods.responses import Response
@@ -174,6 +175,13 @@ class Likelihood(nn.Module):
                                    f"Let {type(self).__name__} override curvature(f, y=None).")
         return differentiation.negative_hessian(lambda f: self.log_prob(f, y), f)
 
+    def diagonal_form(self, f: Tensor, y: Tensor | None = None) -> DiagonalForm | None:
+        """`curvature` as a diagonal less an outer product, without matrices (C, C); None if it is no such matrix.
+
+        A subclass that overrides `curvature` overrides this too, or inherits None.
+        """
+        return None
+
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """S (N, C, R) with ``S Sᵀ`` equal to `curvature`, exact for singular matrices too."""
         return differentiation.root_of_hessian(self.curvature(f, y))
@@ -256,6 +264,10 @@ class Likelihood(nn.Module):
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
         raise self._unsupported("a probit approximation", 'Predict with method="glm".')
+
+    def probit_by_variance(self, mean: Tensor, variance: Tensor, scalar: bool = False) -> Response | None:
+        """`probit` from the variances of f alone, (n, C); None if it needs their covariances."""
+        return None
 
     # --- saving -------------------------------------------------------------------------------------------
 

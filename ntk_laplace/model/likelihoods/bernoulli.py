@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.quadrature import expectation_by_output
@@ -66,6 +67,12 @@ class Bernoulli(PerOutput):
         """``σ(f) σ(-f)`` on the diagonal ([T20] Table 2.1), 0 where a label is missing, (N, C, C)."""
         return torch.diag_embed(self._known(self.response_variance(f), y))
 
+    def diagonal_form(self, f: Tensor, y: Tensor | None = None) -> DiagonalForm | None:
+        """d = σ(f) σ(-f), 0 where a label is missing."""
+        if type(self) is not Bernoulli:
+            return None  # a subclass may override the curvature
+        return DiagonalForm.of(self._known(self.response_variance(f), y))
+
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``√(σ(f) σ(-f))`` on the diagonal, 0 where a label is missing, (N, C, C)."""
         # exp of half the logarithm, not a square root: its gradient is finite at saturation
@@ -112,8 +119,15 @@ class Bernoulli(PerOutput):
 
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """``σ(κ f)`` with ``κ = (1 + π v/8)^-½`` ([MacKay 1992])."""
-        kappa = (1 + math.pi / 8 * covariance.diagonal(dim1=-2, dim2=-1)).rsqrt()
+        return self._probit(mean, covariance.diagonal(dim1=-2, dim2=-1), scalar)
+
+    def probit_by_variance(self, mean: Tensor, variance: Tensor, scalar: bool = False) -> Response | None:
+        """`probit`, which depends on the variances alone."""
+        return self._probit(mean, variance, scalar) if type(self) is Bernoulli else None  # a subclass may override it
+
+    def _probit(self, mean: Tensor, variance: Tensor, scalar: bool) -> Response:
+        kappa = (1 + math.pi / 8 * variance).rsqrt()
         logits = kappa * mean
         # E[σ'(f)] = d E[σ(f)]/d mean = κ σ'(κ f), which is the aleatoric part
-        variance = self.response_variance(logits)
-        return BernoulliResponse(self, logits, (1 - kappa) * variance, kappa * variance, scalar)
+        total = self.response_variance(logits)
+        return BernoulliResponse(self, logits, (1 - kappa) * total, kappa * total, scalar)

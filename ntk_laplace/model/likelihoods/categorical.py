@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot
 
 from ntk_laplace.errors import HyperparameterError, NetworkError
 from ntk_laplace.model.likelihoods.base import Likelihood
+from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.labels import as_probabilities, is_observed, label_log_prob, label_mass, read_classes
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import CategoricalResponse, Response
@@ -125,6 +126,14 @@ class Categorical(Likelihood):
         hessian = self.response_covariance(f) / self._temperature(f) ** 2
         return hessian if y is None else hessian * label_mass(y, f).view(-1, 1, 1)
 
+    def diagonal_form(self, f: Tensor, y: Tensor | None = None) -> DiagonalForm | None:
+        """d = p/T² and u = p/T, zero for missing labels."""
+        if type(self) is not Categorical:
+            return None  # a subclass may override the curvature
+        u = self.mean(f) / self._temperature(f)
+        form = DiagonalForm.of(u / self._temperature(f), u)
+        return form if y is None else form.times(label_mass(y, f))
+
     def averaged_curvature(self, f: Tensor, y: Tensor) -> Tensor:
         """``(diag(E p) - E p pᵀ) / T²`` over samples of f (S, n, C), without a matrix for each of them, (n, C, C)."""
         if type(self) is not Categorical:
@@ -212,8 +221,15 @@ class Categorical(Likelihood):
 
         This is the usual multiclass extension. It ignores covariances between logits; ``glm`` includes them.
         """
+        return self._probit(mean, covariance.diagonal(dim1=-2, dim2=-1))
+
+    def probit_by_variance(self, mean: Tensor, variance: Tensor, scalar: bool = False) -> Response | None:
+        """`probit`, which depends on the variances alone."""
+        return self._probit(mean, variance) if type(self) is Categorical else None  # a subclass may override it
+
+    def _probit(self, mean: Tensor, variance: Tensor) -> Response:
         temperature = self._temperature(mean)
-        variance = covariance.diagonal(dim1=-2, dim2=-1) / temperature**2
+        variance = variance / temperature**2
         kappa = (1 + math.pi / 8 * variance).rsqrt()
         logits = kappa * mean / temperature
         p = torch.softmax(logits, -1)

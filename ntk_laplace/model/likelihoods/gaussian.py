@@ -12,6 +12,7 @@ from torch import Size, Tensor, nn
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.model.likelihoods.base import Likelihood
 from ntk_laplace.model.likelihoods.covariances import marginal_factor
+from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.noise import filled, numbers, one_number, positive, unit_factors
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
@@ -160,6 +161,12 @@ class Gaussian(PerOutput):
             return torch.diag_embed(self._known((-self._log_variance(f)).exp(), y))
         root = self.root(f, y)
         return root @ root.mT
+
+    def diagonal_form(self, f: Tensor, y: Tensor | None = None) -> DiagonalForm | None:
+        """d = 1/σ² of independent noise, 0 where a target is missing; None for correlated noise."""
+        if type(self) is not Gaussian or self.coupling is not None:
+            return None  # a subclass may override the curvature
+        return DiagonalForm.of(self._known((-self._log_variance(f)).exp(), y).expand(f.shape))
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``L⁻ᵀ`` with ``L Lᵀ = Σ`` over the observed targets, 0 for the others, (N, C, C)."""

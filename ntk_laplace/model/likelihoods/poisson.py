@@ -9,6 +9,7 @@ from torch import Tensor
 from torch import distributions as td
 
 from ntk_laplace.errors import NonFiniteError
+from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.per_output import PerOutput
 from ntk_laplace.model.likelihoods.registry import register_likelihood
 from ntk_laplace.model.likelihoods.responses import FactorizedResponse, Response
@@ -58,6 +59,12 @@ class Poisson(PerOutput):
     def curvature(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``exp(f)`` on the diagonal ([T20] Table 2.1), 0 where a count is missing, (N, C, C)."""
         return torch.diag_embed(self._known(self._rate(f), y))
+
+    def diagonal_form(self, f: Tensor, y: Tensor | None = None) -> DiagonalForm | None:
+        """d = exp(f), 0 where a count is missing."""
+        if type(self) is not Poisson:
+            return None  # a subclass may override the curvature
+        return DiagonalForm.of(self._known(self._rate(f), y))
 
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """``exp(f/2)`` on the diagonal, 0 where a count is missing, (N, C, C)."""

@@ -10,6 +10,7 @@ from torch import Size, Tensor
 
 from ntk_laplace.errors import HyperparameterError, UnsupportedError
 from ntk_laplace.model.likelihoods.base import Likelihood
+from ntk_laplace.model.likelihoods.diagonal_form import DiagonalForm
 from ntk_laplace.model.likelihoods.registry import built, likelihood_record, register_likelihood
 from ntk_laplace.model.likelihoods.responses import Response
 
@@ -119,6 +120,11 @@ class Tempered(Likelihood):
         """w times the likelihood's curvature, (N, C, C)."""
         return self.weight * self.likelihood.curvature(f, y)
 
+    def diagonal_form(self, f: Tensor, y: Tensor | None = None) -> DiagonalForm | None:
+        """w times the likelihood's."""
+        found = self.likelihood.diagonal_form(f, y)
+        return None if found is None else found.times(f.new_full((len(f),), self.weight))
+
     def root(self, f: Tensor, y: Tensor | None = None) -> Tensor:
         """S (N, C, R) with ``S Sᵀ`` equal to `curvature`."""
         return math.sqrt(self.weight) * self.likelihood.root(f, y)
@@ -189,6 +195,10 @@ class Tempered(Likelihood):
     def probit(self, mean: Tensor, covariance: Tensor, scalar: bool = False) -> Response:
         """Class probabilities for f ~ N(mean, covariance) by MacKay's probit approximation."""
         return self.likelihood.probit(mean, covariance, scalar)
+
+    def probit_by_variance(self, mean: Tensor, variance: Tensor, scalar: bool = False) -> Response | None:
+        """The likelihood's."""
+        return self.likelihood.probit_by_variance(mean, variance, scalar)
 
     # --- saving
 
