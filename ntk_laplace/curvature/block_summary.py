@@ -95,7 +95,7 @@ class Summary:
 
     def _add_outer(self, rows: Outer, sharing: str, products: Products, counts: Tensor | None) -> None:
         g, o, i = rows.entries
-        a, b = rows.a, rows.b
+        a, b = rows.a, rows.full_b()
         if sharing == "reduce" and not rows.one_position:
             a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
         left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
@@ -135,6 +135,12 @@ class Summary:
 
     def add_second_moments(self, rows: Jacobian, basis: Basis, squares: bool) -> None:
         """Add one batch of rows of SᵀJ to the second moments in a basis and, with `squares`, to the exact diagonal."""
+        sums = self.block.sums(rows)
+        if sums is not None:
+            self._add("moments", sums.moments(basis.left, basis.right, self.block.bias is not None))
+            if squares:
+                self._add("squares", sums.form_squares(self.block.bias is not None))
+            return
         own = self.block.rows(rows)
         self._add("moments", own.rotated(basis.left, basis.right).squares())
         if squares:

@@ -174,10 +174,10 @@ class ParameterBlock:
     def _factored(self, block: Outer | Lookup) -> Block:
         if isinstance(block, Lookup):
             return block
-        b, a = block.full_b(), block.a
+        b, a = block.b, block.a
         if self.group is not None:
             b, a = b[:, :, self.group : self.group + 1], a[:, self.group : self.group + 1]
-        return replace(block, bias=self.bias, b=b, a=a, constant=False)
+        return replace(block, bias=self.bias, b=b, a=a)
 
     def _written(self, rows: Jacobian, mine: list[Block]) -> Dense:
         """Rows written out and summed over blocks of any kind."""

@@ -38,6 +38,8 @@ class SpectralBlock(BlockPrecision):
         P0^-½, if λ and U belong to P0^-½ (JᵀΛJ) P0^-½.
     """
 
+    many_variances = True
+
     def __init__(
         self, block: ParameterBlock, basis: Basis, values: Tensor, precision: Tensor, scale: Tensor | None = None
     ) -> None:
@@ -131,6 +133,10 @@ class SpectralBlock(BlockPrecision):
     def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ on this parameter block, (n, K, K)."""
         return self._turned(rows).inner(self.inverse)
+
+    def variances(self, rows: Jacobian) -> Tensor:
+        """Diagonals of `blocks`, (n, K)."""
+        return self._turned(rows).inner_diagonal(self.inverse)
 
     def joint(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ, joint and interleaved, (n*K, n*K)."""
@@ -346,7 +352,8 @@ class KroneckerBlock(SpectralBlock):
             b = own.b if self.basis.right is None else own.b @ self.basis.right[0]
             b = b.transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
         elif isinstance(own, Outer):
-            b = own.b.sum(3, keepdim=True) if self.sharing == "reduce" else own.b
+            b = own.full_b()
+            b = b.sum(3, keepdim=True) if self.sharing == "reduce" else b
             b = torch.einsum("kngto,gop->nktgp", b, self.basis.left)
         else:
             raise UnsupportedError(

@@ -25,10 +25,13 @@ class BlockPrecision(ABC):
     block : ParameterBlock
     homogeneous : bool
         Whether multiplying Λ and P0 by c multiplies H by c.
+    many_variances : bool
+        Whether `variances` computes no covariances of outputs on the way.
     """
 
     block: ParameterBlock
     homogeneous: bool = True
+    many_variances: bool = False
 
     def record(self) -> dict[str, Any] | None:
         """H on this block in plain containers of tensors; None if it has no such form."""
@@ -65,6 +68,10 @@ class BlockPrecision(ABC):
     @abstractmethod
     def blocks(self, rows: Jacobian) -> Tensor:
         """J H⁻¹ Jᵀ for each example."""
+
+    def variances(self, rows: Jacobian) -> Tensor:
+        """Diagonals of `blocks`, (n, K)."""
+        return self.blocks(rows).diagonal(dim1=1, dim2=2)
 
     @abstractmethod
     def joint(self, rows: Jacobian) -> Tensor:
@@ -121,6 +128,7 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         self.algebras = tuple(parts)
         # false for damped factors
         self.homogeneous = all(algebra.homogeneous for algebra in self.algebras)
+        self.many_variances = all(algebra.many_variances for algebra in self.algebras)
 
     # --- storage
 
@@ -220,6 +228,11 @@ class BlockDiagonalPrecision(PosteriorPrecision):
         """V = J H⁻¹ Jᵀ, diagonal blocks (n, C, C)."""
         k, n = rows.num_cotangents, rows.num_examples
         return sum((part.blocks(rows) for part in self.algebras), start=rows.f.new_zeros(n, k, k))
+
+    def variances_of_outputs(self, rows: Jacobian) -> Tensor:
+        """Diagonals of `covariance_blocks`, (n, C)."""
+        start = rows.f.new_zeros(rows.num_examples, rows.num_cotangents)
+        return sum((part.variances(rows) for part in self.algebras), start=start)
 
     def covariance(self, rows: Jacobian) -> Tensor:
         """V = J H⁻¹ Jᵀ, joint and interleaved, (nC, nC)."""

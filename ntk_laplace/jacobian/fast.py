@@ -7,6 +7,8 @@ Each has a plain version that gives the same numbers; tests/test_optimizations.p
   one position and one use becomes a `FusedSums`, whose sums are accumulated during the backward passes; the gradients
   of a few examples are kept, for the gradient check. Plain: store the rows, then sum them (`NO_FUSED_LAYERS`).
   Gain on an MLP: KFAC 1.3 times faster with 116 MiB for 351, an exact diagonal 2.0 times with 128 MiB for 416.
+* The sums of a last linear layer in closed form, Σ_n Λ_n (`FusedSums.of_last_layer`), where Λ has a `DiagonalForm`: no
+  root S and no backward passes. Plain: rows of SᵀJ. Gain: see the page on many outputs.
 * `Products`: a product of the same matrix is computed once. Plain: compute it for each parameter block.
   Gain: KFAC in batches of 128 with one precision per tensor 1.2 times faster.
 * `side_by_side`: blocks are freed while they are copied. Plain: `Dense.cat`.
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.jacobian.blocks import Block, Dense, Outer
+from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
 
@@ -61,13 +64,16 @@ class FusedLayers:
         Their weights, each with the layer shape that the sums require; None accepts any shape.
     squared : bool
         If true, the sums are Σ_k b² of each example, for exact diagonals; else Σ_nk b bᵀ, for Kronecker factors.
+    moments : bool
+        Whether second moments in a basis are needed, which only a last layer gives without its rows.
     """
 
     weights: Mapping[str, FusedLayer | None] = field(default_factory=dict)
     squared: bool = False
+    moments: bool = False
 
     def suits(self, weight: str, outputs: int, bias: str | None) -> bool:
-        """Whether the sums of a layer with this weight, shape and bias can be used."""
+        """Whether the sums of a layer with this weight, shape and bias are sufficient."""
         layer = self.weights.get(weight)
         return weight in self.weights and (layer is None or (outputs == layer.outputs and bias in layer.biases))
 
@@ -94,7 +100,8 @@ class FusedAccumulation:
 
     def suits(self, weight: str, bias: str | None, n: int, outputs: int) -> bool:
         """Whether to fuse a layer; with N < o, the update of the o x o sum for each cotangent would dominate."""
-        return self.fused_layers.suits(weight, outputs, bias) and (self.fused_layers.squared or outputs <= n)
+        layers = self.fused_layers
+        return not layers.moments and layers.suits(weight, outputs, bias) and (layers.squared or outputs <= n)
 
     def start(self, index: int, cotangents: Tensor, outputs: int, dtype: torch.dtype) -> None:
         """Allocate the sums of an extraction, for cotangents (K, N, C) and gradients of this type."""
@@ -138,12 +145,21 @@ class FusedSums:
         Layer inputs.
     sample : Outer
         Rows of a few examples, for the gradient check.
+    form : DiagonalForm, optional
+        Λ of each example, for a last layer, whose output gradients S are not computed.
     """
 
     sums: Tensor
     squared: bool
     a: Tensor
     sample: Outer
+    form: DiagonalForm | None = None
+
+    @classmethod
+    def of_last_layer(cls, layer: Outer, form: DiagonalForm, squared: bool) -> FusedSums:
+        """The sums of a last layer, Σ_n Λ_n or the diagonals of Λ_n, from its rows of J: b is the identity."""
+        sums = form.squares() if squared else form.total()
+        return cls(sums, squared, layer.a[:, 0, 0], layer.subset(slice(0, tuning.FEWEST_CHECKED)), form)
 
     @property
     def weight(self) -> str:
@@ -172,10 +188,24 @@ class FusedSums:
             total[0, :, i] = self.sums.sum(0)
         return total
 
+    def moments(self, left: Tensor | None, right: Tensor | None, ones: bool) -> Tensor:
+        """Σ_nk (bᵀU_B)_o² (aᵀU_A)_i², (1, o, i), in bases (1, o, o) and (1, i, i); `ones` appends an input of 1."""
+        if self.form is None:
+            raise ValueError("only a last layer has second moments without its rows")
+        inputs = torch.cat([self.a, self.a.new_ones(len(self.a), 1)], 1) if ones else self.a
+        inputs = inputs if right is None else inputs @ right[0]
+        outputs = self.form.squares(None if left is None else left[0])
+        return (outputs.T @ inputs.square()).unsqueeze(0)
+
+    def form_squares(self, ones: bool) -> Tensor:
+        """`moments` in the basis of the entries: the exact diagonal."""
+        return self.moments(None, None, ones)
+
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> FusedSums:
         """The same sums in another floating type, or on another device."""
         sums, a = self.sums.to(device, dtype), self.a.to(device, dtype)
-        return replace(self, sums=sums, a=a, sample=self.sample.to(dtype, device))
+        form = None if self.form is None else self.form.to(dtype)
+        return replace(self, sums=sums, a=a, sample=self.sample.to(dtype, device), form=form)
 
 
 # --- products of the same matrix

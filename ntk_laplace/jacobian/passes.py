@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, NTKLaplaceWarning
 from ntk_laplace.jacobian.batch import Batch, all_finite, mixed
-from ntk_laplace.jacobian.blocks import Block
+from ntk_laplace.jacobian.blocks import Block, Outer
 from ntk_laplace.jacobian.fallback import Fallback
-from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, side_by_side
+from ntk_laplace.jacobian.fast import NO_FUSED_LAYERS, FusedAccumulation, FusedLayers, FusedSums, side_by_side
 from ntk_laplace.jacobian.gradients import Gradients, edges, kept_whole
 from ntk_laplace.jacobian.graph import Graph
 from ntk_laplace.jacobian.jacobian import Jacobian
@@ -25,6 +25,7 @@ from ntk_laplace.jacobian.plan import Plan
 from ntk_laplace.jacobian.search import Search, make_plan
 from ntk_laplace.jacobian.storage import apart_from, compacted
 from ntk_laplace.model.data import Inputs, differentiable, num_examples, take
+from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.model.network import Network, outside_autocast, preserved_rng
 from ntk_laplace.runtime import tuning
 
@@ -38,8 +39,15 @@ class RootFunction(Protocol):
     def columns(self) -> int:
         """Number of columns R."""
 
+    @property
+    def has_form(self) -> bool:
+        """Whether there is a `form`."""
+
     def __call__(self, f: Tensor, part: slice) -> Tensor:
         """S (n, C, R) for outputs (n, C) of the examples `part` of the batch."""
+
+    def form(self, f: Tensor, part: slice) -> DiagonalForm:
+        """S Sᵀ in O(C) numbers, if `has_form`."""
 
 
 class JacobianPass:
@@ -113,10 +121,14 @@ class JacobianPass:
         if theta is not None and theta.shape != (size,):
             raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
                             "Pass a vector such as network.theta.")
-        n, most = num_examples(x), self.examples_at_once(x, _columns(root), fused_layers)
+        closed = not isinstance(root, Tensor | None) and self.last_layer(x, fused_layers) and root.has_form
+        n, most = num_examples(x), self.examples_at_once(x, None if closed else _columns(root), fused_layers)
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
+            if closed:
+                yield self._summed(take(x, part), root, part, offset + start, fused_layers, theta)
+                continue
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
             yield self._batch(take(x, part), own, offset + start, fused_layers, theta)
 
@@ -129,9 +141,17 @@ class JacobianPass:
             cotangents = 1 if self.last_layer(x) else self.network.num_outputs
         return _examples_at_once(edges, cotangents, fused_layers)
 
-    def last_layer(self, x: Inputs) -> bool:
-        """Whether the rows are those of one last layer, whose output gradients are the cotangents."""
-        return [edge.last for edge in self._prepared(x)] == [True]
+    def last_layer(self, x: Inputs, fused_layers: FusedLayers | None = None) -> bool:
+        """Whether the rows are those of one last layer, whose output gradients are the cotangents.
+
+        With `fused_layers`, whether its sums are sufficient for all parameters.
+        """
+        edges = self._prepared(x)
+        if [edge.last for edge in edges] != [True]:
+            return False
+        weight, bias = edges[0].plain, edges[0].bias
+        return fused_layers is None or (weight is not None and set(self._parameters) <= {weight, bias}
+                                        and fused_layers.suits(weight, self.network.num_outputs, bias))
 
     def evaluated_at_once(self) -> int | None:
         """Number of examples in one batch of a forward pass without a graph; None before a plan is made."""
@@ -161,8 +181,9 @@ class JacobianPass:
             kept, plain = kept_whole(extractions), {use.step.consumer: use.name for use in plan.uses if use.plain}
             element = torch.promote_types(out.dtype, graph.dtype).itemsize
             sizes = {n: graph.shape(n).numel() * element // len(out) for n in edges(extractions)}
-        self._edges = [_Edge(max(1, size), number in kept, plain.get(number), number == 0 and number in kept
-                             and graph.shape(0) == out.shape) for number, size in sizes.items()]
+        self._edges = [_Edge(max(1, size), number in kept, plain.get(number), plan.partners.get(plain.get(number, "")),
+                             number == 0 and number in kept and graph.shape(0) == out.shape)
+                       for number, size in sizes.items()]
         return self._edges
 
     def _plan(self, graph: Graph, out: Tensor, x: Inputs, confirm: bool = False) -> Plan:
@@ -217,6 +238,16 @@ class JacobianPass:
             blocks = self._blocks(Batch(network, self._parameters, x, out, cotangents, offset), fused_layers)
         of_dtype = (block.to(self.dtype) for block in blocks) if self.keep_factors else side_by_side(blocks, self.dtype)
         return Jacobian(tuple(of_dtype), len(cotangents), n, out.detach().to(self.dtype, copy=True))
+
+    def _summed(
+        self, x: Inputs, root: RootFunction, part: slice, offset: int, fused_layers: FusedLayers, theta: Tensor | None
+    ) -> Jacobian:
+        """The sums of a last layer, from its rows of J and the output curvature in closed form."""
+        rows = self._batch(x, None, offset, NO_FUSED_LAYERS, theta)
+        form = root.form(rows.f, part)
+        sums = [FusedSums.of_last_layer(block, form, fused_layers.squared) for block in rows.blocks
+                if isinstance(block, Outer)]
+        return replace(rows, blocks=tuple(cast("list[Block]", sums)))
 
     def _blocks(self, batch: Batch, fused_layers: FusedLayers = NO_FUSED_LAYERS) -> list[Block]:
         graph = Graph(batch.out, self._parameters)
@@ -280,6 +311,8 @@ class _Edge:
         Whether the gradients of all cotangents are stored.
     plain : str or None
         Weight whose output gradients can be fused.
+    bias : str or None
+        The bias that goes with that weight.
     last : bool
         Whether the node's output is the network's.
     """
@@ -287,7 +320,8 @@ class _Edge:
     size: int
     kept: bool
     plain: str | None
-    last: bool = False
+    bias: str | None
+    last: bool
 
     def held(self, cotangents: int, fused_layers: FusedLayers) -> int:
         """Bytes stored per example."""

@@ -21,12 +21,14 @@ from ntk_laplace.curvature import (
     find_parameter_blocks,
 )
 from ntk_laplace.errors import DataError, FitInterrupted, TargetError
-from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers, Jacobian
+from ntk_laplace.jacobian import FusedLayer, FusedLayers, Jacobian
 from ntk_laplace.model.data import Batches, Inputs, RowBuffer, Source, fill_buffer, num_examples
+from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.runtime.reduction import Reducer
 from ntk_laplace.structures.agreement import agreed_blocks, plain_blocks, total, unreached
 from ntk_laplace.structures.block_spec import BlockSpec
 from ntk_laplace.structures.data_passes import collected, read_batches
+from ntk_laplace.structures.last_layer import has_form
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.structure import of_kind, structure_of
@@ -195,7 +197,7 @@ class Accumulation:
         n = num_examples(x)
         targets, weights = _canonical(model, y, n, seen), roots.weights(seen, n)
         counts, done = _counts(model, targets, weights), 0
-        fused_layers = NO_FUSED_LAYERS if borrowed else self._fused_layers(model)
+        fused_layers = self._fused_layers(model, moments=borrowed)
         for rows in self._rows(model, roots, x, targets, seen, counts, fused_layers):
             own = None if counts is None else counts[done : done + rows.num_examples]
             done += rows.num_examples
@@ -273,22 +275,25 @@ class Accumulation:
         n = num_examples(x)
         targets = _canonical(model, y, n, seen)
         counts = _counts(model, targets, roots.weights(seen, n))
-        for rows in self._rows(model, roots, x, targets, seen, counts):
+        for rows in self._rows(model, roots, x, targets, seen, counts, self._fused_layers(model, moments=True)):
             for summary, eigenbasis in zip(self.summaries, self.eigenbases, strict=True):
                 if summary.block.kind == "kronecker":
                     summary.add_second_moments(rows, eigenbasis.basis, self.spec.squares)
 
     def _rows(
         self, model: LinearizedModel, roots: _Roots, x: Inputs, targets: Tensor, seen: int, counts: Tensor | None,
-        fused_layers: FusedLayers = NO_FUSED_LAYERS,
+        fused_layers: FusedLayers,
     ) -> Iterator[Jacobian]:  # fmt: skip
         return model.jacobian_pass.batches(x, roots.at(targets, seen, counts), model.settings.batch_size, seen,
                                            fused_layers)
 
-    def _fused_layers(self, model: LinearizedModel) -> FusedLayers:
-        """Layers whose sums can be accumulated during backward: blocks of the spec's kind; all on the first batch."""
+    def _fused_layers(self, model: LinearizedModel, moments: bool) -> FusedLayers:
+        """Layers whose sums can be accumulated during backward: blocks of the spec's kind; all on the first batch.
+
+        With `moments`, layers whose second moments in a basis can be: a last layer.
+        """
         if not self.parameter_blocks:
-            return self.spec.fused_layers(dict.fromkeys(model.network.names))
+            return self.spec.fused_layers(dict.fromkeys(model.network.names), moments)
         blocks, kind = self.parameter_blocks, self.spec.kind
         plain = {block.weight for block in blocks if block.kind == "block"}  # biases with separate blocks
         layers = {block.weight: block.layer for block in blocks if block.kind == kind and block.layer}
@@ -297,7 +302,7 @@ class Accumulation:
                 name: layer if layer.biases != (None,) else FusedLayer(layer.outputs, {None, *plain})
                 for name, layer in layers.items()
             }
-        return self.spec.fused_layers(layers)
+        return self.spec.fused_layers(layers, moments)
 
     def points(self) -> TrainingPoints:
         """Outputs, targets and weights of all examples, once all have been read."""
@@ -318,6 +323,21 @@ class _BatchRoot:
     def __call__(self, f: Tensor, part: slice) -> Tensor:
         root = self._once(f, part)
         return root if self.counts is None else root * self.counts[part].to(root).sqrt().view(-1, 1, 1)
+
+    @property
+    def has_form(self) -> bool:
+        """Whether Λ has a `DiagonalForm`."""
+        model = self.roots.model
+        return self.roots.whole is None and has_form(model)
+
+    def form(self, f: Tensor, part: slice) -> DiagonalForm:
+        """Λ of a batch, times the examples' counts."""
+        model, here = self.roots.model, self.roots.numbers(self.seen + part.start, len(f))
+        likelihood = model.likelihood.at(here)
+        found = model.curvature_type.diagonal_form(likelihood, f, self.targets[part].to(f.device))
+        if found is None:
+            raise ValueError("this likelihood has no diagonal form")
+        return (found if self.counts is None else found.times(self.counts[part])).detach()
 
     def _once(self, f: Tensor, part: slice) -> Tensor:
         model, dtype = self.roots.model, self.roots.model.jacobian_pass.dtype

@@ -15,7 +15,7 @@ from ntk_laplace.curvature.eigenbases import FactorEigen
 from ntk_laplace.curvature.parameter_blocks import find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
 from ntk_laplace.errors import NTKLaplaceWarning
-from ntk_laplace.jacobian import NO_FUSED_LAYERS, FusedLayer, FusedLayers
+from ntk_laplace.jacobian import FusedLayer, FusedLayers
 from ntk_laplace.jacobian.blocks import Factored
 from ntk_laplace.model.data import Batches, Inputs, Source
 from ntk_laplace.runtime import tuning
@@ -95,9 +95,9 @@ class BlockSpec(StructureSpec):
 
     def prepare(self, model: LinearizedModel, x: Inputs, source: Source) -> None:
         """Limit the batch size by what the pass keeps of each example."""
-        fused = NO_FUSED_LAYERS if self.second_pass else self.fused_layers(dict.fromkeys(model.network.names))
+        fused = self.fused_layers(dict.fromkeys(model.network.names), self.second_pass)
         columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
-        if isinstance(source, Batches):
+        if isinstance(source, Batches) and not model.jacobian_pass.last_layer(x):
             source.limit_batch_size(model.jacobian_pass.examples_at_once(x, columns, fused))
 
     def memory(self, blocks: Sequence[ParameterBlock], model: LinearizedModel) -> Forecast:
@@ -146,9 +146,9 @@ class BlockSpec(StructureSpec):
         sent = 2 * sum(found.stored.values()) * (problem.processes - 1) // problem.processes
         return replace(found, buffers=buffers, work=work, communication=sent)
 
-    def fused_layers(self, weights: Mapping[str, FusedLayer | None]) -> FusedLayers:
-        """Layers of these weights, with the fused sums that are sufficient for the first pass."""
-        return FusedLayers(weights, squared=self.kind == "diagonal")
+    def fused_layers(self, weights: Mapping[str, FusedLayer | None], moments: bool = False) -> FusedLayers:
+        """Layers of these weights, with the fused sums that are sufficient for a pass."""
+        return FusedLayers(weights, squared=self.kind == "diagonal", moments=moments)
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[Any]:
         """Extra state of each parameter block after the fit; None by default."""

@@ -13,7 +13,7 @@ from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.model import LinearizedModel
 from ntk_laplace.structures.points import TrainingPoints
 
-__all__ = ["by_output", "forecast_by_output", "precision_by_output"]
+__all__ = ["by_output", "forecast_by_output", "has_form", "precision_by_output"]
 
 
 def by_output(model: LinearizedModel, rows: Jacobian) -> bool:
@@ -24,7 +24,13 @@ def by_output(model: LinearizedModel, rows: Jacobian) -> bool:
     names = [name for block in rows.blocks for name in block.names]
     if last_layer(rows, prior_variances(model.prior, names)) is None:
         return False
-    return kind.diagonal_form(model.likelihood.at(slice(0, 1)), rows.f[:1]) is not None
+    return has_form(model)
+
+
+def has_form(model: LinearizedModel) -> bool:
+    """Whether Λ has a `DiagonalForm`."""
+    one = model.theta.new_zeros(1, model.network.num_outputs)
+    return model.curvature_type.diagonal_form(model.likelihood.at(slice(0, 1)), one) is not None
 
 
 def precision_by_output(model: LinearizedModel, rows: Jacobian, points: TrainingPoints) -> LastLayerPrecision | None:

@@ -144,6 +144,11 @@ class Block(ABC):
             out[part] = (rows * flat) @ rows.mT
         return out
 
+    def inner_diagonal(self, weights: Tensor) -> Tensor:
+        """Diagonals of `inner`, (N, K)."""
+        flat = weights.expand(self.entries).flatten()
+        return torch.cat([rows.flatten(2).square() @ flat for _, rows in self._panels()])
+
     def joint(self, weights: Tensor) -> Tensor:
         """`inner` for all pairs of examples, interleaved, (N*K, N*K)."""
         k, n = self.shape

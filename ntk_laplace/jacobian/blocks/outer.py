@@ -273,9 +273,9 @@ class Outer(Factored):
 
     def rotated(self, left: Tensor | None, right: Tensor | None) -> Outer:
         """Rows in the basis left ⊗ right; their entries belong to no parameter any more."""
-        b, a = _rotate(self.full_b(), left), _rotate(self.inputs, right)
+        b, a = _rotate(self.b, left), _rotate(self.inputs, right)
         size = b.shape[2] * b.shape[4] * a.shape[3]
-        return replace(self, bias=None, b=b, a=a, index=None, size=size, constant=False)
+        return replace(self, bias=None, b=b, a=a, index=None, size=size)
 
     def scaled(self, scale: Tensor) -> Dense:
         return Dense.of_layer(self.weight, self.written(slice(None)) * scale)
@@ -293,6 +293,14 @@ class Outer(Factored):
         sides = torch.einsum("ngi,goi->ngo", self.inputs[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
         rows = self.full_b()[:, :, :, 0].transpose(0, 1).flatten(2)
         return (rows * sides.unsqueeze(1)) @ rows.mT
+
+    def inner_diagonal(self, weights: Tensor) -> Tensor:
+        if not self.one_position:
+            return super().inner_diagonal(weights)
+        sides = torch.einsum("ngi,goi->ngo", self.inputs[:, :, 0].square(), weights.expand(self.entries)).flatten(1)
+        if self.constant:
+            return sides @ self.b[:, 0, :, 0].flatten(1).square().T
+        return torch.einsum("kno,no->nk", self.b[:, :, :, 0].flatten(2).square(), sides)
 
     def joint(self, weights: Tensor) -> Tensor:
         """`inner` for all pairs of examples, (N*K, N*K), a few outputs of the layer at a time."""
