@@ -158,7 +158,7 @@ def test_auto_takes_what_fits() -> None:
 def test_auto_takes_the_larger_matrix_if_only_that_fits() -> None:
     """Function space stores S and rows too: with many outputs it may need more than the larger matrix."""
     torch.manual_seed(0)
-    network = nn.Linear(1, 30).double()
+    network = nn.Sequential(nn.Linear(1, 30), nn.Tanh()).double()  # no last linear layer
     data = torch.randn(2, 1, dtype=torch.float64), torch.arange(2)  # N R = 58, P = 60
     rows = ntkl.plan(network, data, ntkl.Categorical(), structures=["gp", "full"], settings=QUIET).rows
     gp, full = (sum(row.stored.values()) for row in rows)

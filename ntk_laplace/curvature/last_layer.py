@@ -31,6 +31,7 @@ from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_, cholesky_log_det, cholesky_of, mirror_lower_
 from ntk_laplace.runtime.lower_triangle import LowerTriangle, require_definite
+from ntk_laplace.runtime.reduction import collective_property
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["LastLayerPrecision", "last_layer"]
@@ -120,8 +121,7 @@ class LastLayerPrecision(FunctionSpacePrecision):
         return total + cholesky_log_det(inner), inner, kept
 
     def _add_inner_(self, inner: Tensor, x: Tensor, lower: Tensor, part: slice, direct: bool) -> None:
-        """Add some outputs' share of M - I, lower triangle: V_cB_c⁻¹V_c - V_c² where B_c is small, else the Woodbury
-        form, -U_cX G_c XᵀU_c."""
+        """Add V_cB_c⁻¹V_c of some outputs, lower triangle; by the Woodbury identity -U_cX G_c XᵀU_c, less V_c²."""
         n, r = x.shape
         if not direct:
             half = torch.linalg.solve_triangular(lower, x.T.expand(len(lower), r, n), upper=False)
@@ -377,19 +377,19 @@ class LastLayerPrecision(FunctionSpacePrecision):
 
     # --- B in one piece, for methods that need it
 
-    @cached_property
+    @collective_property
     def root(self) -> Tensor:
         """S, (N, C, R)."""
         n, c = self.rows.f.shape
         require_memory(n * c * self._columns * self.rows.dtype.itemsize, self.rows.f.device, "S of all points", _REMEDY)
         return self._root_of(slice(0, n))
 
-    @cached_property
+    @collective_property
     def weighted(self) -> Jacobian:
         """Rows of SᵀJ."""
         return self.rows.weighted(self.root)
 
-    @cached_property
+    @collective_property
     def factor(self) -> LowerTriangle:
         """L with B = L Lᵀ in one piece, (N*R, N*R), for methods that need the inverse of B.
 

@@ -121,13 +121,14 @@ class JacobianPass:
         if theta is not None and theta.shape != (size,):
             raise DataError(f"theta of shape ({size},), one value per chosen parameter", f"{tuple(theta.shape)}",
                             "Pass a vector such as network.theta.")
-        closed = not isinstance(root, Tensor | None) and self.last_layer(x, fused_layers) and root.has_form
+        closed = None if root is None or isinstance(root, Tensor) else root
+        closed = closed if closed and self.last_layer(x, fused_layers) and closed.has_form else None
         n, most = num_examples(x), self.examples_at_once(x, None if closed else _columns(root), fused_layers)
         step = min(most, batch_size or most)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             if closed:
-                yield self._summed(take(x, part), root, part, offset + start, fused_layers, theta)
+                yield self._summed(take(x, part), closed, part, offset + start, fused_layers, theta)
                 continue
             own = root[part] if isinstance(root, Tensor) else None if root is None else partial(root, part=part)
             yield self._batch(take(x, part), own, offset + start, fused_layers, theta)

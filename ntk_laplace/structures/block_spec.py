@@ -97,8 +97,9 @@ class BlockSpec(StructureSpec):
         """Limit the batch size by what the pass keeps of each example."""
         fused = self.fused_layers(dict.fromkeys(model.network.names), self.second_pass)
         columns = model.curvature_type.columns(model.likelihood, model.network.num_outputs)
-        if isinstance(source, Batches) and not model.jacobian_pass.last_layer(x):
-            source.limit_batch_size(model.jacobian_pass.examples_at_once(x, columns, fused))
+        if isinstance(source, Batches):
+            last = model.jacobian_pass.last_layer(x, fused)  # its output gradients are not computed
+            source.limit_batch_size(model.jacobian_pass.examples_at_once(x, None if last else columns, fused))
 
     def memory(self, blocks: Sequence[ParameterBlock], model: LinearizedModel) -> Forecast:
         """Memory of a fit with these parameter blocks, without its batches."""

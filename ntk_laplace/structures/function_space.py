@@ -172,9 +172,7 @@ class FunctionSpaceStructure(Structure):
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
         """H⁻¹g, (P,), with the curvature of `points`; points of weight zero are skipped."""
         active = (points.counts > 0).nonzero().squeeze(1)
-        if len(active) == points.num_examples:
-            return _precision(model, self.rows, points).solve(gradient)
-        return _precision(model.at(active), self.rows.subset(active), points.subset(active)).solve(gradient)
+        return _precision(model, self.rows, points, active).solve(gradient)
 
     def subset(self, model: LinearizedModel, index: Tensor) -> FunctionSpaceStructure:
         """The stored rows of some points; no pass over the data."""
@@ -199,13 +197,20 @@ class FunctionSpaceStructure(Structure):
                        base=None if self.base is None else self.base.to(device, dtype))
 
 
-def _precision(model: LinearizedModel, rows: Jacobian, points: TrainingPoints) -> FunctionSpacePrecision:
-    """The factorization of B: one output at a time where that is smaller, and shared by all processes."""
-    smaller = precision_by_output(model, rows, points)
+def _precision(
+    model: LinearizedModel, rows: Jacobian, points: TrainingPoints, index: Tensor | None = None
+) -> FunctionSpacePrecision:
+    """The factorization of B, of all points or of some: one output at a time where that is smaller.
+
+    Several processes share it.
+    """
+    index = None if index is None or len(index) == points.num_examples else index
+    rows = rows if index is None else rows.subset(index)
+    smaller = precision_by_output(model, rows, points, index)
     if smaller is not None:
         return smaller
     root = points.root(model.curvature_type, model.likelihood).detach()
-    found = rows, root, model.prior, model.network.shapes
+    found = rows, root if index is None else root[index], model.prior, model.network.shapes
     reducer = model.settings.reducer
     alone = reducer.world_size == 1
     return FunctionSpacePrecision(*found) if alone else DistributedFunctionSpacePrecision(*found, reducer)
@@ -216,9 +221,11 @@ def _require_memory(problem: Problem, held: bool = False) -> None:
     model, size, p = problem.model, problem.num_rows, problem.num_parameters
     full = 2 * p * p * problem.element
     forecast = FunctionSpace().forecast(problem)
+    n, c = problem.num_examples, problem.num_outputs
+    what = (f"the last layer with one matrix for each of {c:,} outputs (N = {n:,})" if forecast.note else
+            f"B of {size:,} x {size:,} (N = {n:,}, C = {c}; half of it is stored) and its rows")  # fmt: skip
     forecast.require(
-        model, f"B of {size:,} x {size:,} (N = {problem.num_examples:,}, C = {problem.num_outputs}; half of it is "
-        "stored) and its rows",
+        model, what,
         f'Fit with structure="full", which takes {format_bytes(full)} (P = {p:,}), with structure="kfac", whose '
         'memory does not grow with N, or with curvature="ef", parameters="last_layer", fewer points or '
         "dtype=torch.float32.", forecast.stored["rows of J"] if held else 0,

@@ -33,8 +33,12 @@ def has_form(model: LinearizedModel) -> bool:
     return model.curvature_type.diagonal_form(model.likelihood.at(slice(0, 1)), one) is not None
 
 
-def precision_by_output(model: LinearizedModel, rows: Jacobian, points: TrainingPoints) -> LastLayerPrecision | None:
-    """The factorization of B with one matrix per output, where `by_output` is true."""
+def precision_by_output(
+    model: LinearizedModel, rows: Jacobian, points: TrainingPoints, index: Tensor | None = None
+) -> LastLayerPrecision | None:
+    """The factorization of B with one matrix per output, where `by_output` is true; `rows` are those of `index`."""
+    if index is not None:
+        model, points = model.at(index), points.subset(index)
     form = points.diagonal_form(model.curvature_type, model.likelihood) if by_output(model, rows) else None
     if form is None:
         return None

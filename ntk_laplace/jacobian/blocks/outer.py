@@ -108,7 +108,7 @@ class Outer(Factored):
 
     def weighted(self, root: Tensor) -> Outer:
         if self.constant:
-            b = (root.mT @ self.b[:, 0].flatten(1)).transpose(0, 1).reshape(root.shape[-1], len(root), *self.b.shape[2:])
+            b = (root.mT @ self.b[:, 0].flatten(1)).transpose(0, 1).unflatten(2, self.b.shape[2:])
         else:
             b = weigh(self.b, root)
         return replace(self, b=b, constant=False)

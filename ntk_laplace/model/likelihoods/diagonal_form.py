@@ -40,7 +40,8 @@ class DiagonalForm:
     def times(self, weights: Tensor) -> DiagonalForm:
         """w_n Λ_n, for weights (N,)."""
         weights = weights.to(self.values).unsqueeze(1)
-        return DiagonalForm(self.values * (weights if self.values.ndim == 2 else torch.stack([weights, weights.sqrt()])))
+        both = weights if self.vector is None else torch.stack([weights, weights.sqrt()])
+        return DiagonalForm(self.values * both)
 
     def detach(self) -> DiagonalForm:
         """The form without a graph."""
