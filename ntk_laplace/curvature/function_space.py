@@ -162,16 +162,11 @@ class FunctionSpacePrecision(PosteriorPrecision):
 
     def solve(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v for vectors (..., P), by the Woodbury identity: P0⁻¹(v - JᵀS B⁻¹ SᵀJ P0⁻¹ v)."""
-        scaled = vectors / self.prior_precision
-        if vectors.ndim == 1:
-            return scaled - self._seen(scaled)
-        return scaled - torch.stack([self._seen(v) for v in scaled.reshape(-1, self.num_parameters)]).view_as(scaled)
-
-    def _seen(self, scaled: Tensor) -> Tensor:
-        """P0⁻¹JᵀS B⁻¹ SᵀJ u, (P,), for u (P,)."""
-        inner = self.weighted.jvp(self.shapes.named(scaled))
-        solved = self.factor.solve(inner.reshape(-1, 1)).view(inner.shape)
-        return self.weighted.vjp(solved, self.shapes) / self.prior_precision
+        scaled = vectors.reshape(-1, self.num_parameters) / self.prior_precision
+        inner = self.weighted.products(self.shapes.parts(scaled)).transpose(0, 1)  # SᵀJ P0⁻¹ v, (N, R, m)
+        solved = self.factor.solve(inner.reshape(-1, len(scaled))).view(inner.shape)
+        seen = self.weighted.transposed_products(solved.transpose(0, 1), self.shapes) / self.prior_precision
+        return (scaled - seen).view_as(vectors)
 
     def multiply(self, vectors: Tensor) -> Tensor:
         """H v = P0 v + JᵀS SᵀJ v for vectors (..., P)."""

@@ -83,6 +83,8 @@ class IterativePrecision(PosteriorPrecision):
         `probed` of the same with fewer probes.
     """
 
+    solves_covariance = False
+
     def __init__(
         self, curvature: Curvature, sketch: Sketch, base: LowRankPrecision, probes: int, seed: int, tolerance: float,
         most: int, earlier: Tensor | None = None,

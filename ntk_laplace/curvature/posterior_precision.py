@@ -66,11 +66,14 @@ class PosteriorPrecision(ABC):
         Whether `record` contains rows of training points.
     many_variances : bool
         Whether `variances_of_outputs` computes no covariances of outputs on the way.
+    solves_covariance : bool
+        Whether J H⁻¹ Jᵀ by `solve` is what `covariance` returns, up to rounding; not if that is an estimate by draws.
     """
 
     homogeneous: bool = True
     made_of_data: bool = False
     many_variances: bool = False
+    solves_covariance: bool = True
     standard_error: float = 0.0
     log_det_bounds: tuple[float, float] | None = None
 
@@ -261,6 +264,11 @@ class PosteriorPrecision(ABC):
 
         return CrossCovariance(products, solved.numel())
 
+    def differentiable_solve(self, vectors: Tensor) -> Tensor:
+        """H⁻¹ v for vectors (..., P), with its graph in v: H⁻¹ is symmetric, so backward is another `solve`."""
+        found: Tensor = _Solve.apply(vectors, self)
+        return found
+
     def _solved(self, vectors: Tensor) -> Tensor:
         """H⁻¹ v, with its form checked."""
         return checked_form(self, "solve", self.solve(vectors), vectors.shape, vectors)
@@ -270,6 +278,19 @@ class PosteriorPrecision(ABC):
         step = max(1, tuning.COVARIANCE_BYTES // (self.num_parameters * rows.num_cotangents * rows.f.element_size()))
         for start in range(0, rows.num_examples, step):
             yield slice(start, min(start + step, rows.num_examples))
+
+
+class _Solve(torch.autograd.Function):
+    """H⁻¹ v, whose derivative is H⁻¹ as well."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: Tensor, precision: PosteriorPrecision) -> Tensor:
+        ctx.precision = precision
+        return checked_form(precision, "solve", precision.solve(vectors), vectors.shape, vectors)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.precision.differentiable_solve(upstream), None
 
 
 def checked_form(

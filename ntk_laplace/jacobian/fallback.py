@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +14,10 @@ from ntk_laplace.jacobian.graph import rows_dtype
 from ntk_laplace.model.data import Inputs, map_tensors, num_examples, take
 from ntk_laplace.model.network import Network
 
-__all__ = ["Fallback"]
+__all__ = ["NOT_VECTORIZED", "Fallback", "vectorized_rows"]
+
+# of vmap: no batching rule, data-dependent control flow, or a custom function without `setup_context`
+NOT_VECTORIZED = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
 class Fallback:
@@ -34,30 +38,10 @@ class Fallback:
         """Rows (K, N, p) of every named parameter for cotangents (K, N, C); `careful` forces the loop."""
         if self.vectorized and not careful:
             try:
-                return self._dense(self._by_vmap(x, cotangents))
-            except (RuntimeError, NotImplementedError, ValueError, TypeError):
-                # no batching rule, data-dependent control flow, or a custom function without `setup_context`
+                return self._dense(vectorized_rows(self.network, self.names, x, cotangents))
+            except NOT_VECTORIZED:
                 self.vectorized = False
         return self._dense(self._by_loop(x, cotangents))
-
-    def _by_vmap(self, x: Inputs, cotangents: Tensor) -> list[Tensor]:
-        network = self.network
-        chosen = {name: network.parameters[name].detach() for name in self.names}
-
-        def outputs(values: dict[str, Tensor], example: Inputs) -> Tensor:
-            single = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
-            return functional_call(network.caller, {f"module.{n}": v for n, v in values.items()}, (single,)).reshape(-1)
-
-        def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
-            pull = vjp(lambda values: outputs(values, example), chosen)[1]
-            # a loop over cotangents: nested vmap is slower, and torch computes some layers wrongly in it
-            found = [pull(cotangent)[0] for cotangent in cotangents]
-            return {name: torch.stack([rows[name] for rows in found]) for name in self.names}
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="There is a performance drop")  # exact; the caller warned
-            found = vmap(one, in_dims=(map_tensors(lambda tensor: 0, x), 1))(x, cotangents)
-        return [found[name].transpose(0, 1).reshape(*cotangents.shape[:2], -1).detach() for name in self.names]
 
     def _by_loop(self, x: Inputs, cotangents: Tensor) -> list[Tensor]:
         parameters = [self.network.parameters[name] for name in self.names]
@@ -73,4 +57,30 @@ class Fallback:
 
     def _dense(self, rows: list[Tensor]) -> list[Dense]:
         dtype = rows_dtype(self.network.parameters)
-        return [Dense.of(name, values.to(dtype)) for name, values in zip(self.names, rows, strict=True)]
+        return [Dense.of(name, values.detach().to(dtype)) for name, values in zip(self.names, rows, strict=True)]
+
+
+def vectorized_rows(network: Network, names: Sequence[str], x: Inputs, cotangents: Tensor) -> list[Tensor]:
+    """Rows (K, N, p) of every named parameter by `vmap`, with their graph in `x`, for cotangents (K, N, C).
+
+    Raises
+    ------
+    NOT_VECTORIZED
+        If a layer cannot be evaluated under `vmap`.
+    """
+    chosen = {name: network.parameters[name].detach() for name in names}
+
+    def outputs(values: dict[str, Tensor], example: Inputs) -> Tensor:
+        single = map_tensors(lambda tensor: tensor.unsqueeze(0), example)
+        return functional_call(network.caller, {f"module.{n}": v for n, v in values.items()}, (single,)).reshape(-1)
+
+    def one(example: Inputs, cotangents: Tensor) -> dict[str, Tensor]:
+        pull = vjp(lambda values: outputs(values, example), chosen)[1]
+        # a loop over cotangents: nested vmap is slower, and torch computes some layers wrongly in it
+        found = [pull(cotangent)[0] for cotangent in cotangents]
+        return {name: torch.stack([rows[name] for rows in found]) for name in names}
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop")  # exact; the caller warned
+        found = vmap(one, in_dims=(map_tensors(lambda tensor: 0, x), 1))(x, cotangents)
+    return [found[name].transpose(0, 1).reshape(*cotangents.shape[:2], -1) for name in names]

@@ -29,7 +29,7 @@ from ntk_laplace.model.likelihoods import DiagonalForm
 from ntk_laplace.model.network import Network, outside_autocast, preserved_rng
 from ntk_laplace.runtime import tuning
 
-__all__ = ["JacobianPass", "RootFunction"]
+__all__ = ["JacobianPass", "RootFunction", "passing"]
 
 
 class RootFunction(Protocol):
@@ -173,9 +173,9 @@ class JacobianPass:
     def _prepared(self, x: Inputs) -> list[_Edge]:
         if self._edges is not None:
             return self._edges
-        with _passing(self.network):
+        with passing(self.network):
             out = self.network.probe(differentiable(x))
-        with _passing(self.network):  # the probe has set the network's precision
+        with passing(self.network):  # the probe has set the network's precision
             graph = Graph(out, self._parameters)
             plan = self._plan(graph, out, x)
             extractions = plan.extractions(graph, len(out))
@@ -222,7 +222,7 @@ class JacobianPass:
     ) -> Jacobian:  # fmt: skip
         self.prepare(x)
         network = self.network
-        with _passing(network), network.with_theta(theta):
+        with passing(network), network.with_theta(theta):
             x = differentiable(x)
             out = network.evaluate(x, offset)
             n, c = out.shape
@@ -351,7 +351,7 @@ def _columns(root: Tensor | RootFunction | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _passing(network: Network) -> Iterator[None]:
+def passing(network: Network) -> Iterator[None]:
     """Context of the forward and backward passes."""
     with (
         torch.inference_mode(False), preserved_rng(network.device), _plain_kernels(network.module),

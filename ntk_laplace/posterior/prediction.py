@@ -14,10 +14,11 @@ from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.calibration import CalibratedPredictive
-from ntk_laplace.model.data import InputData, RowBuffer, fill_buffer
+from ntk_laplace.model.data import InputData, RowBuffer, as_tensors, fill_buffer
 from ntk_laplace.model.likelihoods import Likelihood, Response
 from ntk_laplace.model.predictive import Predictive, joined, predictive_from_samples
 from ntk_laplace.posterior.chunks import Chunks
+from ntk_laplace.posterior.differentiable import DifferentiableModel, require_gradients
 from ntk_laplace.posterior.draws import WeightDraws
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.runtime import tuning
@@ -40,14 +41,17 @@ class PredictionVerbs(Fitted):
     inputs, so a shuffling loader is refused. From a loader's batch the inputs in the format of the fit are used: the
     batch, the first element of a pair or a triple, or the fit's keys of a mapping. Inputs are processed in chunks of
     at most `batch_size` examples, by default 512, or fewer if they exceed 16 MiB; results are concatenated. Chunking
-    changes only rounding. Gradients in inputs are refused (UnsupportedError).
+    changes only rounding. Gradients in inputs are refused (UnsupportedError), except by `latent` and `latent_moments`
+    with ``differentiable=True``.
     """
 
     def outputs(self, x: InputData, *, batch_size: int | None = None) -> Tensor:
         """f at `x`, (n, C), without uncertainty: the network's, or the linearized network's after a what-if."""
         return self._outputs(self._chunks(x, batch_size))
 
-    def latent(self, x: InputData, mean: str = "map") -> MultitaskMultivariateNormal:
+    def latent(
+        self, x: InputData, mean: str = "map", *, differentiable: bool = False
+    ) -> MultitaskMultivariateNormal:  # fmt: skip
         """Joint posterior of f at `x` ([T20] 3.13).
 
         Parameters
@@ -61,6 +65,9 @@ class PredictionVerbs(Fitted):
             Gaussian likelihood θ̄ = θ - H⁻¹g, with the structure's H. For others, damped Newton steps find the
             optimum, computed once; this requires structure "gp" or "full" and curvature "ggn". The covariance
             does not change: V and the evidence use one factorization, with Λ at the outputs before the refit.
+        differentiable : bool
+            Give mean and covariance their gradients in `x`, tensors that require them. Rows of J are then written out,
+            (n, C, P). The hyperparameters get no gradient.
 
         Returns
         -------
@@ -70,19 +77,31 @@ class PredictionVerbs(Fitted):
         Raises
         ------
         UnsupportedError
-            If the structure or the curvature has no such optimum.
+            If the structure or the curvature has no such optimum; if gradients in inputs are wanted without
+            `differentiable`, or of a structure that estimates covariances by draws ("iterative").
         NumericalError
             If the optimum is not reached: the prior is too weak, or the likelihood is not log-concave.
         """
+        if differentiable and require_gradients(x):
+            f, jac, solved = self._with_graph(x, mean)
+            joint = jac.flatten(0, 1) @ solved.flatten(0, 1).mT
+            return MultitaskMultivariateNormal(f, DenseLinearOperator(0.5 * (joint + joint.mT)), interleaved=True)
         step, rows = self._step(mean), self._jointly(x)
         # a lazy covariance: torch would factorize a dense one immediately, and V may be singular
         covariance = DenseLinearOperator(self.posterior_precision.covariance(rows))
         return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
     def latent_moments(
-        self, x: InputData, mean: str = "map", *, batch_size: int | None = None
+        self, x: InputData, mean: str = "map", *, batch_size: int | None = None, differentiable: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, without the joint covariance ([T20] 3.13)."""
+        """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, without the joint covariance ([T20] 3.13).
+
+        Parameters are those of `latent`.
+        """
+        if differentiable and require_gradients(x):
+            f, jac, solved = self._with_graph(x, mean)
+            own = jac @ solved.mT
+            return f, 0.5 * (own + own.mT)
         chunks = self._chunks(x, batch_size)
         means, blocks = RowBuffer(chunks.length or 0), RowBuffer(chunks.length or 0)
         for f, covariance in self._moments(chunks, mean):
@@ -184,6 +203,12 @@ class PredictionVerbs(Fitted):
         found = (self.network.without_grad(x, start).to(self.dtype) for start, x in chunks.inputs())
         return fill_buffer(found, chunks.length or 0).rows
 
+    def _with_graph(self, x: InputData, mean: str) -> tuple[Tensor, Tensor, Tensor]:
+        """f (n, C), J and H⁻¹J (n, C, P) with their graph in `x`."""
+        model = DifferentiableModel(self._fitted)
+        f, jac = model.rows(as_tensors(x), None if mean == "map" else self._shift(mean))
+        return f, jac, model.solve(jac)
+
     def _moments(self, chunks: Chunks, mean: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Mean (m, C) and covariance blocks (m, C, C) of f at each chunk."""
         step = self._step(mean)
@@ -219,11 +244,13 @@ class PredictionVerbs(Fitted):
 
     def _step(self, mean: str) -> dict[str, Tensor] | None:
         """θ - θ̄ by parameter for ``mean="posterior"``; None for the network's outputs."""
-        if mean == "map":
-            return None
+        return None if mean == "map" else self.network.unflatten(self._shift(mean))
+
+    def _shift(self, mean: str) -> Tensor:
+        """θ - θ̄, (P,)."""
         if mean != "posterior":
             raise UnsupportedError('mean "map" or "posterior"', repr(mean), "Choose one of the two.")
-        return self.network.unflatten(self._refit_step())
+        return self._refit_step()
 
     def _weights(self, count: int, generator: torch.Generator | None) -> Tensor:
         """Weight samples, (count, P)."""

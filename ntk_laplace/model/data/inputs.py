@@ -189,7 +189,8 @@ def refuse_input_gradients(x: Inputs) -> None:
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves(x)):
         raise UnsupportedError("inputs that require no gradient", "x.requires_grad=True",
-                               "Pass x.detach(), or call under torch.no_grad(); gradients reach hyperparameters alone.")
+                               "Pass x.detach(), or call under torch.no_grad(); a posterior's latent and "
+                               "latent_moments have gradients in inputs with differentiable=True.")
 
 
 def check_finite(values: Tensor, what: str, remedy: str, offset: int = 0) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -233,6 +233,12 @@ class Network:
         """
         with torch.enable_grad():
             return self._outputs(self._call, x, offset)
+
+    def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        """Outputs (N, C) with their graph in `x` and in values of the chosen parameters, by name; else as `evaluate`."""
+        named = {f"module.{name}": value for name, value in values.items()}
+        with torch.enable_grad():
+            return self._outputs(lambda x: torch.func.functional_call(self.caller, named, (x,)), x, 0)
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) without a graph, computed in chunks to bound the memory of activations."""
