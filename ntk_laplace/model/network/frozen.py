@@ -235,7 +235,7 @@ class Network:
             return self._outputs(self._call, x, offset)
 
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """Outputs (N, C) with their graph in `x` and in values of the chosen parameters, by name; else as `evaluate`."""
+        """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `evaluate`."""
         named = {f"module.{name}": value for name, value in values.items()}
         with torch.enable_grad():
             return self._outputs(lambda x: torch.func.functional_call(self.caller, named, (x,)), x, 0)
