@@ -31,11 +31,16 @@ class DifferentiableRows:
     network : Network
     dtype : torch.dtype
         Of f and J.
+
+    Attributes
+    ----------
+    vectorized : bool or None
+        Whether `vmap` is used; None before the first call.
     """
 
     def __init__(self, network: Network, dtype: torch.dtype) -> None:
         self.network, self.dtype = network, dtype
-        self._vectorized: bool | None = None  # None: not known yet
+        self.vectorized: bool | None = None
 
     def __call__(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """f (n, C) and J (n, C, P) at `x`, with their graph in `x` and in nothing else."""
@@ -44,9 +49,9 @@ class DifferentiableRows:
         # the fused kernels of attention have no second derivative
         with passing(network), sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             f = network.evaluate_at(fixed, x)
-            if self._vectorized is None:
-                self._vectorized = self._is_right(take(x, slice(0, 1)))
-            rows = self._by_vmap(x) if self._vectorized else self._by_loop(x)
+            if self.vectorized is None:
+                self.vectorized = self._is_right(take(x, slice(0, 1)))
+            rows = self._by_vmap(x) if self.vectorized else self._by_loop(x)
         return f.to(self.dtype), rows.to(self.dtype)
 
     def _by_vmap(self, x: Inputs) -> Tensor:
