@@ -9,6 +9,7 @@ from ntk_laplace.errors import (
     FitInterrupted,
     HyperparameterError,
     MemoryBudgetError,
+    MissingPackageError,
     MixedExamplesError,
     NetworkError,
     NonDeterministicError,
@@ -97,11 +98,15 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the estimators on first use: scikit-learn changes warning filters when it is imported."""
+    """Import on first use: scikit-learn changes warning filters when it is imported, and BoTorch may be missing."""
     if name in ("LaplaceClassifier", "LaplaceRegressor"):
         from ntk_laplace.tools import estimators
 
         return getattr(estimators, name)
+    if name == "botorch":
+        from ntk_laplace.tools import botorch
+
+        return botorch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -147,6 +152,7 @@ __all__ = [
     "LinearizedModel",
     "LowerBound",
     "MemoryBudgetError",
+    "MissingPackageError",
     "MixedExamplesError",
     "ModelComparison",
     "ModelScores",

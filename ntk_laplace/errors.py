@@ -10,6 +10,7 @@ __all__ = [
     "FitInterrupted",
     "HyperparameterError",
     "MemoryBudgetError",
+    "MissingPackageError",
     "MixedExamplesError",
     "NTKLaplaceError",
     "NTKLaplaceWarning",
@@ -81,6 +82,10 @@ class MemoryBudgetError(NTKLaplaceError, MemoryError):
 
 class UnsupportedError(NTKLaplaceError, NotImplementedError):
     """The request is not supported for this structure, likelihood or input."""
+
+
+class MissingPackageError(NTKLaplaceError, ImportError):
+    """An optional package is not installed."""
 
 
 class NumericalError(NTKLaplaceError, ArithmeticError):

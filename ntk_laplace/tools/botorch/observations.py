@@ -1,0 +1,93 @@
+"""New observations of the linearized network: batches of them, by the Schur complement of the joint covariance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.posterior.differentiable import DifferentiableModel
+
+__all__ = ["Observations", "ROUNDING"]
+
+ROUNDING = 256  # units of rounding of the prior variance that are added to variances before a Cholesky factorization
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Observations y = f(x) + ε in batches, with rows of J at their inputs; numbers are (..., n m), interleaved.
+
+    Attributes
+    ----------
+    model : DifferentiableModel
+    f : Tensor, (..., n m)
+        Outputs at the inputs.
+    jac : Tensor, (..., n m, P)
+    y : Tensor, (..., n m)
+        May have more batch dimensions than `f`.
+    noise : Tensor, (..., n m, n m)
+        Covariance of ε.
+    """
+
+    model: DifferentiableModel
+    f: Tensor
+    jac: Tensor
+    y: Tensor
+    noise: Tensor
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """Of the posterior given the observations."""
+        return torch.broadcast_shapes(self.f.shape[:-1], self.y.shape[:-1])
+
+    @cached_property
+    def solved(self) -> Tensor:
+        """H⁻¹ J', (..., n m, P)."""
+        return self.model.solve(self.jac)
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """L with L Lᵀ = J' H⁻¹ J'ᵀ + noise."""
+        joint = self.jac @ self.solved.mT
+        return torch.linalg.cholesky(0.5 * (joint + joint.mT) + self.noise)
+
+    def weights(self, error: Tensor) -> Tensor:
+        """(V' + noise)⁻¹ e for e (..., n m)."""
+        return torch.cholesky_solve(error.unsqueeze(-1), self.factor).squeeze(-1)
+
+    def moments(self, f: Tensor, jac: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean (..., k) and what the observations take of the covariance (..., k, k) at rows J (..., k, P)."""
+        cross = jac @ self.solved.mT
+        half = torch.linalg.solve_triangular(self.factor, cross.mT, upper=False)
+        moved = cross @ self.weights(self.y - self.f).unsqueeze(-1)
+        return f + moved.squeeze(-1), half.mT @ half
+
+    def directions(self, draws: Tensor, noise: Tensor) -> Tensor:
+        """Draws from the posterior of θ - θ*, (..., P), given draws without the observations and of ε ([T20] 3.13).
+
+        Matheron's rule: δ + H⁻¹J'ᵀ (V' + noise)⁻¹ (y - f - J'δ - ε).
+        """
+        seen = (self.jac @ draws.unsqueeze(-1)).squeeze(-1)
+        weights = self.weights(self.y - self.f - seen - noise)
+        return draws + (self.solved.mT @ weights.unsqueeze(-1)).squeeze(-1)
+
+    def joined(self, other: Observations) -> Observations:
+        """These and others, together."""
+        rows = torch.broadcast_shapes(self.f.shape[:-1], other.f.shape[:-1])
+        every = torch.broadcast_shapes(self.batch_shape, other.batch_shape)
+
+        def both(one: Tensor, two: Tensor, batch: torch.Size, axes: int) -> Tensor:
+            return torch.cat([part.expand(*batch, *part.shape[-axes:]) for part in (one, two)], -axes)
+
+        n, m = self.f.shape[-1], other.f.shape[-1]
+        noise = self.noise.new_zeros(*rows, n + m, n + m)
+        noise[..., :n, :n], noise[..., n:, n:] = self.noise, other.noise
+        return Observations(self.model, both(self.f, other.f, rows, 1), both(self.jac, other.jac, rows, 2),
+                            both(self.y, other.y, every, 1), noise)
+
+    def outputs(self, index: Tensor) -> Observations:
+        """The numbers at `index`, such as those of some of the outputs."""
+        return Observations(self.model, self.f[..., index], self.jac[..., index, :], self.y[..., index],
+                            self.noise[..., index, :][..., index])

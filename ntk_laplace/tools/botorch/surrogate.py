@@ -1,0 +1,146 @@
+"""Training of a surrogate: a network, its prior precisions and its noise, on few data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
+from ntk_laplace.gp.input_format import InputFormat
+from ntk_laplace.model.data import Inputs
+from ntk_laplace.model.likelihoods import Gaussian
+from ntk_laplace.model.network import Network
+from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.fit import laplace
+from ntk_laplace.runtime import tuning
+from ntk_laplace.structures import Settings
+
+__all__ = ["ACTIVATIONS", "Surrogate", "perceptron"]
+
+_FIRST_NOISE = 1e-2  # where the noise is learned, of standardized outcomes
+
+
+class Sine(nn.Module):
+    """sin f: the tangent kernel of a wide layer is nearly stationary."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sine of each entry."""
+        return x.sin()
+
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sine": Sine}
+
+
+def perceptron(activation: str, inputs: int, outputs: int, width: int = 64) -> nn.Module:
+    """Two hidden layers, in double precision, with random weights of a generator of their own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = (inputs, width, width)
+        layers = [layer for i, o in zip(sizes, sizes[1:], strict=False)
+                  for layer in (nn.Linear(i, o), ACTIVATIONS[activation]())]  # fmt: skip
+        return nn.Sequential(*layers, nn.Linear(width, outputs)).double()
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The data of a surrogate, and how its hyperparameters move.
+
+    Attributes
+    ----------
+    inputs : Tensor, (n, d)
+    targets : Tensor, (n, m)
+    form : InputFormat
+        Of the network's inputs.
+    groups : str or mapping
+        Which weights share a prior precision.
+    noise : float or None
+        Fixed variance; None: learned, unless `variances` are given.
+    variances : Tensor, (n, m), optional
+        Known variances of the noise of each point.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    form: InputFormat
+    groups: Any
+    noise: float | None
+    variances: Tensor | None
+
+    def posterior(
+        self, network: Any, rounds: int, steps: int, trainer: Callable[..., Any] | None, start: Posterior | None,
+        options: dict[str, Any],
+    ) -> Posterior:  # fmt: skip
+        """The posterior of a trained copy of the network."""
+        require_whole("rounds", rounds, 1, "Pass rounds=2.")
+        require_whole("steps", steps, 1, "Leave it out for 100.")
+        options = {"settings": Settings(progress=False), **options}
+        module = (self._module(network) if start is None else copy.deepcopy(start.network.module)).eval()
+        frozen = Network(module, options.get("parameters"), options.get("output"))
+        x = self.form.restore(self.inputs, frozen)
+        frozen.probe(x)
+        y = self.targets.to(frozen.device)
+        if frozen.num_outputs != y.shape[1]:
+            raise DataError(f"a network with {y.shape[1]} outputs, as many as train_Y", f"{frozen.num_outputs}",
+                            "Make its last layer as wide; a callable gets the number.")
+        likelihood, prior = self._likelihood(start), self._prior(start)
+        likelihood.bind(*y.shape)
+        prior.bind(frozen.shapes)
+        fixed = self.noise is not None or self.variances is not None
+        for _ in range(rounds):
+            if trainer is None:
+                _train(frozen, x, y, likelihood, prior, steps)
+            else:
+                trainer(frozen.module, x, y)
+            found = laplace(frozen.module.eval(), (x, y), likelihood, prior, **options)
+            found.fit_hyperparameters(parameters=["precision"] if fixed else None)
+            likelihood, prior = found.likelihood, found.prior
+        return found
+
+    def _module(self, network: Any) -> nn.Module:
+        d, m = self.inputs.shape[1], self.targets.shape[1]
+        if isinstance(network, str) and network in ACTIVATIONS:
+            return perceptron(network, d, m)
+        made = copy.deepcopy(network) if isinstance(network, nn.Module) else network(d, m) if callable(network) else None
+        if not isinstance(made, nn.Module):
+            raise UnsupportedError(
+                f"an nn.Module, a callable (d, m) -> nn.Module, or a name among {', '.join(ACTIVATIONS)}",
+                repr(network)[:80], "Pass one of them.")
+        return made
+
+    def _likelihood(self, start: Posterior | None) -> Gaussian:
+        if self.variances is not None:
+            return Gaussian(self.variances, "point")
+        if self.noise is not None:
+            return Gaussian(self.noise, "scalar")
+        if start is not None and isinstance(start.likelihood, Gaussian) and start.likelihood.kind != "point":
+            return copy.deepcopy(start.likelihood)
+        return Gaussian(_FIRST_NOISE, "scalar")
+
+    def _prior(self, start: Posterior | None) -> GaussianPrior:
+        return GaussianPrior(groups=self.groups) if start is None else copy.deepcopy(start.prior)
+
+
+def _train(network: Network, x: Inputs, y: Tensor, likelihood: Gaussian, prior: GaussianPrior, steps: int) -> None:
+    """Move the network towards an optimum of the log joint: L-BFGS in units of the prior, u = P0^½ (θ - μ0)."""
+    with torch.no_grad():
+        mean, scale = prior.flat_mean().to(network.device), prior.flat_precision().rsqrt().to(network.device)
+        u = ((network.theta - mean) / scale).requires_grad_()
+    optimizer = torch.optim.LBFGS([u], max_iter=steps, max_eval=2 * steps, history_size=tuning.LBFGS_PAIRS,
+                                  tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe")  # fmt: skip
+
+    def negative_log_joint() -> Tensor:
+        optimizer.zero_grad()
+        theta = (mean + scale * u).to(network.dtype)
+        f = network.evaluate_at(network.unflatten(theta), x).to(u.dtype)
+        value = 0.5 * u.square().sum() - likelihood.log_prob(f, y.to(f)).sum()
+        value.backward(inputs=[u])
+        return value.detach()
+
+    optimizer.step(negative_log_joint)
+    network.move_to((mean + scale * u).detach())
