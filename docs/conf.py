@@ -1,6 +1,7 @@
 """Settings of the Sphinx build; the API pages come from the code through autosummary."""
 
 from importlib.metadata import version as _version
+from importlib.util import find_spec as _find
 
 project = "ntk_laplace"
 author = "the ntk_laplace authors"
@@ -25,6 +26,7 @@ myst_heading_anchors = 3
 
 autosummary_generate = True
 autodoc_typehints = "signature"
+autodoc_mock_imports = [] if _find("botorch") else ["botorch"]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 napoleon_google_docstring = False

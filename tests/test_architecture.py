@@ -45,6 +45,7 @@ ORDER = [
     ["metrics"],
     ["plotting", "tools", "tools.report"],
     ["tools.comparison", "tools.explorer", "tools.active", "tools.attribution", "tools.estimators"],
+    ["tools.botorch"],
     [""],  # ntk_laplace/__init__.py; later packages call the public interface
     ["tools.demo"],
     ["tools.cli"],

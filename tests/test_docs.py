@@ -14,6 +14,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ import ntk_laplace
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-MODULES = [module.name for module in pkgutil.walk_packages(ntk_laplace.__path__, "ntk_laplace.")]
+EXTRAS = {"docs/botorch.md": "botorch"}  # pages whose code needs a package that is no dependency
+MODULES = [module.name for module in pkgutil.walk_packages(ntk_laplace.__path__, "ntk_laplace.")
+           if not (module.name.startswith("ntk_laplace.tools.botorch") and find_spec("botorch") is None)]
 
 
 def blocks(page: Path) -> Iterator[tuple[str, bool]]:
@@ -48,6 +51,10 @@ PAGES_WITH_CODE = [page for page in PAGES if any(runs for _, runs in blocks(page
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=name_of)
 def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name_of(page) in EXTRAS:
+        with warnings.catch_warnings():  # of its import
+            warnings.simplefilter("ignore")
+            pytest.importorskip(EXTRAS[name_of(page)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     namespace: dict[str, object] = {"__name__": "__main__"}

@@ -23,8 +23,8 @@ LAWS = sorted(
     if re.search(r"^from (reference\w*|registry|\w+_cases|networks)\b", path.read_text(), re.MULTILINE)
     and path.name != Path(__file__).name
 )  # fmt: skip
-# they need what `huggingface` installs, or a process for each of their cases
-WITHOUT = {"test_huggingface.py", "test_transformers.py"}
+# they need what an extra installs, or a process for each of their cases
+WITHOUT = {"test_huggingface.py", "test_transformers.py", "test_botorch.py"}
 
 
 def collected(session: pytest.Session, name: str) -> list[pytest.Item]:

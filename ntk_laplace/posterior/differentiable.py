@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ntk_laplace.curvature import PosteriorPrecision
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.jacobian.differentiable import DifferentiableRows
 from ntk_laplace.model.data import as_tensors, leaves, num_examples, to_device
@@ -38,13 +39,17 @@ class DifferentiableModel:
     def __init__(self, fitted: FittedModel) -> None:
         model = fitted.model
         model.settings.reducer.require_one("gradients in the inputs", "Save the posterior, and load it on one process.")
-        self.precision = fitted.precision
-        if not self.precision.solves_covariance:
+        if not fitted.precision.solves_covariance:
             raise UnsupportedError(
                 "a structure whose covariances have no error of sampling, for gradients in the inputs",
                 f"structure={fitted.structure.name!r}", 'Fit with structure="gp", "full" or "kfac", for instance.')
         self._fitted = fitted
         self._rows = DifferentiableRows(model.network, model.jacobian_pass.dtype)
+
+    @property
+    def precision(self) -> PosteriorPrecision:
+        """H at the present hyperparameters."""
+        return self._fitted.precision
 
     def rows(self, x: Any, step: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (n, C) and rows of J (n, C, P) at `x`.

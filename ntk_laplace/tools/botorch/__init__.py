@@ -7,7 +7,7 @@ try:
 except ModuleNotFoundError as cause:
     if cause.name != "botorch":
         raise
-    raise MissingPackageError("the package botorch", "none installed",
-                              'Run pip install "ntk_laplace[botorch]", with Python 3.11 or newer.') from cause  # fmt: skip
+    remedy = 'Run pip install "ntk_laplace[botorch]", with Python 3.11 or newer.'
+    raise MissingPackageError("the package botorch", "none installed", remedy) from cause
 
 __all__ = ["LaplaceModel"]

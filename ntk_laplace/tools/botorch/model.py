@@ -72,6 +72,8 @@ class LaplaceModel(Model, FantasizeMixin):
     diagonal: acquisition functions factorize them. All results have the dtype of X.
     """
 
+    _original_train_inputs: Tensor | None  # BoTorch's, in eval mode
+
     def __init__(
         self, posterior: Posterior, *, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
@@ -104,7 +106,8 @@ class LaplaceModel(Model, FantasizeMixin):
     @classmethod
     def fit(
         cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
-        train_Yvar: Tensor | None = None, *, noise: float | None = None, groups: Any = "layer",
+        train_Yvar: Tensor | None = None, *, hidden_layer_sizes: Sequence[int] = (64, 64), activation: str = "silu",
+        noise: float | None = None, groups: Any = "layer",
         rounds: int = 2, steps: int = 100, trainer: Callable[..., Any] | None = None,
         warm_start: LaplaceModel | None = None, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
@@ -118,12 +121,14 @@ class LaplaceModel(Model, FantasizeMixin):
         Parameters
         ----------
         network : nn.Module, callable or str
-            A module, which is copied; a callable ``(d, m) -> nn.Module``; or "relu", "tanh" or "sine": a multilayer
-            perceptron of this activation with two hidden layers of 64 units.
+            A module, which is copied; a callable ``(d, m) -> nn.Module``; or "mlp", a multilayer perceptron.
         train_X : Tensor, (n, d)
         train_Y : Tensor, (n, m)
         train_Yvar : Tensor, (n, m), optional
             Known variances of the observation noise.
+        hidden_layer_sizes, activation
+            Of "mlp", as in `LaplaceRegressor`. Under "relu" the covariance jumps where a unit is turned on, because
+            the rows of J do, and acquisition functions are hard to maximize.
         noise : float, optional
             The noise variance of transformed outcomes, fixed. By default it is learned with the precisions, which
             needs some tens of points: from few, the evidence may explain a function as noise.
@@ -169,8 +174,8 @@ class LaplaceModel(Model, FantasizeMixin):
             targets, variances = outcome_transform(train_Y, train_Yvar, X=inputs)
             outcome_transform.eval()
         surrogate = Surrogate(inputs.detach(), targets.detach(), form, groups, noise, variances)
-        posterior = surrogate.posterior(network, rounds, steps, trainer,
-                                        None if warm_start is None else warm_start.laplace, laplace)  # fmt: skip
+        posterior = surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer,
+                                        None if warm_start is None else warm_start.laplace, laplace)
         return cls(posterior, input_transform=input_transform, outcome_transform=outcome_transform,
                    input_shape=input_shape, input_dtype=input_dtype, train_X=train_X)
 
@@ -187,7 +192,7 @@ class LaplaceModel(Model, FantasizeMixin):
         return Size() if self._given is None else self._given.batch_shape
 
     def subset_output(self, idcs: list[int]) -> LaplaceModel:
-        """The model of some of the outputs.
+        """The model of some of the outputs; what was observed of the others still counts.
 
         Raises
         ------
@@ -196,10 +201,6 @@ class LaplaceModel(Model, FantasizeMixin):
         """
         found, new = self._chosen(idcs), self._copied()
         new._outputs = tuple(self._outputs[index] for index in found)
-        if self._given is not None:
-            n = self._given.f.shape[-1] // self.num_outputs
-            kept = torch.arange(n).unsqueeze(1) * self.num_outputs + torch.tensor(found)
-            new._given = self._given.outputs(kept.flatten().to(self._given.f.device))
         if hasattr(self, "outcome_transform"):
             new.outcome_transform = self.outcome_transform.subset_output(found)
         targets = self.train_targets if self.num_outputs > 1 else self.train_targets.unsqueeze(-2)
@@ -441,8 +442,8 @@ class LaplaceModel(Model, FantasizeMixin):
     def _copied(self) -> LaplaceModel:
         """A shallow copy: it shares the posterior and the modules, and has tables of its own."""
         new = copy.copy(self)
-        for table in ("_modules", "_parameters", "_buffers"):
-            vars(new)[table] = dict(vars(self)[table])
+        tables = {name: dict(vars(self)[name]) for name in ("_modules", "_parameters", "_buffers")}
+        new.__dict__.update(tables)
         return new
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> LaplaceModel:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.posterior.differentiable import DifferentiableModel
 
-__all__ = ["Observations", "ROUNDING"]
+__all__ = ["ROUNDING", "Observations"]
 
 ROUNDING = 256  # units of rounding of the prior variance that are added to variances before a Cholesky factorization
 
@@ -86,8 +86,3 @@ class Observations:
         noise[..., :n, :n], noise[..., n:, n:] = self.noise, other.noise
         return Observations(self.model, both(self.f, other.f, rows, 1), both(self.jac, other.jac, rows, 2),
                             both(self.y, other.y, every, 1), noise)
-
-    def outputs(self, index: Tensor) -> Observations:
-        """The numbers at `index`, such as those of some of the outputs."""
-        return Observations(self.model, self.f[..., index], self.jac[..., index, :], self.y[..., index],
-                            self.noise[..., index, :][..., index])

@@ -8,43 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError, require_whole
+from ntk_laplace.errors import DataError, require_whole
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.model.data import Inputs
-from ntk_laplace.model.likelihoods import Gaussian
+from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Settings
+from ntk_laplace.tools.estimators.networks import network_of
 
-__all__ = ["ACTIVATIONS", "Surrogate", "perceptron"]
+__all__ = ["Surrogate"]
 
 _FIRST_NOISE = 1e-2  # where the noise is learned, of standardized outcomes
-
-
-class Sine(nn.Module):
-    """sin f: the tangent kernel of a wide layer is nearly stationary."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The sine of each entry."""
-        return x.sin()
-
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh, "sine": Sine}
-
-
-def perceptron(activation: str, inputs: int, outputs: int, width: int = 64) -> nn.Module:
-    """Two hidden layers, in double precision, with random weights of a generator of their own."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sizes = (inputs, width, width)
-        layers = [layer for i, o in zip(sizes, sizes[1:], strict=False)
-                  for layer in (nn.Linear(i, o), ACTIVATIONS[activation]())]  # fmt: skip
-        return nn.Sequential(*layers, nn.Linear(width, outputs)).double()
 
 
 @dataclass(frozen=True)
@@ -73,14 +53,18 @@ class Surrogate:
     variances: Tensor | None
 
     def posterior(
-        self, network: Any, rounds: int, steps: int, trainer: Callable[..., Any] | None, start: Posterior | None,
-        options: dict[str, Any],
+        self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
+        trainer: Callable[..., Any] | None, start: Posterior | None, options: dict[str, Any],
     ) -> Posterior:  # fmt: skip
-        """The posterior of a trained copy of the network."""
+        """The posterior of a trained copy of the network, or of that of `start`."""
         require_whole("rounds", rounds, 1, "Pass rounds=2.")
         require_whole("steps", steps, 1, "Leave it out for 100.")
         options = {"settings": Settings(progress=False), **options}
-        module = (self._module(network) if start is None else copy.deepcopy(start.network.module)).eval()
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(0)
+            module = network_of(network, self.inputs.shape[1], self.targets.shape[1], hidden_layer_sizes, activation)
+        module = module if start is None else copy.deepcopy(start.network.module)
+        module.eval()
         frozen = Network(module, options.get("parameters"), options.get("output"))
         x = self.form.restore(self.inputs, frozen)
         frozen.probe(x)
@@ -102,18 +86,7 @@ class Surrogate:
             likelihood, prior = found.likelihood, found.prior
         return found
 
-    def _module(self, network: Any) -> nn.Module:
-        d, m = self.inputs.shape[1], self.targets.shape[1]
-        if isinstance(network, str) and network in ACTIVATIONS:
-            return perceptron(network, d, m)
-        made = copy.deepcopy(network) if isinstance(network, nn.Module) else network(d, m) if callable(network) else None
-        if not isinstance(made, nn.Module):
-            raise UnsupportedError(
-                f"an nn.Module, a callable (d, m) -> nn.Module, or a name among {', '.join(ACTIVATIONS)}",
-                repr(network)[:80], "Pass one of them.")
-        return made
-
-    def _likelihood(self, start: Posterior | None) -> Gaussian:
+    def _likelihood(self, start: Posterior | None) -> Likelihood:
         if self.variances is not None:
             return Gaussian(self.variances, "point")
         if self.noise is not None:
@@ -126,13 +99,15 @@ class Surrogate:
         return GaussianPrior(groups=self.groups) if start is None else copy.deepcopy(start.prior)
 
 
-def _train(network: Network, x: Inputs, y: Tensor, likelihood: Gaussian, prior: GaussianPrior, steps: int) -> None:
+def _train(network: Network, x: Inputs, y: Tensor, likelihood: Likelihood, prior: GaussianPrior, steps: int) -> None:
     """Move the network towards an optimum of the log joint: L-BFGS in units of the prior, u = P0^½ (θ - μ0)."""
     with torch.no_grad():
         mean, scale = prior.flat_mean().to(network.device), prior.flat_precision().rsqrt().to(network.device)
         u = ((network.theta - mean) / scale).requires_grad_()
-    optimizer = torch.optim.LBFGS([u], max_iter=steps, max_eval=2 * steps, history_size=tuning.LBFGS_PAIRS,
-                                  tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe")  # fmt: skip
+    optimizer = torch.optim.LBFGS(
+        [u], max_iter=steps, max_eval=2 * steps, history_size=tuning.LBFGS_PAIRS, tolerance_grad=1e-6,
+        tolerance_change=1e-9, line_search_fn="strong_wolfe",
+    )  # fmt: skip
 
     def negative_log_joint() -> Tensor:
         optimizer.zero_grad()

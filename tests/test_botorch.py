@@ -1,0 +1,418 @@
+"""The BoTorch model: a conformance class of shapes, gradients and conditioning, and BoTorch's acquisition functions.
+
+Without the extra ``botorch`` these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from refusals import refused
+
+with warnings.catch_warnings():  # what they say of other packages when they are imported
+    warnings.simplefilter("ignore")
+    pytest.importorskip("botorch")
+    from botorch.acquisition import qUpperConfidenceBound
+    from botorch.acquisition.active_learning import qNegIntegratedPosteriorVariance
+    from botorch.acquisition.analytic import LogExpectedImprovement, PosteriorMean
+    from botorch.acquisition.knowledge_gradient import qKnowledgeGradient
+    from botorch.acquisition.logei import qLogExpectedImprovement, qLogNoisyExpectedImprovement
+    from botorch.acquisition.max_value_entropy_search import qMaxValueEntropy
+    from botorch.acquisition.multi_objective.logei import qLogNoisyExpectedHypervolumeImprovement
+    from botorch.acquisition.multi_step_lookahead import qMultiStepLookahead
+    from botorch.acquisition.objective import ScalarizedPosteriorTransform
+    from botorch.models.transforms import Log, Normalize, Standardize
+    from botorch.optim import optimize_acqf
+    from botorch.posteriors.transformed import TransformedPosterior
+    from botorch.sampling.normal import SobolQMCNormalSampler
+
+D, N = 2, 9
+
+
+def draws(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def data(m: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    x = draws(N, D, dtype=dtype)
+    return x, 2.0 + torch.stack([(3 * x[:, 0] + k * x[:, 1]).sin() for k in range(1, m + 1)], 1)
+
+
+def network(m: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, m)).to(dtype)
+
+
+def small_noise(m: int) -> Any:
+    """Of several kinds: one number, and a covariance of the outputs."""
+    return 0.05 if m == 1 else 0.05 * torch.eye(m).double() + 0.02
+
+
+@functools.cache
+def fitted(m: int, transforms: bool, dtype: torch.dtype = torch.float64, structure: str = "gp") -> Any:
+    """A model of an untrained network; tests leave it alone."""
+    x, y = data(m, dtype)
+    inputs = Normalize(D, bounds=torch.tensor([[-0.1, 0.0], [1.0, 1.2]], dtype=dtype)) if transforms else None
+    outcomes = Standardize(m) if transforms else None
+    inner, targets = (inputs(x), outcomes(y)[0]) if transforms else (x, y)
+    posterior = ntkl.laplace(network(m, dtype), (inner, targets), ntkl.Gaussian(small_noise(m)),
+                             ntkl.GaussianPrior(0.7), structure)  # fmt: skip
+    return ntkl.botorch.LaplaceModel(posterior, input_transform=inputs, outcome_transform=outcomes, train_X=x)
+
+
+def scale(model: Any) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the outcomes, (m,)."""
+    if not hasattr(model, "outcome_transform"):
+        like = model.train_inputs[0]
+        return like.new_zeros(model.num_outputs), like.new_ones(model.num_outputs)
+    return model.outcome_transform.means.flatten(), model.outcome_transform.stdvs.flatten()
+
+
+def inner(model: Any, x: Tensor) -> Tensor:
+    return model.transform_inputs(x)
+
+
+def joint(found: Any) -> Tensor:
+    """Covariance of a posterior, (..., q m, q m)."""
+    return found.distribution.covariance_matrix
+
+
+CASES = list(itertools.product((1, 3), ((), (2,), (2, 3)), (1, 4), (torch.float64, torch.float32), (False, True)))
+
+
+@pytest.mark.parametrize(("m", "batch", "q", "dtype", "transforms"), CASES)
+class TestConformance:
+    """Laws for every number of outputs, batch shape, number of joint points, dtype, with and without transforms."""
+
+    def test_posterior(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
+        """Shapes; each batch is `Posterior.latent` at its points, in units of the outcomes; noise; samples."""
+        model, x = fitted(m, transforms, dtype), draws(*batch, q, D, seed=1, dtype=dtype)
+        found = model.posterior(x)
+        assert found.mean.shape == found.variance.shape == (*batch, q, m)
+        assert found.mean.dtype == found.variance.dtype == dtype
+        assert model.num_outputs == m and model.batch_shape == ()
+        assert found.rsample(torch.Size([5])).shape == (5, *batch, q, m)
+        offset, factor = scale(model)
+        units = factor.repeat(q)
+        tolerance = 1e-9 if dtype == torch.float64 else 2e-4
+        covariance, mean = joint(found).reshape(-1, q * m, q * m), found.mean.reshape(-1, q, m)
+        for b, points in enumerate(x.reshape(-1, q, D)):
+            wanted = model.laplace.latent(inner(model, points))
+            both = wanted.covariance_matrix.to(dtype) * units * units[:, None]
+            assert torch.allclose(covariance[b], both, rtol=tolerance, atol=tolerance)
+            assert torch.allclose(mean[b], wanted.mean.to(dtype) * factor + offset, rtol=tolerance, atol=tolerance)
+        own = torch.as_tensor(small_noise(m), dtype=dtype) * torch.eye(m, dtype=dtype) if m == 1 else small_noise(m)
+        own = torch.block_diag(*[own.to(dtype) * factor * factor[:, None]] * q)
+        noisy = joint(model.posterior(x, observation_noise=True)) - joint(found)
+        assert torch.allclose(noisy, own.expand_as(noisy), rtol=tolerance, atol=tolerance)
+        given = model.posterior(x, observation_noise=torch.full((1, m), 0.5, dtype=dtype)).variance - found.variance
+        assert torch.allclose(given, (0.5 * factor.square()).expand_as(given), rtol=1e-3, atol=tolerance)
+
+    def test_gradients(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
+        """Of mean and joint covariance in X, on a few of the points; float32 against float64."""
+        model, x = fitted(m, transforms, dtype), draws(*batch, q, D, seed=1, dtype=dtype)
+
+        def total(x: Tensor, model: Any = model) -> Tensor:
+            found = model.posterior(x)
+            return (found.mean.cos() + found.variance).sum() + joint(found).square().sum()
+
+        slope, = torch.autograd.grad(total(x.requires_grad_()), x)
+        if dtype == torch.float32:
+            fine = x.detach().double().requires_grad_()
+            wanted, = torch.autograd.grad(total(fine, fitted(m, transforms)), fine)
+            assert torch.allclose(slope.double(), wanted, rtol=1e-2, atol=1e-3 * float(wanted.abs().max()))
+            return
+        direction = draws(*x.shape, seed=2) - 0.5
+        with torch.no_grad():  # another path: no graph
+            numeric = (total(x + 1e-5 * direction) - total(x - 1e-5 * direction)) / 2e-5
+        assert torch.allclose((slope * direction).sum(), numeric, rtol=1e-6, atol=1e-8)
+
+    def test_conditioning(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
+        """It is `Posterior.add` in each batch; two steps are one; fantasies have their dimension first."""
+        model = fitted(m, transforms, dtype)
+        x, y = draws(*batch, q, D, seed=3, dtype=dtype), draws(*batch, q, m, seed=4, dtype=dtype)
+        new = model.condition_on_observations(x, y)
+        points = draws(3, D, seed=5, dtype=dtype)
+        found = new.posterior(points)
+        assert new.batch_shape == batch and found.mean.shape == (*batch, 3, m)
+        offset, factor = scale(model)
+        tolerance = 1e-9 if dtype == torch.float64 else 2e-4
+        mean, covariance = found.mean.reshape(-1, 3, m), joint(found).reshape(-1, 3 * m, 3 * m)
+        for b, (own_x, own_y) in enumerate(zip(x.reshape(-1, q, D), y.reshape(-1, q, m), strict=True)):
+            wanted = model.laplace.add(inner(model, own_x), (own_y - offset) / factor).latent(inner(model, points))
+            units = factor.repeat(3)
+            assert torch.allclose(mean[b], (wanted.mean * factor + offset).to(dtype), rtol=tolerance, atol=tolerance)
+            both = (wanted.covariance_matrix * units * units[:, None]).to(dtype)
+            assert torch.allclose(covariance[b], both, rtol=tolerance, atol=tolerance)
+        assert new.train_targets.shape == (*batch, *(() if m == 1 else (m,)), N + q)
+        assert new.train_inputs[0].shape == (*batch, N + q, D)
+        if q > 1 and dtype == torch.float64:
+            twice = model.condition_on_observations(x[..., :1, :], y[..., :1, :])
+            twice = twice.condition_on_observations(x[..., 1:, :], y[..., 1:, :]).posterior(points)
+            assert torch.allclose(twice.mean, found.mean, rtol=1e-9, atol=1e-10)
+            assert torch.allclose(joint(twice), joint(found), rtol=1e-9, atol=1e-10)
+        fantasy = model.fantasize(x, SobolQMCNormalSampler(torch.Size([2]), seed=0))
+        assert fantasy.batch_shape == (2, *batch)
+        assert fantasy.posterior(points).mean.shape == (2, *batch, 3, m)
+        assert fantasy.posterior(draws(*batch, 2, D, seed=6, dtype=dtype)).variance.shape == (2, *batch, 2, m)
+
+    def test_outputs(self, m: int, batch: tuple, q: int, dtype: torch.dtype, transforms: bool) -> None:
+        """`subset_output` and `output_indices` are the marginals, of a conditioned model too."""
+        model = fitted(m, transforms, dtype)
+        x, chosen = draws(*batch, q, D, seed=1, dtype=dtype), [0] if m == 1 else [2, 0]
+        new = model.condition_on_observations(x, draws(*batch, q, m, seed=4, dtype=dtype))
+        for one in (model, new):
+            whole, part = one.posterior(x), one.subset_output(chosen)
+            assert part.num_outputs == len(chosen)
+            for found in (part.posterior(x), one.posterior(x, output_indices=chosen)):
+                assert torch.allclose(found.mean, whole.mean[..., chosen], rtol=1e-6)
+                assert torch.allclose(found.variance, whole.variance[..., chosen], rtol=1e-3, atol=1e-6)
+            assert one.num_outputs == m  # as before
+        if m > 1:
+            weights = torch.tensor([0.5, -1.0, 2.0], dtype=dtype)
+            scalar = model.posterior(x, posterior_transform=ScalarizedPosteriorTransform(weights))
+            assert torch.allclose(scalar.mean.squeeze(-1), model.posterior(x).mean @ weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("structure", ["full", "kfac", "diag"])
+def test_other_structures(structure: str) -> None:
+    """The same laws with H of another form; conditioning is the algebra of the linearized network given that H."""
+    model = fitted(3, True, structure=structure)
+    x = draws(2, 3, D, seed=1)
+    assert torch.autograd.gradcheck(lambda x: model.posterior(x).variance, x.requires_grad_(), atol=1e-6)
+    wanted = model.laplace.latent(inner(model, x[1].detach())).covariance_matrix
+    units = scale(model)[1].repeat(3)
+    assert torch.allclose(joint(model.posterior(x))[1], wanted * units * units[:, None], rtol=1e-9, atol=1e-10)
+    point, y = x[0].detach(), draws(3, 3, seed=2)
+    after = model.condition_on_observations(point, y).posterior(point).variance
+    assert bool((after < model.posterior(point).variance).all())
+    if structure == "full":
+        same = fitted(3, True).condition_on_observations(point, y).posterior(point).variance
+        assert torch.allclose(after, same, rtol=1e-8)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_fantasies_are_refits_where_the_network_is_linear_in_its_weights(m: int) -> None:
+    """The model given (X, Y) is the posterior fitted to all data, at the optimum of all data."""
+
+    class Features(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(3 * D, m).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.cat([x, (3 * x).sin(), (4 * x).cos()], 1))
+
+    def model_of(x: Tensor, y: Tensor) -> Any:
+        start = ntkl.laplace(Features(), (x, y), ntkl.Gaussian(0.02), ntkl.GaussianPrior(0.5))
+        with torch.no_grad():  # of a quadratic, one Newton step
+            network = copy.deepcopy(start.network.module)
+            step = start.posterior_precision.solve(start.fitted.joint_gradient())
+            for parameter, part in zip(network.parameters(), start.network.unflatten(step).values(), strict=True):
+                parameter -= part
+        return ntkl.botorch.LaplaceModel(ntkl.laplace(network, (x, y), ntkl.Gaussian(0.02), ntkl.GaussianPrior(0.5)))
+
+    x, y = data(m)
+    model, more, points = model_of(x, y), draws(4, D, seed=7), draws(5, D, seed=8)
+    fantasy = model.fantasize(more, SobolQMCNormalSampler(torch.Size([3]), seed=1))
+    for number in range(3):
+        own = fantasy.train_targets[number]
+        own = (own if m > 1 else own.unsqueeze(0)).mT[N:]
+        again = model_of(torch.cat([x, more]), torch.cat([y, own])).posterior(points)
+        found = fantasy.posterior(points)
+        assert torch.allclose(found.mean[number], again.mean, rtol=1e-8, atol=1e-10)
+        assert torch.allclose(joint(found)[number], joint(again), rtol=1e-8, atol=1e-10)
+
+
+def test_thompson_paths() -> None:
+    """Mean and joint covariance of many draws are the posterior's, of a conditioned model too; a path is a function."""
+    for model in (fitted(3, True), fitted(3, True).condition_on_observations(draws(2, D, seed=3), draws(2, 3, seed=4))):
+        x, generator = draws(2, D, seed=1), torch.Generator().manual_seed(0)
+        paths = model.thompson_path(20_000, generator)
+        values = paths(x.unsqueeze(0)).flatten(1)
+        found = model.posterior(x)
+        error = found.variance.flatten().sqrt() / 20_000**0.5
+        assert bool(((values.mean(0) - found.mean.flatten()).abs() < 5 * error).all())
+        assert torch.allclose(values.T.cov(), joint(found), rtol=0.1, atol=0.05 * float(joint(found).abs().max()))
+    one = model.thompson_path(generator=generator)
+    batches = draws(4, 3, D, seed=2).requires_grad_()
+    assert one(batches).shape == (4, 3, 3) and torch.allclose(one(batches)[2], one(batches[2]), rtol=1e-12)
+    one(batches).sum().backward()
+    assert float(batches.grad.abs().max()) > 0
+    several = model.thompson_path(5, generator)
+    assert several(draws(4, 1, 3, D, seed=2)).shape == (4, 5, 3, 3)
+
+
+def test_the_model_is_its_own() -> None:
+    """No weight is in its state; hyperparameters are shared with the posterior; copies are apart."""
+    model, x = copy.deepcopy(fitted(1, True)), draws(3, D, seed=1)
+    names = set(model.state_dict())
+    assert {"prior.log_precision", "likelihood.observation.log_noise", "outcome_transform.means"} <= names
+    assert not any("weight" in name or "network" in name for name in names)
+    before = model.posterior(x).variance
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(other.posterior(x).variance, before)
+    with torch.no_grad():
+        other.prior.log_precision += 3.0
+    assert not torch.allclose(other.posterior(x).variance, before) and torch.equal(model.posterior(x).variance, before)
+    other.load_state_dict(model.state_dict())
+    assert torch.allclose(other.posterior(x).variance, before, rtol=1e-12)
+    model.train()
+    assert torch.equal(model.train_inputs[0], data(1)[0])
+    model.eval()
+    assert torch.equal(model.train_inputs[0], model.transform_inputs(data(1)[0]))
+    single = other.float()
+    assert single.laplace.dtype == torch.float32
+    assert torch.allclose(single.posterior(x.float()).variance, before.float(), rtol=1e-2)
+
+
+def test_a_transform_without_a_gaussian_result() -> None:
+    x, y = data(1)
+    model = ntkl.botorch.LaplaceModel.fit("mlp", x, y, noise=0.01, outcome_transform=Log(), steps=20)
+    found = model.posterior(x)
+    assert isinstance(found, TransformedPosterior) and bool((found.rsample() > 0).all())
+
+
+def test_fit() -> None:
+    """The log joint falls, a warm start begins at the weights of the last fit, known noise is used as it is."""
+    x, y = data(2)
+    module = network(2)
+    before = [parameter.clone() for parameter in module.parameters()]
+    state = torch.get_rng_state()
+    first = ntkl.botorch.LaplaceModel.fit(module, x, y, noise=1e-3, outcome_transform=Standardize(2))
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert float((first.posterior(x).mean - y).abs().max()) < 0.05
+    assert float(first.laplace.likelihood.noise) == pytest.approx(1e-3)
+    assert len(first.laplace.prior.precision) == 2
+    more_x, more_y = torch.cat([x, x[:1] + 0.1]), torch.cat([y, y[:1]])
+    warm = ntkl.botorch.LaplaceModel.fit(module, more_x, more_y, noise=1e-3, outcome_transform=Standardize(2),
+                                         warm_start=first, steps=1, rounds=1)  # fmt: skip
+    assert float((warm.posterior(x).mean - y).abs().max()) < 0.5
+    variances = torch.linspace(0.001, 0.1, 2 * N).view(N, 2).double()
+    known = ntkl.botorch.LaplaceModel.fit("mlp", x, y, variances, outcome_transform=Standardize(2), steps=20)
+    assert torch.allclose(known.laplace.likelihood.noise, variances / y.var(0), rtol=1e-12)
+    extra = known.posterior(x, observation_noise=True).variance - known.posterior(x).variance
+    assert torch.allclose(extra, variances.mean(0).expand_as(extra), rtol=1e-6)
+    given = known.condition_on_observations(x[:1], y[:1], noise=torch.full((1, 2), 1e-4).double()).posterior(x[:1])
+    assert bool((given.variance < 2e-4 * y.var(0)).all())
+    learned = ntkl.botorch.LaplaceModel.fit(lambda d, m: network(m), x, y, steps=20)
+    assert float(learned.laplace.likelihood.noise.detach()) != pytest.approx(1e-2)
+    seen: list[tuple] = []
+    own = ntkl.botorch.LaplaceModel.fit(module, x, y, noise=0.1, rounds=1, trainer=lambda *given: seen.append(given))
+    assert torch.equal(own.laplace.network.theta, torch.cat([p.flatten() for p in before])) and len(seen) == 1
+
+
+def test_images_and_token_ids() -> None:
+    """Inputs of other shapes and dtypes are given as rows of numbers."""
+
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Conv2d(1, 3, 2).double(), nn.Linear(3, 1).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.inner(x)).mean((2, 3)))
+
+    x = draws(6, 9)
+    model = ntkl.botorch.LaplaceModel.fit(Images(), x, x[:, :1], noise=0.01, input_shape=(1, 3, 3), steps=20)
+    assert torch.autograd.gradcheck(lambda x: model.posterior(x).variance, draws(2, 2, 9, seed=1).requires_grad_())
+    words = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 1)).double()
+    ids = (5 * draws(6, 4)).floor()
+    model = ntkl.botorch.LaplaceModel.fit(words, ids, draws(6, 1), noise=0.01, input_dtype=torch.long, steps=20)
+    assert model.posterior(ids.view(2, 3, 4)).mean.shape == (2, 3, 1)
+
+
+@functools.cache
+def toy() -> Any:
+    """A fitted model of a function whose maximum is at (1, 1)."""
+    x = draws(8, D)
+    y = -(x - 1).square().sum(1, keepdim=True)
+    return ntkl.botorch.LaplaceModel.fit("mlp", x, y, noise=1e-3, outcome_transform=Standardize(1))
+
+
+CLIENTS: dict[str, tuple[Any, int]] = {
+    "LogEI": (lambda m: LogExpectedImprovement(m, -0.5), 1),
+    "qLogEI": (lambda m: qLogExpectedImprovement(m, -0.5), 2),
+    "qLogNEI": (lambda m: qLogNoisyExpectedImprovement(m, draws(8, D)), 1),
+    "qUCB": (lambda m: qUpperConfidenceBound(m, 2.0, X_pending=draws(1, D, seed=9)), 2),
+    "qKG": (lambda m: qKnowledgeGradient(m, num_fantasies=3), 1),
+    "qMES": (lambda m: qMaxValueEntropy(m, draws(20, D, seed=1)), 1),
+    "NIPV": (lambda m: qNegIntegratedPosteriorVariance(m, draws(10, D, seed=2)), 1),
+    "look-ahead": (lambda m: qMultiStepLookahead(m, batch_sizes=[1], num_fantasies=[2]), 1),
+    "Thompson": (lambda m: PosteriorMean(m.thompson_path(generator=torch.Generator().manual_seed(0))), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLIENTS)
+@pytest.mark.filterwarnings("ignore:Optimization failed")  # a few iterations on purpose
+def test_clients(name: str) -> None:
+    """Each is maximized by L-BFGS, which needs gradients, to more than the best of as many random points."""
+    make, q = CLIENTS[name]
+    bounds = torch.tensor([[0.0] * D, [1.0] * D]).double()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        acquisition = make(toy())
+        q = getattr(acquisition, "get_augmented_q_batch_size", lambda q: q)(q)
+        start = draws(2, q, D, seed=11)
+        with torch.no_grad():
+            before = acquisition(start)
+        x, value = optimize_acqf(acquisition, bounds, q=q, num_restarts=2, batch_initial_conditions=start,
+                                 options={"maxiter": 8})  # fmt: skip
+    assert bool((x >= 0).all() and (x <= 1).all()) and value.isfinite().all()
+    assert float(value) > float(before.max())
+
+
+@pytest.mark.slow
+def test_several_objectives() -> None:
+    x, y = data(2)
+    model = ntkl.botorch.LaplaceModel.fit("mlp", x, y, noise=1e-3, steps=30)
+    with torch.random.fork_rng(devices=[]):
+        acquisition = qLogNoisyExpectedHypervolumeImprovement(
+            model, ref_point=[0.0, 0.0], X_baseline=x, prune_baseline=True,
+            sampler=SobolQMCNormalSampler(torch.Size([8]), seed=0))  # fmt: skip
+    point = draws(2, 1, D, seed=1).requires_grad_()
+    acquisition(point).sum().backward()
+    assert point.grad.isfinite().all() and float(point.grad.abs().max()) > 0
+
+
+def test_refusals() -> None:
+    x, y = data(1)
+    Model = ntkl.botorch.LaplaceModel
+    with refused(ntkl.UnsupportedError, "Gaussian likelihood", "Linear", "laplace"):
+        Model(nn.Linear(2, 1))
+    with refused(ntkl.UnsupportedError, "Gaussian likelihood", "Bernoulli", "Gaussian"):
+        Model(ntkl.laplace(network(1), (x, (y > 2).double()), ntkl.Bernoulli()))
+    model = fitted(3, False)
+    with refused(ntkl.DataError, "q, d", r"shape \(2,\)", "unsqueeze"):
+        model.posterior(x[0])
+    with refused(ntkl.DataError, r"\(\.\.\., n, 3\)", r"\(9, 1\)", "one row of Y"):
+        model.condition_on_observations(x, y)
+    with refused(ntkl.UnsupportedError, "outputs among 0 to 2", r"\[3\]", "Choose"):
+        model.subset_output([3])
+    with refused(ntkl.DataError, "train_Y", r"\(9,\)", "one row"):
+        Model.fit("mlp", x, y[:, 0])
+    with refused(ntkl.DataError, "train_X", r"\(3, 2\)", "of the fit"):
+        Model(model.laplace, train_X=x[:3])
+    with refused(ntkl.UnsupportedError, "mlp", "deep", "one of them"):
+        Model.fit("deep", x, y)
+    with refused(ntkl.DataError, "2 outputs", "1", "last layer"):
+        Model.fit(network(1), x, y.expand(-1, 2), noise=0.1)
+    with refused(ntkl.HyperparameterError, "positive", "-1", "above 0"):
+        Model.fit("mlp", x, y, noise=-1.0)
+    with refused(ntkl.HyperparameterError, "count", "0", "one draw"):
+        model.thompson_path(0)
+    with refused(ntkl.UnsupportedError, "no error of sampling", "iterative", "kfac"):
+        Model(ntkl.laplace(network(1), (x, y), ntkl.Gaussian(0.1), structure="iterative")).posterior(x)
