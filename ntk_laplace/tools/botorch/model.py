@@ -107,7 +107,7 @@ class LaplaceModel(Model, FantasizeMixin):
     def fit(
         cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
         train_Yvar: Tensor | None = None, *, hidden_layer_sizes: Sequence[int] = (64, 64), activation: str = "silu",
-        noise: float | None = None, groups: Any = "layer",
+        noise: float | None = None, groups: Any = "layer", prior_mean: str = "initial",
         rounds: int = 2, steps: int = 100, trainer: Callable[..., Any] | None = None,
         warm_start: LaplaceModel | None = None, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
@@ -134,6 +134,9 @@ class LaplaceModel(Model, FantasizeMixin):
             needs some tens of points: from few, the evidence may explain a function as noise.
         groups : str or mapping
             Which weights share a prior precision, as in `GaussianPrior`.
+        prior_mean : {"initial", "zero"}
+            Of the weights. "initial": those that the network comes with; the function is then a draw from the random
+            network's tangent kernel, and moves no further from it than the data ask. "zero" is weight decay.
         rounds, steps : int
             Number of rounds, and iterations of L-BFGS in each, at most.
         trainer : callable, optional
@@ -173,7 +176,7 @@ class LaplaceModel(Model, FantasizeMixin):
             outcome_transform.train()
             targets, variances = outcome_transform(train_Y, train_Yvar, X=inputs)
             outcome_transform.eval()
-        surrogate = Surrogate(inputs.detach(), targets.detach(), form, groups, noise, variances)
+        surrogate = Surrogate(inputs.detach(), targets.detach(), form, groups, noise, variances, prior_mean)
         posterior = surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer,
                                         None if warm_start is None else warm_start.laplace, laplace)
         return cls(posterior, input_transform=input_transform, outcome_transform=outcome_transform,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, require_whole
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.gp.input_format import InputFormat
 from ntk_laplace.model.data import Inputs
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
@@ -43,6 +43,8 @@ class Surrogate:
         Fixed variance; None: learned, unless `variances` are given.
     variances : Tensor, (n, m), optional
         Known variances of the noise of each point.
+    prior_mean : {"zero", "initial"}
+        Of the weights: "initial" are those before the training.
     """
 
     inputs: Tensor
@@ -51,12 +53,15 @@ class Surrogate:
     groups: Any
     noise: float | None
     variances: Tensor | None
+    prior_mean: str
 
     def posterior(
         self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
         trainer: Callable[..., Any] | None, start: Posterior | None, options: dict[str, Any],
     ) -> Posterior:  # fmt: skip
         """The posterior of a trained copy of the network, or of that of `start`."""
+        if self.prior_mean not in ("zero", "initial"):
+            raise UnsupportedError('prior_mean "zero" or "initial"', repr(self.prior_mean), "Choose one of the two.")
         require_whole("rounds", rounds, 1, "Pass rounds=2.")
         require_whole("steps", steps, 1, "Leave it out for 100.")
         options = {"settings": Settings(progress=False), **options}
@@ -72,7 +77,7 @@ class Surrogate:
         if frozen.num_outputs != y.shape[1]:
             raise DataError(f"a network with {y.shape[1]} outputs, as many as train_Y", f"{frozen.num_outputs}",
                             "Make its last layer as wide; a callable gets the number.")
-        likelihood, prior = self._likelihood(start), self._prior(start)
+        likelihood, prior = self._likelihood(start), self._prior(start, frozen)
         likelihood.bind(*y.shape)
         prior.bind(frozen.shapes)
         fixed = self.noise is not None or self.variances is not None
@@ -95,8 +100,10 @@ class Surrogate:
             return copy.deepcopy(start.likelihood)
         return Gaussian(_FIRST_NOISE, "scalar")
 
-    def _prior(self, start: Posterior | None) -> GaussianPrior:
-        return GaussianPrior(groups=self.groups) if start is None else copy.deepcopy(start.prior)
+    def _prior(self, start: Posterior | None, network: Network) -> GaussianPrior:
+        if start is not None:
+            return copy.deepcopy(start.prior)
+        return GaussianPrior(mean=network.theta if self.prior_mean == "initial" else 0.0, groups=self.groups)
 
 
 def _train(network: Network, x: Inputs, y: Tensor, likelihood: Likelihood, prior: GaussianPrior, steps: int) -> None:
