@@ -44,7 +44,7 @@ pygments_style = "friendly"
 
 
 def _of_host_libraries(app, what, name, member, skip, options):
-    """Leave out scikit-learn's own methods of estimators, whose docstrings refer to its pages, and BoTorch's m and C."""
+    """Leave out scikit-learn's own methods of estimators, whose docstrings refer to its pages, and BoTorch's m."""
     if getattr(getattr(member, "fget", None), "__qualname__", "") == "LaplaceModel.num_outputs":
         return True  # `Posterior.num_outputs` is what other pages refer to
     return True if (name.startswith("set_") and name.endswith("_request")) or name == "get_metadata_routing" else None
