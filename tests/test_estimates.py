@@ -21,12 +21,12 @@ from ntk_laplace.model.network import Network as FrozenNetwork
 from ntk_laplace.posterior.estimates import effective_samples, log_mean, pareto_shape, standard_error
 from ntk_laplace.posterior.estimates.gaussians import posterior_gaussian, prior_gaussian
 from ntk_laplace.posterior.estimates.hamiltonian import HamiltonianPath
-from ntk_laplace.posterior.estimates.joint import LinearizedLikelihood, NetworkLikelihood
 from ntk_laplace.posterior.estimates.paths import schedule
 from ntk_laplace.posterior.estimates.slices import SlicedPath
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.reduction import SingleProcess
-from refusals import refused
+from ntk_laplace.structures.joint import LinearizedLikelihood, NetworkLikelihood
+from refusals import refused, without_data
 from registry import LIKELIHOODS, NETWORKS, problem, targets
 from registry_cases import offered
 from unregistered import Eigen, EigenPrecision
@@ -379,7 +379,7 @@ def test_energy_is_conserved_to_second_order() -> None:
     base = posterior_gaussian(fitted, fitted.theta, dense=True)
     rates = []
     for step in (0.4, 0.2, 0.1):
-        path = HamiltonianPath(NetworkLikelihood(fitted, None, 200), prior_gaussian(fitted), base, round(0.8 / step))
+        path = HamiltonianPath(NetworkLikelihood.of(fitted, None, 200), prior_gaussian(fitted), base, round(0.8 / step))
         path.steps = torch.tensor([step])
         path.move(path.start(200, seeded()), 1, 0.7, seeded(1))
         rates.append(1.0 - path.acceptances[0])
@@ -390,7 +390,7 @@ def test_steps_are_adapted_before_the_run() -> None:
     posterior, _, _ = logistic()
     fitted = posterior.fitted
     prior = prior_gaussian(fitted)
-    path = HamiltonianPath(NetworkLikelihood(fitted, None, 64), prior, prior, 4)
+    path = HamiltonianPath(NetworkLikelihood.of(fitted, None, 64), prior, prior, 4)
     betas = schedule(20)
     assert float(betas[0]) == 0.0 and float(betas[-1]) == 1.0 and bool((betas.diff() > 0).all())
     path.adapt(betas, 64, seeded(), False)
@@ -405,7 +405,7 @@ def test_steps_are_adapted_before_the_run() -> None:
 def test_chains_that_diverge_are_told() -> None:
     posterior, _, _ = logistic()
     fitted = posterior.fitted
-    path = HamiltonianPath(NetworkLikelihood(fitted, None, 30), prior_gaussian(fitted), prior_gaussian(fitted), 8)
+    path = HamiltonianPath(NetworkLikelihood.of(fitted, None, 30), prior_gaussian(fitted), prior_gaussian(fitted), 8)
     path.steps = torch.full((1,), 1e4)
     state = path.start(30, seeded())
     after = path.move(state, 1, 1.0, seeded(1))
@@ -431,7 +431,7 @@ def test_every_network_at_many_weights(name: str) -> None:
     posterior = ntkl.laplace(case.network, (case.x, y), likelihood.build(), structure="diag")
     fitted, network = posterior.fitted, posterior.network
     thetas = fitted.theta + 0.05 * torch.randn(3, posterior.num_parameters, generator=seeded()).to(fitted.theta)
-    values, gradients = NetworkLikelihood(fitted, None, 3).values_and_gradients(thetas)
+    values, gradients = NetworkLikelihood.of(fitted, None, 3).values_and_gradients(thetas)
     double = case.case.dtype == torch.float64
     for theta, value, gradient in zip(thetas, values, gradients, strict=True):
         with network.with_theta(theta.to(network.dtype)):
@@ -476,7 +476,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.linspace(0, 2, 12).double()
     posterior = ntkl.laplace(perceptron(3, 4, 3), (x, y, weights), ntkl.Categorical(), structure="full")
     thetas = posterior.sample(7, generator=seeded())
-    whole = NetworkLikelihood(posterior.fitted, None, 7).values_and_gradients(thetas)
+    whole = NetworkLikelihood.of(posterior.fitted, None, 7).values_and_gradients(thetas)
     few = posterior.importance_evidence(50, model="glm", generator=seeded())
     linear = [posterior.fitted.likelihood.log_prob(
         posterior.f + posterior.jacobian(x).jvp(posterior.network.unflatten(theta - posterior.fitted.theta)),
@@ -485,9 +485,9 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "WEIGHT_SAMPLE_BYTES", 700)
     for size in (1, 3000, 20_000):
         monkeypatch.setattr(tuning, "CHAIN_BYTES", size)
-        parts = NetworkLikelihood(posterior.fitted, None, 7).values_and_gradients(thetas)
+        parts = NetworkLikelihood.of(posterior.fitted, None, 7).values_and_gradients(thetas)
         torch.testing.assert_close(parts, whole)
-        torch.testing.assert_close(NetworkLikelihood(posterior.fitted, None, 7).values(thetas), whole[0])
+        torch.testing.assert_close(NetworkLikelihood.of(posterior.fitted, None, 7).values(thetas), whole[0])
     torch.testing.assert_close(posterior.importance_evidence(50, model="glm", generator=seeded()).log_weights.shape,
                                few.log_weights.shape)
 
@@ -498,7 +498,7 @@ def test_outputs_that_a_likelihood_refuses_have_no_weight() -> None:
     likelihood = ntkl.HeteroscedasticGaussian()
     posterior = ntkl.laplace(nn.Linear(1, 2, bias=False).double(), (x, y), likelihood, structure="full")
     thetas = torch.tensor([[0.2, 0.1], [0.3, 1e6], [0.1, -0.4], [1e4, -1e6]]).double()
-    of = NetworkLikelihood(posterior.fitted, None, 4)
+    of = NetworkLikelihood.of(posterior.fitted, None, 4)
     values, slopes = of.values_and_gradients(thetas)
     assert values.isfinite().tolist() == [True, False, True, False] and not slopes[1::2].any()
     alone = of.values_and_gradients(thetas[::2])
@@ -519,7 +519,7 @@ def test_outputs_that_are_not_finite_have_no_weight() -> None:
 
     x, y = sines(6)
     posterior = ntkl.laplace(Root().double(), (x, y), ntkl.Gaussian(0.5), structure="full")
-    likelihood = NetworkLikelihood(posterior.fitted, None, 2)
+    likelihood = NetworkLikelihood.of(posterior.fitted, None, 2)
     values, gradients = likelihood.values_and_gradients(torch.tensor([[1.5], [-1.0]]).double())
     assert math.isfinite(values[0]) and values[1] == -math.inf and math.isfinite(gradients[0])
     with warnings.catch_warnings():
@@ -608,8 +608,8 @@ def test_columns_of_comparisons() -> None:
     assert row.importance_trusted and abs(row.importance - exact) < 4 * row.importance_error < 0.2
     assert "importance" in str(found) and f"{row.importance:.2f} ±" in str(found)
     arguments = posterior.network.module, (x, y), ntkl.Bernoulli(), ntkl.GaussianPrior(0.5)
-    models = {"one": posterior, "two": ntkl.laplace(*arguments, "gp")}
-    with refused(ntkl.DataError, "keep their training inputs, for importance", "two without", 'structure="full"'):
+    models = {"one": posterior, "two": without_data(ntkl.laplace(*arguments, "gp"))}
+    with refused(ntkl.DataError, "keep their training inputs, for importance", "two without", "with their data"):
         ntkl.compare_models(models, scores=["importance"])
     rows = ntkl.compare_evidence(*arguments, structures=["full", "diag"], scores=["importance"])
     assert all(abs(one.importance - exact) < 4 * one.importance_error < 0.5 for one in rows.rows)
@@ -661,7 +661,7 @@ def test_bad_arguments() -> None:
         posterior.annealed_evidence(2, 30, exact_draws=torch.zeros(1, 2))
     gp = ntkl.laplace(posterior.network.module, (x, y), ntkl.Bernoulli(), structure="gp")
     with refused(ntkl.DataError, "the training inputs x", "none", "Pass x="):
-        gp.importance_evidence()
+        without_data(gp).importance_evidence()
     with refused(ntkl.DataError, "the inputs of the fit", "differ", "Pass the same inputs"):
         gp.annealed_evidence(2, 30, x=x.flip(0))
     assert gp.importance_evidence(x=x).trusted

@@ -62,7 +62,7 @@ class LowerBoundVerbs(Fitted):
         samples : int
             Number of draws, at least 4: of each f_n for "glm", where it samples, and of θ for "nn".
         x : optional
-            For "nn": the training inputs in the order of the fit, if the structure does not keep them ("gp").
+            For "nn": the training inputs in the order of the fit, of a checkpoint without data.
         generator : torch.Generator, optional
             Of the draws; by default they are always the same. For "nn" on the device of the network.
 

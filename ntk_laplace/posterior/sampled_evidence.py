@@ -52,7 +52,7 @@ class SampledEvidenceVerbs(EvidenceVerbs):
             "nn": the network, and m the weights. "glm": the linearized model f + J(θ - θ*), and m one Newton step
             further. For a Gaussian likelihood, an exact structure and ``inflation=1`` all weights are then equal.
         x : optional
-            The training inputs in the order of the fit, for "nn" and a structure that does not keep the data ("gp").
+            The training inputs in the order of the fit, for "nn" of a checkpoint without data.
         generator : torch.Generator, optional
             By default it is seeded by torch's global state.
 

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ntk_laplace.errors import NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
 from ntk_laplace.model.data import Batches, InputData
 from ntk_laplace.posterior.calibrate import with_left_out_hyperparameters
 from ntk_laplace.posterior.fitted import Fitted
 from ntk_laplace.structures import FunctionSpace
+from ntk_laplace.structures.data_passes import read_points
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.what_if import (
     Indices,
     at_optimum,
+    moved,
     positions,
     relabeled,
     relinearized,
@@ -34,9 +36,11 @@ __all__ = ["WhatIfVerbs"]
 
 
 class WhatIfVerbs(Fitted):
-    """Posteriors for changed training data, from the linearized network, without retraining.
+    """Posteriors for changed training data, without retraining: of the linearized network, or of a copy that moves.
 
-    Each method returns a new posterior; this one does not change. Training points keep their indices, removed ones too,
+    Each method returns a new posterior; this one does not change. With ``linearization="moving"`` it is that of a copy
+    of the network at its own optimum for the changed data; the following is about ``"fixed"``, the default.
+    Training points keep their indices, removed ones too,
     so changes can be chained. The mean is that of the linearized network at the new weights θ, f + J(θ - θ*).
     ``steps=1`` is one Newton step, in closed form; more steps iterate; ``steps=None`` continues to the optimum of the
     convex linearized model, its exact refit. If training stopped before its optimum, the remaining gradient is kept
@@ -49,7 +53,7 @@ class WhatIfVerbs(Fitted):
     its curvature is not subtracted, as in a ranking, and a warning is issued.
     """
 
-    def remove(self, indices: Indices, steps: int | None = 1) -> Self:
+    def remove(self, indices: Indices, steps: int | None = 1, *, linearization: str = "fixed") -> Self:
         """Posterior without some training points, removed jointly.
 
         Parameters
@@ -58,7 +62,10 @@ class WhatIfVerbs(Fitted):
             Indices of training points, or a mask.
         steps : int or None
             Newton steps; None for the exact refit of the linearized model. Structured posteriors and curvatures
-            other than the GGN support only one step.
+            other than the GGN support only one step. With a moving linearization leave it out.
+        linearization : str
+            "fixed" keeps the network at its weights: the answer is the linearized model's. "moving" takes a copy of
+            the network to its own optimum for the changed data, the one next to its weights, and linearizes it there.
 
         Returns
         -------
@@ -74,9 +81,11 @@ class WhatIfVerbs(Fitted):
         MemoryBudgetError
             If there are too many for a structured posterior.
         """
-        return self.reweight(indices, 0.0, steps)
+        return self.reweight(indices, 0.0, steps, linearization=linearization)
 
-    def reweight(self, indices: Indices, weights: Tensor | float, steps: int | None = 1) -> Self:
+    def reweight(
+        self, indices: Indices, weights: Tensor | float, steps: int | None = 1, *, linearization: str = "fixed"
+    ) -> Self:
         """Posterior in which some training points have other weights.
 
         Parameters
@@ -85,6 +94,7 @@ class WhatIfVerbs(Fitted):
         weights : float or Tensor, (m,)
             At least 0; they replace the current weights: 0 removes a point, 2 counts it twice.
         steps : int or None
+        linearization : str
             As in `remove`.
 
         Returns
@@ -99,9 +109,9 @@ class WhatIfVerbs(Fitted):
             If a weight is negative or not finite.
         """
         chosen = positions(indices, self.num_examples)
-        return self._moved(reweighted(self._points(), chosen, weights), steps)
+        return self._changed(reweighted(self._points(), chosen, weights), steps, linearization)
 
-    def relabel(self, indices: Indices, y: Any, steps: int | None = 1) -> Self:
+    def relabel(self, indices: Indices, y: Any, steps: int | None = 1, *, linearization: str = "fixed") -> Self:
         """Posterior in which some training points have other targets.
 
         Parameters
@@ -110,6 +120,7 @@ class WhatIfVerbs(Fitted):
         y : number, sequence or Tensor
             One target per point, or one for all of them.
         steps : int or None
+        linearization : str
             As in `remove`.
 
         Returns
@@ -125,9 +136,9 @@ class WhatIfVerbs(Fitted):
             If a target does not fit the likelihood.
         """
         chosen = positions(indices, self.num_examples)
-        return self._moved(relabeled(self._fitted.model, self._points(), chosen, y), steps)
+        return self._changed(relabeled(self._fitted.model, self._points(), chosen, y), steps, linearization)
 
-    def add(self, x: InputData, y: Any, steps: int | None = 1) -> Self:
+    def add(self, x: InputData, y: Any, steps: int | None = 1, *, linearization: str = "fixed") -> Self:
         """Posterior given new training points as well, with a new mean; `condition` keeps the mean.
 
         Parameters
@@ -137,6 +148,7 @@ class WhatIfVerbs(Fitted):
         y : Tensor
             Their targets.
         steps : int or None
+        linearization : str
             As in `remove`.
 
         Returns
@@ -152,14 +164,18 @@ class WhatIfVerbs(Fitted):
         if self.curvature_type.kind == "mc":
             raise UnsupportedError('curvature="ggn" or "ef" to add points to', 'curvature="mc", whose labels are drawn',
                                    "Fit with one of the two; the other changes are available.")
-        exact, model = self._fitted.structure.spec.exact, self._fitted.model
+        model = self._fitted.model
         model.settings.reducer.require_one("points to add, which belong to no process's share",
                                            "Use condition(data), to which each process gives its share.")
-        model = model if exact else replace(model, displacement=None)
         batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.input_dtype)
         with torch.inference_mode(False):
+            if _is_moving(linearization, steps):
+                more = read_points(replace(model, displacement=None), batches)
+                return self._derived(moved(self._fitted, self._points().joined(model.likelihood, more), batches))
+            exact = self._fitted.structure.spec.exact
+            model = model if exact else replace(model, displacement=None)
             added = self._fitted.structure.refit_on(model, batches) if exact else FunctionSpace().fit(model, batches)
-            return self._moved(self._points().joined(model.likelihood, added.points), steps, added)
+            return self._at_fixed(self._points().joined(model.likelihood, added.points), steps, added)
 
     def refit(self, objective: str | None = None) -> Self:
         """Posterior at the optimum of the linearized model, without training the network.
@@ -206,8 +222,8 @@ class WhatIfVerbs(Fitted):
         Parameters
         ----------
         x : tensor, tuple or dict of tensors, optional
-            Inputs of all training points in the order of the fit, removed ones too, added ones last. Structure "gp"
-            stores no inputs and needs them; "full" reads its data again.
+            Inputs of all training points in the order of the fit, removed ones too, added ones last; by default the
+            data of the fit are read again. A checkpoint that was loaded without data needs them.
         steps : int
             Maximum number; it stops earlier if the weights no longer move.
 
@@ -251,15 +267,42 @@ class WhatIfVerbs(Fitted):
             stacklevel=5,
         )  # fmt: skip
 
-    def _moved(self, points: TrainingPoints, steps: int | None, added: Any = None) -> Self:
+    def _changed(self, points: TrainingPoints, steps: int | None, linearization: str) -> Self:
+        if not _is_moving(linearization, steps):
+            return self._at_fixed(points, steps)
+        with torch.inference_mode(False):
+            return self._derived(moved(self._fitted, points))
+
+    def _at_fixed(self, points: TrainingPoints, steps: int | None, added: Any = None) -> Self:
         require_steps(steps)
         self._warn_of_nothing(points, steps)
         if steps != 1 and not self._fitted.exact:
             raise UnsupportedError(
                 f'steps=1 for structure={self.structure!r} and curvature={self.curvature_type.kind!r}',
-                f"steps={steps}", 'Fit with structure="gp" (or "full") and curvature="ggn" for more of them.',
+                f"steps={steps}", 'Fit with structure="gp" (or "full") and curvature="ggn" for more of them, or use '
+                'linearization="moving".',
             )  # fmt: skip
         with torch.inference_mode(False):
             if self._fitted.structure.spec.exact:
                 return self._derived(stepped(self._fitted, points, added, steps))
             return self._derived(stepped_once(self._fitted, points, added))
+
+
+def _is_moving(linearization: object, steps: int | None) -> bool:
+    """Whether the network moves.
+
+    Raises
+    ------
+    UnsupportedError
+        If `linearization` is not known.
+    HyperparameterError
+        If steps are limited where the network moves to its optimum.
+    """
+    if linearization not in ("fixed", "moving"):
+        raise UnsupportedError('linearization="fixed" or "moving"', f"{linearization!r}"[:80],
+                               'Use "moving" for the optimum of the network itself.')
+    if linearization == "moving" and steps not in (1, None):
+        raise HyperparameterError('no steps= with linearization="moving", which goes to the optimum',
+                                  f"steps={steps!r}",
+                                  "Leave steps= out; relinearize(steps=...) takes so many Gauss-Newton steps.")
+    return linearization == "moving"

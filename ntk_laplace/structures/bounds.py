@@ -225,7 +225,7 @@ class _Diagonal:
 def _weighted_rows(fitted: FittedModel, index: Tensor, root: Tensor) -> Iterator[Jacobian]:
     """Rows of SᵀJ at some of the points, ascending: stored rows times S, or one backward pass for each column."""
     model, structure = fitted.model, fitted.structure
-    if structure.source is None:
+    if structure.source is None or structure.spec.keeps_jacobian:
         seen = 0
         for rows in fitted.rows_at(index):
             yield rows.weighted(root[seen : seen + rows.num_examples])

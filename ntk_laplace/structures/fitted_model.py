@@ -8,13 +8,21 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import CurvatureType, FunctionSpacePrecision, LastLayerPrecision, PosteriorPrecision
+from ntk_laplace.curvature import (
+    CurvatureType,
+    FullPrecision,
+    FunctionSpacePrecision,
+    LastLayerPrecision,
+    PosteriorPrecision,
+    accumulate_ggn,
+)
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.model.data import Batches
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
+from ntk_laplace.runtime import tuning
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
 from ntk_laplace.structures.structure import NewtonStep, Structure, StructureSpec, require_laplace
@@ -28,6 +36,7 @@ class _Cached:
 
     precision: PosteriorPrecision | None = None
     at: tuple[Tensor, ...] = ()
+    solver: PosteriorPrecision | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class FittedModel:
         """The factorized posterior precision at the present hyperparameters; recomputed after a change of them."""
         cached, modules = self._cached, (self.prior, self.likelihood)
         if cached.precision is None or not unmoved(cached.at, *modules):
-            cached.precision = None  # free the old factorization before computing the new one
+            cached.precision = cached.solver = None  # free the old factorization before computing the new one
             with torch.inference_mode(False):  # gradients may be needed later
                 found = self.structure.posterior_precision(self.model)
             if not isinstance(found, PosteriorPrecision):
@@ -144,6 +153,24 @@ class FittedModel:
             raise UnsupportedError("a structure that keeps the Jacobian", f"structure={self.structure.name!r}",
                                    'Fit with structure="gp".')
         return precision
+
+    @property
+    def solver(self) -> PosteriorPrecision:
+        """H for many solves: the precision, or that of function space written out if it has few parameters."""
+        precision, cached = self.precision, self._cached
+        if not isinstance(precision, FunctionSpacePrecision) or isinstance(precision, LastLayerPrecision):
+            return precision
+        p, rows = self.model.network.num_parameters, precision.weighted
+        if p > min(tuning.DENSE_METRIC, rows.num_cotangents * rows.num_examples):
+            return precision
+        if cached.solver is None:
+            with torch.no_grad():
+                ggn = self.theta.new_zeros(p, p)
+                step = max(1, tuning.FULL_ROWS_BYTES // (p * rows.num_cotangents * ggn.element_size()))
+                for start in range(0, rows.num_examples, step):
+                    accumulate_ggn(ggn, rows.subset(slice(start, start + step)), self.model.network.shapes)
+                cached.solver = FullPrecision(ggn, self.prior, self.model.network.shapes)
+        return cached.solver
 
     def sensitivity(self) -> Tensor:
         """∂ log det B/∂Λ_n, (N, C, C)."""

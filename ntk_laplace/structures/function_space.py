@@ -1,9 +1,13 @@
-"""structure="gp": function space, with stored rows of the Jacobian."""
+"""structure="gp": function space, with stored rows of the Jacobian.
+
+The data of the fit are kept by reference, for what evaluates the network at them again: nothing is copied, and a loader
+is read again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,11 +17,11 @@ from ntk_laplace.curvature import DistributedFunctionSpacePrecision, FunctionSpa
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.blocks import Factored
-from ntk_laplace.model.data import RowBuffer, Source
+from ntk_laplace.model.data import Joined, Missing, RowBuffer, Source
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.lower_triangle import LowerTriangle
 from ntk_laplace.runtime.resources import format_bytes
-from ntk_laplace.structures.data_passes import collected_points, read_batches
+from ntk_laplace.structures.data_passes import collected_points, read_batches, selected
 from ntk_laplace.structures.forecast import Forecast, Problem, Work
 from ntk_laplace.structures.last_layer import by_output, forecast_by_output, precision_by_output
 from ntk_laplace.structures.model import LinearizedModel
@@ -48,7 +52,7 @@ class FunctionSpace(StructureSpec):
     keeps_jacobian: ClassVar[bool] = True
 
     def fit(self, model: LinearizedModel, source: Source) -> FunctionSpaceStructure:
-        """Read the rows of J in one pass; training inputs are not stored. Every process stores the rows of all.
+        """Read the rows of J in one pass. Every process stores the rows of all.
 
         Raises
         ------
@@ -71,7 +75,7 @@ class FunctionSpace(StructureSpec):
         rows = Jacobian.concatenate([part.to(rows.dtype, rows.f.device) for part in reducer.gather(rows)])
         points = TrainingPoints.checked(model.likelihood, model.outputs(rows), every, weights)
         _require_memory(Problem(model, rows.num_examples, rows, reducer.world_size), held=True)
-        return FunctionSpaceStructure(self, rows, points)
+        return FunctionSpaceStructure(self, rows, points, data=source)
 
     def require_memory(self, model: LinearizedModel, n: int, first: Structure) -> None:
         """Refuse n examples if their rows and B do not fit in memory.
@@ -107,7 +111,7 @@ class FunctionSpace(StructureSpec):
 
     def restored(self, model: LinearizedModel, saved: Saved) -> FunctionSpaceStructure:
         """From the rows of a checkpoint."""
-        return FunctionSpaceStructure(self, Jacobian.from_record(saved.state), saved.points)
+        return FunctionSpaceStructure(self, Jacobian.from_record(saved.state), saved.points, data=saved.source)
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,20 @@ class FunctionSpaceStructure(Structure):
     points : TrainingPoints
     base : TrainingPoints, optional
         The points the network was trained on, if a what-if has changed them since.
+    data : Source
+        The training data, as they were given; missing after a checkpoint without them.
     """
 
     spec: FunctionSpace
     rows: Jacobian
     points: TrainingPoints
     base: TrainingPoints | None = None
+    data: Source = field(default_factory=Missing, repr=False)
+
+    @property
+    def source(self) -> Source | None:
+        """The training data, for another pass; None if they are missing."""
+        return None if isinstance(self.data, Missing) else self.data
 
     def posterior_precision(self, model: LinearizedModel) -> FunctionSpacePrecision:
         """Factorize B at the current hyperparameters, without a new Jacobian."""
@@ -159,15 +171,19 @@ class FunctionSpaceStructure(Structure):
         rows = Jacobian.concatenate([self.rows, other.rows])
         _require_memory(Problem(model, rows.num_examples, rows, model.settings.reducer.world_size), held=True)
         points = self.points.joined(model.likelihood, other.points)
-        return FunctionSpaceStructure(self.spec, rows, points, self._merged_base(model, other))
+        return FunctionSpaceStructure(self.spec, rows, points, self._merged_base(model, other),
+                                      _joined(self.data, other.data))
 
     def changed(
         self, model: LinearizedModel, points: TrainingPoints, added: Structure | None = None
     ) -> FunctionSpaceStructure:
         """The structure of changed points, those of `added` last; `base` keeps the training points."""
-        more = () if added is None else (of_kind(FunctionSpaceStructure, added).rows,)
-        rows = Jacobian.concatenate([self.rows, *more])
-        return FunctionSpaceStructure(self.spec, rows, points, self.points if self.base is None else self.base)
+        base = self.points if self.base is None else self.base
+        if added is None:
+            return replace(self, points=points, base=base)
+        added = of_kind(FunctionSpaceStructure, added)
+        rows = Jacobian.concatenate([self.rows, added.rows])
+        return FunctionSpaceStructure(self.spec, rows, points, base, _joined(self.data, added.data))
 
     def solve_at(self, model: LinearizedModel, points: TrainingPoints, gradient: Tensor) -> Tensor:
         """H⁻¹g, (P,), with the curvature of `points`; points of weight zero are skipped."""
@@ -177,7 +193,8 @@ class FunctionSpaceStructure(Structure):
     def subset(self, model: LinearizedModel, index: Tensor) -> FunctionSpaceStructure:
         """The stored rows of some points; no pass over the data."""
         points = self.points.subset(index)
-        return FunctionSpaceStructure(self.spec, self.rows.subset(index), points, self._base_at(index))
+        data = self.data if self.source is None else selected(model, self.data, index, self.points.num_examples)
+        return FunctionSpaceStructure(self.spec, self.rows.subset(index), points, self._base_at(index), data)
 
     # --- storage
 
@@ -194,7 +211,14 @@ class FunctionSpaceStructure(Structure):
     def to(self, device: torch.device, dtype: torch.dtype) -> FunctionSpaceStructure:
         """The rows on another device, with another dtype; none is recomputed."""
         return replace(self, rows=self.rows.to(dtype, device), points=self.points.to(device, dtype),
+                       data=self.data.on(device),
                        base=None if self.base is None else self.base.to(device, dtype))
+
+
+def _joined(first: Source, second: Source) -> Source:
+    """Both data sets in sequence; missing if either is."""
+    missing = isinstance(first, Missing) or isinstance(second, Missing)
+    return Missing() if missing else Joined([first, second])
 
 
 def _precision(

@@ -32,8 +32,8 @@ def training_inputs(model: LinearizedModel, structure: Structure, x: InputData |
         batches = Batches((inputs, targets), settings.batch_size, network.device, network.input_dtype)
         source: Source = settings.own(batches)
     elif structure.source is None:
-        raise DataError(f"the training inputs x, which structure={structure.name!r} does not keep", "none",
-                        f'Pass {verb}, in the order of the fit; structure="full" reads its data again.')
+        raise DataError("the training inputs x, which this posterior does not have", "none",
+                        f"Pass {verb}, in the order of the fit; or load the checkpoint with its data.")
     else:
         source = structure.source
     base = structure.base

@@ -5,14 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ntk_laplace import errors
+from ntk_laplace.model.data import Missing
 
 N = 9
+
+
+def without_data(posterior):
+    """A posterior of structure "gp" as a checkpoint that is loaded without data gives it."""
+    fitted = posterior.fitted
+    return type(posterior)(fitted.derived(replace(fitted.structure, data=Missing())))
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.reduction import Reducer
 
 __all__ = [
-    "BATCH_BYTES", "Batches", "Joined", "Missing", "Selected", "Source", "as_pair", "batches_of", "generators_of",
-    "kept_or_missing", "samplers_of",
+    "BATCH_BYTES", "Batches", "Joined", "Missing", "Replaced", "Selected", "Source", "as_pair", "batches_of",
+    "generators_of", "kept_or_missing", "samplers_of",
 ]  # fmt: skip
 
 _BATCH = 512  # default batch size
@@ -507,6 +507,62 @@ class Selected:
             raise _changed(len(self.keep), seen)
 
 
+class Replaced:
+    """The inputs of a source with other targets and example weights, with the interface of `Batches`.
+
+    Parameters
+    ----------
+    source : Source
+    targets : Tensor, (N, ...)
+        In the order of the source.
+    given : Tensor, (N,)
+        Weights.
+    """
+
+    def __init__(self, source: Source, targets: Tensor, given: Tensor) -> None:
+        self.source: Source = source.source if isinstance(source, Replaced) else source
+        self.targets, self._given = targets, given
+
+    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
+        """As those of the source."""
+        return self.source.numbers(reducer)
+
+    def on(self, device: torch.device) -> Replaced:
+        """The same data with batches on another device."""
+        return Replaced(self.source.on(device), self.targets.to(device), self._given.to(device))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the batches."""
+        return self.source.device
+
+    @property
+    def read(self) -> int:
+        """Number of examples read so far, in any pass."""
+        return self.source.read
+
+    @property
+    def weights(self) -> Tensor:
+        """Weights of the examples read."""
+        return self._given[: self.read]
+
+    @property
+    def length(self) -> int:
+        """Number of examples."""
+        return len(self.targets)
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of the source."""
+        return self.source.batch_size
+
+    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
+        seen = 0
+        for x, y in self.source:
+            yield x, self.targets[seen : seen + len(y)]
+            seen += len(y)
+
+
 class Missing:
     """Placeholder for data that a checkpoint does not contain; any pass over it raises an error."""
 
@@ -536,7 +592,7 @@ class Missing:
         raise _missing()
 
 
-Source = Batches | Joined | Selected | Missing
+Source = Batches | Joined | Selected | Replaced | Missing
 
 
 def _missing() -> DataError:

@@ -7,7 +7,7 @@ from ntk_laplace.model.network.caller import Caller
 from ntk_laplace.model.network.choice import ParameterChoice
 from ntk_laplace.model.network.copying import require_module
 from ntk_laplace.model.network.frozen import Network, preserved_rng
-from ntk_laplace.model.network.many import ManyWeights
+from ntk_laplace.model.network.many import ManyWeights, twice_differentiable
 from ntk_laplace.model.network.precision import outside_autocast
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "outside_autocast",
     "preserved_rng",
     "require_module",
+    "twice_differentiable",
 ]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ntk_laplace.errors import NTKLaplaceError, NTKLaplaceWarning
 from ntk_laplace.model.data import Inputs, num_examples, take
 from ntk_laplace.model.network.frozen import Network
 from ntk_laplace.runtime import tuning
 
-__all__ = ["ManyWeights"]
+__all__ = ["ManyWeights", "twice_differentiable"]
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Run a block with kernels that have second derivatives: fused attention and cuDNN's recurrent layers do not."""
+    with sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+        yield
 
 
 class ManyWeights:
@@ -27,6 +37,8 @@ class ManyWeights:
     network : Network
     x : Inputs
         Inputs of the network, of n examples.
+    several : bool
+        Whether there will be more than one value at a time.
 
     Attributes
     ----------
@@ -34,9 +46,9 @@ class ManyWeights:
         Whether all values share a forward pass.
     """
 
-    def __init__(self, network: Network, x: Inputs) -> None:
+    def __init__(self, network: Network, x: Inputs, several: bool = True) -> None:
         self.network = network
-        self.batched = self._is_batched(take(x, slice(0, 2)))
+        self.batched = several and self._is_batched(take(x, slice(0, 2)))
 
     def __call__(self, thetas: Tensor, x: Inputs) -> Tensor:
         """Outputs (S, n, C) at values (S, P) and inputs of n examples; they may be infinite or NaN."""

@@ -9,12 +9,12 @@ from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.estimates.gaussians import posterior_gaussian, prior_gaussian
 from ntk_laplace.posterior.estimates.hamiltonian import HamiltonianPath
 from ntk_laplace.posterior.estimates.importance import center
-from ntk_laplace.posterior.estimates.joint import likelihood_of
 from ntk_laplace.posterior.estimates.paths import Path, backward, forward, schedule
 from ntk_laplace.posterior.estimates.result import AnnealedEvidence, summary
 from ntk_laplace.posterior.estimates.slices import SlicedPath
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
 from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.joint import likelihood_of
 
 __all__ = ["annealed_evidence"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Generator, Tensor
 
 from ntk_laplace.posterior.estimates.gaussians import WeightGaussian
-from ntk_laplace.posterior.estimates.joint import WeightLikelihood
 from ntk_laplace.posterior.estimates.paths import Path, uniform
 from ntk_laplace.runtime.progress import track
+from ntk_laplace.structures.joint import WeightLikelihood
 
 __all__ = ["HamiltonianPath", "Weights"]
 

@@ -7,13 +7,13 @@ from torch import Generator, Tensor
 
 from ntk_laplace.model.data import InputData
 from ntk_laplace.posterior.estimates.gaussians import posterior_gaussian, prior_gaussian
-from ntk_laplace.posterior.estimates.joint import likelihood_of
 from ntk_laplace.posterior.estimates.result import EvidenceEstimate, summary
 from ntk_laplace.posterior.estimates.symmetry import log_symmetries
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.sampling import draw_sizes
 from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.joint import likelihood_of
 
 __all__ = ["center", "importance_evidence"]
 
@@ -33,7 +33,7 @@ def importance_evidence(
     model : str
         "nn" or "glm".
     x : optional
-        The training inputs, if the structure does not keep the data and the model is "nn".
+        The training inputs, if the structure does not have the data and the model is "nn".
     generator : torch.Generator
     """
     sizes = draw_sizes(samples, len(fitted.theta), fitted.theta, tuning.SAMPLED_OUTPUTS // fitted.points.f.numel())

@@ -19,12 +19,12 @@ from torch import Generator, Tensor
 
 from ntk_laplace.curvature import CurvatureType, prior_variances
 from ntk_laplace.jacobian.gram import gram
-from ntk_laplace.posterior.estimates.joint import ManyPoints, all_rows
 from ntk_laplace.posterior.estimates.paths import Path, uniform
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, symmetric_root
 from ntk_laplace.runtime.resources import available_memory
 from ntk_laplace.structures import FittedModel
+from ntk_laplace.structures.joint import ManyPoints, all_rows
 
 __all__ = ["Outputs", "SlicedPath"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ntk_laplace.curvature import ParameterBlock, PosteriorPrecision
 from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.jacobian import Jacobian
-from ntk_laplace.model.data import Source
+from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, FunctionSpaceStructure, LinearizedModel, Structure, StructureSpec
 from ntk_laplace.structures.points import TrainingPoints, present_values, unmoved
@@ -117,6 +117,12 @@ class ChangedStructure(Structure):
     def points_to_change(self) -> TrainingPoints:
         """All changes are made at the trained weights."""
         return self.unmoved_points
+
+    @property
+    def source(self) -> Source | None:
+        """The training data, those of added points last."""
+        source = self.inner.source
+        return source if source is None or not self.added else Joined([source, *(one.data for one in self.added)])
 
     @property
     def parameter_blocks(self) -> Sequence[ParameterBlock]:

@@ -1,11 +1,8 @@
 """Relinearization: move the network to the optimum of a what-if by Gauss-Newton steps, and linearize it there.
 
 A what-if displaces the weights of the linearized network by θ - θ*. Here a copy of the network takes this step, halved
-until its own objective decreases. Its Jacobians are recomputed, and the next Newton step follows; many steps amount to
-training. The objective is that of the changed data with the linear term -g0ᵀθ, where g0 is the gradient that remained
-after training. Without a change of the data the weights do not move:
-
-    F(θ) = -Σ w_n log p(y_n | f(x_n; θ)) + ½ (θ-μ0)ᵀP0(θ-μ0) - g0ᵀθ.
+until the objective F of `moving` decreases. Its Jacobians are recomputed, and the next Gauss-Newton step follows; many
+steps amount to training.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
 from ntk_laplace.structures.training_inputs import training_inputs
+from ntk_laplace.structures.what_if.moving import fitted_at, moving_model
 
 __all__ = ["relinearized"]
 
@@ -56,17 +54,25 @@ def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> Fitted
     if model.displacement is None and model.training_gradient is None:
         raise UnsupportedError("a posterior that a what-if changed, to relinearize", "one of the data it was fitted to",
                                "Ask remove, relabel, reweight or add first.")  # fmt: skip
-    model.settings.reducer.require_one("Gauss-Newton steps of the network", "Train the network again, and fit it.")
-    shown, model = model.settings.progress, model.copied()
-    quiet = replace(model.settings, progress=False, checkpoint=None, resume=None)
-    model = replace(model, settings=quiet)
+    shown = model.settings.progress
+    still = moving_model(fitted, "Gauss-Newton steps of the network")
     with torch.no_grad():
         source = training_inputs(model, fitted.structure, x, "relinearize(x)")
-        descent = _Descent.of(model, fitted.structure, source)
+        descent = _Descent(still, _at_the_network(fitted, still), source, model.displacement)
         for _ in track(range(steps), "ntk_laplace: relinearizing", steps, shown):
             if not descent.step():
                 break
-    return FittedModel(replace(descent.model, settings=replace(quiet, progress=shown)), descent.structure)
+    return descent.fitted
+
+
+def _at_the_network(fitted: FittedModel, still: LinearizedModel) -> Structure:
+    """The structure of the changed points, with their outputs at the network's weights."""
+    structure, points, displacement = fitted.structure, fitted.structure.points, fitted.model.displacement
+    if displacement is None:
+        return structure
+    base = points if structure.base is None else structure.base
+    f = torch.cat([base.f, (points.f - structure.jvp(still, displacement))[len(base.f) :]])
+    return structure.changed(still, replace(points, f=f, expanded=None))
 
 
 class _Descent:
@@ -85,43 +91,27 @@ class _Descent:
     """
 
     def __init__(self, model: LinearizedModel, structure: Structure, source: Source, direction: Tensor | None) -> None:
-        self.model, self.structure, self._source, self._direction = model, structure, source, direction
-        self._copied = False
-        remains = model.training_gradient
-        self._remaining = torch.zeros_like(model.theta) if remains is None else remains
-
-    @classmethod
-    def of(cls, model: LinearizedModel, structure: Structure, source: Source) -> _Descent:
-        """Start from the state after a what-if or an earlier relinearization."""
-        if model.displacement is None:
-            return cls(model, structure, source, None)
-        still = replace(model, displacement=None)
-        points = structure.points
-        base = points if structure.base is None else structure.base
-        left = base.residual(model.likelihood)
-        left = torch.cat([left, left.new_zeros(len(points.f) - len(left), left.shape[1])])
-        remaining = still.joint_gradient(structure.vjp(still, left))  # g0
-        remaining = torch.zeros_like(remaining) if model.refitted else remaining
-        f = torch.cat([base.f, (points.f - structure.jvp(still, model.displacement))[len(base.f) :]])
-        here = structure.changed(still, replace(points, f=f, expanded=None))
-        return cls(replace(still, training_gradient=remaining), here, source, model.displacement)
+        self.fitted, self._source, self._direction = FittedModel(model, structure), source, direction
+        assert model.training_gradient is not None
+        self._remaining = model.training_gradient
 
     def step(self) -> bool:
         """One descent step; False if the objective cannot decrease any more."""
-        model, points = self.model, self.structure.points
-        theta = model.theta
-        pulled = self.structure.vjp(model, points.residual(model.likelihood))
+        model, structure = self.fitted.model, self.fitted.structure
+        theta, points = model.theta, structure.points
+        pulled = structure.vjp(model, points.residual(model.likelihood))
         gradient = model.joint_gradient(pulled) - self._remaining
         direction = self._direction
         if direction is None:
-            direction = -self.structure.solve_at(model, points, gradient)
+            direction = -structure.solve_at(model, points, gradient)
         self._direction = None
         slope = float(gradient @ direction)
         value = self._value(theta, points.f)
         slack = 8 * torch.finfo(model.network.precision).eps * (1.0 + abs(value))
         if -slope <= slack:  # below the rounding of the objective
             return False
-        self._move_to(self._search(theta, direction, slope, value, slack))
+        there = self._search(theta, direction, slope, value, slack)
+        self.fitted = fitted_at(model, structure, self._source, points, there)
         return True
 
     def _search(self, theta: Tensor, direction: Tensor, slope: float, value: float, slack: float) -> Tensor:
@@ -129,7 +119,7 @@ class _Descent:
         size = 1.0
         for _ in range(tuning.HALVINGS):
             candidate = theta + size * direction
-            f = _outputs(self.model, self._source, candidate)
+            f = _outputs(self.fitted.model, self._source, candidate)
             if self._value(candidate, f) <= value + 1e-4 * size * slope + slack:
                 return candidate
             size /= 2
@@ -138,22 +128,10 @@ class _Descent:
 
     def _value(self, theta: Tensor, f: Tensor) -> float:
         """The objective, in nats; infinite instead of NaN."""
-        model = self.model
-        fit = replace(self.structure.points, f=f, expanded=None).log_likelihood(model.likelihood)
+        model = self.fitted.model
+        fit = replace(self.fitted.points, f=f, expanded=None).log_likelihood(model.likelihood)
         value = float(model.prior.energy(theta) - fit - self._remaining @ theta)
         return value if value == value else float("inf")
-
-    def _move_to(self, theta: Tensor) -> None:
-        """Linearize the network at θ: a copy of it, which later steps move."""
-        model, points = self.model, self.structure.points
-        if self._copied:
-            model.network.move_to(theta)
-        else:
-            network, self._copied = model.network.at(theta), True
-            factors = model.jacobian_pass.on(network, model.jacobian_pass.dtype)
-            self.model = replace(model, network=network, jacobian_pass=factors)
-        made = self.structure.refit_on(self.model, self._source)
-        self.structure = made.with_points(replace(points, f=made.points.f, expanded=None))
 
 
 def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def compare_models(
         the evidence lower bounds of `Posterior.elbo`, and "importance", the network's evidence of
         `Posterior.importance_evidence` (marked * if it is not to be trusted), which every Gaussian has. A posterior
         that is no Laplace approximation has no evidence, conditional evidence and leave-one-out. "elbo_nn" and
-        "importance" need the training inputs, which structure "gp" does not keep.
+        "importance" need the training data, which a checkpoint may lack.
 
     Returns
     -------
@@ -178,7 +178,7 @@ def _require_inputs(named: Mapping[str, Posterior], scores: Sequence[str]) -> No
     if without and asked:
         raise DataError(f"models that keep their training inputs, for {' and '.join(asked)}",
                         f"{', '.join(without)} without them",
-                        'Fit them with structure="full", or ask each posterior: elbo("nn", x=x), '
+                        'Load them with their data, or ask each posterior: elbo("nn", x=x), '
                         "importance_evidence(x=x).")
 
 

@@ -1,0 +1,188 @@
+"""Newton's method for many objectives at once, from products with their Hessians, which need not be positive.
+
+Each row is a problem of its own; all share the products. A direction is that of preconditioned conjugate gradients,
+ended where the residual is small beside the gradient, or at the end of a trust region, to which it goes where the
+curvature is not positive (Steihaug, 1983). A line search halves it until the objective falls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.runtime import tuning
+
+__all__ = ["Local", "Minima", "Objectives", "minimize"]
+
+
+class Local(Protocol):
+    """Derivatives of some of the objectives at points (S, P)."""
+
+    @property
+    def gradients(self) -> Tensor:
+        """(S, P)."""
+
+    @property
+    def products(self) -> Callable[[Tensor], Tensor]:
+        """Hessians times vectors, (S, P) to (S, P)."""
+
+
+class Objectives(Protocol):
+    """Functions of (P,) numbers; `rows` says which of them the rows of an argument belong to."""
+
+    def values(self, at: Tensor, rows: Tensor) -> Tensor:
+        """(S,); infinite where they are not defined."""
+
+    def local(self, at: Tensor, rows: Tensor) -> Local:
+        """Derivatives."""
+
+
+@dataclass(frozen=True)
+class Minima:
+    """Where the descents have ended.
+
+    Attributes
+    ----------
+    at : Tensor, (S, P)
+    values : Tensor, (S,)
+    converged : Tensor of bool, (S,)
+        Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step.
+    steps : Tensor, (S,)
+        Number of Newton steps.
+    products : int
+        Products with the Hessians, of all rows together.
+    """
+
+    at: Tensor
+    values: Tensor
+    converged: Tensor
+    steps: Tensor
+    products: int
+
+
+def minimize(
+    objectives: Objectives, start: Tensor, precondition: Callable[[Tensor], Tensor], eps: float,
+    steps: int = tuning.NEWTON_STEPS,
+) -> Minima:  # fmt: skip
+    """Minima of several objectives, each from its own start.
+
+    Parameters
+    ----------
+    objectives : Objectives
+    start : Tensor, (S, P)
+    precondition : callable
+        M⁻¹ v for vectors (m, P), M positive definite.
+    eps : float
+        Relative rounding of the objectives.
+    steps : int
+        Newton steps, at most.
+
+    Returns
+    -------
+    Minima
+    """
+    at, going = start.clone(), torch.arange(len(start), device=start.device)
+    values, radius = objectives.values(at, going), torch.full_like(start[:, 0], torch.inf)
+    converged, taken, products = torch.zeros_like(going, dtype=torch.bool), torch.zeros_like(going), 0
+    for _ in range(steps):
+        local = objectives.local(at[going], going)
+        found = _directions(local, precondition, radius[going], eps * (1.0 + values[going].abs()))
+        products += found.products
+        del local  # with its graphs
+        size = _searched(objectives, at[going], found, going, values, eps)
+        at[going] += size.unsqueeze(1) * found.direction
+        radius[going] = found.next_radius(size)
+        taken[going] += 1
+        converged[going] = found.flat & found.positive
+        going = going[~found.flat & (size > 0)]
+        if len(going) == 0:
+            break
+    return Minima(at, values, converged, taken, products)
+
+
+@dataclass(frozen=True)
+class _Directions:
+    """Directions (S, P) of a step, their slopes and lengths in the norm of M, (S,).
+
+    `flat` says that a step gains less than rounding, `positive` that no curvature along the search was negative, `ends`
+    that the trust region ended it, `gain` what the quadratic model gains.
+    """
+
+    direction: Tensor
+    slope: Tensor
+    gain: Tensor
+    length: Tensor
+    flat: Tensor
+    positive: Tensor
+    ends: Tensor
+    radius: Tensor
+    products: int
+
+    def next_radius(self, size: Tensor) -> Tensor:
+        """Of the trust region: the length of a step that was halved, twice that of a whole one that reached its end."""
+        whole = torch.where(self.ends, 2.0 * self.length, self.radius)
+        return torch.where(size < 1.0, size * self.length, whole)
+
+
+def _searched(
+    objectives: Objectives, at: Tensor, found: _Directions, rows: Tensor, values: Tensor, eps: float
+) -> Tensor:
+    """Sizes of the steps, (S,): 1, halved until the objective falls, 0 if it does not; 1 where a step is flat.
+
+    `values` of the objectives are replaced in place.
+    """
+    size, left = torch.ones_like(found.slope), (~found.flat).nonzero().squeeze(1)
+    for _ in range(tuning.HALVINGS):
+        if len(left) == 0:
+            return size
+        own, before = rows[left], values[rows[left]]
+        reached = objectives.values(at[left] + size[left].unsqueeze(1) * found.direction[left], own)
+        slack = 8.0 * eps * (1.0 + before.abs())
+        falls = torch.isfinite(reached) & (reached <= before + 1e-4 * size[left] * found.slope[left] + slack)
+        values[own[falls]] = reached[falls]
+        left = left[~falls]
+        size[left] /= 2.0
+    size[left] = 0.0
+    return size
+
+
+def _directions(
+    local: Local, precondition: Callable[[Tensor], Tensor], radius: Tensor, rounding: Tensor
+) -> _Directions:
+    """Inexact Newton directions by Steihaug's conjugate gradients.
+
+    The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀM⁻¹g in nats, both in the norm of M⁻¹, so
+    that convergence is quadratic; or to where what is left gains less than rounding.
+    """
+    gradient = local.gradients
+    residual, direction = gradient.clone(), torch.zeros_like(gradient)
+    z = precondition(residual)
+    size = (residual * z).sum(1)
+    radius = torch.minimum(radius, 2.0 * size.sqrt()) if bool(radius.isinf().all()) else radius
+    goal = torch.maximum(size * size.clamp(max=0.01), 1e-6 * rounding)
+    search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
+    flags = torch.zeros_like(size, dtype=torch.bool)
+    going, negative, ends, used = size > goal, flags, flags, 0
+    while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
+        product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
+        curvature, long = (search * product).sum(1), (search * image).sum(1)
+        bends = curvature > tuning.LEAST_CURVATURE * long
+        step = torch.where(bends, size / torch.where(bends, curvature, 1.0), torch.inf)
+        along, own = (search * seen).sum(1), (direction * seen).sum(1)
+        most = (-along + (along.square() + long * (radius.square() - own).clamp_min(0.0)).sqrt()) / long
+        negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
+        step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
+        direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
+        z = precondition(residual)
+        before, size = size, torch.where(going, (residual * z).sum(1), size)
+        going = going & ~ends & (size > goal)
+        ratio = torch.where(going, size / before, 0.0).unsqueeze(1)
+        search, image = -z + ratio * search, -residual + ratio * image
+    slope = (gradient * direction).sum(1)
+    gain = -0.5 * (slope + (residual * direction).sum(1))  # H d is the residual less the gradient
+    length = (direction * seen).sum(1).clamp_min(0.0).sqrt()
+    return _Directions(direction, slope, gain, length, -slope <= 16.0 * rounding, ~negative, ends, radius, used)

@@ -1,0 +1,409 @@
+"""log p(D | θ) and its derivatives at many weights at once, of the network and of the linearized model.
+
+The data of each value of the weights may have example weights of their own, (S, N).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NonFiniteError, UnsupportedError
+from ntk_laplace.jacobian import Jacobian
+from ntk_laplace.model.data import InputData, Inputs, Source, num_examples, take
+from ntk_laplace.model.likelihoods import Likelihood
+from ntk_laplace.model.network import ManyWeights, twice_differentiable
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.resources import is_about_memory, require_memory
+from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.fitted_model import FittedModel
+from ntk_laplace.structures.model import LinearizedModel
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.training_inputs import training_inputs
+
+__all__ = [
+    "LinearizedLikelihood",
+    "LocalCurvature",
+    "ManyPoints",
+    "NetworkLikelihood",
+    "WeightLikelihood",
+    "all_rows",
+    "likelihood_of",
+]
+
+_SECOND = 2  # bytes of a gradient's graph, relative to those of the outputs' graph
+_DISAGREEMENT = 0.2  # relative gap of a product and a difference of gradients; kinks and float32 make a few percent
+_REMEDY = "Take fewer chains or samples at a time, or fewer training points."
+
+
+class ManyPoints:
+    """log p(y_n | f_n) of training points at many outputs at once, with the example weights.
+
+    Parameters
+    ----------
+    likelihood : Likelihood
+    points : TrainingPoints
+    """
+
+    def __init__(self, likelihood: Likelihood, points: TrainingPoints) -> None:
+        self._likelihood, self._points = likelihood, points
+        self.shape = points.num_examples, points.num_outputs
+        self._repeats: dict[tuple[int, int, int], tuple[Likelihood, TrainingPoints]] = {}
+
+    def values(self, f: Tensor, part: slice = slice(None), weights: Tensor | None = None) -> Tensor:
+        """Σ log p(y_n | f_n) over some of the points, (S,), nats, for their f (S, n, C); -inf if it is not finite.
+
+        Example weights (S, n) replace those of the points.
+        """
+        return self._found(f, part, residuals=False, weights=weights)[0]
+
+    def log_prob(self, f: Tensor, part: slice, weights: Tensor) -> Tensor:
+        """Σ w_n log p(y_n | f_n), (S,), with its graph, for finite outputs f (S, n, C) and weights (S, n)."""
+        likelihood, points, _ = self._repeated(f, part)
+        each = replace(points, weights=None).log_prob_at(likelihood, f.flatten(0, 1)).view(weights.shape)
+        return (weights * each.masked_fill(weights == 0, 0.0)).sum(1)
+
+    def values_and_residuals(self, f: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """`values`, and their gradients in f, (S, n, C); zero where an output is not finite."""
+        return self._found(f, part, residuals=True)
+
+    def _found(
+        self, f: Tensor, part: slice, residuals: bool, weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Values, and residuals or zeros; outputs that the likelihood refuses have no density."""
+        likelihood, points, good = self._repeated(f, part)
+        if weights is not None:
+            points, good = replace(points, weights=weights.flatten()), good | (weights == 0)
+        try:
+            with torch.no_grad():
+                values = points.log_prob(likelihood).view(good.shape)
+                slopes = points.residual(likelihood).view(f.shape) if residuals else torch.zeros_like(f)
+        except NonFiniteError:  # of at least one chain: the others are evaluated without it
+            if len(f) == 1:
+                return points.f.new_full((1,), -torch.inf), torch.zeros_like(f)
+            half = -(-len(f) // 2)
+            each = [None, None] if weights is None else weights.split(half)
+            halves = [self._found(g, part, residuals, own) for g, own in zip(f.split(half), each, strict=True)]
+            values, slopes = (torch.cat(both) for both in zip(*halves, strict=True))
+            return values, slopes
+        values = torch.where(good & ~values.isnan(), values, -torch.inf).sum(1)
+        return values, torch.where(good.unsqueeze(-1), slopes, 0.0)
+
+    def _repeated(self, f: Tensor, part: slice) -> tuple[Likelihood, TrainingPoints, Tensor]:
+        """The points S times over, the likelihood of all of them, and a mask of those whose outputs are finite."""
+        good, (start, stop, _) = torch.isfinite(f).all(-1), part.indices(self._points.num_examples)
+        key = len(f), start, stop
+        if key not in self._repeats:
+            self._repeats = {kept: value for kept, value in self._repeats.items() if kept[0] == len(f)}
+            self._repeats[key] = self._repeat(*key)
+        likelihood, points = self._repeats[key]
+        f = torch.where(good.unsqueeze(-1), f.detach(), 0.0).flatten(0, 1)
+        return likelihood, replace(points, f=f), good
+
+    def _repeat(self, count: int, start: int, stop: int) -> tuple[Likelihood, TrainingPoints]:
+        own = self._points.subset(slice(start, stop))
+        index = torch.arange(start, stop, device=own.f.device).repeat(count)
+        targets = own.targets.repeat(count, *[1] * (own.targets.ndim - 1))
+        weights = None if own.weights is None else own.weights.repeat(count)
+        return self._likelihood.at(index), TrainingPoints(own.f, targets, weights)
+
+
+@dataclass(frozen=True)
+class LocalCurvature:
+    """Derivatives of log p(D | θ) at weights (S, P).
+
+    Attributes
+    ----------
+    gradients : Tensor, (S, P)
+    products : callable
+        Hessians times vectors, (S, P) to (S, P).
+    """
+
+    gradients: Tensor
+    products: Callable[[Tensor], Tensor]
+
+
+class WeightLikelihood(ABC):
+    """log p(D | θ) as a function of weights (S, P)."""
+
+    @abstractmethod
+    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
+        """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
+
+    @abstractmethod
+    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, by two backward passes; example weights (S, N)."""
+
+    @abstractmethod
+    def at_once(self) -> int:
+        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
+
+    @abstractmethod
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        """log p(D | θ_s), (S,), and its gradients, (S, P)."""
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A gradient in some of the weights, (S, P), with its graph, or one in outputs."""
+
+    some: slice
+    at: Tensor
+    gradient: Tensor
+
+    def product(self, vectors: Tensor) -> Tensor:
+        """The gradient's derivative along vectors of its shape."""
+        if not self.gradient.requires_grad:  # linear: there is no second derivative
+            return torch.zeros_like(vectors)
+        return _differentiated(self.gradient, self.at, vectors.to(self.gradient)).to(vectors)
+
+
+def _differentiated(value: Tensor, at: Tensor, cotangent: Tensor | None) -> Tensor:
+    """The gradient of a value, with its graph; or the product of a gradient's derivative with a cotangent."""
+    try:
+        return torch.autograd.grad(value, at, cotangent, retain_graph=True, create_graph=cotangent is None)[0]
+    except RuntimeError as error:
+        if is_about_memory(error):
+            raise
+        line = str(error).strip().splitlines()[0].rstrip(".")
+        raise _no_second_derivatives(f"a second backward pass that raises {type(error).__name__}: {line}") from error
+
+
+def _no_second_derivatives(got: str) -> UnsupportedError:
+    return UnsupportedError("a network with second derivatives, for Newton steps with its exact Hessian", got,
+                            'Use linearization="fixed", and relinearize() for Gauss-Newton steps.')
+
+
+def likelihood_of(fitted: FittedModel, model: str, x: InputData | None, count: int) -> WeightLikelihood:
+    """That of the network, "nn", or of the linearized model, "glm", with room for `count` weights at a time."""
+    return NetworkLikelihood.of(fitted, x, count) if model == "nn" else LinearizedLikelihood(fitted, count)
+
+
+class NetworkLikelihood(WeightLikelihood):
+    """log p(D | f(θ)) of the network itself: several weights in one pass, batch by batch of the data.
+
+    Parameters
+    ----------
+    model : LinearizedModel
+        Its network and likelihood.
+    points : TrainingPoints
+        Targets and weights; the outputs are not read.
+    source : Source
+        Their inputs.
+    count : int
+        Weights at a time, at most, for the prediction of the memory.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If one example at one value of the weights does not fit in memory, or the weights and their outputs do not.
+    """
+
+    @classmethod
+    def of(cls, fitted: FittedModel, x: InputData | None, count: int) -> NetworkLikelihood:
+        """Of the training points, at the inputs of the fit, or at `x` if the structure does not keep the data.
+
+        Raises
+        ------
+        DataError
+            If inputs are needed and missing, or are not those of the fit.
+        """
+        return cls(fitted.model, fitted.points, training_inputs(fitted.model, fitted.structure, x, "x="), count)
+
+    def __init__(self, model: LinearizedModel, points: TrainingPoints, source: Source, count: int) -> None:
+        self._dtype = model.jacobian_pass.dtype
+        self._batches: list[Inputs] = [inputs for inputs, _ in merged_batches(source, model.network)]
+        self._points = ManyPoints(model.likelihood, points)
+        self._network = ManyWeights(model.network, self._batches[0], count > 1)
+        budget = model.settings.memory_budget
+        self._room = tuning.CHAIN_BYTES if budget is None else min(tuning.CHAIN_BYTES, int(budget))
+        largest = max(self._batches, key=num_examples)
+        one = tuning.GRAPH_FACTOR * self._network.saved_bytes(take(largest, slice(0, 1)))
+        n, c = points.num_examples, points.num_outputs
+        held = 4 * self._dtype.itemsize * count * (model.network.num_parameters + n * c)
+        require_memory(held + max(one, min(self._room, one * n * count)), model.network.device,
+                       f"the network's outputs and gradients at {count:,} weights", _REMEDY, budget)
+        self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
+        self._saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
+
+    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
+        """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
+        total = thetas.new_zeros(len(thetas))
+        with torch.no_grad():
+            for some, part, x in self._passes(thetas):
+                own = None if weights is None else weights[some, part]
+                total[some] += self._points.values(self._network(thetas[some], x).to(self._dtype), part, own)
+        return total
+
+    def outputs(self, thetas: Tensor) -> Tensor:
+        """Outputs at the training points, (S, N, C)."""
+        n, c = self._points.shape
+        f = thetas.new_empty(len(thetas), n, c)
+        with torch.no_grad():
+            for some, part, x in self._passes(thetas):
+                f[some, part] = self._network(thetas[some], x).to(f)
+        return f
+
+    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, by two backward passes; example weights (S, N).
+
+        The graphs are kept between products if they fit in memory, and built again for each product if not.
+
+        Raises
+        ------
+        UnsupportedError
+            If an operation of the network has no second derivative.
+        """
+        kept = len(thetas) <= self.at_once()
+        gradients, graphs = torch.zeros_like(thetas), list[_Graph]()
+        for one in self._graphs(thetas, weights, kept):
+            gradients[one.some] += one.gradient.detach()
+            graphs += [one] if kept else []
+
+        def products(vectors: Tensor) -> Tensor:
+            found = torch.zeros_like(thetas)
+            for one in graphs if kept else self._graphs(thetas, weights, False):
+                found[one.some] += one.product(vectors[one.some])
+            return found
+
+        return LocalCurvature(gradients, products)
+
+    def require_second_derivatives(self, theta: Tensor) -> None:
+        """Compare one product with the Hessian at θ (P,) with a difference of gradients.
+
+        An operation whose backward pass cannot be differentiated may lose a part of the Hessian without an error.
+
+        Raises
+        ------
+        UnsupportedError
+            If they differ.
+        """
+        noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(theta)
+        size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
+        both = torch.stack([theta + size * noise, theta - size * noise])
+        ones = theta.new_ones(2, self._points.shape[0])
+        found = self.curvature(theta[None], ones[:1]).products(noise[None])[0]
+        gradients = torch.stack([self.curvature(one[None], ones[:1]).gradients[0] for one in both])
+        truth = (gradients[0] - gradients[1]) / (2.0 * size)
+        gap = float((found - truth).norm() / truth.norm().clamp_min(torch.finfo(theta.dtype).tiny))
+        if gap > _DISAGREEMENT:
+            raise _no_second_derivatives(f"products with the Hessian that differ by {gap:.2g} from the gradient's "
+                                         "difference")
+
+    def _graphs(self, thetas: Tensor, weights: Tensor, kept: bool) -> Iterator[_Graph]:
+        """Gradients of each pass with their graphs."""
+        for some, part, x in self._passes(thetas, 1 if kept else _SECOND):
+            own = thetas[some].detach().requires_grad_()
+            with torch.enable_grad(), twice_differentiable():
+                value = self._points.log_prob(self._network(own, x).to(self._dtype), part, weights[some, part]).sum()
+                yield _Graph(some, own, _differentiated(value, own, None))
+
+    def at_once(self) -> int:
+        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
+        return max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, self._saved)))
+
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        """log p(D | θ_s), (S,), and its gradients, (S, P)."""
+        total, gradients = thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
+        for some, part, x in self._passes(thetas):
+            own = thetas[some].detach().requires_grad_()
+            with torch.enable_grad():
+                f = self._network(own, x)
+            values, residual = self._points.values_and_residuals(f.to(self._dtype), part)
+            total[some] += values
+            gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
+        return total, gradients
+
+    def _passes(self, thetas: Tensor, share: int = 1) -> Iterator[tuple[slice, slice, Inputs]]:
+        """Weights, points and inputs of each pass, which takes a share of the memory for one."""
+        seen = 0
+        for x, (many, few) in zip(self._batches, self._at_once, strict=True):
+            n = num_examples(x)
+            many, few = (max(1, many // share), few) if many > 1 else (1, max(1, few // share))
+            for first in range(0, n, few):
+                last = min(first + few, n)
+                inputs = x if few >= n else take(x, slice(first, last))
+                for start in range(0, len(thetas), many):
+                    yield slice(start, start + many), slice(seen + first, seen + last), inputs
+            seen += n
+
+
+class LinearizedLikelihood(WeightLikelihood):
+    """log p(D | f + J(θ - θ*)) of the linearized model, from rows of J at all training points.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+    count : int
+        Weights at a time, at most, for the prediction of the memory.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If the rows, or outputs at so many weights, do not fit in memory.
+    """
+
+    def __init__(self, fitted: FittedModel, count: int) -> None:
+        model, points = fitted.model, fitted.points
+        self._f, self._theta, self._shapes = points.f.detach(), model.theta, model.network.shapes
+        self._points = ManyPoints(fitted.likelihood, points)
+        held = 4 * count * (model.network.num_parameters + points.f.numel()) * points.f.element_size()
+        require_memory(held, model.network.device, f"outputs and gradients at {count:,} weights", _REMEDY,
+                       model.settings.memory_budget)
+        self._rows = all_rows(fitted)
+
+    def outputs(self, thetas: Tensor) -> Tensor:
+        """f + J(θ_s - θ*), (S, N, C)."""
+        return self._f + self._rows.products(self._shapes.parts(thetas - self._theta)).permute(2, 1, 0)
+
+    def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
+        """log p(D | θ_s), (S,), nats. Example weights (S, N) replace those of the data."""
+        return self._points.values(self.outputs(thetas), weights=weights)
+
+    def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
+        """Gradients and exact Hessians, JᵀΛJ with minus the second derivative of log p; example weights (S, N)."""
+        with torch.enable_grad():
+            f = self.outputs(thetas).requires_grad_()
+            residual = _differentiated(self._points.log_prob(f, slice(None), weights).sum(), f, None)
+        graph = _Graph(slice(None), f, residual)
+
+        def products(vectors: Tensor) -> Tensor:
+            moved = self._rows.products(self._shapes.parts(vectors)).permute(2, 1, 0)
+            return self._pulled(graph.product(moved))
+
+        return LocalCurvature(self._pulled(residual.detach()), products)
+
+    def at_once(self) -> int:
+        """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
+        return max(1, tuning.CHAIN_BYTES // (8 * self._f.nbytes))
+
+    def _pulled(self, cotangents: Tensor) -> Tensor:
+        """Jᵀv, (S, P), for v (S, N, C)."""
+        return self._rows.transposed_products(cotangents.permute(2, 1, 0), self._shapes)
+
+    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        """log p(D | θ_s), (S,), and its gradients, (S, P)."""
+        values, residual = self._points.values_and_residuals(self.outputs(thetas))
+        return values, self._pulled(residual)
+
+
+def all_rows(fitted: FittedModel) -> Jacobian:
+    """Rows of J at all training points, in blocks.
+
+    Raises
+    ------
+    MemoryBudgetError
+        After the first batch, if the rows of all points do not fit in memory.
+    """
+    n, parts = fitted.num_examples, list[Jacobian]()
+    for rows in fitted.rows_at(torch.arange(n)):
+        if not parts and rows.num_examples < n:
+            needed = 2 * rows.nbytes * -(-n // rows.num_examples)
+            require_memory(needed, fitted.network.device, f"rows of J at {n:,} training points", _REMEDY,
+                           fitted.settings.memory_budget)
+        parts.append(rows)
+    return Jacobian.concatenate(parts)

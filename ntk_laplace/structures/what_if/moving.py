@@ -1,0 +1,146 @@
+"""What-ifs of the network itself: its own optimum for changed data, by Newton's method with its exact Hessian.
+
+The objective is that of the changed data with the linear term -g0ᵀθ, where g0 is the gradient that remained after
+training. Without a change of the data the weights do not move. After `refit`, g0 = 0:
+
+    F(θ) = -Σ w_n log p(y_n | f(x_n; θ)) + ½ (θ-μ0)ᵀP0(θ-μ0) - g0ᵀθ.
+
+Hessian products are two backward passes over all data. Conjugate gradients are preconditioned by the posterior
+precision of the fit. Many changes of the weights of examples are many objectives, whose networks share each pass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import NTKLaplaceWarning
+from ntk_laplace.model.data import Joined, Replaced, Source
+from ntk_laplace.runtime.krylov import Minima, minimize
+from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
+from ntk_laplace.structures.joint import LocalCurvature, NetworkLikelihood, WeightLikelihood
+from ntk_laplace.structures.points import TrainingPoints
+from ntk_laplace.structures.training_inputs import training_inputs
+
+__all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient"]
+
+
+class ChangedObjectives:
+    """F for several changes of the example weights, at weights θ (S, P).
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        Its prior.
+    likelihood : WeightLikelihood
+        Of all points, each counted once.
+    weights : Tensor, (G, N)
+        Example weights of each change.
+    remaining : Tensor, (P,)
+        g0.
+    """
+
+    def __init__(self, fitted: FittedModel, likelihood: WeightLikelihood, weights: Tensor, remaining: Tensor) -> None:
+        prior, like = fitted.prior, fitted.theta
+        self._likelihood, self._weights, self._remaining = likelihood, weights, remaining
+        with torch.no_grad():
+            self._precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
+
+    def values(self, at: Tensor, rows: Tensor) -> Tensor:
+        """F, (S,), nats."""
+        energy = 0.5 * (self._precision * (at - self._mean).square()).sum(1)
+        return energy - at @ self._remaining - self._likelihood.values(at, self._weights[rows])
+
+    def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
+        """Gradients, (S, P), and products with the Hessians."""
+        found = self._likelihood.curvature(at, self._weights[rows])
+        gradients = self._precision * (at - self._mean) - self._remaining - found.gradients
+        return LocalCurvature(gradients, lambda vectors: self._precision * vectors - found.products(vectors))
+
+    def minimize(self, fitted: FittedModel, start: Tensor) -> Minima:
+        """The optimum of each change, preconditioned by the posterior precision."""
+        eps = max(torch.finfo(dtype).eps for dtype in (start.dtype, fitted.network.precision))
+        with torch.no_grad():
+            return minimize(self, start, fitted.solver.solve, eps)
+
+
+def remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
+    """g0, (P,): the gradient of the objective that remained at the end of training; zero after a refit."""
+    still = replace(model, displacement=None)
+    if model.refitted:
+        return torch.zeros_like(still.theta)
+    if model.training_gradient is not None:
+        return model.training_gradient
+    with torch.no_grad():
+        points = structure.points if structure.base is None else structure.base
+        left = points.residual(model.likelihood)
+        more = structure.points.num_examples - len(left)
+        left = torch.cat([left, left.new_zeros(more, left.shape[1])])
+        return still.joint_gradient(structure.vjp(still, left))
+
+
+def moving_model(fitted: FittedModel, what: str) -> LinearizedModel:
+    """The model at the network's weights, without displacement or files, whose remaining gradient is known.
+
+    Raises
+    ------
+    UnsupportedError
+        If several processes share it.
+    """
+    model = fitted.model
+    model.settings.reducer.require_one(what, "Train the network again, and fit it.")
+    quiet = replace(model.settings, checkpoint=None, resume=None)
+    remaining = remaining_gradient(model, fitted.structure)
+    return replace(model.copied(), displacement=None, refitted=False, training_gradient=remaining, settings=quiet)
+
+
+def fitted_at(model: LinearizedModel, structure: Structure, source: Source, points: TrainingPoints, theta: Tensor
+              ) -> FittedModel:  # fmt: skip
+    """The same structure, of a copy of the network at weights θ, fitted to points with their targets and weights."""
+    network = model.network.at(theta)
+    model = replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, model.jacobian_pass.dtype))
+    return FittedModel(model, structure.spec.fit(model, Replaced(source, points.targets, points.counts)))
+
+
+def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = None) -> FittedModel:
+    """The network's own optimum for changed points, next to its weights, and the same structure fitted there.
+
+    Parameters
+    ----------
+    fitted : FittedModel
+        Of the points before the change.
+    points : TrainingPoints
+        After the change; their outputs are not read.
+    added : Source, optional
+        Inputs of the points that were added, which are the last.
+
+    Returns
+    -------
+    FittedModel
+        Of a copy of the network. A warning tells if the optimum was not reached.
+
+    Raises
+    ------
+    DataError
+        If the data of the fit cannot be read again, or are not the same any more.
+    MemoryBudgetError
+        If one example at one value of the weights does not fit in memory.
+    """
+    model = moving_model(fitted, "Newton steps of the network")
+    source = training_inputs(fitted.model, fitted.structure, None, "relinearize(x)")
+    source = source if added is None else Joined([source, added])
+    likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
+    likelihood.require_second_derivatives(model.theta)
+    assert model.training_gradient is not None
+    objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient)
+    found = objective.minimize(fitted, model.theta[None])
+    if not bool(found.converged):
+        warnings.warn(
+            f"the network is not at its optimum for the changed data after {int(found.steps)} Newton steps: the "
+            "objective has kinks or is flat there; the posterior is that of the best weights found", NTKLaplaceWarning,
+            stacklevel=6,
+        )  # fmt: skip
+    return fitted_at(model, fitted.structure, source, points, found.at[0])

@@ -1,0 +1,262 @@
+"""What-ifs of the network itself: its own optimum for changed data, against training from the same weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call, hessian, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, TensorDataset
+
+import ntk_laplace as ntkl
+from reference import outputs, relative_error, take
+from refusals import inputs, labels, network, refused
+from registry import LIKELIHOODS, Problem, fresh, targets
+
+SOME = [("deep_mlp", "categorical", "full"),
+        ("scalar_outputs", "gaussian", "kfac"), ("gru", "categorical", "gp"), ("low_rank", "gaussian", "diag"),
+        ("direct_parameters", "bernoulli", "gp")]  # fmt: skip
+DECAY = 1.5
+GROUP = [1, 4]
+
+
+class Brute:
+    """The objective of weighted data by autograd, with a gradient that stays; L-BFGS from θ to a gradient of 1e-8."""
+
+    def __init__(self, module: nn.Module, density, precision: Tensor, mean: Tensor) -> None:
+        self.module, self.density, self.precision, self.mean = module, density, precision, mean
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+    def value(self, theta: Tensor, x, y: Tensor, weights: Tensor) -> Tensor:
+        parts = theta.split([p.numel() for p in self.parameters.values()])
+        values = {name: v.view_as(p) for (name, p), v in zip(self.parameters.items(), parts, strict=True)}
+        f = functional_call(self.module, values, (x,))
+        f = f.unsqueeze(1) if f.ndim == 1 else f
+        y = y.unsqueeze(1) if f.shape[1] == 1 and y.ndim == 1 else y
+        fits = vmap(self.density)(f, y)
+        return 0.5 * (self.precision * (theta - self.mean) ** 2).sum() - (weights * fits).sum()
+
+    def trained(self, theta: Tensor, x, y: Tensor, weights: Tensor, held: Tensor | float = 0.0) -> Tensor:
+        at = theta.clone().requires_grad_()
+        optimizer = torch.optim.LBFGS([at], max_iter=600, tolerance_grad=1e-6, history_size=60,
+                                      tolerance_change=0.0, line_search_fn="strong_wolfe")  # fmt: skip
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.value(at, x, y, weights) - (held * at).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        theta = at.detach()
+        for _ in range(4):  # the line search ends at 1e-6 or so
+            curvature = hessian(lambda here: self.value(here, x, y, weights))(theta)
+            theta = theta - torch.linalg.solve(curvature, self.gradient(theta, x, y, weights) - held)
+        assert (self.gradient(theta, x, y, weights) - held).abs().max() < 1e-8, "brute force has not converged"
+        return theta
+
+    def gradient(self, theta: Tensor, x, y: Tensor, weights: Tensor) -> Tensor:
+        at = theta.clone().requires_grad_()
+        return torch.autograd.grad(self.value(at, x, y, weights), at)[0]
+
+
+@functools.cache
+def arrived(name: str, likelihood: str) -> tuple[Problem, Brute, Tensor, Tensor]:
+    """A network of the registry at a minimum, its brute force, its targets and its weights."""
+    own, density = fresh(name), LIKELIHOODS[likelihood].log_density
+    y, size = targets(LIKELIHOODS[likelihood], own), torch.ones_like(own.theta)
+    truth = Brute(own.network, density, DECAY * size, 0.1 * size)
+    with sdpa_kernel(SDPBackend.MATH):
+        theta = truth.trained(own.theta, own.x, y, torch.ones(len(y)).double())
+    chosen = [p for p in own.network.parameters() if p.requires_grad]
+    nn.utils.vector_to_parameters(theta, chosen)
+    return own, truth, y, theta
+
+
+def posterior(name: str, likelihood: str, structure) -> ntkl.Posterior:
+    own, _, y, _ = arrived(name, likelihood)
+    prior = ntkl.GaussianPrior(DECAY, mean=0.1)
+    return ntkl.laplace(own.network, (own.x, y), LIKELIHOODS[likelihood].build(), prior, structure)
+
+
+@pytest.mark.parametrize("verb", ["remove", "reweight", "relabel", "add"])
+@pytest.mark.parametrize("name, likelihood, structure", SOME)
+def test_the_network_goes_where_training_goes(name, likelihood, structure, verb):
+    """From the same weights, by another optimizer; and the posterior is that of a fit there."""
+    own, truth, y, start = arrived(name, likelihood)
+    x, weights, other, model = own.x, torch.ones(len(y)).double(), y.clone(), posterior(name, likelihood, structure)
+    if verb == "remove":
+        weights[GROUP] = 0.0
+        found = model.remove(GROUP, linearization="moving")
+    elif verb == "reweight":
+        weights[GROUP] = torch.tensor([0.3, 2.0], dtype=torch.float64)
+        found = model.reweight(GROUP, [0.3, 2.0], linearization="moving")
+    elif verb == "relabel":
+        other[GROUP] = y[[0, 2]]
+        found = model.relabel(GROUP, other[GROUP], linearization="moving")
+    else:
+        more = take(own.x_new, slice(0, 2))
+        x, other, weights = torch.cat([x, more]), torch.cat([y, y[:2]]), torch.ones(len(y) + 2).double()
+        found = model.add(more, y[:2], linearization="moving")
+    with sdpa_kernel(SDPBackend.MATH):
+        theta = truth.trained(start, x, other, weights)
+    assert relative_error(found.network.theta - start, theta - start) < 1e-6
+    assert found.structure == model.structure and torch.equal(found.weights, weights)
+    fitted = ntkl.laplace(found.network.module, (x, other, weights), LIKELIHOODS[likelihood].build(),
+                          ntkl.GaussianPrior(DECAY, mean=0.1), structure)  # fmt: skip
+    for a, b in zip(found.latent_moments(own.x_new), fitted.latent_moments(own.x_new), strict=True):
+        assert relative_error(a, b) < 1e-8
+    assert relative_error(found.log_marginal_likelihood(), fitted.log_marginal_likelihood()) < 1e-9
+    moved = outputs(found.network.module, own.x_new)
+    assert relative_error(found.outputs(own.x_new), moved) < 1e-12
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_a_linear_network_is_refitted(structure):
+    """The network is linear in its weights: the exact refit of the linearized model, whatever the preconditioner."""
+    torch.manual_seed(3)
+    x, y = torch.randn(12, 3).double(), torch.randint(3, (12,))
+    layer, prior = nn.Linear(3, 3).double(), ntkl.GaussianPrior(0.7)
+    exact = ntkl.laplace(layer, (x, y), ntkl.Categorical(), prior).remove([1, 7], steps=None)
+    found = ntkl.laplace(layer, (x, y), ntkl.Categorical(), prior, structure).remove([1, 7], linearization="moving")
+    assert relative_error(found.network.theta, exact.fitted.theta) < 1e-10
+    assert relative_error(found.outputs(x), exact.outputs(x)) < 1e-10
+
+
+def test_far_changes_end_at_a_minimum():
+    """Half of the data of a network: the objective has fallen, its gradient is zero and its curvature positive."""
+    own, truth, y, start = arrived("deep_mlp", "categorical")
+    weights = (torch.arange(len(y)) % 2).double()
+    found = posterior("deep_mlp", "categorical", "gp").remove(weights == 0, linearization="moving").network.theta
+    assert truth.value(found, own.x, y, weights) < truth.value(start, own.x, y, weights)
+    assert truth.gradient(found, own.x, y, weights).abs().max() < 1e-7
+    curvature = hessian(lambda theta: truth.value(theta, own.x, y, weights))(found)
+    assert torch.linalg.eigvalsh(curvature)[0] > 0
+
+
+def test_the_gradient_left_by_training_stays():
+    """Without a change nothing moves; a change moves to where the gradient that was left is the gradient again."""
+    torch.manual_seed(5)
+    module, x, y = network(), inputs(), labels()
+    truth = Brute(module, LIKELIHOODS["categorical"].log_density, 5.0, 0.0)
+    truth.density = lambda f, t: torch.log_softmax(f, 0)[t]
+    start, ones = nn.utils.parameters_to_vector(module.parameters()).detach(), torch.ones(len(y)).double()
+    held = truth.gradient(start, x, y, ones)
+    assert held.abs().max() > 0.1
+    found = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(5.0))
+    assert relative_error(found.remove([], linearization="moving").network.theta, start) < 1e-12
+    ones[0] = 0.0
+    moved = found.remove(0, linearization="moving")
+    assert (truth.gradient(moved.network.theta, x, y, ones) - held).abs().max() < 1e-7
+    back = moved.reweight(0, 1.0, linearization="moving")  # what was left is kept through chained changes
+    assert relative_error(back.network.theta, start) < 1e-8
+    ones[0] = 1.0
+    plain = found.refit().reweight(0, 1.0, linearization="moving")  # after a refit no gradient is left
+    assert truth.gradient(plain.network.theta, x, y, ones).abs().max() < 1e-7
+    assert torch.equal(nn.utils.parameters_to_vector(module.parameters()).detach(), start), "the caller's has moved"
+
+
+def test_changes_can_follow_fixed_ones():
+    """From a displaced posterior, exact or not, the moving one is that of both changes."""
+    module, x, y = network(), inputs(), labels()
+    for structure in ("gp", "kfac"):
+        found = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(3.0), structure)
+        at_once = found.remove([0, 4], linearization="moving").network.theta
+        for after in (found.remove(0).remove(4, linearization="moving"),
+                      found.remove(0, linearization="moving").remove(4, linearization="moving"),
+                      found.add(x[:1], y[:1]).remove([0, 4, 9], linearization="moving")):  # fmt: skip
+            assert relative_error(after.network.theta, at_once) < 1e-7
+
+
+def test_a_loader_is_read_again_and_arrays_are_not_copied():
+    module, x, y = network(), inputs(), labels()
+    data = TensorDataset(x, y)
+    prior = ntkl.GaussianPrior(2.0)
+    whole = ntkl.laplace(module, (x, y), ntkl.Categorical(), prior).remove(2, linearization="moving")
+    batched = ntkl.laplace(module, DataLoader(data, batch_size=4), ntkl.Categorical(), prior)
+    assert relative_error(batched.remove(2, linearization="moving").network.theta, whole.network.theta) < 1e-9
+    assert whole.network.theta.dtype == torch.float64
+    kept = ntkl.laplace(module, (x, y), ntkl.Categorical(), prior).fitted.structure.source
+    assert next(iter(kept))[0].data_ptr() == x.data_ptr()
+
+
+def test_data_that_are_gone(tmp_path):
+    module, x, y = network(), inputs(), labels()
+    own = x.clone()
+    found = ntkl.laplace(module, (own, y), ntkl.Categorical(), ntkl.GaussianPrior(2.0))
+    before = found.remove(2, linearization="moving").network.theta
+    found.save(tmp_path / "fit.pt", include_data=True)
+    with refused(ntkl.DataError, "training inputs x", "none", "load the checkpoint with its data"):
+        ntkl.load(tmp_path / "fit.pt", module).remove(2, linearization="moving")
+    again = ntkl.load(tmp_path / "fit.pt", module, data=(x, y)).remove(2, linearization="moving")
+    assert torch.equal(again.network.theta, before)
+    own.zero_()  # the caller has changed the data in place
+    with refused(ntkl.DataError, "the inputs of the fit", "differ by", "same inputs"):
+        found.remove(2, linearization="moving")
+
+
+def test_float32_networks_and_kinks():
+    """A float32 network reaches its rounding; one with kinks is told where it ends early."""
+    module, x, y = network().float(), inputs().float(), labels()
+    found = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(2.0)).remove(2, linearization="moving")
+    double = ntkl.laplace(copy.deepcopy(module).double(), (x.double(), y), ntkl.Categorical(), ntkl.GaussianPrior(2.0))
+    want = double.remove(2, linearization="moving").network.theta
+    assert relative_error(found.network.theta, want) < 1e-4 and found.network.theta.dtype == torch.float32
+    x, y = torch.ones(3, 1).double(), torch.tensor([[0.5], [-1.0], [-1.0]]).double()
+    kinked = nn.Sequential(nn.Linear(1, 1, bias=False), Distance()).double()
+    with torch.no_grad():
+        kinked[0].weight.fill_(0.5)
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="not at its optimum"):
+        posterior = ntkl.laplace(kinked, (x, y), ntkl.Gaussian(0.1), ntkl.GaussianPrior())
+        posterior.refit().remove(0, linearization="moving")
+
+
+class Distance(nn.Module):
+    """|w x - 0.2|: the kink is where the objective is least."""
+
+    def forward(self, f):
+        return (f - 0.2).abs()
+
+
+class Once(torch.autograd.Function):
+    """Without a second derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.tanh()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return gradient * (1 - ctx.saved_tensors[0].tanh() ** 2)
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x):
+        return Once.apply(self.inner(x))
+
+
+def test_what_makes_no_sense():
+    found = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical())
+    with refused(ntkl.UnsupportedError, 'linearization="fixed" or "moving"', "'other'", "moving"):
+        found.remove(0, linearization="other")
+    for steps in (3, 0, "all"):
+        with refused(ntkl.HyperparameterError, "no steps=", "steps", "relinearize"):
+            found.relabel(0, 1, steps=steps, linearization="moving")
+    fused = ntkl.laplace(Fused(), (inputs(), labels()), ntkl.Categorical())
+    with refused(ntkl.UnsupportedError, "second derivatives", "differ by", "relinearize"):
+        fused.remove(0, linearization="moving")
+    with refused(ntkl.MemoryBudgetError, "fit into", "predicted need", "Take fewer"):
+        small = replace(found.fitted.model, settings=ntkl.Settings(memory_budget=100))
+        type(found)(found.fitted.derived(found.fitted.structure, small)).remove(0, linearization="moving")
