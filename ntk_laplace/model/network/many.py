@@ -85,7 +85,7 @@ class ManyWeights:
     @staticmethod
     def _alone(got: str) -> bool:
         warnings.warn(f"torch.func.vmap does not evaluate this network at several weights at once ({got}): each is "
-                      "evaluated alone, which is slower", NTKLaplaceWarning, stacklevel=9)
+                      "evaluated alone, which is slower", NTKLaplaceWarning, stacklevel=10)
         return False
 
     def saved_bytes(self, x: Inputs) -> int:
