@@ -11,9 +11,11 @@ from torch import Tensor
 from ntk_laplace.curvature.parameter_blocks import ParameterBlock
 from ntk_laplace.errors import NonFiniteError, UnsupportedError
 from ntk_laplace.jacobian import FusedSums, Jacobian, Lookup, Outer, Products
+from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.linalg import add_outer_lower_
+from ntk_laplace.runtime.reflections import Reflections, turned, turned_back
 
-__all__ = ["SHARING", "Basis", "Summary"]
+__all__ = ["SHARING", "Basis", "Summary", "is_sketched", "num_tests", "sketch_vectors"]
 
 SHARING = ("expand", "reduce")
 
@@ -24,23 +26,21 @@ class Basis:
 
     Attributes
     ----------
-    left : Tensor, (G, o, o), or None
+    left : Tensor, (G, o, o), Reflections, or None
         None is the identity.
-    right : Tensor, (G, i, i), or None
+    right : Tensor, (G, i, i), Reflections, or None
     """
 
-    left: Tensor | None
-    right: Tensor | None
+    left: Tensor | Reflections | None
+    right: Tensor | Reflections | None
 
     def turn(self, values: Tensor) -> Tensor:
         """(left ⊗ right)ᵀ values, (..., G, o, i)."""
-        values = values if self.left is None else self.left.mT @ values
-        return values if self.right is None else values @ self.right
+        return turned(turned(values.mT, self.left).mT, self.right)
 
     def back(self, values: Tensor) -> Tensor:
         """(left ⊗ right) values, (..., G, o, i)."""
-        values = values if self.left is None else self.left @ values
-        return values if self.right is None else values @ self.right.mT
+        return turned_back(turned_back(values.mT, self.left).mT, self.right)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Basis:
         """The same basis on another device, or in another floating type."""
@@ -58,19 +58,22 @@ class Summary:
     sums : dict of str to Tensor
         By kind of the block. "kronecker": "left" Σ b bᵀ (G, o, o) and "right" Σ a aᵀ (G, i, i), lower triangles;
         "count", the number of terms in "right"; "moments" (G, o, i), second moments in a basis; "squares" (G, o, i),
-        the exact diagonal. "block": "block" (p, p), lower triangle. "diagonal": "squares". The terms of an example
-        with weight w are multiplied by w.
+        the exact diagonal. Of a wide side of `KFAC` with a rank, instead of "left" or "right": "left_products" or
+        "right_products", the factor times `sketch_vectors` (p, s), and "left_trace" or "right_trace". "block": "block"
+        (p, p), lower triangle. "diagonal": "squares". The terms of an example with weight w are multiplied by w.
     """
 
     block: ParameterBlock
     sums: dict[str, Tensor]
 
-    def add_factors(self, rows: Jacobian, sharing: str, products: Products, counts: Tensor | None = None) -> None:
+    def add_factors(
+        self, rows: Jacobian, sharing: str, products: Products, counts: Tensor | None = None, rank: int | None = None
+    ) -> None:
         """Add one batch of rows of SᵀJ to the factors, the block or the diagonal.
 
         If a layer has one position, a bias's exact block and its weight's output factor are the same product;
         `products` caches these for all parameter blocks of this batch. The root S already contains the examples'
-        `counts` (N,); here they weight the layer's inputs.
+        `counts` (N,); here they weight the layer's inputs. Sides wider than `rank` are sketched.
         """
         sums = self.block.sums(rows)
         if sums is not None:
@@ -83,7 +86,7 @@ class Summary:
             flat = _as_matrix(own.written(slice(None)).flatten(2))
             products.add_to(self._zeros("block", flat, flat.shape[1], flat.shape[1]), flat)
         elif isinstance(own, Outer):
-            self._add_outer(own, sharing, products, counts)
+            self._add_outer(own, sharing, products, counts, rank)
         elif isinstance(own, Lookup):
             self._add_lookup(own, counts)
         else:
@@ -93,17 +96,34 @@ class Summary:
                 'Use structure="diag", "full" or "gp", which follow any graph.',
             )
 
-    def _add_outer(self, rows: Outer, sharing: str, products: Products, counts: Tensor | None) -> None:
+    def _add_outer(
+        self, rows: Outer, sharing: str, products: Products, counts: Tensor | None, rank: int | None
+    ) -> None:
         g, o, i = rows.entries
         a, b = rows.a, rows.full_b()
         if sharing == "reduce" and not rows.one_position:
             a, b = a.mean(2, keepdim=True), b.sum(3, keepdim=True)
-        left, right = self._zeros("left", b, g, o, o), self._zeros("right", a, g, i, i)
         each = None if counts is None else counts.repeat_interleave(a.shape[2])
-        for number in range(g):
-            products.add_to(left[number], _as_matrix(b[:, :, number]))
-            _add_inputs_(right[number], a[:, number].reshape(-1, a.shape[3]), each)
+        if is_sketched(o, g, rank):
+            self._add_sketch("left", _as_matrix(b[:, :, 0]), rank)
+        else:
+            left = self._zeros("left", b, g, o, o)
+            for number in range(g):
+                products.add_to(left[number], _as_matrix(b[:, :, number]))
+        if is_sketched(i, g, rank):
+            inputs = rows.inputs.mean(2, keepdim=True) if a is not rows.a else rows.inputs
+            inputs = inputs[:, 0].flatten(0, 1)
+            self._add_sketch("right", inputs if each is None else inputs * each.to(inputs).sqrt().unsqueeze(1), rank)
+        else:
+            right = self._zeros("right", a, g, i, i)
+            for number in range(g):
+                _add_inputs_(right[number], a[:, number].reshape(-1, a.shape[3]), each)
         self._count(a.shape[0] * a.shape[2] if each is None else each.sum(), a)
+
+    def _add_sketch(self, side: str, rows: Tensor, rank: int | None) -> None:
+        """Add vᵀv times the test vectors for rows v (m, p), and its trace."""
+        self._add(f"{side}_products", rows.T @ (rows @ sketch_vectors(rows.shape[1], rank or 0, rows)))
+        self._add(f"{side}_trace", rows.square().sum())
 
     def _add_sums(self, sums: FusedSums, counts: Tensor | None) -> None:
         """Add one batch of a layer with fused sums; its bias may be a separate parameter block."""
@@ -137,7 +157,8 @@ class Summary:
         """Add one batch of rows of SᵀJ to the second moments in a basis and, with `squares`, to the exact diagonal."""
         sums = self.block.sums(rows)
         if sums is not None:
-            self._add("moments", sums.moments(basis.left, basis.right, self.block.bias is not None))
+            left, right = (one.columns() if isinstance(one, Reflections) else one for one in (basis.left, basis.right))
+            self._add("moments", sums.moments(left, right, self.block.bias is not None))
             if squares:
                 self._add("squares", sums.form_squares(self.block.bias is not None))
             return
@@ -176,7 +197,7 @@ class Summary:
     @property
     def inputs(self) -> Sequence[str]:
         """Names of the sums over the layer's inputs, which do not depend on Λ."""
-        return ("count", "left") if self.block.table else ("count", "right")
+        return ("count", "left") if self.block.table else ("count", "right", "right_products", "right_trace")
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Summary:
         """The same sums on another device, or in another floating type."""
@@ -204,6 +225,23 @@ def _add_inputs_(total: Tensor, inputs: Tensor, counts: Tensor | None) -> None:
         total[-1, :-1] += ones @ inputs
         total[-1, -1] += m if counts is None else ones @ ones
     add_outer_lower_(total[:i, :i], inputs)
+
+
+def is_sketched(width: int, groups: int, rank: int | None) -> bool:
+    """Whether a side of this width is kept as a low rank and a multiple of the identity."""
+    return rank is not None and groups == 1 and width > rank
+
+
+def num_tests(width: int, rank: int) -> int:
+    """Test vectors of a side that is sketched."""
+    return min(width, max(round(tuning.OVERSAMPLING * rank), rank + tuning.FACTOR_TESTS))
+
+
+def sketch_vectors(width: int, rank: int, like: Tensor) -> Tensor:
+    """The test vectors of all sides of this width, (p, s): the same for all batches and processes."""
+    generator = torch.Generator().manual_seed(width)
+    drawn = torch.randn(width, num_tests(width, rank), generator=generator, dtype=torch.float64)
+    return drawn.to(like)
 
 
 def _as_matrix(values: Tensor) -> Tensor:

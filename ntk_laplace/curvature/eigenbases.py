@@ -6,13 +6,16 @@ Eigenvalues alone are cheaper than both, and sufficient for the evidence.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature.block_summary import Basis, Summary
+from ntk_laplace.curvature.block_summary import Basis, Summary, sketch_vectors
+from ntk_laplace.runtime.krylov import low_rank
 from ntk_laplace.runtime.linalg import symmetric_eigen, symmetric_eigenvalues
 from ntk_laplace.runtime.reduction import Reducer
+from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record
 
 __all__ = ["Eigenbasis", "FactorEigen"]
 
@@ -27,11 +30,13 @@ class FactorEigen:
         diagonal is `values`.
     values : Tensor, (..., p), optional
         Eigenvalues, if known.
-    vectors : Tensor, (..., p, p), optional
+    vectors : Tensor, (..., p, p), or Reflections, optional
         Eigenvectors, if known.
     """
 
-    def __init__(self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | None = None) -> None:
+    def __init__(
+        self, lower: Tensor | None, values: Tensor | None = None, vectors: Tensor | Reflections | None = None
+    ) -> None:
         self.lower, self._values, self._vectors = lower, values, vectors
 
     @property
@@ -44,7 +49,7 @@ class FactorEigen:
         return self._values
 
     @property
-    def vectors(self) -> Tensor | None:
+    def vectors(self) -> Tensor | Reflections | None:
         """Eigenvectors; None for the identity."""
         if self._vectors is None and self.lower is not None:
             values, self._vectors = symmetric_eigen(self.lower)
@@ -59,14 +64,18 @@ class FactorEigen:
 
     def shared(self, reducer: Reducer) -> FactorEigen:
         """The decomposition that rank 0 has computed."""
-        if self.vectors is None:
+        vectors = self.vectors
+        if vectors is None:
             return self
-        return FactorEigen(self.lower, reducer.broadcast(self.values), reducer.broadcast(self.vectors))
+        if isinstance(vectors, Reflections):
+            same = Reflections(reducer.broadcast(vectors.vectors), reducer.broadcast(vectors.kernel))
+            return FactorEigen(None, reducer.broadcast(self.values), same)
+        return FactorEigen(self.lower, reducer.broadcast(self.values), reducer.broadcast(vectors))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> FactorEigen:
         """The same decomposition on another device, or in another floating type."""
-        return FactorEigen(*(None if v is None else v.to(device, dtype) for v in (self.lower, self._values,
-                                                                                  self._vectors)))
+        lower, values = (None if one is None else one.to(device, dtype) for one in (self.lower, self._values))
+        return FactorEigen(lower, values, None if self._vectors is None else self._vectors.to(device, dtype))
 
 
 class Eigenbasis:
@@ -87,12 +96,13 @@ class Eigenbasis:
         self._outer, self._inner, self._scales = outer, inner, scales
 
     @classmethod
-    def of(cls, summary: Summary) -> Eigenbasis:
-        """Eigenbasis of a summary's factors; empty for an exact block or a diagonal."""
+    def of(cls, summary: Summary, rank: int | None = None) -> Eigenbasis:
+        """Eigenbasis of a summary's factors, of wide ones at this rank; empty for an exact block or a diagonal."""
         if summary.block.kind != "kronecker":
             return cls()
-        left, right = summary.sums["left"], FactorEigen(summary.sums["right"])
-        return cls(FactorEigen(None, left) if summary.block.table else FactorEigen(left), right)
+        if summary.block.table:
+            return cls(FactorEigen(None, summary.sums["left"]), FactorEigen(summary.sums["right"]))
+        return cls(_side(summary.sums, "left", rank), _side(summary.sums, "right", rank))
 
     @property
     def basis(self) -> Basis:
@@ -130,15 +140,47 @@ class Eigenbasis:
         outer, inner = (None if side is None else side.to(device, dtype) for side in (self._outer, self._inner))
         return Eigenbasis(outer, inner, self._scales)
 
-    def record(self) -> dict[str, Tensor | None]:
+    def record(self) -> dict[str, Any]:
         """Plain containers of tensors. The keys are of version 1."""
         basis = self.basis
-        return {"basis_left": basis.left, "basis_right": basis.right, "left": self.left, "right": self.right}
+        return {"basis_left": side_record(basis.left), "basis_right": side_record(basis.right), "left": self.left,
+                "right": self.right}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Tensor | None]) -> Eigenbasis:
+    def from_record(cls, record: Mapping[str, Any]) -> Eigenbasis:
         """Restore an eigenbasis from its record."""
         if record["right"] is None:
             return cls()
-        outer, inner = (FactorEigen(None, record[side], record[f"basis_{side}"]) for side in ("left", "right"))
+        outer, inner = (FactorEigen(None, record[side], side_from_record(record[f"basis_{side}"]))
+                        for side in ("left", "right"))  # fmt: skip
         return cls(outer, inner)
+
+
+def _side(sums: Mapping[str, Tensor], name: str, rank: int | None) -> FactorEigen:
+    """Eigendecomposition of a factor, or of Q diag(α) Qᵀ + σ (I - Q Qᵀ) with its trace, for at most `rank` values α.
+
+    α are the largest eigenvalues of a Nyström approximation, which are at most those of the factor, and at least σ.
+    So their sums are at most those of the factor's largest eigenvalues, and log det (I + c factor), which is concave in
+    the eigenvalues, is at least that of the factor.
+    """
+    if name in sums:
+        return FactorEigen(sums[name])
+    products, trace = sums[f"{name}_products"], sums[f"{name}_trace"]
+    width, rank = len(products), rank or products.shape[1]
+    tests = sketch_vectors(width, rank, products).T.contiguous()
+    found = low_rank(lambda _: products.T.clone(), tests, products.new_ones(width))
+    values, vectors = found.values[-rank:], found.factor[-rank:]
+    rest = _rest(values, trace, width)
+    while len(values) and bool(values[0] < rest):
+        values, vectors = values[1:], vectors[1:]
+        rest = _rest(values, trace, width)
+    columns = (vectors * values.rsqrt().unsqueeze(1)).T
+    every = torch.cat([values, rest.expand(width - len(values))])
+    return FactorEigen(None, every.unsqueeze(0), Reflections.of(columns))
+
+
+def _rest(values: Tensor, trace: Tensor, width: int) -> Tensor:
+    """σ, 0 up to rounding where the values α have the whole trace."""
+    left = trace - values.sum()
+    left = torch.where(left > width * torch.finfo(values.dtype).eps * trace, left, 0.0)
+    return left / max(1, width - len(values))

@@ -18,6 +18,7 @@ from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import HyperparameterError, NumericalError
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.runtime.linalg import cholesky_log_det, cholesky_of, solve_lower, symmetric_eigen
+from ntk_laplace.runtime.reflections import Reflections
 from ntk_laplace.runtime.resources import require_memory
 
 __all__ = ["InfBlock", "LowRank", "chosen_rank"]
@@ -89,6 +90,8 @@ class LowRank:
         o, i = block.entries[1:]
         top = values[0].flatten().topk(chosen_rank(values, rank)).indices
         rows, columns = torch.unique(top // i), torch.unique(top % i)
+        if isinstance(basis.left, Reflections) or isinstance(basis.right, Reflections):
+            raise ValueError("INF needs all eigenvectors as columns")
         return cls(_columns(basis.left, o, rows, values), _columns(basis.right, i, columns, values), rows, columns)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> LowRank:

@@ -18,6 +18,7 @@ from ntk_laplace.curvature.structured import BlockPrecision
 from ntk_laplace.errors import UnsupportedError
 from ntk_laplace.jacobian import Block, Jacobian, Lookup, Outer
 from ntk_laplace.runtime.linalg import cross_approximation
+from ntk_laplace.runtime.reflections import Reflections, side_from_record, side_record, turned, turned_back
 
 __all__ = ["DenseParameterBlock", "KroneckerBlock", "SpectralBlock"]
 
@@ -67,13 +68,14 @@ class SpectralBlock(BlockPrecision):
     def record(self) -> dict[str, Any] | None:
         """U, λ, δ and the scale; of damped factors the λ whose undamped H is the same."""
         values = self.values if self.homogeneous else 1.0 / self.inverse - self._shift
-        return {"block": self.block.record(), "left": self.basis.left, "right": self.basis.right, "values": values,
+        return {"block": self.block.record(), "left": side_record(self.basis.left),
+                "right": side_record(self.basis.right), "values": values,
                 "precision": self.precision, "scale": self.scale}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> SpectralBlock:
         """Restore what `record` returned."""
-        basis = Basis(record["left"], record["right"])
+        basis = Basis(side_from_record(record["left"]), side_from_record(record["right"]))
         return SpectralBlock(ParameterBlock.from_record(record["block"]), basis, record["values"],
                              record["precision"], record["scale"])
 
@@ -103,6 +105,8 @@ class SpectralBlock(BlockPrecision):
             return used.sum(dtype=torch.float64)
         if self.basis.right is None:
             return used.expand(self.block.entries)
+        if isinstance(self.basis.right, Reflections):
+            raise ValueError("precisions of single entries in an eigenbasis of layers")
         return (self.basis.right.square() @ used.unsqueeze(-1)).squeeze(-1)  # 1 - δ_i (H⁻¹)_ii
 
     # --- H⁻¹ and its root
@@ -195,7 +199,7 @@ class DenseParameterBlock(SpectralBlock):
     def basis(self) -> Basis:
         """U."""
         vectors = self._side.vectors
-        return Basis(None, None if vectors is None else vectors.unsqueeze(0))
+        return Basis(None, vectors.unsqueeze(0) if isinstance(vectors, Tensor) else vectors)
 
     @cached_property
     def values(self) -> Tensor:
@@ -206,11 +210,6 @@ class DenseParameterBlock(SpectralBlock):
 def _factors(rows: Block) -> TypeGuard[Outer]:
     """Whether each row is one outer product."""
     return isinstance(rows, Outer) and rows.single
-
-
-def _back(values: Tensor, side: Tensor | None) -> Tensor:
-    """Values (..., p) in the eigenvectors of one side of a single group, in the entries' own basis."""
-    return values if side is None else values @ side[0].T
 
 
 class KroneckerBlock(SpectralBlock):
@@ -282,10 +281,10 @@ class KroneckerBlock(SpectralBlock):
         own = self.block.rows(rows)
         if not _factors(own) or self._separated is None:
             return super().cross_covariance(rows)
-        turned = own.rotated(self.basis.left, self.basis.right)
+        rotated = own.rotated(self.basis.left, self.basis.right)
         outputs, inputs = self._separated
-        left = _back(turned.b[0, :, 0, 0].unsqueeze(1) * outputs, self.basis.left)
-        right = _back(turned.a[:, 0, 0].unsqueeze(1) * inputs, self.basis.right)
+        left = turned_back(rotated.full_b()[0, :, 0, 0].unsqueeze(1) * outputs, self.basis.left)
+        right = turned_back(rotated.a[:, 0, 0].unsqueeze(1) * inputs, self.basis.right)
 
         plain = super().cross_covariance
 
@@ -349,12 +348,12 @@ class KroneckerBlock(SpectralBlock):
         """∂ log det H/∂Λ_n, or ∂ zᵀHz/∂Λ_n: the output factor is linear in Λ, the input factor independent of it."""
         own = self.block.rows(rows)
         if isinstance(own, Lookup):
-            b = own.b if self.basis.right is None else own.b @ self.basis.right[0]
+            b = turned(own.b.unsqueeze(2), self.basis.right).squeeze(2)
             b = b.transpose(0, 1).unsqueeze(3)  # (n, K, T, 1, d)
         elif isinstance(own, Outer):
             b = own.full_b()
             b = b.sum(3, keepdim=True) if self.sharing == "reduce" else b
-            b = torch.einsum("kngto,gop->nktgp", b, self.basis.left)
+            b = turned(b, self.basis.left).permute(1, 0, 3, 2, 4)
         else:
             raise UnsupportedError(
                 f"every batch to reach {self.block.weight!r} through its layer",

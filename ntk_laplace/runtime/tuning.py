@@ -110,6 +110,7 @@ MEASURED_POINTS = 100  # training points at which the variances of a compressed 
 MEASURING_PROBES = 4  # probes that measure what a larger sketch leaves
 PRODUCT_VECTORS, FEWEST_PRODUCT_VECTORS = 128, 16  # vectors that share a product with rows; fewer are slower each
 PRODUCT_BYTES = 64 * MIB  # of these vectors, and of the tiles in which others are turned
+FACTOR_TESTS = 8  # test vectors of a Kronecker factor beyond its rank, at least
 OVERSAMPLING = 1.25  # test vectors of a low rank that is kept alone, relative to its rank
 
 # --- forecasts: what a probe computes

@@ -213,7 +213,7 @@ class Accumulation:
                 if borrowed and summary.block.kind == "kronecker":
                     summary.add_second_moments(rows, self.eigenbases[number].basis, self.spec.squares)
                 else:
-                    summary.add_factors(rows, self.spec.sharing, products, own)
+                    summary.add_factors(rows, self.spec.sharing, products, own, self.spec.factor_rank)
             self.f.append(rows.f)
         self.targets.append(targets)
         if weights is not None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from torch import Tensor
 
 from ntk_laplace.curvature import BlockPrecision, Eigenbasis, ParameterBlock, Summary
-from ntk_laplace.curvature.block_summary import Basis
+from ntk_laplace.curvature.block_summary import Basis, is_sketched, num_tests
 from ntk_laplace.curvature.eigenbases import FactorEigen
 from ntk_laplace.curvature.parameter_blocks import find_parameter_blocks
 from ntk_laplace.curvature.spectral import DenseParameterBlock, SpectralBlock
@@ -89,6 +89,11 @@ class BlockSpec(StructureSpec):
     sharing: str = "expand"
     basis: HasEigenbasis | None = None
 
+    @property
+    def factor_rank(self) -> int | None:
+        """Eigenvectors that are kept of a wide Kronecker factor; None for all."""
+        return None
+
     def options(self) -> dict[str, Any]:
         """The fields that determine the structure; a reused basis is stored with the eigenbases."""
         return {name: value for name, value in vars(self).items() if name != "basis"}
@@ -107,17 +112,25 @@ class BlockSpec(StructureSpec):
         sums = vectors = largest = 0
         for block in blocks:
             g, o, i = block.entries
-            sides = {"kronecker": g * ((o if block.table else o * o) + i * i), "block": block.size**2, "diagonal": 0}
             kronecker = block.kind == "kronecker"
+            widths = [] if not kronecker else [i] if block.table else [o, i]
+            kept = [self._kept(width, g) for width in widths]
+            both = sum(g * width * own for width, own in zip(widths, kept, strict=True))
+            both += block.size**2 if block.kind == "block" else 0
             moments = (self.second_pass + self.squares) * kronecker + (block.kind == "diagonal")
-            sums += sides[block.kind] + moments * block.size
-            vectors += sides[block.kind] - (g * o if block.table and kronecker else 0)
-            if block.kind != "diagonal":
-                largest = max(largest, i, 0 if block.table else o)
+            sums += both + g * o * (block.table and kronecker) + moments * block.size
+            vectors += both
+            whole = [width for width, own in zip(widths, kept, strict=True) if width == own]
+            largest = max([largest, *whole, block.size * (block.kind == "block")])
         # LAPACK and cuSOLVER decompose a matrix beside its copy with as much memory again, twice
         decomposed = 2 * largest**2 * element + 2 * weights
         stored = {"sums": sums * element, "eigenvectors": vectors * element}
         return Forecast(stored, max(_VECTORS * weights, decomposed))
+
+    def _kept(self, width: int, groups: int) -> int:
+        """Vectors that are kept of a factor of this width."""
+        rank = self.factor_rank
+        return num_tests(width, rank) if rank and is_sketched(width, groups, rank) else width
 
     def forecast(self, problem: Problem) -> Forecast:
         """Sums and eigenvectors on every process; each process reads its share of the data, and sums are added."""
@@ -132,11 +145,12 @@ class BlockSpec(StructureSpec):
             rows = block.rows(problem.sample)
             t = rows.b.shape[-2] if isinstance(rows, Factored) else 1
             if block.kind == "kronecker":
-                o2 = 0 if block.table else o * o
-                flops += g * t * (i * i + r * o2)
+                o2, i2 = (width * self._kept(width, g) for width in (o, i))
+                o2 = 0 if block.table else o2
+                flops += g * t * (i2 + r * o2)
                 # rows in the eigenvectors, and their squares, or their sum over positions first
                 flops += self.second_pass * 2 * g * t * (i * i + r * (o2 + o * i))
-                cubes += g * (i**3 + (0 if block.table else o**3))
+                cubes += g * (i * self._kept(i, g) ** 2 + (0 if block.table else o * self._kept(o, g) ** 2))
             elif block.kind == "block":
                 flops, cubes = flops + r * block.size**2, cubes + block.size**3
             else:
@@ -149,6 +163,7 @@ class BlockSpec(StructureSpec):
 
     def fused_layers(self, weights: Mapping[str, FusedLayer | None], moments: bool = False) -> FusedLayers:
         """Layers of these weights, with the fused sums that are sufficient for a pass."""
+        weights = {} if self.factor_rank is not None else weights  # a sketch is made of rows
         return FusedLayers(weights, squared=self.kind == "diagonal", moments=moments)
 
     def finalized(self, summaries: Sequence[Summary], eigenbases: Sequence[Eigenbasis]) -> Sequence[Any]:

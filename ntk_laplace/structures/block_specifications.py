@@ -15,7 +15,7 @@ from ntk_laplace.curvature import BlockPrecision, Eigenbasis, LowRank, Summary
 from ntk_laplace.curvature.block_summary import SHARING
 from ntk_laplace.curvature.inf import InfBlock, check_rank
 from ntk_laplace.curvature.spectral import KroneckerBlock, SpectralBlock
-from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError
+from ntk_laplace.errors import HyperparameterError, NTKLaplaceWarning, UnsupportedError, require_whole
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures.block_spec import HasEigenbasis
 from ntk_laplace.structures.structure import register_structure
@@ -71,11 +71,31 @@ class KFAC(KroneckerSpec):
         first. With one position both are equal. Embeddings always expand.
     damped : bool
         Add √δ to each factor instead of δ to their product. For the ablation of [I21] A.3 only: it changes the model.
+    rank : int, optional
+        Keep this many eigenvectors of each factor that is wider, for layers with thousands of inputs or outputs: the
+        factor is Q diag(α) Qᵀ + σ (I - Q Qᵀ), with the trace of the whole one. Its largest eigenvalues are those of a
+        Nyström approximation, so no (p, p) matrix is formed. Embeddings and grouped convolutions keep all.
+
+    Raises
+    ------
+    HyperparameterError
+        If the rank is not a positive integer.
     """
 
     sharing: str = "expand"
     damped: bool = False
+    rank: int | None = None
     name: ClassVar[str] = "kfac"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank is not None:
+            require_whole("rank", self.rank, 1, "Leave it out for all eigenvectors.")
+
+    @property
+    def factor_rank(self) -> int | None:
+        """The rank."""
+        return self.rank
 
     def kronecker(self, summary: Summary, eigenbasis: Eigenbasis, extra: Any, precision: Tensor) -> BlockPrecision:
         """λ_oi = β_o α_i / count."""

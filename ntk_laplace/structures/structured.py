@@ -24,6 +24,7 @@ from ntk_laplace.model.data import Joined, Source
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.runtime.parameter_layout import ParameterLayout
+from ntk_laplace.runtime.reflections import Reflections
 from ntk_laplace.structures.accumulation import Accumulation
 from ntk_laplace.structures.block_spec import BlockBasis, BlockSpec, HasEigenbasis
 from ntk_laplace.structures.data_passes import (
@@ -137,7 +138,7 @@ class _AtLikelihood:
         """Eigenbases of the parameter blocks at the likelihood of the sums."""
         gathered = self.accumulated
         if not gathered.eigenbases:
-            gathered.eigenbases = [Eigenbasis.of(summary) for summary in gathered.summaries]
+            gathered.eigenbases = [Eigenbasis.of(summary, gathered.spec.factor_rank) for summary in gathered.summaries]
         return gathered.eigenbases
 
     def scaled_eigenbases(self) -> list[Eigenbasis]:
@@ -323,6 +324,10 @@ def _reuse_eigenbasis(accumulated: Accumulation, given: HasEigenbasis | None, mo
     if found.squares != accumulated.spec.squares and any(block.entries[0] > 1 for block in found.parameter_blocks):
         raise UnsupportedError("a basis of the same kind where convolutions have groups", repr(found.structure),
                                "Take the basis from a posterior of the same structure.")
+    if accumulated.spec.squares and any(isinstance(side, Reflections) for one in found.eigenbases
+                                        for side in (one.basis.left, one.basis.right)):  # fmt: skip
+        raise UnsupportedError("a basis= with all eigenvectors for INF", "one of KFAC(rank=...)",
+                               "Leave the rank out of the basis, or fit EKFAC(basis=...).")
     dtype, device = model.jacobian_pass.dtype, model.network.device
     sides = [side for one in found.eigenbases for side in (one.basis.left, one.basis.right) if side is not None]
     other = next((side.dtype for side in sides if side.dtype != dtype), None)
@@ -349,6 +354,11 @@ def _require_mergeable(first: StructuredStructure, second: StructuredStructure) 
         return
     for one, other in zip(first.eigenbases, second.eigenbases, strict=True):
         for a, b in ((one.basis.left, other.basis.left), (one.basis.right, other.basis.right)):
-            if a is not None and (b is None or not torch.equal(a, b.to(a))):
+            if a is not None and (b is None or not _same(a, b)):
                 raise UnsupportedError("one eigenbasis for both posteriors", "two",
                                        f"Fit both with {first.spec.name.upper()}(basis=kfac_posterior).")
+
+
+def _same(one: Tensor | Reflections, other: Tensor | Reflections) -> bool:
+    a, b = (side.vectors if isinstance(side, Reflections) else side for side in (one, other))
+    return a.shape == b.shape and torch.equal(a, b.to(a))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.reflections import Reflections
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -121,8 +122,8 @@ class Block(ABC):
         """Rows of some examples, (n, K, G, o, i)."""
 
     @abstractmethod
-    def rotated(self, left: Tensor | None, right: Tensor | None) -> Block:
-        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q); None is the identity."""
+    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Block:
+        """Rows in the basis left ⊗ right, (G, o, p) and (G, i, q), or reflections; None is the identity."""
 
     @abstractmethod
     def scaled(self, scale: Tensor) -> Block:

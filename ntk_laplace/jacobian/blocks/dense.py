@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block
+from ntk_laplace.runtime.reflections import Reflections, turned
 
 __all__ = ["Dense"]
 
@@ -130,10 +131,9 @@ class Dense(Block):
     def written(self, part: slice) -> Tensor:
         return self.rows[part].unflatten(2, self.entries)
 
-    def rotated(self, left: Tensor | None, right: Tensor | None) -> Dense:
+    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Dense:
         rows = self.written(slice(None))
-        rows = rows if left is None else left.mT @ rows
-        return Dense.of_layer(self.weight, rows if right is None else rows @ right)
+        return Dense.of_layer(self.weight, turned(turned(rows.mT, left).mT, right))
 
     def scaled(self, scale: Tensor) -> Dense:
         return replace(self, rows=self.rows * scale.expand(self.entries).flatten())

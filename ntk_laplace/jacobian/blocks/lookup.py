@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, weigh
 from ntk_laplace.jacobian.blocks.dense import Dense
+from ntk_laplace.runtime.reflections import Reflections, turned
 
 __all__ = ["Lookup"]
 
@@ -133,9 +134,9 @@ class Lookup(Factored):
     def written(self, part: slice) -> Tensor:
         return self.subset(part).dense()[self.weight].transpose(0, 1).unflatten(2, self.entries)
 
-    def rotated(self, left: Tensor | None, right: Tensor | None) -> Lookup | Dense:
+    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Lookup | Dense:
         """Rows in the basis left ⊗ right; written out unless `left`, the side of the tokens, is the identity."""
-        rows = replace(self, b=self.b if right is None else self.b @ right[0], padding=-1)
+        rows = replace(self, b=turned(self.b.unsqueeze(2), right).squeeze(2), padding=-1)
         return rows if left is None else rows._as_dense().rotated(left, None)
 
     def scaled(self, scale: Tensor) -> Lookup:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ntk_laplace.jacobian.blocks.base import Block, Factored, GramCost, cat_positions, over_cotangents, steps, weigh
 from ntk_laplace.jacobian.blocks.dense import Dense
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.reflections import Reflections, turned
 
 __all__ = ["Outer"]
 
@@ -271,9 +272,9 @@ class Outer(Factored):
         rows = _position_product(self.full_b()[:, part], self.inputs[part])
         return rows.transpose(0, 1).unflatten(2, self.entries)
 
-    def rotated(self, left: Tensor | None, right: Tensor | None) -> Outer:
+    def rotated(self, left: Tensor | Reflections | None, right: Tensor | Reflections | None) -> Outer:
         """Rows in the basis left ⊗ right; their entries belong to no parameter any more."""
-        b, a = _rotate(self.b, left), _rotate(self.inputs, right)
+        b, a = turned(self.b, left), turned(self.inputs, right)
         size = b.shape[2] * b.shape[4] * a.shape[3]
         return replace(self, bias=None, b=b, a=a, index=None, size=size)
 
@@ -341,11 +342,6 @@ class Outer(Factored):
             own = self.full_b()[:, part, :, 0].transpose(0, 1).unsqueeze(-1) * left  # (n, K, G, o, p)
             out[part] = own.mT @ inner.unsqueeze(1)
         return out
-
-
-def _rotate(values: Tensor, basis: Tensor | None) -> Tensor:
-    """Project (..., G, T, p) onto the columns of a basis (G, p, q); None is the identity."""
-    return values if basis is None else torch.einsum("...gtp,gpq->...gtq", values, basis)
 
 
 def _position_product(left: Tensor, right: Tensor) -> Tensor:
