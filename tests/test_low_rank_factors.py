@@ -60,7 +60,7 @@ def low_rank_plus_identity(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     if width <= rank:
         return matrix
     images = matrix @ sketch_vectors(width, rank, matrix)
-    nystrom = images @ torch.linalg.pinv(sketch_vectors(width, rank, matrix).T @ images, hermitian=True) @ images.T
+    nystrom = images @ torch.linalg.pinv(sketch_vectors(width, rank, matrix).T @ images, rcond=1e-10, hermitian=True) @ images.T
     values, vectors = torch.linalg.eigh(0.5 * (nystrom + nystrom.T))
     values, vectors = values[-rank:], vectors[:, -rank:]
     while len(values) and values[0] < (matrix.trace() - values.sum()) / (width - len(values)):
