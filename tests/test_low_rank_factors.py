@@ -59,8 +59,9 @@ def low_rank_plus_identity(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     width = len(matrix)
     if width <= rank:
         return matrix
-    images = matrix @ sketch_vectors(width, rank, matrix)
-    nystrom = images @ torch.linalg.pinv(sketch_vectors(width, rank, matrix).T @ images, rcond=1e-10, hermitian=True) @ images.T
+    drawn = sketch_vectors(width, rank, matrix)
+    images = matrix @ drawn
+    nystrom = images @ torch.linalg.pinv(drawn.T @ images, rcond=1e-10, hermitian=True) @ images.T
     values, vectors = torch.linalg.eigh(0.5 * (nystrom + nystrom.T))
     values, vectors = values[-rank:], vectors[:, -rank:]
     while len(values) and values[0] < (matrix.trace() - values.sum()) / (width - len(values)):
@@ -205,3 +206,49 @@ def test_reflections_complete_a_basis():
         eye = torch.eye(len(given), dtype=torch.float64)
         assert relative_error(full @ full.T, eye) < 1e-12 and relative_error(found.turned_back(full), eye) < 1e-12
         assert relative_error(full[:, : given.shape[1]].abs(), given.abs()) < 1e-12
+
+
+class LoRA(nn.Module):
+    """A frozen layer with a low-rank addition of another type, as peft makes it."""
+
+    def __init__(self, width: int, rank: int, base: torch.dtype) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).to(base).requires_grad_(False)
+        self.lora_a, self.lora_b = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        return self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.lora_b(self.lora_a(x))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, base: torch.dtype, width: int = 48) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(20, width).requires_grad_(False)
+        self.layers = nn.Sequential(LoRA(width, 2, base), nn.Tanh(), LoRA(width, 2, base))
+        self.head = nn.Linear(width, 3).requires_grad_(False)
+
+    def forward(self, tokens):
+        return self.head(self.layers(self.embedding(tokens)).mean(1))
+
+
+def test_adapters_of_a_language_model():
+    """The exact Gram of adapters, KFAC at a low rank, one prior precision for all A and one for all B."""
+    generator = torch.Generator().manual_seed(3)
+    data = torch.randint(20, (12, 5), generator=generator), torch.randint(3, (12,), generator=generator)
+    groups = {side: [f"layers.{place}.lora_{side}.weight" for place in (0, 2)] for side in "ab"}
+    model = LanguageModel(torch.float64).double()
+    fit = functools.partial(ntkl.laplace, model, data, ntkl.Categorical())
+    gp, full = (fit(ntkl.GaussianPrior([1.0, 2.0], groups=groups), structure) for structure in ("gp", "full"))
+    exact = gp.log_marginal_likelihood().detach()
+    assert relative_error(exact, full.log_marginal_likelihood().detach()) < 1e-9
+    assert len(gp.effective_parameters()) == 2
+    mixed = ntkl.laplace(LanguageModel(torch.bfloat16), data, ntkl.Categorical(),
+                         ntkl.GaussianPrior([1.0, 2.0], groups=groups))  # fmt: skip
+    assert relative_error(mixed.log_marginal_likelihood().detach(), exact) < 5e-3
+    plan = ntkl.plan(model, data, ntkl.Categorical(), structures=["gp", "kfac", ntkl.KFAC(rank=4)])
+    assert plan["gp"].stored["B"] <= 8 * (12 * 2) ** 2 < 8 * gp.num_parameters**2
+    every, low = (sum(row.stored.values()) for row in plan.rows[1:])
+    assert low < every / 3
+    found, whole = (fit(ntkl.GaussianPrior(1.0), ntkl.KFAC(rank=rank)).log_marginal_likelihood() for rank in (30, None))
+    assert float(found) <= float(whole) + 1e-9 and float(whole - found) < 0.1
