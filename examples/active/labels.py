@@ -89,11 +89,11 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
     x, y = images(name, options.data)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
-    size, tests = (200, 100) if options.small else (1000, 500)
+    size, tests = (60, 60) if options.small else (1000, 500)
     x, y = x[order[: size + tests]], y[order[: size + tests]]
     pool, pool_y, x_test, y_test = x[:size], y[:size], x[size:], y[size:]
     known, found = list(range(START)), {"labels": [], "accuracy": [], "log_likelihood": []}
-    for _ in range(options.rounds + 1):
+    while True:
         torch.manual_seed(seed)
         network = train(pool[known], pool_y[known], 8 if options.small else 32)
         posterior = ntkl.laplace(network, (pool[known], pool_y[known]), ntkl.Categorical(), ntkl.GaussianPrior(1.0))
@@ -101,10 +101,11 @@ def labeled(name: str, choice: Choice, seed: int, options: Any) -> dict[str, lis
         found["labels"].append(len(known))
         found["accuracy"].append((response.probs.argmax(1) == y_test).double().mean().item())
         found["log_likelihood"].append(response.log_prob(y_test).mean().item())
+        if len(found["labels"]) > options.rounds:
+            return found
         rest = [i for i in range(size) if i not in set(known)]
         new = choice(posterior, pool[known], pool_y[known], pool[rest], generator)
         known += [rest[i] for i in new.tolist()]
-    return found
 
 
 def main(ways: dict[str, Choice], description: str | None, title: str) -> None:

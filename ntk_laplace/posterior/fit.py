@@ -189,7 +189,7 @@ def linearized(
     settings: Settings | None = None, output: str | int | None = None, targets: str | None = None,
 ) -> tuple[LinearizedModel, Batches]:  # fmt: skip
     """The model that `laplace` fits a structure to, and its data; the prior is bound to the network."""
-    frozen = Network(network, parameters, output, targets)
+    frozen = Network(network, parameters, output, targets, likelihood.positions)
     with torch.inference_mode(False):
         prior.bind(frozen.shapes)
     curvature_type = CurvatureType.of(curvature)

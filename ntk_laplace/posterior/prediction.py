@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ntk_laplace.curvature import prior_variances
+from ntk_laplace.curvature import PosteriorPrecision, prior_variances
 from ntk_laplace.curvature.posterior_precision import checked_form
 from ntk_laplace.errors import UnsupportedError, require_whole
 from ntk_laplace.jacobian import Jacobian
 from ntk_laplace.jacobian.gram import gram
 from ntk_laplace.model.calibration import CalibratedPredictive
-from ntk_laplace.model.data import InputData, RowBuffer, as_tensors, fill_buffer
+from ntk_laplace.model.data import InputData, Inputs, RowBuffer, as_tensors, fill_buffer
 from ntk_laplace.model.likelihoods import Likelihood, Response
+from ntk_laplace.model.likelihoods.covariances import diagonal_blocks
 from ntk_laplace.model.predictive import Predictive, joined, predictive_from_samples
 from ntk_laplace.posterior.chunks import Chunks
 from ntk_laplace.posterior.differentiable import DifferentiableModel, require_gradients
@@ -92,20 +93,25 @@ class PredictionVerbs(Fitted):
         return MultitaskMultivariateNormal(_moved(rows, step), covariance, interleaved=True)
 
     def latent_moments(
-        self, x: InputData, mean: str = "map", *, batch_size: int | None = None, differentiable: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self, x: InputData, mean: str = "map", *, batch_size: int | None = None, per_position: bool = False,
+        differentiable: bool = False,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Mean (n, C) and covariance blocks (n, C, C) of f at `x`, without the joint covariance ([T20] 3.13).
 
-        Parameters are those of `latent`.
+        With ``per_position=True`` the L C outputs of `Everywhere` have a block at each position, and nothing of size
+        (L C)² is computed: mean (n, L, C) and blocks (n, L, C, C). Other parameters are those of `latent`.
         """
+        positions = self.likelihood.num_positions(self.num_outputs)
         if differentiable and require_gradients(x):
             f, jac, solved = self._with_graph(x, mean)
+            if per_position:
+                f, jac, solved = (part.unflatten(1, (positions, -1)) for part in (f, jac, solved))
             own = jac @ solved.mT
             return f, 0.5 * (own + own.mT)
         chunks = self._chunks(x, batch_size)
         means, blocks = RowBuffer(chunks.length or 0), RowBuffer(chunks.length or 0)
-        for f, covariance in self._moments(chunks, mean):
-            means.append(f)
+        for f, covariance in self._moments(chunks, mean, positions if per_position else 0):
+            means.append(f.unflatten(1, (positions, -1)) if per_position else f)
             blocks.append(covariance)
         return means.rows, blocks.rows
 
@@ -163,16 +169,24 @@ class PredictionVerbs(Fitted):
         if method == "nn":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
             draws = WeightDraws(self._weights, samples, self.num_parameters, self._fitted.theta, generator)
-            parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws))
+            parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws, self.network.varying))
             return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
-        respond: Callable[..., Response] = Predictive(own, method, samples, generator, scalar)
-        if calibrated and likelihood is None and method != "map" and self.predictive is not None:
-            respond = CalibratedPredictive(self.predictive, own, method, samples, generator, scalar)
         if method == "map":
             f = self.outputs(x, batch_size=batch_size)
             certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
-            return _responses([(f, certain)], True, respond)
+            return _responses([(f, certain)], True, Predictive(own, method, samples, generator, scalar))
+        positions, one = own.num_positions(self.num_outputs), own.at_position()
+        respond: Callable[..., Response] = Predictive(one, method, samples, generator, scalar)
+        if calibrated and likelihood is None and self.predictive is not None:
+            respond = CalibratedPredictive(self.predictive, one, method, samples, generator, scalar)
+        elif method == "glm" and positions > 1 and self.num_outputs > tuning.POSITION_OUTPUTS and mean == "map":
+            draws = WeightDraws(self._weights, samples, self.num_parameters, self._fitted.theta, generator)
+            parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws, self.network.linearized))
+            return _responses(parts, True, lambda f: predictive_from_samples(own, f, scalar), axis=1)
         chunks = self._chunks(x, batch_size)
+        if positions > 1:
+            return _responses(self._moments(chunks, mean, positions), True, lambda f, blocks: own.together(
+                respond(f.reshape(len(f) * positions, -1), blocks.flatten(0, 1))))  # fmt: skip
         if method == "probit" and own.probit_by_variance(*2 * (torch.zeros(1, self.num_outputs),)) is not None:
             return _responses(self._variances(chunks, mean), likelihood is None, respond)
         return _responses(self._moments(chunks, mean), likelihood is None, respond)
@@ -209,11 +223,13 @@ class PredictionVerbs(Fitted):
         f, jac = model.rows(as_tensors(x), None if mean == "map" else self._shift(mean))
         return f, jac, model.solve(jac)
 
-    def _moments(self, chunks: Chunks, mean: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Mean (m, C) and covariance blocks (m, C, C) of f at each chunk."""
-        step = self._step(mean)
-        for rows in chunks.rows(3 * self.num_outputs**2 * self.dtype.itemsize):
-            found = _moved(rows, step), self.posterior_precision.covariance_blocks(rows)
+    def _moments(self, chunks: Chunks, mean: str, positions: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Mean (m, C) of f at each chunk, and covariance blocks (m, C, C), or (m, L, C/L, C/L) of L positions."""
+        step, own = self._step(mean), max(tuning.POSITION_BLOCK, self.num_outputs // positions) if positions else 0
+        for rows in chunks.rows(3 * self.num_outputs * (own or self.num_outputs) * self.dtype.itemsize):
+            precision = self.posterior_precision
+            blocks = _by_position(precision, rows, positions) if positions else precision.covariance_blocks(rows)
+            found = _moved(rows, step), blocks
             del rows  # before the next are computed
             yield found
 
@@ -258,16 +274,30 @@ class PredictionVerbs(Fitted):
         draws = precision.sample(count, generator)
         return theta + checked_form(precision, "sample", draws, (count, len(theta)), theta)
 
-    def _sampled(self, chunks: Chunks, draws: WeightDraws) -> Iterator[Tensor]:
-        """Outputs at all weight samples, (S, m, C), for each chunk."""
+    def _sampled(
+        self, chunks: Chunks, draws: WeightDraws, at: Callable[[Inputs, int], Callable[[Tensor], Tensor]]
+    ) -> Iterator[Tensor]:
+        """Outputs at all weight samples, (S, m, C), for each chunk, of the function of θ that `at` gives for inputs."""
         for start, x in chunks.inputs(max(1, tuning.SAMPLED_OUTPUTS // (draws.count * self.num_outputs))):
-            outputs = self.network.varying(x, start)
+            outputs = at(x, start)
             yield torch.stack([outputs(theta) for theta in draws]).to(self.dtype)
 
 
 def _moved(rows: Jacobian, step: dict[str, Tensor] | None) -> Tensor:
     """f + J(θ̄ - θ*), (n, C)."""
     return rows.f if step is None else rows.f - rows.jvp(step)
+
+
+def _by_position(precision: PosteriorPrecision, rows: Jacobian, positions: int) -> Tensor:
+    """Covariance blocks of f at each of L positions, (m, L, C/L, C/L), without the covariances between them."""
+    n, outputs = rows.f.shape
+    own = outputs // positions
+    group = max(1, tuning.POSITION_BLOCK // own)
+    every, found = torch.eye(outputs).to(rows.f), []
+    for columns in every.split(group * own, 1):
+        joint = precision.covariance_blocks(rows.weighted(columns.expand(n, *columns.shape)))
+        found.append(diagonal_blocks(joint, own))
+    return torch.cat(found, 1)
 
 
 def _responses(

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from ntk_laplace.curvature import CurvatureType
 from ntk_laplace.errors import DataError, NetworkError, UnsupportedError
@@ -95,8 +95,8 @@ def restored_model(
     place = next((p.device for p in require_module(network).parameters()), torch.device("cpu"))
     saved = _in_names_of(network, _FORMAT.read(path, place))
     spec = _spec(saved)
-    frozen = _matching(network, saved)
     own = likelihood_from_record(saved["likelihood"], likelihood)
+    frozen = _matching(network, saved, own.positions)
     prior = GaussianPrior.from_record(saved["prior"], frozen.shapes)
     for module in (prior, own):
         module.to(frozen.device)
@@ -155,7 +155,7 @@ def _renamed(content: Any, new: Mapping[str, str], is_name: bool = False) -> Any
     return new.get(content, content) if is_name and isinstance(content, str) else content
 
 
-def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
+def _matching(network: nn.Module, saved: Mapping[str, Any], positions: Size | None) -> Network:
     """The frozen network, if its parameters are those of the fit."""
     there = {name: list(p.shape) for name, p in network.named_parameters()}
     wrong = [
@@ -166,7 +166,7 @@ def _matching(network: nn.Module, saved: Mapping[str, Any]) -> Network:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise NetworkError("a network with the parameters of the fit", ", ".join(wrong[:3]) + more,
                            "Build the network with the architecture that was fitted.")
-    frozen = Network(network, list(saved["shapes"]), saved.get("output"), saved.get("targets"))
+    frozen = Network(network, list(saved["shapes"]), saved.get("output"), saved.get("targets"), positions)
     if digest(frozen.theta) != saved["digest"]:
         raise NetworkError("a network with the weights of the fit", "other weights",
                            "Load the network's own state_dict before the posterior, in the dtype of the fit.")

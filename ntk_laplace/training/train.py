@@ -159,7 +159,7 @@ def train_with_evidence(
         require_writable(settings.checkpoint)
     likelihood = copy.deepcopy(Likelihood.of(likelihood))
     spec_of(structure)
-    frozen = Network(network, None, output, targets)
+    frozen = Network(network, None, output, targets, likelihood.positions)
     device, dtype_of_inputs = frozen.device, frozen.input_dtype
     prior = copy.deepcopy(GaussianPrior.of(prior, groups="layer")).bind(frozen.shapes)
     for module in (prior, likelihood):
@@ -181,8 +181,9 @@ def train_with_evidence(
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     scheduler = _scheduler(scheduler, optimizer, by_batch)
     objective = Objective(
-        Caller(network, output, targets), likelihood, prior, n, frozen.num_outputs, sum_of_weights(batches)
-    )
+        Caller(network, output, targets, likelihood.positions), likelihood, prior, n, frozen.num_outputs,
+        sum_of_weights(batches),
+    )  # fmt: skip
     run = Run(model, objective, minibatches, optimizer, scheduler, by_batch, schedule, strategy,
               epochs if annealed else None)
     del frozen

@@ -44,6 +44,9 @@ class Likelihood(nn.Module):
     weight: float = 1.0
     """How many times each example counts; see `Tempered`."""
 
+    positions: Size | None = None
+    """Shape of the positions of one example, each with a response of its own; None for one. See `Everywhere`."""
+
     # --- validation -----------------------------------------------------------------------------------
 
     @staticmethod
@@ -100,6 +103,18 @@ class Likelihood(nn.Module):
     def event_shape(self, num_outputs: int) -> Size | None:
         """Shape of one example's target in canonical form; None if it is not fixed."""
         return None
+
+    def num_positions(self, num_outputs: int) -> int:
+        """L: the outputs are L groups side by side, and each group's response has a likelihood of its own."""
+        return 1
+
+    def at_position(self) -> Likelihood:
+        """Return the likelihood of one position."""
+        return self
+
+    def together(self, marginals: Response) -> Response:
+        """Return responses of n L positions as those of n examples."""
+        return marginals
 
     def at(self, index: Tensor | slice) -> Likelihood:
         """Return the likelihood of a subset of the bound examples; itself unless noise is per point."""

@@ -11,7 +11,13 @@ from torch import Tensor
 from ntk_laplace.errors import NTKLaplaceWarning, NumericalError
 from ntk_laplace.model.likelihoods.targets import first_bad
 
-__all__ = ["cholesky", "covariance_root", "marginal_factor", "marginal_log_density", "require_positive"]
+__all__ = ["cholesky", "covariance_root", "diagonal_blocks", "marginal_factor", "marginal_log_density", "require_positive"]
+
+
+def diagonal_blocks(matrices: Tensor, size: int) -> Tensor:
+    """Blocks (..., L, size, size) on the diagonal of matrices (..., L size, L size)."""
+    apart = matrices.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))  # (..., L, size, L, size)
+    return apart.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def covariance_root(covariance: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class Tempered(Likelihood):
         self.weight = float(weight)
         self.likelihood = likelihood
         self.classifies, self.is_density = likelihood.classifies, likelihood.is_density
+        self.positions = likelihood.positions
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Any:
         """The hyperparameters of `likelihood`, under their own names."""
@@ -74,6 +75,10 @@ class Tempered(Likelihood):
     def event_shape(self, num_outputs: int) -> Size | None:
         """The likelihood's."""
         return self.likelihood.event_shape(num_outputs)
+
+    def num_positions(self, num_outputs: int) -> int:
+        """The likelihood's."""
+        return self.likelihood.num_positions(num_outputs)
 
     def at(self, index: Tensor | slice) -> Likelihood:
         """The likelihood of a subset of the examples, with the same weight."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import NetworkError, is_whole
 from ntk_laplace.model.data import Inputs
@@ -29,14 +29,21 @@ class Caller(nn.Module):
         or a position in a tuple or list. By default the module returns one tensor.
     targets : str, optional
         The key of the targets in batches that are mappings. It is not passed to the module.
+    positions : torch.Size, optional
+        Shape of the positions that each example has outputs at, (N, C, *positions) or (N, *positions, C). They become
+        rows (N, L C), with the outputs of one position side by side.
 
     Raises
     ------
     NetworkError
-        If `output` or `targets` has another type; from a call, if the module returns no such tensor.
+        If `output` or `targets` has another type; from a call, if the module returns no such tensor, or it does not
+        have these positions.
     """
 
-    def __init__(self, module: nn.Module, output: str | int | None = None, targets: str | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, output: str | int | None = None, targets: str | None = None,
+        positions: Size | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if not (output is None or isinstance(output, str) or is_whole(output, 0)):
             raise NetworkError("output= as the name of one of the network's outputs, or its position",
@@ -44,14 +51,17 @@ class Caller(nn.Module):
         if not (targets is None or isinstance(targets, str)):
             raise NetworkError("targets= as the key of the targets in a batch", repr(targets),
                                'Pass for instance targets="labels".')
-        self.module, self.output, self.targets = module, output, targets
+        self.module, self.output, self.targets, self.positions = module, output, targets, positions
         self.autocast = Autocast.present()
         self._signature = _signature(module)
 
     def forward(self, x: Inputs) -> Tensor:
-        """The module's output tensor."""
+        """The module's output tensor; one row per example if it has positions."""
         with self.autocast.entered():
-            found = self._returned(x)
+            found = self._tensor(self._returned(x))
+        return found if self.positions is None else _rows(found, self.positions)
+
+    def _tensor(self, found: Any) -> Tensor:
         if self.output is None and isinstance(found, Tensor):
             return found
         value = None if self.output is None or isinstance(found, Tensor) else _part(found, self.output)
@@ -126,6 +136,24 @@ def _binds(signature: inspect.Signature | None, args: tuple, kwargs: dict) -> bo
 
 
 # --- what a module returns
+
+
+def _rows(found: Tensor, positions: Size) -> Tensor:
+    """Outputs (N, C, *positions), (N, *positions, C) or (N, *positions) as rows (N, L C), position by position.
+
+    Rows stay as they are.
+    """
+    first, last = (found.dim() == len(positions) + 2 and shape == positions
+                   for shape in (found.shape[2:], found.shape[1:-1]))  # fmt: skip
+    if found.shape[1:] == positions or (found.dim() == 2 and found.shape[1] % positions.numel() == 0):
+        return found.flatten(1)
+    if first == last:
+        shape = ", ".join(map(str, positions))
+        got = f"shape {tuple(found.shape)}" + (", which fits both" if first else "")
+        raise NetworkError(f"network outputs of shape (N, C, {shape}) or (N, {shape}, C), for Everywhere()", got,
+                           "Wrap the network in a module that returns rows (N, L * C), position by position."
+                           if first else "Pass the positions of the network's outputs.")
+    return (found.movedim(1, -1) if first else found).flatten(1)
 
 
 def _part(found: Any, output: str | int) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 
 from ntk_laplace.errors import DataError, MixedExamplesError, NetworkError, NonDeterministicError, NTKLaplaceError
 from ntk_laplace.model.data import (
@@ -57,8 +57,9 @@ class Network:
         Which parameters are linearized: None (all that require gradients), "last_layer" (those of the last module
         that has any), names or module prefixes, or a predicate ``(name, parameter) -> bool``. Parameters with
         ``requires_grad=False`` are always left out.
-    output, targets : optional
-        Which returned tensor is the output, and which key of dict inputs is not passed to the module: see `Caller`.
+    output, targets, positions : optional
+        Which returned tensor is the output, which key of dict inputs is not passed to the module, and the shape of the
+        positions at which each example has outputs: see `Caller`.
 
     Attributes
     ----------
@@ -88,10 +89,10 @@ class Network:
 
     def __init__(
         self, module: nn.Module, parameters: ParameterChoice = None, output: str | int | None = None,
-        targets: str | None = None,
+        targets: str | None = None, positions: Size | None = None,
     ) -> None:  # fmt: skip
         self.module = private_copy(require_module(module))
-        self.caller = Caller(self.module, output, targets)
+        self.caller = Caller(self.module, output, targets, positions)
         chosen = choose(self.module, parameters)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in chosen)
@@ -290,6 +291,20 @@ class Network:
 
         return outputs
 
+    def linearized(self, x: Inputs, offset: int = 0) -> Callable[[Tensor], Tensor]:
+        """Outputs (N, C) at `x` of the network linearized at θ*, as a function of θ (P,): f + J(θ-θ*).
+
+        Each is one pass of forward-mode differentiation; no rows of J are stored.
+        """
+        own = {f"module.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+
+        def outputs(theta: Tensor) -> Tensor:
+            step = {f"module.{n}": v.to(self.dtype) for n, v in self.unflatten(theta - self.theta).items()}
+            with torch.inference_mode(False), torch.no_grad(), self.arithmetic():
+                return self._outputs(lambda part: _moved(self.caller, own, step, part), x, offset)
+
+        return outputs
+
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         step = tuning.FORWARD_EXAMPLES
         starts = range(0, max(1, num_examples(x)), step)
@@ -413,10 +428,17 @@ class Network:
         """A DataError if the format differs from that of successful inputs, else a NetworkError."""
         if self._input_format is None or same_input_format(x, self._input_format):
             return NetworkError(f"network outputs of shape {expected}", got,
-                                "Wrap the network in a module that returns one row of outputs per example.")
+                                "Wrap the network in a module that returns one row of outputs per example; for outputs "
+                                "at pixels or tokens, use the likelihood Everywhere(likelihood, positions).")
         known = describe_inputs(self._input_format, "n")
         return DataError(f"network outputs of shape {expected}, from inputs such as {known}",
                          f"{got} from {describe_inputs(x)}", input_remedy(x, self._input_format))
+
+
+def _moved(caller: Caller, own: dict[str, Tensor], step: dict[str, Tensor], x: Inputs) -> Tensor:
+    """f + J step."""
+    f, moved = torch.func.jvp(lambda values: torch.func.functional_call(caller, values, (x,)), (own,), (step,))
+    return f + moved
 
 
 def _first_line(cause: Exception) -> str:

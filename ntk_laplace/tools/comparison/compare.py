@@ -113,7 +113,8 @@ def compare_evidence(
                                "Fit the structure that takes long with laplace, and the others here.")
     structures = structure_names() if structures is None else structures
     labels = labels_of(structures)
-    frozen = Network(network, *(options.get(name) for name in ("parameters", "output", "targets")))
+    parameters, output, targets = (options.get(name) for name in ("parameters", "output", "targets"))
+    frozen = Network(network, parameters, output, targets, Likelihood.of(likelihood).positions)
     found, batches = _examine(frozen, data, likelihood, prior, curvature_type, settings)
     device = batches.device
     outcomes: list[_Outcome] = []

@@ -1,0 +1,343 @@
+"""A likelihood at every position: against dense references of the whole vector of outputs, in both layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.model.predictive import predictive
+from ntk_laplace.runtime import tuning
+from reference import relative_error
+from refusals import refused
+
+F64 = torch.float64
+SHAPE, LENGTH = (4, 3), 12
+
+
+class UNet(nn.Module):
+    """Two resolutions, a skip connection; channels first."""
+
+    def __init__(self, outputs: int, width: int = 3) -> None:
+        super().__init__()
+        self.down, self.inner = nn.Conv2d(1, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.up, self.last = nn.ConvTranspose2d(width, width, 2, 2), nn.Conv2d(2 * width, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down(x).tanh()
+        second = self.inner(nn.functional.avg_pool2d(first, 2)).tanh()
+        return self.last(torch.cat([first, self.up(second)], 1))
+
+
+class Permuted(nn.Module):
+    """The same outputs with channels last."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).movedim(1, -1)
+
+
+def convolutional(outputs: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Tanh(), nn.Conv2d(2, outputs, 3, padding=1)).double()
+
+
+def images(n: int, shape: tuple[int, int] = SHAPE) -> Tensor:
+    return torch.randn(n, 1, *shape, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+def labels(n: int, classes: int = 3, shape: tuple[int, int] = SHAPE) -> Tensor:
+    y = torch.randint(0, classes, (n, *shape), generator=torch.Generator().manual_seed(2))
+    y[0, 0, 0] = y[-1, 1] = -100
+    return y
+
+
+def everywhere(ignore_index: int = -100) -> ntkl.Everywhere:
+    return ntkl.Everywhere(ntkl.Categorical(), SHAPE, ignore_index)
+
+
+def fitted(structure: str = "gp", **options: Any) -> ntkl.Posterior:
+    return ntkl.laplace(convolutional(), (images(4), labels(4)), everywhere(), ntkl.GaussianPrior(0.7), structure,
+                        **options)  # fmt: skip
+
+
+# --- the likelihood of one position, many times
+
+NORMAL = torch.randn(5, LENGTH * 2, dtype=F64, generator=torch.Generator().manual_seed(3))
+INNER: dict[str, tuple[Callable[[], ntkl.Likelihood], int, Callable[[], Tensor]]] = {
+    "categorical": (ntkl.Categorical, 3, lambda: labels(5)),
+    "gaussian": (lambda: ntkl.Gaussian(noise=0.3), 2, lambda: NORMAL.reshape(5, *SHAPE, 2)),
+    "bernoulli": (lambda: ntkl.Bernoulli(missing="nan"), 1, lambda: labels(5, 2)),
+    "heteroscedastic": (ntkl.HeteroscedasticGaussian, 2, lambda: NORMAL[:, :LENGTH].reshape(5, *SHAPE)),
+    "poisson": (ntkl.Poisson, 1, lambda: labels(5).abs() % 7),
+}
+
+
+@pytest.mark.parametrize("kind", INNER)
+def test_it_is_the_likelihood_of_each_position(kind: str) -> None:
+    """Sums, blocks and moments, position by position; derivatives from the log density by autograd."""
+    inner, outputs, y = INNER[kind]
+    likelihood, one, targets = ntkl.Everywhere(inner(), SHAPE), inner(), y()
+    f = torch.randn(5, LENGTH * outputs, dtype=F64)
+    own = likelihood.targets(targets, 5, LENGTH * outputs)
+    assert torch.equal(torch.nan_to_num(likelihood.targets(own, 5, LENGTH * outputs)), torch.nan_to_num(own))
+    flat = own.reshape(5 * LENGTH, *own.shape[3:])
+    log_prob = torch.stack([
+        one.log_prob(f[:, i * outputs : (i + 1) * outputs], flat.unflatten(0, (5, LENGTH))[:, i]) for i in range(LENGTH)
+    ])  # fmt: skip
+    assert relative_error(likelihood.log_prob(f, own).detach(), log_prob.sum(0).detach()) < 1e-12
+    residual = torch.func.grad(lambda f: likelihood.log_prob(f, own).sum())(f)
+    assert torch.allclose(likelihood.residual(f, own), residual, atol=1e-12)
+    curvature = likelihood.curvature(f, own).detach()
+    if kind != "heteroscedastic":
+        second = torch.stack([
+            torch.func.hessian(lambda g, y=y: likelihood.log_prob(g[None], y[None]).sum())(one_row)
+            for one_row, y in zip(f, own, strict=True)
+        ])  # fmt: skip
+        assert torch.allclose(curvature, -second, atol=1e-10)
+    root = likelihood.root(f, own).detach()
+    assert root.shape == (5, LENGTH * outputs, likelihood.rank(LENGTH * outputs))
+    assert torch.allclose(root @ root.mT, curvature, atol=1e-12)
+    inverse = likelihood.left_inverse(f)
+    if inverse is not None:
+        whole = likelihood.root(f).detach()
+        assert torch.allclose(inverse @ whole, torch.eye(whole.shape[-1], dtype=F64).expand(5, -1, -1), atol=1e-10)
+    responses = likelihood.num_responses(LENGTH * outputs)
+    assert likelihood.mean(f).shape == likelihood.response_variance(f).shape == (5, responses)
+    slope = torch.stack([torch.func.jacrev(lambda g: likelihood.mean(g[None])[0])(row) for row in f])
+    assert torch.allclose(likelihood.mean_jacobian(f).detach(), slope.detach(), atol=1e-12)
+    spread = likelihood.response_covariance(f).detach()
+    assert torch.allclose(spread.diagonal(dim1=1, dim2=2), likelihood.response_variance(f).detach(), atol=1e-12)
+
+
+def test_missing_positions_contribute_nothing() -> None:
+    """Whatever the label under the mark; and any whole number can be the mark."""
+    f, y = torch.randn(4, 3 * LENGTH, dtype=F64), labels(4)
+    likelihood = everywhere()
+    there = likelihood.observed(y)
+    assert there is not None and int((~there).sum()) == 4
+    assert torch.equal(likelihood.hidden(torch.where(y < 0, 2, y), there), y)
+    assert torch.equal(likelihood.hidden(y, torch.tensor([True, True, True, False]))[3], torch.full(SHAPE, -100))
+    residual = likelihood.residual(f, y).unflatten(1, (LENGTH, 3))
+    assert not residual[~there].any() and residual[there].any(-1).all()
+    other = everywhere(255)
+    assert torch.equal(other.targets(torch.where(y < 0, 255, y), 4, 3 * LENGTH), y)
+    masks = ntkl.Everywhere(ntkl.Bernoulli(missing="nan"), SHAPE, 255)
+    found = masks.targets(torch.where(y < 0, 255, y % 2), 4, LENGTH)
+    assert torch.equal(found.isnan().squeeze(-1), y < 0)
+
+
+# --- posteriors
+
+
+def dense(posterior: ntkl.Posterior, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """P0 + JᵀΛJ, and the evidence, from torch.func alone; the channels of the network stay first."""
+    network = posterior.network.module
+    own = {name: p.detach() for name, p in network.named_parameters()}
+    flat = torch.cat([p.flatten() for p in own.values()])
+
+    def outputs(theta: Tensor, x: Tensor) -> Tensor:
+        parts = theta.split([p.numel() for p in own.values()])
+        values = {name: part.view_as(p) for (name, p), part in zip(own.items(), parts, strict=True)}
+        return torch.func.functional_call(network, values, (x,))
+
+    jac = torch.func.jacrev(outputs)(flat, x)  # (n, C, *positions, P)
+    p = outputs(flat, x).softmax(1)
+    seen = (y >= 0).to(p)
+    middle = torch.einsum("nc...,cd->ncd...", p, torch.eye(p.shape[1], dtype=F64)) - p.unsqueeze(2) * p.unsqueeze(1)
+    curvature = torch.einsum("nchwp,ncdhw,nhw,ndhwq->pq", jac, middle, seen, jac)
+    precision = posterior.prior.flat_precision().detach()
+    full = torch.diag(precision) + curvature
+    fit = -nn.functional.cross_entropy(p.log(), y, reduction="sum", ignore_index=-100)
+    value = fit - 0.5 * (precision * flat.square()).sum() - 0.5 * (torch.logdet(full) - precision.log().sum())
+    return full, value
+
+
+@pytest.mark.parametrize("structure", ["gp", "full"])
+def test_evidence_and_moments_are_those_of_the_dense_model(structure: str) -> None:
+    posterior, x = fitted(structure), images(6)[4:]
+    full, value = dense(posterior, images(4), labels(4))
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(value), rel=1e-9)
+    _, joint = posterior.latent_moments(x)
+    weights = list(posterior.network.parameters.values())
+    jac = torch.stack([
+        nn.utils.parameters_to_vector(torch.autograd.grad(row, weights, retain_graph=True))
+        for row in posterior.network.evaluate(x[:1]).flatten()
+    ])  # fmt: skip
+    assert relative_error(joint[0], jac @ torch.linalg.solve(full, jac.mT)) < 1e-8
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac", "ekfac", "diag", "iterative"])
+def test_blocks_at_positions_are_those_of_the_joint(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    posterior, x = fitted(structure), images(7)[4:]
+    monkeypatch.setattr(tuning, "POSITION_BLOCK", 5)
+    mean, joint = posterior.latent_moments(x)
+    f, blocks = posterior.latent_moments(x, per_position=True)
+    assert f.shape == (3, LENGTH, 3) and blocks.shape == (3, LENGTH, 3, 3)
+    assert torch.equal(f.flatten(1), mean)
+    for i in range(LENGTH):
+        own = slice(3 * i, 3 * i + 3)
+        assert relative_error(blocks[:, i], joint[:, own, own]) < 1e-10
+
+
+def test_layouts_are_the_same_model() -> None:
+    torch.manual_seed(0)
+    network, x, y = UNet(3).double(), images(4, (4, 4)), labels(4, 3, (4, 4))
+    likelihood = ntkl.Everywhere(ntkl.Categorical(), (4, 4))
+    first, last, full = (ntkl.laplace(n, (x, y), likelihood, structure=s)
+                         for n, s in ((network, "gp"), (Permuted(network), "gp"), (network, "full")))  # fmt: skip
+    for other in (last, full):
+        assert float(first.log_marginal_likelihood()) == pytest.approx(float(other.log_marginal_likelihood()), rel=1e-9)
+        assert relative_error(first.predict(x[:2]).probs, other.predict(x[:2]).probs) < 1e-8
+    assert relative_error(first.predict(x, "map").probs, network(x).detach().softmax(1).movedim(1, -1)) < 1e-12
+
+
+@pytest.mark.parametrize("method", ["glm", "probit", "blr", "map", "nn"])
+def test_predictions_are_those_of_each_position(method: str) -> None:
+    posterior, x, y = fitted("kfac"), images(7)[4:], labels(3)
+    found = posterior.predict(x, method, samples=64, generator=torch.Generator().manual_seed(0))
+    assert found.batch_shape == (3,) and found.mean.shape == found.variance.shape == (3, *SHAPE, 3)
+    assert found.log_prob(y).shape == (3,) and found.log_prob(y.expand(2, *y.shape)).shape == (2, 3)
+    if method in ("glm", "probit", "blr"):
+        f, blocks = posterior.latent_moments(x, per_position=True)
+        one = predictive(ntkl.Categorical(), f.flatten(0, 1), blocks.flatten(0, 1), method, 64,
+                         torch.Generator().manual_seed(0))  # fmt: skip
+        assert relative_error(found.mean, one.mean.reshape(found.mean.shape)) < 1e-12
+        wanted = one.log_prob(y.flatten()).view(3, -1).sum(1)
+        assert relative_error(found.log_prob(y), wanted) < 1e-12
+    if method != "nn":
+        apart = posterior.predict(x, method, samples=64, generator=torch.Generator().manual_seed(0), batch_size=2)
+        assert relative_error(apart.mean, found.mean) < 1e-10
+    if method != "blr":
+        drawn = found.sample((5,))
+        assert drawn.shape == (5, 3, *SHAPE) and int(drawn.max()) < 3
+        assert float((found.tempered(2.0).probs.sum(-1) - 1).abs().max()) < 1e-12
+
+
+def test_many_outputs_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit f is drawn, f + J(θ - θ*), by forward-mode differentiation: moments are those of the blocks."""
+    posterior, x = fitted("kfac"), images(7)[4:]
+    f, blocks = posterior.latent_moments(x, per_position=True)
+    exact = posterior.predict(x)
+    monkeypatch.setattr(tuning, "POSITION_OUTPUTS", 1)
+    drawn = posterior.predict(x, samples=500, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(drawn.probs, exact.probs, atol=0.04)
+    step = torch.randn(posterior.num_parameters, dtype=F64)
+    moved = posterior.network.linearized(x)(posterior.network.theta + step)
+    jvp = posterior.jacobian(x).jvp(posterior.network.unflatten(step))
+    assert relative_error(moved, f.flatten(1) + jvp) < 1e-10
+    at = posterior.network.linearized(x)
+    many = torch.stack([at(theta) for theta in posterior.sample(500)])
+    ratio = many.var(0) / blocks.diagonal(dim1=-2, dim2=-1).flatten(1)
+    assert abs(float(ratio.mean()) - 1) < 0.1 and float((ratio - 1).abs().max()) < 0.4
+
+
+def test_images_as_targets() -> None:
+    """Gaussian responses at each position, channels first in outputs and targets, equal one Gaussian of all outputs."""
+    x = images(5)
+    y = torch.randn(5, 2, *SHAPE, dtype=F64)
+    network = convolutional(2)
+    found = ntkl.laplace(network, (x, y), ntkl.Everywhere(ntkl.Gaussian(0.2), SHAPE))
+    plain = ntkl.laplace(nn.Sequential(network, nn.Flatten()), (x, y.flatten(1)), ntkl.Gaussian(0.2))
+    assert float(found.log_marginal_likelihood()) == pytest.approx(float(plain.log_marginal_likelihood()), rel=1e-9)
+    response = found.predict(x)
+    assert relative_error(response.mean, plain.predict(x).mean.view(5, 2, *SHAPE).movedim(1, -1)) < 1e-10
+    assert torch.equal(response.log_prob(y), response.log_prob(y.movedim(1, -1)))
+
+
+def test_masks_without_an_axis_of_channels() -> None:
+    """One output per position, (N, *positions): the likelihood of C independent labels."""
+    network, x, y = nn.Sequential(convolutional(1), nn.Flatten(2), nn.Flatten(1)), images(5), labels(5, 2) % 2
+    spread = nn.Sequential(convolutional(1), nn.Unflatten(1, (1, 1)), nn.Flatten(0, 1), nn.Flatten(0, 1))
+    own = ntkl.laplace(spread, (x, y), ntkl.Everywhere(ntkl.Bernoulli(), SHAPE))
+    plain = ntkl.laplace(network, (x, y.flatten(1)), ntkl.Bernoulli())
+    assert float(own.log_marginal_likelihood()) == pytest.approx(float(plain.log_marginal_likelihood()), rel=1e-10)
+    assert relative_error(own.predict(x, "probit").mean.flatten(1), plain.predict(x, "probit").mean) < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:the removed points", "ignore:leave-one-out is not to be trusted")
+def test_other_verbs(tmp_path: Path) -> None:
+    """What-ifs, explanations, leave-one-out, hyperparameters, checkpoints: as for one row of outputs."""
+    posterior, x, y = fitted(), images(4), labels(4)
+    full = fitted("full")
+    for change in (lambda p: p.remove([1], steps=None), lambda p: p.relabel([2], 2 - y[2], steps=None)):
+        assert relative_error(change(posterior).outputs(x), change(full).outputs(x)) < 1e-6
+    assert relative_error(posterior.leave_one_out().log_density, full.leave_one_out().log_density) < 1e-8
+    assert len(posterior.explain(x[:1], 2, output=5).to_dataframe()) > 0
+    posterior.fit_hyperparameters(steps=20)
+    full.fit_hyperparameters(steps=20)
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(float(full.log_marginal_likelihood()), rel=1e-7)
+    full.save(tmp_path / "p.pt")
+    loaded = ntkl.load(tmp_path / "p.pt", convolutional())
+    assert torch.equal(loaded.predict(x).probs, full.predict(x).probs)
+    assert isinstance(loaded.likelihood, ntkl.Everywhere) and loaded.likelihood.positions == SHAPE
+
+
+@pytest.mark.parametrize("curvature", ["mc", "ef"])
+def test_curvature_from_labels(curvature: str) -> None:
+    """Of drawn labels and of the data's, one backward pass each: near the whole curvature, missing labels apart."""
+    posterior = fitted("diag", curvature=ntkl.CurvatureType(curvature, 400) if curvature == "mc" else curvature)
+    exact = fitted("diag")
+    ratio = float(posterior.evidence().log_det / exact.evidence().log_det)
+    assert 0.8 < ratio < 1.25 if curvature == "ef" else abs(ratio - 1) < 0.05
+
+
+def test_training_sees_the_positions() -> None:
+    network = convolutional()
+    before = nn.functional.cross_entropy(network(images(4)), labels(4)).item()
+    found = ntkl.train_with_evidence(network, (images(4), labels(4)), everywhere(), epochs=30, structure="diag")
+    assert nn.functional.cross_entropy(network(images(4)), labels(4)).item() < before
+    assert found.posterior.predict(images(4)).probs.shape == (4, *SHAPE, 3)
+
+
+def test_tokens_of_transformers() -> None:
+    """Token labels with padding: a model with random weights, its logits (N, L, C)."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                     intermediate_size=8, num_labels=4, max_position_embeddings=16)  # fmt: skip
+    model = transformers.BertForTokenClassification(config).double().eval()
+    ids, mask = torch.randint(0, 30, (5, 6)), torch.ones(5, 6, dtype=torch.long)
+    y = torch.randint(0, 4, (5, 6))
+    mask[1, 4:], y[1, 4:] = 0, -100
+    batch = {"input_ids": ids, "attention_mask": mask}
+    likelihood = ntkl.Everywhere(ntkl.Categorical(), 6)
+    names = ["classifier"]
+    found = [ntkl.laplace(model, (batch, y), likelihood, structure=s, output="logits", parameters=names)
+             for s in ("gp", "full")]  # fmt: skip
+    gp, full = (float(posterior.log_marginal_likelihood()) for posterior in found)
+    assert gp == pytest.approx(full, rel=1e-9)
+    assert found[0].predict(batch).probs.shape == (5, 6, 4)
+
+
+def test_refusals() -> None:
+    x, y, network = images(4), labels(4), convolutional()
+    with refused(ntkl.NetworkError, "(N, C, 3, 4)", "(4, 2, 4, 3)", "positions"):
+        ntkl.laplace(convolutional(2), (x, y), ntkl.Everywhere(ntkl.Categorical(), (3, 4)))
+    with refused(ntkl.TargetError, "(4, 4, 3)", "(4, 2, 3)", "each position"):
+        ntkl.laplace(network, (x, y[:, :2]), everywhere())
+    with refused(ntkl.NetworkError, "(4, C)", "(4, 3, 4, 3)", "Everywhere"):
+        ntkl.laplace(network, (x, y), ntkl.Categorical())
+    square = nn.Conv2d(1, 3, 1).double()
+    with refused(ntkl.NetworkError, "Everywhere", "fits both", "rows"):
+        ntkl.laplace(square, (images(4, (3, 3)), labels(4, 3, (3, 3))), ntkl.Everywhere(ntkl.Categorical(), (3, 3)))
+    with refused(ntkl.TargetError, "0..2", "7", "Number the classes"):
+        ntkl.laplace(network, (x, y.clamp_min(7)), everywhere())
+    for wrong in (0, (), "ab", (2.5, 2), (3, 0)):
+        with refused(ntkl.HyperparameterError, "positions", repr(wrong), "shape"):
+            ntkl.Everywhere(ntkl.Categorical(), wrong)  # type: ignore[arg-type]
+    with refused(ntkl.HyperparameterError, "ignore_index", "0.5", "-100"):
+        ntkl.Everywhere(ntkl.Categorical(), 2, 0.5)  # type: ignore[arg-type]
+    for inner in (ntkl.Everywhere(ntkl.Categorical(), 2), ntkl.Tempered(ntkl.Categorical(), 2.0)):
+        with refused(ntkl.UnsupportedError, "one position", type(inner).__name__, "temper"):
+            ntkl.Everywhere(inner, 2)
+    with refused(ntkl.TargetError, "3 inputs", "4", "each"):
+        fitted("kfac").predict(x[:3], "map").log_prob(y)
