@@ -11,7 +11,9 @@ from torch import Tensor
 from ntk_laplace.errors import NTKLaplaceWarning, NumericalError
 from ntk_laplace.model.likelihoods.targets import first_bad
 
-__all__ = ["cholesky", "covariance_root", "diagonal_blocks", "marginal_factor", "marginal_log_density", "require_positive"]
+__all__ = [
+    "cholesky", "covariance_root", "diagonal_blocks", "marginal_factor", "marginal_log_density", "require_positive",
+]  # fmt: skip
 
 
 def diagonal_blocks(matrices: Tensor, size: int) -> Tensor:

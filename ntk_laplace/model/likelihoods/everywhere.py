@@ -64,9 +64,8 @@ class Everywhere(Likelihood):
         self, likelihood: Likelihood, positions: int | Sequence[int], ignore_index: int = MISSING_LABEL
     ) -> None:
         super().__init__()
-        shape = (positions,) if is_whole(positions, 1) else positions
-        sized = isinstance(shape, Sequence) and not isinstance(shape, str) and len(shape) > 0
-        if not sized or not all(is_whole(length, 1) for length in shape):
+        shape = positions if isinstance(positions, Sequence) else [positions]
+        if not shape or not all(is_whole(length, 1) for length in shape):
             raise HyperparameterError("positions as a whole number, or a shape such as (height, width)",
                                       repr(positions)[:80], "Pass the shape of one example's targets.")
         if not is_whole(ignore_index, -sys.maxsize):

@@ -437,8 +437,8 @@ class Network:
 
 def _moved(caller: Caller, own: dict[str, Tensor], step: dict[str, Tensor], x: Inputs) -> Tensor:
     """f + J step."""
-    f, moved = torch.func.jvp(lambda values: torch.func.functional_call(caller, values, (x,)), (own,), (step,))
-    return f + moved
+    found = torch.func.jvp(lambda values: torch.func.functional_call(caller, values, (x,)), (own,), (step,))
+    return found[0] + found[1]
 
 
 def _first_line(cause: Exception) -> str:
