@@ -602,6 +602,22 @@ def test_which_images_to_label(tmp_path: Path) -> None:
     assert len({tuple(row["accuracy"][:1]) for row in found.values()}) == 1 and "above random" in printed
 
 
+def test_which_images_to_label_beside_peers(tmp_path: Path) -> None:
+    pytest.importorskip("skactiveml")
+    pytest.importorskip("baal")
+    run("active/peers.py", tmp_path)
+    found = figures(tmp_path / "labels" / "peers.json")["results"]["digits"]
+    assert len(found) == 5 and all(0.3 < row["accuracy"][1] <= 1 for row in found.values())
+
+
+def test_segmentation_of_shapes(tmp_path: Path) -> None:
+    printed = run("segmentation/shapes.py", tmp_path)
+    found = figures(tmp_path / "shapes" / "shapes.json")["results"]
+    assert found["exact"]["apart"] < 1e-9 and found["exact"]["blocks_apart"] < 1e-8
+    assert all(found[method]["accuracy"] > 0.5 and found[method]["log_likelihood"] < 0 for method in ("map", "glm"))
+    assert "fit" in printed and (tmp_path / "shapes" / "shapes.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_estimators_beside_others(tmp_path: Path) -> None:
     printed = run("predictions/estimators.py", tmp_path)
     found = figures(tmp_path / "estimators" / "estimators.json")["results"]
