@@ -164,8 +164,8 @@ def main() -> None:
     print(table(["of new images", "accuracy of pixels", "log likelihood of a pixel"], rows))
     few = 8 if options.small else 16
     same = exact(ntkl.Everywhere(ntkl.Categorical(), (few, few), IGNORED), few)
-    print(f"\n{few} x {few}: evidence in function space {same['gp']:.6f}, in weight space {same['full']:.6f}; covariances "
-          f"of pixels apart by {same['blocks_apart']:.1e}")  # fmt: skip
+    print(f"\n{few} x {few}: evidence in function space {same['gp']:.6f}, in weight space {same['full']:.6f}; "
+          f"covariances of pixels apart by {same['blocks_apart']:.1e}")  # fmt: skip
     results |= {"fit_seconds": fit, "seconds": took, "memory": memory, "exact": same,
                 "parameters": posterior.num_parameters}  # fmt: skip
     (options.out / "shapes.png").write_bytes(png(picture(posterior, size, draws)))
