@@ -132,7 +132,10 @@ class TrainingPoints:
             If a shape is wrong, a value is not finite, or the residual is not the derivative of the log density.
         """
         part = slice(0, min(_CHECKED, self.num_examples))
-        own, f, y = likelihood.at(part), self.f[part].detach(), self.targets[part]
+        whole = likelihood.at(part)
+        own, (f, y) = whole.at_position(), whole.apart(self.f[part].detach(), self.targets[part])
+        if own is not whole:
+            f, y = f[:_CHECKED], y[:_CHECKED]
         with torch.enable_grad():
             f_graph = f.clone().requires_grad_()
             log_prob = own.log_prob(f_graph, y)

@@ -112,6 +112,10 @@ class Likelihood(nn.Module):
         """Return the likelihood of one position."""
         return self
 
+    def apart(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs and canonical targets of n examples as those of n L positions."""
+        return f, y
+
     def together(self, marginals: Response) -> Response:
         """Return responses of n L positions as those of n examples."""
         return marginals

@@ -100,6 +100,10 @@ class Everywhere(Likelihood):
         """The likelihood of one position."""
         return self.likelihood
 
+    def apart(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (n L, C) and targets (n L, ...) of positions."""
+        return self._flat(f), self._flat_targets(y)
+
     def together(self, marginals: Response) -> EverywhereResponse:
         """Responses of n L positions as those of n examples."""
         return EverywhereResponse(self, marginals)

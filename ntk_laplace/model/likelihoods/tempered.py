@@ -80,6 +80,14 @@ class Tempered(Likelihood):
         """The likelihood's."""
         return self.likelihood.num_positions(num_outputs)
 
+    def at_position(self) -> Likelihood:
+        """The likelihood's, without the weight."""
+        return self if self.positions is None else self.likelihood.at_position()
+
+    def apart(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """As the likelihood does."""
+        return self.likelihood.apart(f, y)
+
     def at(self, index: Tensor | slice) -> Likelihood:
         """The likelihood of a subset of the examples, with the same weight."""
         own = self.likelihood.at(index)
