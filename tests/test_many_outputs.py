@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import resource
 from contextlib import nullcontext
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from ntk_laplace.curvature import FunctionSpacePrecision, LastLayerPrecision
 from ntk_laplace.errors import MemoryBudgetError
 from ntk_laplace.structures import function_space
 from reference import relative_error
+from scripts import run_script
 
 C, N = 10, 24
 
@@ -281,3 +283,14 @@ def _rasmussen_williams(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
         total += root * torch.linalg.inv(b) * root.unsqueeze(1)
         log_det = log_det + torch.logdet(b)
     return log_det + torch.logdet(total)
+
+
+@pytest.mark.slow
+def test_the_benchmarks(tmp_path):
+    sizes = ("--classes", "4", "--examples", "10", "--inputs", "4", "--test", "3")
+    folder = Path(__file__).parents[1] / "examples" / "benchmarks"
+    printed = run_script(folder / "many_outputs.py", tmp_path, *sizes, "--structures", "gp")
+    assert "ntk_laplace gp -" in printed
+    few = ("--modules", "2", "--width", "32", "--tokens", "4", "--examples", "6")
+    printed = run_script(folder / "lora.py", tmp_path, *few)
+    assert "kfac(rank=10)" in printed

@@ -1,7 +1,7 @@
 """The last layer of a thousand classes, exactly and by KFAC, beside laplace-torch.
 
 N=200 examples, C=1,000 classes, D=128 inputs of the layer, P=129,000, float64, prior precision 1; the evidence, and
-the probit predictive of 1,000 inputs (laplace-torch: of 10). Each line is a process of its own, on one thread. Seconds
+the probit predictive of 1,000 inputs (laplace-torch: of 2). Each line is a process of its own, on one thread. Seconds
 are those of the processor, bytes those above the process's before the fit. Command for all figures:
 
     python examples/benchmarks/many_outputs.py --peers-python PEERS/bin/python
