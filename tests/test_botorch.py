@@ -8,8 +8,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 import ntk_laplace as ntkl
 from refusals import refused
+from scripts import run_script
 
 with warnings.catch_warnings():  # what they say of other packages when they are imported
     warnings.simplefilter("ignore")
@@ -295,7 +298,8 @@ def test_fit() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert float((first.posterior(x).mean - y).abs().max()) < 0.05
     assert float(first.laplace.likelihood.noise) == pytest.approx(1e-3)
-    assert len(first.laplace.prior.precision) == 2
+    assert len(first.laplace.prior.precision) == 1
+    assert torch.equal(first.laplace.prior.flat_mean(), torch.cat([p.detach().flatten() for p in before]))
     more_x, more_y = torch.cat([x, x[:1] + 0.1]), torch.cat([y, y[:1]])
     warm = ntkl.botorch.LaplaceModel.fit(module, more_x, more_y, noise=1e-3, outcome_transform=Standardize(2),
                                          warm_start=first, steps=1, rounds=1)  # fmt: skip
@@ -307,11 +311,40 @@ def test_fit() -> None:
     assert torch.allclose(extra, variances.mean(0).expand_as(extra), rtol=1e-6)
     given = known.condition_on_observations(x[:1], y[:1], noise=torch.full((1, 2), 1e-4).double()).posterior(x[:1])
     assert bool((given.variance < 2e-4 * y.var(0)).all())
-    learned = ntkl.botorch.LaplaceModel.fit(lambda d, m: network(m), x, y, steps=20)
+    learned = ntkl.botorch.LaplaceModel.fit(lambda d, m: network(m), x, y, steps=20, groups="layer", prior_mean="zero")
+    assert len(learned.laplace.prior.precision) == 2 and not bool(learned.laplace.prior.flat_mean().any())
     assert float(learned.laplace.likelihood.noise.detach()) != pytest.approx(1e-2)
     seen: list[tuple] = []
     own = ntkl.botorch.LaplaceModel.fit(module, x, y, noise=0.1, rounds=1, trainer=lambda *given: seen.append(given))
     assert torch.equal(own.laplace.network.theta, torch.cat([p.flatten() for p in before])) and len(seen) == 1
+
+
+def test_the_prior_variance_of_the_default_network_is_about_the_same_everywhere() -> None:
+    """A perceptron of the inputs themselves has three times the variance in the corners of a cube."""
+    x = 2.0 * draws(4, 5) - 1.0
+    model = ntkl.botorch.LaplaceModel.fit("mlp", x, x[:, :1], noise=1e-2, steps=1, rounds=1)
+    corners = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=5))).double()
+    inside = 0.3 * (2.0 * draws(32, 5, seed=1) - 1.0)
+    variances = [model.laplace.prior_latent(part).variance.mean() for part in (corners, inside)]
+    assert 0.6 < float(variances[0] / variances[1]) < 1.7
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path) -> None:
+    """In miniature; a second run reads its cells, and finds those of a method that ran elsewhere."""
+    script = Path(__file__).resolve().parents[1] / "examples/bayesian_optimization/optimize.py"
+    given = ["--small", "--threads", "1", "--problems", "branin,sequences", "--out", "runs"]
+    run_script(script, tmp_path, *given, "--methods", "ntk_laplace,Sobol")
+    cell = tmp_path / "runs/branin ntk_laplace 0.json"
+    kept = json.loads(cell.read_text())
+    assert kept["result"]["regret"] == sorted(kept["result"]["regret"], reverse=True)
+    peer = kept | {"result": {"regret": [9.0, 9.0, 9.0], "seconds": 1.0}}
+    (tmp_path / "runs/branin laplace-bayesopt 0.json").write_text(json.dumps(peer))
+    printed = run_script(script, tmp_path, *given, "--methods", "ntk_laplace,Sobol")
+    assert "| laplace-bayesopt | 1     | 9             | 1 of 1" in printed
+    found = json.loads((tmp_path / "runs/optimize.json").read_text())["results"]
+    assert set(found) == {"branin", "sequences"} and len(found["branin"]["ntk_laplace"]["regret"]) == 2
+    assert (tmp_path / "runs/optimize.png").stat().st_size > 0
 
 
 def test_images_and_token_ids() -> None:

@@ -95,7 +95,8 @@ def main() -> None:
     arguments.add_argument("--ours", type=json.loads, default={}, help="JSON: more arguments of LaplaceModel.fit")
     options = arguments.parse_args()
     if options.small:
-        options.seeds, options.steps, options.epochs, options.ours = 2, 2, 5, {"steps": 10, "rounds": 1}
+        options.seeds, options.steps, options.epochs, options.ours = 2, 2, 5, {"steps": 5, "rounds": 1}
+        options.ours["hidden_layer_sizes"] = [8]
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     warnings.simplefilter("ignore")  # of optimizers that stop early, and of laplace-torch

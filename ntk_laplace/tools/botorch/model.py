@@ -107,7 +107,7 @@ class LaplaceModel(Model, FantasizeMixin):
     def fit(
         cls, network: nn.Module | Callable[[int, int], nn.Module] | str, train_X: Tensor, train_Y: Tensor,
         train_Yvar: Tensor | None = None, *, hidden_layer_sizes: Sequence[int] = (64, 64), activation: str = "silu",
-        noise: float | None = None, groups: Any = "layer", prior_mean: str = "initial",
+        noise: float | None = None, groups: Any = "all", prior_mean: str = "initial",
         rounds: int = 2, steps: int = 100, trainer: Callable[..., Any] | None = None,
         warm_start: LaplaceModel | None = None, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
@@ -115,13 +115,14 @@ class LaplaceModel(Model, FantasizeMixin):
     ) -> LaplaceModel:  # fmt: skip
         """Train a network with its evidence, and return its posterior as a model.
 
-        A round maximizes the evidence over prior precisions (and noise), and trains to an optimum of the log joint by
-        L-BFGS over all examples.
+        A round trains to an optimum of the log joint by L-BFGS over all examples, and maximizes the evidence over the
+        prior precision, and over the noise if it is not given.
 
         Parameters
         ----------
         network : nn.Module, callable or str
-            A module, which is copied; a callable ``(d, m) -> nn.Module``; or "mlp", a multilayer perceptron.
+            A module, which is copied; a callable ``(d, m) -> nn.Module``; or "mlp", a multilayer perceptron of
+            (sin πx/2, cos πx/2) for inputs in [-1, 1]: its prior variance is about the same in the whole cube.
         train_X : Tensor, (n, d)
         train_Y : Tensor, (n, m)
         train_Yvar : Tensor, (n, m), optional
@@ -133,7 +134,7 @@ class LaplaceModel(Model, FantasizeMixin):
             The noise variance of transformed outcomes, fixed. By default it is learned with the precisions, which
             needs some tens of points: from few, the evidence may explain a function as noise.
         groups : str or mapping
-            Which weights share a prior precision, as in `GaussianPrior`.
+            Which weights share a prior precision, as in `GaussianPrior`: "all", "layer", "tensor" or a mapping.
         prior_mean : {"initial", "zero"}
             Of the weights. "initial": those that the network comes with; the function is then a draw from the random
             network's tangent kernel, and moves no further from it than the data ask. "zero" is weight decay.

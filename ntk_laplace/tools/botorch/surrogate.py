@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.gp.input_format import InputFormat
@@ -24,7 +25,21 @@ from ntk_laplace.tools.estimators.networks import network_of
 
 __all__ = ["Surrogate"]
 
+_FIRST_SCALE = 2.0  # of the first layer's weights, relative to torch's: shorter length scales, by the evidence
 _FIRST_NOISE = 1e-2  # where the noise is learned, of standardized outcomes
+
+
+class Angles(nn.Module):
+    """Each input x in [-1, 1] as a point of a half circle, (sin πx/2, cos πx/2).
+
+    All inputs then have one norm, so that the variance of a perceptron's tangent kernel is about the same everywhere:
+    on x itself it grows towards the corners of the cube, and acquisition functions with it.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 2 d)."""
+        angles = 0.5 * math.pi * x
+        return torch.cat([angles.sin(), angles.cos()], -1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +82,7 @@ class Surrogate:
         options = {"settings": Settings(progress=False), **options}
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(0)
-            module = network_of(network, self.inputs.shape[1], self.targets.shape[1], hidden_layer_sizes, activation)
+            module = self._module(network, hidden_layer_sizes, activation)
         module = module if start is None else copy.deepcopy(start.network.module)
         module.eval()
         frozen = Network(module, options.get("parameters"), options.get("output"))
@@ -90,6 +105,17 @@ class Surrogate:
             found.fit_hyperparameters(parameters=["precision"] if fixed else None)
             likelihood, prior = found.likelihood, found.prior
         return found
+
+    def _module(self, network: Any, hidden_layer_sizes: Any, activation: str) -> nn.Module:
+        d, m = self.inputs.shape[1], self.targets.shape[1]
+        if not (isinstance(network, str) and network == "mlp"):
+            return network_of(network, d, m, hidden_layer_sizes, activation)
+        perceptron = network_of("mlp", 2 * d, m, hidden_layer_sizes, activation)
+        layers = [layer for layer in perceptron.modules() if isinstance(layer, nn.Linear)]
+        with torch.no_grad():
+            layers[0].weight.mul_(_FIRST_SCALE)
+            layers[-1].weight.zero_()  # the prior mean of the function is constant
+        return nn.Sequential(Angles(), perceptron)
 
     def _likelihood(self, start: Posterior | None) -> Likelihood:
         if self.variances is not None:
