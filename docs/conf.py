@@ -1,7 +1,11 @@
 """Settings of the Sphinx build; the API pages come from the code through autosummary."""
 
+import sys
 from importlib.metadata import version as _version
 from importlib.util import find_spec as _find
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 project = "ntk_laplace"
 author = "the ntk_laplace authors"
@@ -50,6 +54,22 @@ def _of_host_libraries(app, what, name, member, skip, options):
     return True if (name.startswith("set_") and name.endswith("_request")) or name == "get_metadata_routing" else None
 
 
+def _notebooks(app):
+    """Write the pages with code as notebooks, if nbformat is installed."""
+    import notebooks
+
+    there = app.builder.format == "html" and _find("nbformat") is not None
+    app.notebooks = notebooks.write(Path(app.srcdir), Path(app.outdir, "notebooks")) if there else []
+
+
+def _link(app, page, template, context, doctree):
+    """Link a page to its notebook."""
+    if page in app.notebooks:
+        context["body"] += f'<p><a href="notebooks/{page}.ipynb" download>This page as a notebook</a></p>'
+
+
 def setup(app):
     """Sphinx calls this once."""
+    app.connect("builder-inited", _notebooks)
+    app.connect("html-page-context", _link)
     app.connect("autodoc-skip-member", _of_host_libraries)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gallery import keep
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "examples" / "short"
 PAGE = ROOT / "docs" / "short_examples.md"
@@ -43,6 +45,7 @@ def test_a_short_example_prints_what_it_is_about(file: Path, capsys, tmp_path, m
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(file), run_name="__main__")
     printed = capsys.readouterr().out
+    keep(file, tmp_path, printed)
     assert re.search(PRINTED[file.stem], printed), printed
     assert list(tmp_path.iterdir()) == [], "it leaves a file"
     assert len(printed.splitlines()) <= 12

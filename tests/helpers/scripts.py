@@ -15,6 +15,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
+from gallery import keep
+
 __all__ = ["run_script"]
 
 
@@ -28,6 +30,7 @@ def run_script(script: Path, folder: Path, *arguments: str) -> str:
     ):  # fmt: skip
         warnings.simplefilter("default")
         runpy.run_path(str(script), run_name="__main__")
+    keep(script, folder, printed.getvalue())
     return printed.getvalue()
 
 
