@@ -1,16 +1,17 @@
 """Settings of the Sphinx build; the API pages come from the code through autosummary."""
 
 import sys
-from importlib.metadata import version as _version
 from importlib.util import find_spec as _find
 from pathlib import Path
+
+import ntk_laplace
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 project = "ntk_laplace"
 author = "the ntk_laplace authors"
 copyright = author
-version = release = _version("ntk_laplace")
+version = release = ntk_laplace.__version__
 
 extensions = [
     "myst_parser",
@@ -54,6 +55,15 @@ def _of_host_libraries(app, what, name, member, skip, options):
     return True if (name.startswith("set_") and name.endswith("_request")) or name == "get_metadata_routing" else None
 
 
+def _gallery(app):
+    """Write the cards of the gallery, which its page includes."""
+    import cards
+
+    source = Path(app.srcdir)
+    made = cards.cards(source.parent / "examples", source / "images" / "gallery")
+    (source / "_gallery.txt").write_text(made, encoding="utf-8")
+
+
 def _notebooks(app):
     """Write the pages with code as notebooks, if nbformat is installed."""
     import notebooks
@@ -70,6 +80,7 @@ def _link(app, page, template, context, doctree):
 
 def setup(app):
     """Sphinx calls this once."""
+    app.connect("builder-inited", _gallery)
     app.connect("builder-inited", _notebooks)
     app.connect("html-page-context", _link)
     app.connect("autodoc-skip-member", _of_host_libraries)

@@ -95,7 +95,7 @@ from ntk_laplace.variational_inference.variational import variational
 if TYPE_CHECKING:
     from ntk_laplace.tools.estimators import LaplaceClassifier, LaplaceRegressor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import json
 import re
 import sys
-from collections.abc import Callable
-from importlib.metadata import metadata
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image
 
 import gallery
 import ntk_laplace as ntkl
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -23,23 +25,28 @@ DOCS = ROOT / "docs"
 # ------------------------------------------------------------------------------------------------------------- gallery
 
 
-def test_the_page_of_the_gallery_is_that_of_the_scripts() -> None:
-    """Written by the helper, from the docstrings and the pictures that there are."""
-    assert gallery.PAGE.read_text() == gallery.page(), "run: python tests/helpers/gallery.py"
-    for script in gallery.SCRIPTS:
-        assert gallery.title_of(script), f"{script} has no docstring"
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    yield from imported("cards", monkeypatch)
 
 
-# the tests do not run them: they take peers, or much memory
-WITHOUT_PICTURE = {"evidence_digits", "evidence_large", "gram", "optimizations", "prediction", "versions"}
+def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of the docs."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    yield importlib.import_module(name)
+    del sys.modules[name]
 
 
-def test_every_script_that_the_tests_run_has_a_picture() -> None:
-    known = {gallery.picture_of(script): script for script in gallery.SCRIPTS}
-    kept = {path.name for path in gallery.GALLERY.glob("*.png")}
-    assert kept <= set(known), f"pictures of no script: {kept - set(known)}"
-    assert {known[name].stem for name in set(known) - kept} == WITHOUT_PICTURE
-    for path in gallery.GALLERY.glob("*.png"):
+def test_every_script_has_a_card_and_most_have_a_picture(cards: Any) -> None:
+    text, scripts = cards.cards(gallery.EXAMPLES, gallery.PICTURES), cards.scripts(gallery.EXAMPLES)
+    for script in scripts:
+        name = script.relative_to(gallery.EXAMPLES).as_posix()
+        title = cards.title_of(script)
+        assert title and text.count(f"[{name}](../examples/{name})\n\n{title}\n```") == 1
+    shown, kept = set(re.findall(r"images/gallery/(\S+)\)", text)), {path.name for path in gallery.PICTURES.iterdir()}
+    assert shown == kept and len(shown) > 0.8 * len(scripts)
+    assert text.count("````{container} gallery") == len({script.parent for script in scripts})
+    for path in gallery.PICTURES.iterdir():
         with Image.open(path) as image:
             assert image.size[0] <= gallery.SIZE[0] and image.size[1] <= gallery.SIZE[1]
             assert image.convert("L").getextrema()[0] < 128, f"{path} is empty"
@@ -68,13 +75,9 @@ def test_pictures_are_kept_from_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def notebooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+def notebooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("nbformat")
-    monkeypatch.syspath_prepend(str(DOCS))
-    import notebooks
-
-    yield notebooks
-    del sys.modules["notebooks"]
+    yield from imported("notebooks", monkeypatch)
 
 
 def test_cells_of_a_notebook_are_the_blocks_of_the_page(notebooks: Any, tmp_path: Path) -> None:
@@ -105,6 +108,17 @@ def test_a_notebook_runs(notebooks: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 # -------------------------------------------------------------------------------------------------- from laplace-torch
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_runs_without_the_peer(tmp_path: Path) -> None:
+    script = gallery.EXAMPLES / "benchmarks" / "laplace_torch.py"
+    printed = run_script(script, tmp_path, "--small", "--threads", "1")
+    found = json.loads((tmp_path / "laplace_torch.json").read_text())["evidence"]
+    page = (DOCS / "from_laplace_torch.md").read_text()
+    assert set(found) == set(re.findall(r"^\| (\w+/\w+/\w+) ", page, re.MULTILINE)) and "| -" in printed
+    for task in ("regression", "classification"):  # approximations of the same network's evidence
+        assert found[f"{task}/all/full"] > found[f"{task}/all/diag"]
 
 
 def calls_of_ours() -> list[str]:
@@ -157,7 +171,7 @@ def test_the_files_of_a_release_agree() -> None:
     yaml = pytest.importorskip("yaml")
     citation = yaml.safe_load((DOCS / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors", "license", "version", "date-released"} <= set(citation)
-    assert citation["version"] == ntkl.__version__ and citation["title"] == metadata("ntk_laplace")["Name"]
+    assert citation["version"] == ntkl.__version__ and citation["title"] == "ntk_laplace"
     assert citation["license"] == "MIT"
     changes = re.findall(r"^## (\S+)", (DOCS / "changelog.md").read_text(), re.MULTILINE)
     assert changes[0] == ntkl.__version__ and changes == sorted(changes, reverse=True)
@@ -165,7 +179,7 @@ def test_the_files_of_a_release_agree() -> None:
         assert f"\n{name}\n" in (DOCS / "index.md").read_text()
 
 
-def test_every_extra_is_in_the_readme() -> None:
-    extras = set(metadata("ntk_laplace").get_all("Provides-Extra") or ())
-    text = (ROOT / "README.md").read_text()
-    assert {name for name in extras if f"| `{name}`" not in text} == set()
+def test_the_readme_names_extras_that_exist() -> None:
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    named = re.findall(r"^\| `(\w+)` \|.* \| 3\.1\d \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(named) >= 4 and set(named) <= set(re.findall(r"^(\w+) = ", extras, re.MULTILINE))

@@ -263,11 +263,6 @@ def _complain(message: str, code: int) -> int:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
+    from ntk_laplace import __version__
 
-    try:
-        return version("ntk_laplace")
-    except PackageNotFoundError:
-        from ntk_laplace import __version__
-
-        return __version__
+    return __version__
