@@ -12,7 +12,8 @@ __all__ = ["cards", "picture_of", "scripts", "title_of"]
 SECTIONS = {
     "short": "First steps", "predictions": "Predictions", "selection": "Which model?",
     "selection/exact": "Exact evidence", "attribution": "Explanations", "active": "Active learning",
-    "structures": "Structures", "toys": "Toys", "uci": "UCI data", "variational": "Variational inference",
+    "bayesian_optimization": "Bayesian optimization", "structures": "Structures", "toys": "Toys", "uci": "UCI data",
+    "variational": "Variational inference",
 }  # fmt: skip
 
 
@@ -42,7 +43,8 @@ def cards(examples: Path, pictures: Path) -> str:
 
 
 def _section(folder: str, own: list[Path], examples: Path, pictures: Path) -> Iterator[str]:
-    yield f"## {SECTIONS.get(folder, folder.capitalize())}\n\n````{{container}} gallery\n"
+    heading = SECTIONS.get(folder, folder.replace("_", " ").capitalize())
+    yield f"## {heading}\n\n````{{container}} gallery\n"
     for script in own:
         name, picture = script.relative_to(examples).as_posix(), pictures / picture_of(script, examples)
         yield "```{container} card"

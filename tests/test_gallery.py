@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 import gallery
@@ -56,6 +58,7 @@ def test_every_script_has_a_card_and_most_have_a_picture(cards: Any) -> None:
 def test_pictures_are_kept_from_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was drawn, else what was printed; nothing without the variable."""
     script = gallery.EXAMPLES / "short" / "01_fit.py"
+    monkeypatch.delenv("GALLERY", raising=False)
     gallery.keep(script, tmp_path, "nothing")
     monkeypatch.setenv("GALLERY", str(tmp_path / "kept"))
     gallery.keep(script, tmp_path / "none", " \n")
@@ -69,6 +72,26 @@ def test_pictures_are_kept_from_a_run(tmp_path: Path, monkeypatch: pytest.Monkey
     with Image.open(kept) as image:
         assert kept.read_bytes() != text and image.size == (560, 280)
         assert image.convert("RGB").getpixel((5, 5)) == (255, 0, 0)
+
+
+class Result:
+    def plot(self) -> Figure:
+        figure = Figure(figsize=(3, 2))
+        figure.add_axes((0, 0, 1, 1), facecolor="blue")
+        return figure
+
+
+def test_a_result_is_drawn_where_the_script_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GALLERY", str(tmp_path / "kept"))
+    kept, script = tmp_path / "kept" / "short_01_fit.png", gallery.EXAMPLES / "short" / "01_fit.py"
+    gallery.keep(script, tmp_path / "none", "text", {"_hidden": Result(), "x": torch.zeros(3, 1), "found": Result()})
+    with Image.open(kept) as image:
+        assert image.convert("RGB").getpixel((image.width // 2, image.height // 2)) == (0, 0, 255)
+    x = torch.linspace(0, 1, 5).double().unsqueeze(1)
+    posterior = ntkl.laplace(torch.nn.Linear(1, 1).double(), (x, x), ntkl.Gaussian(noise=1.0))
+    gallery.keep(script, tmp_path / "none", "text", {"posterior": posterior, "x": x, "y": x})
+    with Image.open(kept) as image:
+        assert len(image.convert("RGB").getcolors()) > 10  # bands, points and a line
 
 
 # ----------------------------------------------------------------------------------------------------------- notebooks

@@ -43,9 +43,9 @@ def test_the_table_is_that_of_the_folder() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_short_example_prints_what_it_is_about(file: Path, capsys, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runpy.run_path(str(file), run_name="__main__")
+    made = runpy.run_path(str(file), run_name="__main__")
     printed = capsys.readouterr().out
-    keep(file, tmp_path, printed)
+    keep(file, tmp_path, printed, made)
     assert re.search(PRINTED[file.stem], printed), printed
     assert list(tmp_path.iterdir()) == [], "it leaves a file"
     assert len(printed.splitlines()) <= 12

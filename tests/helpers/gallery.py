@@ -5,21 +5,29 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from matplotlib import font_manager
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
+
+from ntk_laplace import plotting
 
 __all__ = ["EXAMPLES", "PICTURES", "SIZE", "keep"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, PICTURES = ROOT / "examples", ROOT / "docs" / "images" / "gallery"
 SIZE, COLORS = (560, 400), 48
-FONT, LEADING, MARGIN, LINES, COLUMNS, INK = 13, 6, 12, 18, 68, "#1c2127"
+FONT, LEADING, MARGIN, LINES, COLUMNS, INK = 18, 8, 12, 14, 49, "#1c2127"
 
 
-def keep(script: Path, folder: Path, printed: str) -> None:
-    """Keep a picture of a run if the variable GALLERY names a folder: the first one that it drew, or what it printed.
+def keep(script: Path, folder: Path, printed: str, made: Mapping[str, Any] | None = None) -> None:
+    """Keep a picture of a run if the variable GALLERY names a folder.
+
+    The first picture that the script drew; else one of its results; else the first lines that it printed.
 
     Parameters
     ----------
@@ -27,6 +35,8 @@ def keep(script: Path, folder: Path, printed: str) -> None:
     folder : Path
         Where it wrote its files.
     printed : str
+    made : mapping, optional
+        Its variables at the end.
     """
     where = os.environ.get("GALLERY")
     if where is None or not script.is_relative_to(EXAMPLES):
@@ -34,7 +44,9 @@ def keep(script: Path, folder: Path, printed: str) -> None:
     drawn = sorted(folder.rglob("*.png"))
     if not drawn and not printed.strip():
         return
-    image = Image.open(drawn[0]).convert("RGB") if drawn else _text(printed)
+    result = None if drawn else _result(made or {})
+    source = drawn[0] if drawn else None if result is None else io.BytesIO(plotting.png(result))
+    image = _text(printed) if source is None else Image.open(source).convert("RGB")
     image.thumbnail(SIZE)
     buffer = io.BytesIO()
     image.quantize(COLORS).save(buffer, "PNG", optimize=True)
@@ -46,6 +58,21 @@ def keep(script: Path, folder: Path, printed: str) -> None:
     finally:
         sys.path.remove(str(ROOT / "docs"))
     (target / picture_of(script, EXAMPLES)).write_bytes(buffer.getvalue())
+
+
+def _result(made: Mapping[str, Any]) -> Figure | None:
+    """A figure of a variable that has one: a result with a method `plot`, or a posterior over one input."""
+    for name, value in made.items():
+        if hasattr(value, "plot") and not name.startswith("_"):
+            return value.plot()
+    posterior, x = made.get("posterior"), made.get("x")
+    if posterior is None or x.ndim != 2 or x.shape[1] > 1 or posterior.num_outputs > 1:
+        return None
+    margin = 0.3 * (x.max() - x.min())
+    grid = torch.linspace(float(x.min() - margin), float(x.max() + margin), 200).to(x).unsqueeze(1)
+    found = posterior.predict(grid)
+    columns = (found.mean, found.epistemic.sqrt(), found.variance.sqrt())
+    return plotting.predictive_1d(grid, *(column.detach().squeeze(1) for column in columns), (x, made["y"]))
 
 
 def _text(printed: str) -> Image.Image:
