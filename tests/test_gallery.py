@@ -84,7 +84,7 @@ class Result:
 def test_a_result_is_drawn_where_the_script_draws_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GALLERY", str(tmp_path / "kept"))
     kept, script = tmp_path / "kept" / "short_01_fit.png", gallery.EXAMPLES / "short" / "01_fit.py"
-    gallery.keep(script, tmp_path / "none", "text", {"_hidden": Result(), "x": torch.zeros(3, 1), "found": Result()})
+    gallery.keep(script, tmp_path / "none", "text", {"x": torch.zeros(3, 1), "found": Result()})
     with Image.open(kept) as image:
         assert image.convert("RGB").getpixel((image.width // 2, image.height // 2)) == (0, 0, 255)
     x = torch.linspace(0, 1, 5).double().unsqueeze(1)
