@@ -27,13 +27,13 @@ __all__ = ["Everywhere", "EverywhereResponse"]
 class Everywhere(Likelihood):
     """Independent responses at L positions, each with `likelihood`: segmentation, token labels, images as targets.
 
-    The network returns (N, C, *positions) or (N, *positions, C), with C outputs at each position. Where both fit, the
-    layout is ambiguous and refused. In the library f has shape (N, L C), with the outputs of one position side by side.
-    Targets have shape (N, *positions) where one position has one number, such as a class; else (N, *positions, D) or
-    (N, D, *positions).
+    The network returns ``(N, C, *positions)`` or ``(N, *positions, C)``, with C outputs at each position. Where both
+    fit, the layout is ambiguous and refused. In the library f has shape (N, L C), with the outputs of one position side
+    by side. Targets have shape ``(N, *positions)`` where one position has one number, such as a class; else
+    ``(N, *positions, D)`` or ``(N, D, *positions)``.
 
     Predictions are distributions with events of shape ``positions``: `log_prob` is the sum over the observed positions
-    of the log density of each one's own marginal; `mean`, `variance` and `probs` have shape (n, *positions, C).
+    of the log density of each one's own marginal; `mean`, `variance` and `probs` have shape ``(n, *positions, C)``.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Everywhere(Likelihood):
         self.likelihood.bind(num_examples * self.num_positions(num_outputs), self._per_position(num_outputs))
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check targets (N, *positions), (N, *positions, D) or (N, D, *positions); the first two are canonical."""
+        """Check targets: ``(N, *positions)`` or ``(N, *positions, D)``, the canonical forms, or ``(N, D, *positions)``."""
         y = read(y, num_examples, missing=True)
         own, axes, shape = self.likelihood, len(self.positions), tuple(self.positions)
         if y.shape[1:] != self.positions and y.shape[1:-1] != self.positions and y.shape[2:] == self.positions:
@@ -320,12 +320,12 @@ class EverywhereResponse(Response):
 
     @property
     def mean(self) -> Tensor:
-        """Mean response, (n, *positions, D): the probabilities of classes."""
+        """Mean response, ``(n, *positions, D)``: the probabilities of classes."""
         return self._apart(self.marginals.mean)
 
     @property
     def probs(self) -> Tensor:
-        """Probability of each class at each position, (n, *positions, C)."""
+        """Probability of each class at each position, ``(n, *positions, C)``."""
         return self._apart(self.marginals.probs)
 
     def log_prob(self, value: Tensor) -> Tensor:
