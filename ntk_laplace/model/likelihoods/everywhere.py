@@ -137,7 +137,7 @@ class Everywhere(Likelihood):
         self.likelihood.bind(num_examples * self.num_positions(num_outputs), self._per_position(num_outputs))
 
     def targets(self, y: Any, num_examples: int, num_outputs: int) -> Tensor:
-        """Check targets: ``(N, *positions)`` or ``(N, *positions, D)``, the canonical forms, or ``(N, D, *positions)``."""
+        """Check targets, ``(N, *positions)`` or ``(N, *positions, D)``; ``(N, D, *positions)`` becomes the latter."""
         y = read(y, num_examples, missing=True)
         own, axes, shape = self.likelihood, len(self.positions), tuple(self.positions)
         if y.shape[1:] != self.positions and y.shape[1:-1] != self.positions and y.shape[2:] == self.positions:
