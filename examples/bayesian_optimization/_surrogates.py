@@ -35,7 +35,7 @@ def ours(problem: Problem, options: Any) -> Surrogate:
             bounds = torch.stack([torch.zeros(problem.dimension), torch.ones(problem.dimension)]).double()
             inputs = Normalize(problem.dimension, bounds=bounds, center=0.0)
         known[0] = ntkl.botorch.LaplaceModel.fit(
-            network, x, y, noise=1e-3, input_transform=inputs, outcome_transform=Standardize(1), warm_start=known[0],
+            network, x, y, noise=1e-5, input_transform=inputs, outcome_transform=Standardize(1), warm_start=known[0],
             **options.ours,
         )  # fmt: skip
         return known[0]
