@@ -48,6 +48,7 @@ from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Rel
 from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
+from ntk_laplace.posterior.what_ifs import CrossValidation, WhatIfs
 from ntk_laplace.runtime.distributed import process_group
 from ntk_laplace.selection.risk import RiskBound, risk_bound
 from ntk_laplace.structures import (
@@ -121,6 +122,7 @@ __all__ = [
     "Calibration",
     "Categorical",
     "ComparisonInterrupted",
+    "CrossValidation",
     "CurvatureType",
     "CustomLikelihood",
     "DataError",
@@ -192,6 +194,7 @@ __all__ = [
     "VariationalHistory",
     "VariationalInterrupted",
     "VariationalStep",
+    "WhatIfs",
     "active",
     "attribution",
     "compare_evidence",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.optimize import minimize
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 from torch import nn
 
 import ntk_laplace as ntkl
@@ -169,11 +169,28 @@ def diabetes(delta: float = 5.0) -> Problem:
     return replace(problem, halves=60, target="output")
 
 
+def iris(delta: float = 0.5) -> Problem:
+    """100 and 50 rows of 4 standardized features, 4-16-3."""
+    return _table("iris", load_iris(), 100, delta)
+
+
+def wine(delta: float = 1.0) -> Problem:
+    """120 and 58 rows of 13 standardized features, 13-16-3."""
+    return _table("wine", load_wine(), 120, delta)
+
+
+def _table(name: str, found, count: int, delta: float) -> Problem:
+    order = np.random.default_rng(0).permutation(len(found.data))
+    x, y = _standardized(found.data)[order], found.target[order]
+    return Problem(name, x[:count], y[:count], x[count:], y[count:], 3, "categorical", delta, halves=60)
+
+
 def _standardized(values: np.ndarray) -> np.ndarray:
     return (values - values.mean(0)) / values.std(0)
 
 
-PROBLEMS = {"digits": digits, "fours-nines": fours_and_nines, "cancer": breast_cancer, "diabetes": diabetes}
+PROBLEMS = {"digits": digits, "fours-nines": fours_and_nines, "cancer": breast_cancer, "diabetes": diabetes,
+            "iris": iris, "wine": wine}  # fmt: skip
 
 
 def small(problem: Problem) -> Problem:

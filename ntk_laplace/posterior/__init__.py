@@ -12,7 +12,7 @@ from ntk_laplace.posterior.lower_bound import LowerBoundVerbs
 from ntk_laplace.posterior.retraining import RetrainingVerbs
 from ntk_laplace.posterior.sampled_evidence import SampledEvidenceVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
-from ntk_laplace.posterior.what_if import WhatIfVerbs
+from ntk_laplace.posterior.what_ifs import WhatIfsVerbs
 
 __all__ = ["Posterior"]
 
@@ -40,6 +40,8 @@ _OF_LAPLACE = {
     "reweight": "what-ifs",
     "relabel": "what-ifs",
     "add": "what-ifs",
+    "what_ifs": "what-ifs",
+    "cross_validate": "cross-validation",
     "refit": "what-ifs",
     "relinearize": "what-ifs",
     "merge": "the posterior of more data",
@@ -84,7 +86,8 @@ def _outside_autocast(cls: _Class) -> _Class:
 @_outside_autocast
 @_require_laplace
 class Posterior(
-    SelectionVerbs, LowerBoundVerbs, SampledEvidenceVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs, WhatIfVerbs
+    SelectionVerbs, LowerBoundVerbs, SampledEvidenceVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs,
+    WhatIfsVerbs,
 ):  # fmt: skip
     """Laplace-GGN posterior of a trained network.
 

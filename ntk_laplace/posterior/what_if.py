@@ -32,7 +32,7 @@ from ntk_laplace.structures.what_if import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["WhatIfVerbs"]
+__all__ = ["WhatIfVerbs", "is_moving"]
 
 
 class WhatIfVerbs(Fitted):
@@ -169,7 +169,7 @@ class WhatIfVerbs(Fitted):
                                            "Use condition(data), to which each process gives its share.")
         batches = Batches((x, y), model.settings.batch_size, model.network.device, model.network.input_dtype)
         with torch.inference_mode(False):
-            if _is_moving(linearization, steps):
+            if is_moving(linearization, steps):
                 more = read_points(replace(model, displacement=None), batches)
                 return self._derived(moved(self._fitted, self._points().joined(model.likelihood, more), batches))
             exact = self._fitted.structure.spec.exact
@@ -268,7 +268,7 @@ class WhatIfVerbs(Fitted):
         )  # fmt: skip
 
     def _changed(self, points: TrainingPoints, steps: int | None, linearization: str) -> Self:
-        if not _is_moving(linearization, steps):
+        if not is_moving(linearization, steps):
             return self._at_fixed(points, steps)
         with torch.inference_mode(False):
             return self._derived(moved(self._fitted, points))
@@ -288,7 +288,7 @@ class WhatIfVerbs(Fitted):
             return self._derived(stepped_once(self._fitted, points, added))
 
 
-def _is_moving(linearization: object, steps: int | None) -> bool:
+def is_moving(linearization: object, steps: int | None) -> bool:
     """Whether the network moves.
 
     Raises

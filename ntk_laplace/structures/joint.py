@@ -63,9 +63,12 @@ class ManyPoints:
 
     def log_prob(self, f: Tensor, part: slice, weights: Tensor) -> Tensor:
         """Σ w_n log p(y_n | f_n), (S,), with its graph, for finite outputs f (S, n, C) and weights (S, n)."""
+        return (weights * self.each(f, part).masked_fill(weights == 0, 0.0)).sum(1)
+
+    def each(self, f: Tensor, part: slice = slice(None)) -> Tensor:
+        """log p(y_n | f_n), (S, n), nats, each point counted once."""
         likelihood, points, _ = self._repeated(f, part)
-        each = replace(points, weights=None).log_prob_at(likelihood, f.flatten(0, 1)).view(weights.shape)
-        return (weights * each.masked_fill(weights == 0, 0.0)).sum(1)
+        return replace(points, weights=None).log_prob_at(likelihood, f.flatten(0, 1)).view(f.shape[:2])
 
     def values_and_residuals(self, f: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """`values`, and their gradients in f, (S, n, C); zero where an output is not finite."""
@@ -130,9 +133,19 @@ class LocalCurvature:
 class WeightLikelihood(ABC):
     """log p(D | θ) as a function of weights (S, P)."""
 
+    _points: ManyPoints
+
     @abstractmethod
     def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
         """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
+
+    @abstractmethod
+    def outputs(self, thetas: Tensor) -> Tensor:
+        """Outputs at the training points, (S, N, C)."""
+
+    def log_prob(self, f: Tensor) -> Tensor:
+        """log p(y_n | f_n), (S, N), nats, of outputs f (S, N, C), each point counted once."""
+        return self._points.each(f)
 
     @abstractmethod
     def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
@@ -267,7 +280,8 @@ class NetworkLikelihood(WeightLikelihood):
         def products(vectors: Tensor) -> Tensor:
             found = torch.zeros_like(thetas)
             for one in graphs if kept else self._graphs(thetas, weights, False):
-                found[one.some] += one.product(vectors[one.some])
+                if bool(vectors[one.some].any()):  # those of problems that are solved are zero
+                    found[one.some] += one.product(vectors[one.some])
             return found
 
         return LocalCurvature(gradients, products)
@@ -296,7 +310,7 @@ class NetworkLikelihood(WeightLikelihood):
 
     def _graphs(self, thetas: Tensor, weights: Tensor, kept: bool) -> Iterator[_Graph]:
         """Gradients of each pass with their graphs."""
-        for some, part, x in self._passes(thetas, 1 if kept else _SECOND):
+        for some, part, x in self._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
             own = thetas[some].detach().requires_grad_()
             with torch.enable_grad(), twice_differentiable():
                 value = self._points.log_prob(self._network(own, x).to(self._dtype), part, weights[some, part]).sum()
@@ -318,12 +332,15 @@ class NetworkLikelihood(WeightLikelihood):
             gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
         return total, gradients
 
-    def _passes(self, thetas: Tensor, share: int = 1) -> Iterator[tuple[slice, slice, Inputs]]:
-        """Weights, points and inputs of each pass, which takes a share of the memory for one."""
+    def _passes(
+        self, thetas: Tensor, share: int = 1, most: int | None = None
+    ) -> Iterator[tuple[slice, slice, Inputs]]:
+        """Weights, at most so many, points and inputs of each pass, which takes a share of the memory for one."""
         seen = 0
         for x, (many, few) in zip(self._batches, self._at_once, strict=True):
             n = num_examples(x)
             many, few = (max(1, many // share), few) if many > 1 else (1, max(1, few // share))
+            many = many if most is None else min(many, most)
             for first in range(0, n, few):
                 last = min(first + few, n)
                 inputs = x if few >= n else take(x, slice(first, last))

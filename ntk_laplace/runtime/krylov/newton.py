@@ -177,7 +177,7 @@ def _directions(
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
         direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
-        z = precondition(residual)
+        z[going] = precondition(residual[going])
         before, size = size, torch.where(going, (residual * z).sum(1), size)
         going = going & ~ends & (size > goal)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)

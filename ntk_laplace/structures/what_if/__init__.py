@@ -3,6 +3,7 @@
 from ntk_laplace.structures.what_if.changed_precision import HIGH_LEVERAGE, ChangedPrecision
 from ntk_laplace.structures.what_if.changed_structure import ChangedStructure, rows_of
 from ntk_laplace.structures.what_if.changes import Indices, drawn, positions, relabeled, require_steps, reweighted
+from ntk_laplace.structures.what_if.groups import Groups
 from ntk_laplace.structures.what_if.moving import moved
 from ntk_laplace.structures.what_if.newton import refitted
 from ntk_laplace.structures.what_if.relinearize import relinearized
@@ -12,6 +13,7 @@ __all__ = [
     "HIGH_LEVERAGE",
     "ChangedPrecision",
     "ChangedStructure",
+    "Groups",
     "Indices",
     "at_optimum",
     "drawn",

@@ -1,0 +1,250 @@
+"""Many what-ifs at once, and cross-validation by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import DataError, HyperparameterError, is_whole, require_whole
+from ntk_laplace.model.data import InputData, as_tensor
+from ntk_laplace.posterior.chunks import Chunks
+from ntk_laplace.posterior.what_if import WhatIfVerbs, is_moving
+from ntk_laplace.structures.what_if import Groups, Indices, positions
+
+__all__ = ["CrossValidation", "WhatIfs", "WhatIfsVerbs"]
+
+
+class WhatIfs:
+    """The answers of `Posterior.what_ifs`, one for each of G groups.
+
+    Parameters
+    ----------
+    posterior : Posterior
+        Before the changes.
+    groups : Groups
+
+    Attributes
+    ----------
+    linearization : str
+        "fixed" or "moving".
+    thetas : Tensor, (G, P)
+        Weights at each optimum.
+    weights : Tensor, (G, N)
+        Example weights of each change; 0 where a point is removed.
+    converged : Tensor of bool, (G,)
+        Whether a further Newton step gains less than the rounding of the objective.
+    steps : Tensor, (G,)
+        Number of Newton steps.
+    """
+
+    def __init__(self, posterior: WhatIfVerbs, groups: Groups) -> None:
+        self._posterior, self._groups = posterior, groups
+        self.linearization = "moving" if groups.moving else "fixed"
+        self.thetas, self.weights = groups.thetas, groups.weights
+        self.converged, self.steps = groups.converged, groups.steps
+
+    def __len__(self) -> int:
+        return len(self.thetas)
+
+    def __repr__(self) -> str:
+        return (f"WhatIfs({len(self)} groups, linearization={self.linearization!r}, "
+                f"{int(self.converged.sum())} converged, up to {int(self.steps.max())} Newton steps)")
+
+    def outputs(self, x: InputData) -> Tensor:
+        """Outputs after each change, (G, n, C), at inputs of n examples; of the linearized model if it is fixed."""
+        chunks = Chunks(self._groups.model, x)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._groups.moving:
+                return torch.cat([self._groups.outputs(part) for _, part in chunks.inputs()], 1)
+            return torch.cat([self._groups.linearized_outputs(rows) for rows in chunks.rows()], 1)
+
+    def log_prob(self) -> Tensor:
+        """log p(y_n | f_n) of every training point after each change, (G, N), nats, each counted once.
+
+        Points of weight 0 are the ones left out.
+        """
+        with torch.inference_mode(False):
+            return self._groups.log_prob()
+
+    def posterior(self, index: int) -> WhatIfVerbs:
+        """The posterior of one group, with every verb.
+
+        Raises
+        ------
+        DataError
+            If there is no such group.
+        """
+        if not is_whole(index, 0) or index >= len(self):
+            raise DataError(f"a group from 0 to {len(self) - 1}", f"{index!r}"[:80], "Pass the number of a group.")
+        own = self._posterior
+        if not self._groups.moving:
+            return own.reweight(torch.arange(own.num_examples), self.weights[index], steps=None)
+        with torch.inference_mode(False):
+            return own._derived(self._groups.fitted(index, own.fitted))
+
+
+@dataclass(frozen=True)
+class CrossValidation:
+    """Predictions of every training point without its fold.
+
+    Attributes
+    ----------
+    f : Tensor, (N, C)
+        Outputs.
+    log_density : Tensor, (N,)
+        log p(y_n | f_n), nats, each point counted once.
+    folds : Tensor of int, (N,)
+        The fold of each point.
+    converged : Tensor of bool, (K,)
+        Of each fold, as in `WhatIfs`.
+    """
+
+    f: Tensor
+    log_density: Tensor
+    folds: Tensor
+    converged: Tensor
+
+    def __repr__(self) -> str:
+        return (f"CrossValidation({len(self.converged)} folds, {int(self.converged.sum())} converged, mean log density "
+                f"{float(self.log_density.mean()):.4f} nats)")
+
+
+class WhatIfsVerbs(WhatIfVerbs):
+    """What-ifs of many groups of training points."""
+
+    def what_ifs(self, groups: Sequence[Indices] | Tensor, *, linearization: str = "moving") -> WhatIfs:
+        """The network without each of several groups of training points, or with other example weights.
+
+        All groups share the passes over the data, by `torch.func.vmap`; each is `remove(group, linearization=...)`, or
+        with "fixed" `remove(group, steps=None)`.
+
+        Parameters
+        ----------
+        groups : sequence of index sets, or Tensor
+            The points that each group removes: numbers or masks; a matrix of booleans (G, N), true where a point is
+            removed; or a matrix of floats (G, N), the example weights of each change.
+        linearization : str
+            "moving": the network's own optimum for each change. "fixed": that of the linearized model.
+
+        Returns
+        -------
+        WhatIfs
+
+        Raises
+        ------
+        DataError
+            If there is no group, an index is out of range or repeated, no point remains in one, or the data of the
+            fit cannot be read again.
+        HyperparameterError
+            If a weight is negative or not finite.
+        MemoryBudgetError
+            If the weights of all groups do not fit in memory; nothing was computed.
+
+        Examples
+        --------
+        >>> import torch, ntk_laplace as ntkl
+        >>> network, x = torch.nn.Linear(2, 1).double(), torch.randn(8, 2).double()
+        >>> posterior = ntkl.laplace(network, (x, x[:, :1]), ntkl.Gaussian(0.1))
+        >>> posterior.what_ifs([[0], [1, 2], [5]]).outputs(x[:4]).shape
+        torch.Size([3, 4, 1])
+        """
+        moving = is_moving(linearization, None)
+        counts = self._points().counts.to(self._fitted.theta)
+        with torch.inference_mode(False):
+            return WhatIfs(self, Groups.of(self._fitted, _weights(groups, counts), moving))
+
+    def cross_validate(
+        self, folds: int | Any = 5, *, linearization: str = "moving", seed: int = 0
+    ) -> CrossValidation:
+        """Predict every training point by the network without the point's fold.
+
+        Parameters
+        ----------
+        folds : int or array of int, (N,)
+            Number of folds, drawn at random and of about equal size; or the fold of each point.
+        linearization : str
+            As in `what_ifs`.
+        seed : int
+            Of the random folds.
+
+        Returns
+        -------
+        CrossValidation
+
+        Raises
+        ------
+        DataError
+            If there are less than two folds or more than points, or they are not one number for each point.
+        """
+        numbers = _folds(folds, self.num_examples, seed)
+        names, numbers = numbers.unique(return_inverse=True)
+        found = self.what_ifs(numbers == torch.arange(len(names)).unsqueeze(1), linearization=linearization)
+        numbers = numbers.to(self._fitted.theta.device)
+        f = self._fitted.theta.new_empty(self.num_examples, self.num_outputs)
+        density = f.new_empty(self.num_examples)
+        with torch.inference_mode(False), torch.no_grad():
+            for some, outputs in found._groups.training_outputs():
+                own = ((numbers >= some.start) & (numbers < some.stop)).nonzero().squeeze(1)
+                f[own] = outputs[numbers[own] - some.start, own]
+                density[own] = found._groups.log_prob_of(outputs)[numbers[own] - some.start, own]
+        return CrossValidation(f, density, names[numbers.cpu()], found.converged)
+
+
+def _weights(groups: Sequence[Indices] | Tensor, counts: Tensor) -> Tensor:
+    """Example weights of each change, (G, N).
+
+    Raises
+    ------
+    DataError, HyperparameterError
+        As `what_ifs`.
+    """
+    n = len(counts)
+    remedy = f"Pass lists of numbers from 0 to {n - 1}, or a matrix with {n} columns."
+    try:
+        given = len(groups)
+    except TypeError as error:
+        raise DataError("groups of training points", f"{groups!r}"[:80], remedy) from error
+    if given == 0:
+        raise DataError("at least one group of training points", "none", remedy)
+    matrix = getattr(groups, "ndim", None) == 2 and as_tensor(groups)
+    if isinstance(matrix, Tensor) and (matrix.is_floating_point() or matrix.dtype == torch.bool):
+        if matrix.shape[1] != n:
+            raise DataError(f"a matrix of {n} columns, one for each training point", f"shape {tuple(matrix.shape)}",
+                            remedy)
+        matrix = matrix.detach().to(counts.device)
+        found = counts * ~matrix if matrix.dtype == torch.bool else matrix.to(counts)
+    else:
+        found = counts.repeat(given, 1)
+        for own, group in zip(found, groups, strict=True):
+            own[positions(group, n).to(own.device)] = 0.0
+    if not bool((torch.isfinite(found) & (found >= 0)).all()):
+        raise HyperparameterError("finite weights of at least 0", f"{float(found.min()):g} to {float(found.max()):g}",
+                                  "Pass 0 to remove a point, 1 to keep it.")
+    empty = (found > 0).any(1).logical_not().nonzero().squeeze(1)
+    if len(empty):
+        raise DataError("at least one training point that is left in every group", f"none in group {int(empty[0])}",
+                        "Remove fewer points.")
+    return found
+
+
+def _folds(folds: Any, count: int, seed: int) -> Tensor:
+    """The fold of each point, (N,)."""
+    remedy = f"Pass a number from 2 to {count}, or {count} integers."
+    if is_whole(folds, 2) and folds <= count:
+        require_whole("seed", seed, 0, "Pass for example seed=0.")
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(int(seed)))
+        return order.argsort() % int(folds)
+    wrong = DataError(f"2 to {count} folds, or the fold of each of {count} points", f"{folds!r}"[:80], remedy)
+    if isinstance(folds, (int, float, str)):
+        raise wrong
+    try:
+        found = as_tensor(folds).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong from error
+    if found.shape != (count,) or found.is_floating_point() or len(found.unique()) < 2:
+        raise wrong
+    return found.long()

@@ -1,0 +1,156 @@
+"""Many what-ifs at once: each is the single one; and cross-validation by them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ntk_laplace as ntkl
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import minimize
+from ntk_laplace.structures.joint import LocalCurvature
+from reference import relative_error
+from refusals import inputs, labels, network, refused
+
+WEIGHTS = torch.linspace(0.5, 2.0, 9).double()
+GROUPS = [[0], [1, 4], [2, 3, 5, 7], []]
+
+
+def parts(likelihood: str) -> tuple[Tensor, ntkl.Likelihood]:
+    """Targets and a fresh likelihood."""
+    classes = likelihood == "classes"
+    return (labels(), ntkl.Categorical()) if classes else (inputs()[:, :3].sin(), ntkl.Gaussian(noise=0.3))
+
+
+@functools.cache
+def trained(likelihood: str, weighted: bool = False) -> nn.Module:
+    """The network at a minimum."""
+    y, own = parts(likelihood)
+    data = (inputs(), y, WEIGHTS) if weighted else (inputs(), y)
+    fitted = ntkl.laplace(network(), data, own, ntkl.GaussianPrior(3.0)).refit()
+    return fitted.reweight(0, fitted.weights[0].item(), linearization="moving").network.module
+
+
+def case(likelihood: str, structure: str = "gp", weighted: bool = False):
+    x, (y, own) = inputs(), parts(likelihood)
+    data = (x, y, WEIGHTS) if weighted else (x, y)
+    return ntkl.laplace(trained(likelihood, weighted), data, own, ntkl.GaussianPrior(3.0), structure), x, y
+
+
+@pytest.mark.parametrize("linearization", ["moving", "fixed"])
+@pytest.mark.parametrize("likelihood, structure", [("classes", "gp"), ("values", "full"), ("classes", "kfac")])
+def test_each_group_is_the_single_what_if(likelihood, structure, linearization):
+    """Weights, outputs and densities; those of the fit count, and the posterior of one group has every verb."""
+    posterior, x, _ = case(likelihood, structure, weighted=True)
+    found = posterior.what_ifs(GROUPS, linearization=linearization)
+    assert bool(found.converged.all()) and len(found) == 4 and "4 groups" in repr(found)
+    new = inputs(14)[9:]
+    f, density = found.outputs(new), found.log_prob()
+    exact = posterior if structure != "kfac" else case(likelihood, "gp", weighted=True)[0]
+    for i, group in enumerate(GROUPS):
+        options = {"steps": None} if linearization == "fixed" else {"linearization": "moving"}
+        if not group:
+            assert relative_error(found.thetas[i], posterior.fitted.theta) < 1e-8
+            continue
+        one = exact.remove(group, **options)
+        theta = one.fitted.theta
+        assert relative_error(found.thetas[i], theta) < 1e-7
+        assert relative_error(f[i], one.outputs(new)) < 1e-7
+        after = posterior.likelihood.log_prob(one.outputs(x), posterior.targets)
+        assert relative_error(density[i], after) < 1e-7
+        assert float(found.weights[i, group].abs().sum()) == 0.0
+    if structure != "kfac" or linearization == "moving":
+        alone = found.posterior(1)
+        want = exact.remove(GROUPS[1], **options)
+        assert relative_error(alone.outputs(new), want.outputs(new)) < 1e-7
+        assert torch.equal(alone.weights, found.weights[1])
+
+
+def test_masks_weights_and_indices_say_the_same():
+    posterior, _, _ = case("classes")
+    masks = torch.zeros(2, 9, dtype=torch.bool)
+    masks[0, 1], masks[1, [2, 5]] = True, True
+    by_index = posterior.what_ifs([[1], torch.tensor([2, 5])]).thetas
+    assert torch.equal(posterior.what_ifs(masks).thetas, by_index)
+    assert torch.equal(posterior.what_ifs((~masks).float()).thetas, by_index)
+    heavy = posterior.what_ifs(torch.tensor([[2.0, *[1.0] * 8]]))
+    want = posterior.reweight(0, 2.0, linearization="moving").network.theta
+    assert relative_error(heavy.thetas[0], want) < 1e-8
+
+
+def test_batches_of_groups_and_of_data_change_nothing(monkeypatch):
+    """Few groups at a time, graphs of few networks, and graphs that are built again for each product."""
+    posterior, _, _ = case("classes")
+    groups = [[i] for i in range(9)]
+    whole = posterior.what_ifs(groups)
+    monkeypatch.setattr(tuning, "GROUPS", 4)
+    monkeypatch.setattr(tuning, "GRAPH_GROUPS", 3)
+    assert relative_error(posterior.what_ifs(groups).thetas, whole.thetas) < 1e-9
+    monkeypatch.setattr(tuning, "CHAIN_BYTES", 4000)
+    again = posterior.what_ifs(groups)
+    assert relative_error(again.thetas, whole.thetas) < 1e-9
+    assert relative_error(again.outputs(inputs()), whole.outputs(inputs())) < 1e-9
+
+
+@pytest.mark.parametrize("linearization", ["moving", "fixed"])
+def test_cross_validation_is_training_without_each_fold(linearization):
+    posterior, x, y = case("classes")
+    folds = torch.tensor([7, 7, 2, 2, 2, 4, 4, 4, 7])
+    found = posterior.cross_validate(folds, linearization=linearization)
+    options = {"steps": None} if linearization == "fixed" else {"linearization": "moving"}
+    for fold in (2, 4, 7):
+        own = folds == fold
+        f = posterior.remove(own, **options).outputs(x[own])
+        assert relative_error(found.f[own], f) < 1e-6
+        assert relative_error(found.log_density[own], torch.log_softmax(f, 1)[range(len(f)), y[own]]) < 1e-6
+    assert torch.equal(found.folds, folds) and bool(found.converged.all()) and "3 folds" in repr(found)
+    drawn = posterior.cross_validate(4, seed=3)
+    assert sorted(drawn.folds.bincount().tolist()) == [2, 2, 2, 3]
+    assert torch.equal(drawn.folds, posterior.cross_validate(4, seed=3).folds)
+
+
+class Banana:
+    """Rosenbrock's function from several starts, with its Hessian, which is not positive everywhere."""
+
+    def values(self, at: Tensor, rows: Tensor) -> Tensor:
+        return 100.0 * (at[:, 1] - at[:, 0] ** 2) ** 2 + (1.0 - at[:, 0]) ** 2
+
+    def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
+        a, b = at.T
+        gradients = torch.stack([-400 * a * (b - a**2) - 2 * (1 - a), 200 * (b - a**2)], 1)
+        rows_ = [torch.stack([1200 * a**2 - 400 * b + 2, -400 * a], 1), torch.stack([-400 * a, 200 + 0 * a], 1)]
+        return LocalCurvature(gradients, lambda v: torch.einsum("sij,sj->si", torch.stack(rows_, 1), v))
+
+
+def test_newton_steps_pass_negative_curvature():
+    start = torch.tensor([[-1.2, 1.0], [0.0, 2.0], [1.0, 1.0], [-0.5, 3.0]]).double()
+    found = minimize(Banana(), start, lambda v: v / 10.0, 1e-16)
+    assert bool(found.converged.all()) and relative_error(found.at, torch.ones_like(start)) < 1e-7
+    assert found.steps[2] == 1  # there already
+
+
+def test_what_makes_no_sense():
+    posterior, _, _ = case("classes")
+    for groups, error, expected in (
+        ([], ntkl.DataError, "at least one group"), (3, ntkl.DataError, "groups of training points"),
+        ([[9]], ntkl.DataError, "from 0 to 8"), ([[1, 1]], ntkl.DataError, "once"),
+        ([list(range(9))], ntkl.DataError, "left in every group"),
+        (torch.zeros(2, 5, dtype=torch.bool), ntkl.DataError, "9 columns"),
+        (torch.full((1, 9), -1.0), ntkl.HyperparameterError, "at least 0"),
+    ):  # fmt: skip
+        with refused(error, expected, ".", "."):
+            posterior.what_ifs(groups)
+    with refused(ntkl.UnsupportedError, 'linearization="fixed" or "moving"', "'no'", "moving"):
+        posterior.what_ifs([[0]], linearization="no")
+    for folds in (1, 10, 2.5, "all", [0] * 9, [0, 1], torch.rand(9)):
+        with refused(ntkl.DataError, "2 to 9 folds", ".", "9 integers"):
+            posterior.cross_validate(folds)
+    with refused(ntkl.DataError, "a group from 0 to 0", "3", "number of a group"):
+        posterior.what_ifs([[0]]).posterior(3)
+    small = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(),
+                         settings=ntkl.Settings(memory_budget=2**20))  # fmt: skip
+    with refused(ntkl.MemoryBudgetError, "the weights of 9,000 networks", "predicted need", "fewer groups"):
+        small.what_ifs(torch.ones(9000, 9))
