@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.structures.joint import NetworkLikelihood
+from ntk_laplace.structures.what_if.moving import ChangedObjectives
 from reference import outputs, relative_error, take
 from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, Problem, fresh, targets
@@ -260,3 +262,21 @@ def test_what_makes_no_sense():
     with refused(ntkl.MemoryBudgetError, "fit into", "predicted need", "Take fewer"):
         small = replace(found.fitted.model, settings=ntkl.Settings(memory_budget=100))
         type(found)(found.fitted.derived(found.fitted.structure, small)).remove(0, linearization="moving")
+
+
+def test_products_are_with_the_exact_hessian():
+    """Gradients and Hessians of weighted data at several weights, by autograd over one value at a time."""
+    module, x, y = network(), inputs(), labels()
+    fitted = ntkl.laplace(module, (x, y), ntkl.Categorical(), ntkl.GaussianPrior(2.0)).fitted
+    truth = Brute(module, lambda f, t: torch.log_softmax(f, 0)[t], 2.0 * torch.ones_like(fitted.theta), 0.0)
+    weights = torch.stack([torch.ones(9), torch.arange(9) % 3]).double()
+    thetas = fitted.theta + 0.3 * torch.randn(2, len(fitted.theta), generator=torch.Generator().manual_seed(1)).double()
+    vectors = torch.randn(2, len(fitted.theta), generator=torch.Generator().manual_seed(2)).double()
+    objective = ChangedObjectives(fitted, NetworkLikelihood.of(fitted, None, 2), weights, 0.1 * vectors[0])
+    local = objective.local(thetas, torch.arange(2))
+    products, values = local.products(vectors), objective.values(thetas, torch.arange(2))
+    for i in range(2):
+        value = functools.partial(truth.value, x=x, y=y, weights=weights[i])
+        assert relative_error(values[i], value(thetas[i]) - 0.1 * vectors[0] @ thetas[i]) < 1e-12
+        assert relative_error(local.gradients[i], truth.gradient(thetas[i], x, y, weights[i]) - 0.1 * vectors[0]) < 1e-12
+        assert relative_error(products[i], hessian(value)(thetas[i]) @ vectors[i]) < 1e-12
