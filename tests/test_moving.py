@@ -278,5 +278,6 @@ def test_products_are_with_the_exact_hessian():
     for i in range(2):
         value = functools.partial(truth.value, x=x, y=y, weights=weights[i])
         assert relative_error(values[i], value(thetas[i]) - 0.1 * vectors[0] @ thetas[i]) < 1e-12
-        assert relative_error(local.gradients[i], truth.gradient(thetas[i], x, y, weights[i]) - 0.1 * vectors[0]) < 1e-12
+        gradient = truth.gradient(thetas[i], x, y, weights[i]) - 0.1 * vectors[0]
+        assert relative_error(local.gradients[i], gradient) < 1e-12
         assert relative_error(products[i], hessian(value)(thetas[i]) @ vectors[i]) < 1e-12
