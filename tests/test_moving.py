@@ -22,7 +22,7 @@ from refusals import inputs, labels, network, refused
 from registry import LIKELIHOODS, Problem, fresh, targets
 
 SOME = [("deep_mlp", "categorical", "full"),
-        ("scalar_outputs", "gaussian", "kfac"), ("gru", "categorical", "gp"), ("low_rank", "gaussian", "diag"),
+        ("scalar_outputs", "gaussian", "kfac"), ("low_rank", "gaussian", "diag"),
         ("direct_parameters", "bernoulli", "gp")]  # fmt: skip
 DECAY = 1.5
 GROUP = [1, 4]

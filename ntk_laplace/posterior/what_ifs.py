@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class WhatIfs:
     posterior : Posterior
         Before the changes.
     groups : Groups
+    fitted : callable
+        The posterior at the optimum of one group, where the network has moved.
 
     Attributes
     ----------
@@ -41,8 +43,8 @@ class WhatIfs:
         Number of Newton steps.
     """
 
-    def __init__(self, posterior: WhatIfVerbs, groups: Groups) -> None:
-        self._posterior, self._groups = posterior, groups
+    def __init__(self, posterior: WhatIfVerbs, groups: Groups, fitted: Callable[[int], WhatIfVerbs]) -> None:
+        self._posterior, self._groups, self._fitted = posterior, groups, fitted
         self.linearization = "moving" if groups.moving else "fixed"
         self.thetas, self.weights = groups.thetas, groups.weights
         self.converged, self.steps = groups.converged, groups.steps
@@ -84,7 +86,7 @@ class WhatIfs:
         if not self._groups.moving:
             return own.reweight(torch.arange(own.num_examples), self.weights[index], steps=None)
         with torch.inference_mode(False):
-            return own._derived(self._groups.fitted(index, own.fitted))
+            return self._fitted(index)
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ class WhatIfsVerbs(WhatIfVerbs):
         moving = is_moving(linearization, None)
         counts = self._points().counts.to(self._fitted.theta)
         with torch.inference_mode(False):
-            return WhatIfs(self, Groups.of(self._fitted, _weights(groups, counts), moving))
+            found = Groups.of(self._fitted, _weights(groups, counts), moving)
+        return WhatIfs(self, found, lambda index: self._derived(found.fitted(index, self._fitted)))
 
     def cross_validate(
         self, folds: int | Any = 5, *, linearization: str = "moving", seed: int = 0
