@@ -521,6 +521,14 @@ def test_the_attribution_scores(tmp_path: Path) -> None:
     assert "joint removal, refitted" in printed
 
 
+@pytest.mark.slow
+def test_what_ifs_beside_retraining(tmp_path: Path) -> None:
+    printed = run("attribution/what_ifs.py", tmp_path, "--problem", "iris", "--out", "out")
+    assert "ceiling" in printed and "moving" in printed
+    found = json.loads((tmp_path / "out" / "iris-0.5-what-ifs.json").read_text())["scores"]
+    assert found["moving"]["slope"] == pytest.approx(1.0, abs=0.05) and found["moving"]["score"] > 0.9
+
+
 def test_single_points_beside_retraining(tmp_path: Path) -> None:
     printed = run("attribution/single_points.py", tmp_path, "--problem", "cancer", "--out", "out")
     found = figures(tmp_path / "out" / "breast-cancer-0.5-points.json")
