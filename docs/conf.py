@@ -31,7 +31,7 @@ myst_heading_anchors = 3
 
 autosummary_generate = True
 autodoc_typehints = "signature"
-autodoc_mock_imports = [] if _find("botorch") else ["botorch"]
+autodoc_mock_imports = [package for package in ("botorch", "lightning", "transformers") if not _find(package)]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 napoleon_google_docstring = False

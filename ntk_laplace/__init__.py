@@ -69,7 +69,7 @@ from ntk_laplace.structures import (
 from ntk_laplace.structures.bounds import EvidenceBound
 from ntk_laplace.structures.elbo import Divergence, LowerBound
 from ntk_laplace.structures.evidence import Evidence
-from ntk_laplace.tools import active, attribution
+from ntk_laplace.tools import active, attribution, callbacks
 from ntk_laplace.tools.comparison import (
     ComparisonInterrupted,
     EvidenceComparison,
@@ -197,6 +197,7 @@ __all__ = [
     "WhatIfs",
     "active",
     "attribution",
+    "callbacks",
     "compare_evidence",
     "compare_models",
     "empirical_ntk",

@@ -45,7 +45,7 @@ ORDER = [
     ["metrics"],
     ["plotting", "tools", "tools.report"],
     ["tools.comparison", "tools.explorer", "tools.active", "tools.attribution", "tools.estimators"],
-    ["tools.botorch"],
+    ["tools.botorch", "tools.callbacks"],
     [""],  # ntk_laplace/__init__.py; later packages call the public interface
     ["tools.demo"],
     ["tools.cli"],
@@ -192,6 +192,7 @@ before = state()
 import ntk_laplace
 assert state() == before, (before, state())
 assert "matplotlib.pyplot" not in sys.modules, "importing the library imports pyplot"
+assert not {"lightning", "transformers"} & set(sys.modules), "importing the library imports a trainer"
 import ntk_laplace.plotting, ntk_laplace.tools.report
 assert "matplotlib.pyplot" not in sys.modules, "importing what draws imports pyplot"
 """

@@ -28,9 +28,13 @@ import ntk_laplace
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-EXTRAS = {"docs/botorch.md": "botorch"}  # pages whose code needs a package that is no dependency
+# pages whose code needs packages that are no dependencies
+EXTRAS = {"docs/botorch.md": ["botorch"], "docs/tracking.md": ["lightning", "transformers"]}
+NEEDS = {"ntk_laplace.tools.botorch": "botorch", "ntk_laplace.tools.callbacks.lightning": "lightning",
+         "ntk_laplace.tools.callbacks.huggingface": "transformers"}  # fmt: skip
+MISSING = tuple(name for name, package in NEEDS.items() if find_spec(package) is None)
 MODULES = [module.name for module in pkgutil.walk_packages(ntk_laplace.__path__, "ntk_laplace.")
-           if not (module.name.startswith("ntk_laplace.tools.botorch") and find_spec("botorch") is None)]
+           if not module.name.startswith(MISSING)]
 
 
 def blocks(page: Path) -> Iterator[tuple[str, bool]]:
@@ -54,11 +58,15 @@ def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     if name_of(page) in EXTRAS:
         with warnings.catch_warnings():  # of its import
             warnings.simplefilter("ignore")
-            pytest.importorskip(EXTRAS[name_of(page)])
+            for package in EXTRAS[name_of(page)]:
+                pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     namespace: dict[str, object] = {"__name__": "__main__"}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        if name_of(page) == "docs/tracking.md":  # what trainers warn of in other packages
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", ntk_laplace.NTKLaplaceWarning)
         for code, runs in blocks(page):
             if runs:
                 exec(compile(code, str(page), "exec"), namespace)

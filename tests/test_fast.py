@@ -24,7 +24,7 @@ LAWS = sorted(
     and path.name != Path(__file__).name
 )  # fmt: skip
 # they need what an extra installs, or a process for each of their cases
-WITHOUT = {"test_huggingface.py", "test_transformers.py", "test_botorch.py"}
+WITHOUT = {"test_huggingface.py", "test_transformers.py", "test_botorch.py", "test_callbacks.py"}
 
 
 def collected(session: pytest.Session, name: str) -> list[pytest.Item]:
