@@ -7,12 +7,14 @@ import functools
 import importlib
 import logging
 import math
+import random
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -333,3 +335,29 @@ def test_a_missing_package(module, package, monkeypatch):
         importlib.import_module(f"ntk_laplace.tools.callbacks.{module}")
     with pytest.raises(AttributeError, match="keras"):
         ntkl.callbacks.keras  # noqa: B018
+
+
+class Drawing(Dataset):
+    """Examples whose reading draws from every global random source, as augmentations do."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        random.random(), np.random.rand(), torch.rand(())  # noqa: NPY002
+        return data()[0][i], data()[1][i]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_random_states_stay_whatever_the_data_draw(shuffle):
+    generator = torch.Generator().manual_seed(3) if shuffle else None
+    loader = DataLoader(Drawing(), 5, shuffle=shuffle, generator=generator)
+
+    def states() -> list[Any]:
+        own = [] if generator is None else [generator.get_state().tolist()]
+        return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), *own]  # noqa: NPY002
+
+    module = Regression()
+    before = states()
+    EvidenceTracker(loader, likelihood()).evaluate(module, 1)
+    assert states() == before
