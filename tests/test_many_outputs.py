@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import resource
 from contextlib import nullcontext
@@ -155,6 +156,16 @@ def test_a_weak_prior_and_confident_outputs(inputs):
     (_, precision), (_, whole) = fits("categorical", inputs, scale=30.0)
     for factor in (1e-6, 1.0):
         assert relative_error(precision.log_det_at(factor), whole.log_det_at(factor)) < 1e-10
+
+
+def test_an_evidence_leaves_no_graph_in_the_precision():
+    """The precision keeps its log determinant; copies of the posterior need it without a graph."""
+    posterior = ntkl.laplace(network(), data(), ntkl.Categorical(), parameters="last_layer")
+    assert isinstance(posterior.posterior_precision, LastLayerPrecision)
+    assert posterior.log_marginal_likelihood().requires_grad
+    assert not posterior.posterior_precision.log_det().requires_grad
+    twin = copy.deepcopy(posterior)
+    assert torch.equal(twin.log_marginal_likelihood(), posterior.log_marginal_likelihood())
 
 
 def test_saved_moved_and_single_precision(tmp_path):

@@ -82,7 +82,8 @@ class _LogDet(torch.autograd.Function):
         if not isinstance(found, Tensor) or found.numel() != 1:
             raise UnsupportedError(f"a scalar tensor of {type(precision).__name__}.log_det", f"{found!r}"[:80],
                                    "Correct the method.")
-        return found.to(log_precision)
+        # a copy: autograd would put its graph into a tensor that the precision keeps
+        return found.to(log_precision, copy=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
