@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ntk_laplace as ntkl
 from ntk_laplace.model.predictive import predictive
 from ntk_laplace.runtime import tuning
+from ntk_laplace.structures import evidence as evidence_module
 from reference import relative_error
 from refusals import refused
 
@@ -240,6 +241,29 @@ def test_many_outputs_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(float(ratio.mean()) - 1) < 0.1 and float((ratio - 1).abs().max()) < 0.4
 
 
+@pytest.mark.filterwarnings("ignore:the fitted predictive is not to be trusted")
+def test_calibration_counts_positions() -> None:
+    """What it maximizes is the mean log density of the labeled positions that `predict` reports."""
+    posterior, x, y = fitted(), images(9)[4:], labels(5)
+    found = posterior.calibrate((x, y))
+    seen = int((y >= 0).sum())
+    assert found.num_points == seen
+    assert float(posterior.predict(x).log_prob(y).sum()) / seen == pytest.approx(found.after, abs=2e-3)
+    assert found.after >= found.before
+    left = fitted().fit_predictive("loo", strict=False)
+    assert left.num_points == int((labels(4) >= 0).sum())
+
+
+def test_memory_of_joint_covariances_is_known() -> None:
+    posterior, x = fitted("diag"), images(2)
+    vars(posterior.fitted.settings)["memory_budget"] = 1000  # the class is frozen
+    with refused(ntkl.MemoryBudgetError, "36 outputs", "need of", "per_position"):
+        posterior.latent_moments(x)
+    assert posterior.latent_moments(x, per_position=True)[1].shape == (2, LENGTH, 3, 3)
+    with refused(ntkl.UnsupportedError, "one row", "positions", "explain"):
+        ntkl.explore(fitted(), x)
+
+
 def test_images_as_targets() -> None:
     """Gaussian responses at each position, channels first in outputs and targets, equal one Gaussian of all outputs."""
     x = images(5)
@@ -279,6 +303,22 @@ def test_other_verbs(tmp_path: Path) -> None:
     loaded = ntkl.load(tmp_path / "p.pt", convolutional())
     assert torch.equal(loaded.predict(x).probs, full.predict(x).probs)
     assert isinstance(loaded.likelihood, ntkl.Everywhere) and loaded.likelihood.positions == SHAPE
+
+
+def test_the_evidence_of_many_positions_needs_no_dense_curvature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient in the precision is exact; the one in the temperature, which needs Λ of all outputs, is refused."""
+    exact, posterior = fitted("diag"), fitted("diag")
+    value = exact.log_marginal_likelihood()
+    slope = torch.autograd.grad(value, exact.prior.log_precision)[0]
+    monkeypatch.setattr(evidence_module, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(ntkl.Everywhere, "curvature", None)
+    found = posterior.log_marginal_likelihood()
+    assert float(found) == pytest.approx(float(value), rel=1e-12)
+    with refused(ntkl.MemoryBudgetError, "all positions", "too many", "requires_grad_.False"):
+        found.backward()
+    posterior.likelihood.requires_grad_(False)
+    found = posterior.log_marginal_likelihood()
+    assert relative_error(torch.autograd.grad(found, posterior.prior.log_precision)[0], slope) < 1e-12
 
 
 @pytest.mark.parametrize("curvature", ["mc", "ef"])

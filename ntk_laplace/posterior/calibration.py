@@ -116,6 +116,7 @@ class CalibrationVerbs(PredictionVerbs):
         reliability: Reliability | None = None, **fixed: float,
     ) -> PredictiveFit:  # fmt: skip
         with torch.inference_mode(False):
+            likelihood, points = points.by_position(likelihood)
             found = densities(likelihood, points)
             calibration, at_bounds = fit_calibration(found, parameters, fixed)
             compared = Calibration(), calibration, Calibration(scale=0.0)
@@ -155,8 +156,8 @@ class CalibrationVerbs(PredictionVerbs):
         batches = Batches(data, self._fitted.settings.batch_size, network.device, network.input_dtype, network.targets)
         means, covariances, targets = [], [], []
         for x, y in batches:
-            mean, covariance = self.latent_moments(x)
-            means.append(mean)
+            mean, covariance = self.latent_moments(x, per_position=likelihood.positions is not None)
+            means.append(mean.flatten(1))
             covariances.append(covariance)
             targets.append(y)
         f = torch.cat(means)

@@ -108,6 +108,10 @@ class PredictionVerbs(Fitted):
                 f, jac, solved = (part.unflatten(1, (positions, -1)) for part in (f, jac, solved))
             own = jac @ solved.mT
             return f, 0.5 * (own + own.mT)
+        if positions > 1 and not per_position:
+            require_memory(3 * self.num_outputs**2 * self.dtype.itemsize, self.network.device,
+                           f"the covariance of {self.num_outputs:,} outputs of one example",
+                           "Ask for latent_moments(x, per_position=True).", self._fitted.settings.memory_budget)
         chunks = self._chunks(x, batch_size)
         means, blocks = RowBuffer(chunks.length or 0), RowBuffer(chunks.length or 0)
         for f, covariance in self._moments(chunks, mean, positions if per_position else 0):

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ntk_laplace.curvature import PosteriorPrecision
-from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.errors import MemoryBudgetError, UnsupportedError
 from ntk_laplace.model.likelihoods import DiagonalForm, Likelihood
+from ntk_laplace.runtime.resources import available_memory, require_memory
 from ntk_laplace.runtime.scalars import scalar
 from ntk_laplace.structures import FittedModel, NewtonStep
 from ntk_laplace.structures.points import UnsavedPoints
@@ -117,6 +118,22 @@ class _Once(torch.autograd.Function):
         return upstream
 
 
+class _NoGradient(torch.autograd.Function):
+    """A zero whose gradient in the likelihood's hyperparameters is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, *hyperparameters: Tensor) -> Tensor:
+        return torch.zeros((), dtype=torch.float64)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> NoReturn:
+        raise MemoryBudgetError("the curvature of all positions to fit in memory, for the evidence's gradient in the "
+                                "likelihood's hyperparameters", "outputs at too many positions", _FIXED)
+
+
+_FIXED = "Keep them as they are: posterior.likelihood.requires_grad_(False)."
+
+
 def log_likelihood(fitted: FittedModel) -> Tensor:
     """Σ log p(y_n | f_n), nats; differentiable in the likelihood's hyperparameters."""
     return scalar(fitted.points.log_likelihood(fitted.likelihood))
@@ -139,6 +156,9 @@ def log_det(fitted: FittedModel) -> Tensor:
     form = _form(fitted)
     if form is not None:
         return scalar(_LogDet.apply(prior.log_precision, form.values, precision, lambda: fitted.form_sensitivity(form)))
+    if _outgrows_memory(fitted):
+        refused = _NoGradient.apply(*fitted.likelihood.parameters())
+        return scalar(_LogDet.apply(prior.log_precision, refused, precision, None))
     return scalar(_LogDet.apply(prior.log_precision, _hessian(fitted), precision, fitted.sensitivity))
 
 
@@ -166,8 +186,24 @@ def _bounds(fitted: FittedModel, value: float, det: float) -> tuple[float, float
 
 def _hessian(fitted: FittedModel) -> Tensor:
     """Λ_n, (N, C, C), with a graph only if a hyperparameter of the likelihood has one."""
+    if _outgrows_memory(fitted):
+        require_memory(_hessian_bytes(fitted), fitted.theta.device, "the curvature of all positions", _FIXED,
+                       fitted.settings.memory_budget)
     hessian = fitted.points.curvature(fitted.curvature_type, fitted.likelihood)
     return hessian if _moves(fitted.likelihood) else hessian.detach()
+
+
+def _hessian_bytes(fitted: FittedModel) -> int:
+    """Bytes of Λ and of its gradient."""
+    return 2 * fitted.num_examples * fitted.points.num_outputs**2 * fitted.theta.element_size()
+
+
+def _outgrows_memory(fitted: FittedModel) -> bool:
+    """Whether outputs are at so many positions that Λ does not fit in memory."""
+    if fitted.likelihood.positions is None or isinstance(fitted.points, UnsavedPoints):
+        return False
+    budget = fitted.settings.memory_budget
+    return _hessian_bytes(fitted) > (available_memory(fitted.theta.device) if budget is None else budget)
 
 
 def _form(fitted: FittedModel) -> DiagonalForm | None:

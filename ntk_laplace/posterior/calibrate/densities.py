@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.likelihoods import Likelihood
-from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root
+from ntk_laplace.model.likelihoods.covariances import cholesky, covariance_root, diagonal_blocks
 from ntk_laplace.model.likelihoods.mixture import MixtureResponse
 from ntk_laplace.model.predictive import normal_points
 from ntk_laplace.runtime import tuning
@@ -34,7 +34,7 @@ class LeftOut:
     Attributes
     ----------
     mean : Tensor, (N, C)
-    covariance : Tensor, (N, C, C)
+    covariance : Tensor, (N, C, C), or (N, L, C/L, C/L) at L positions
     targets : Tensor
         Canonical targets, as the response takes them.
     weights : Tensor, (N,)
@@ -58,6 +58,20 @@ class LeftOut:
         weights = points.counts if present is None else points.counts * present
         targets = points.targets.squeeze(-1) if scalar and points.targets.ndim == 2 else points.targets
         return cls(mean, covariance, targets, weights, scalar)
+
+    def by_position(self, likelihood: Likelihood) -> tuple[Likelihood, LeftOut]:
+        """Each position as a point of its own, with its likelihood: predictions add up the densities of positions.
+
+        Without positions, the points as they are. Covariances are (N, C, C), or blocks at positions (N, L, C/L, C/L).
+        """
+        if likelihood.positions is None:
+            return likelihood, self
+        one, (mean, targets) = likelihood.at_position(), likelihood.apart(self.mean, self.targets)
+        blocks = self.covariance if self.covariance.ndim == 4 else diagonal_blocks(self.covariance, mean.shape[1])
+        weights, observed = self.weights.repeat_interleave(len(mean) // len(self.mean)), one.observed(targets)
+        if observed is not None:
+            weights = weights * observed.reshape(len(weights), -1).any(1)
+        return one, LeftOut(mean, blocks.flatten(0, 1), targets, weights)
 
 
 class Objective(Protocol):

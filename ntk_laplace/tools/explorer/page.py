@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.errors import DataError
+from ntk_laplace.errors import DataError, UnsupportedError
 from ntk_laplace.model.data import Inputs, as_tensors, num_examples
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -142,6 +142,9 @@ def explore(
     DataError
         If sizes or names do not match.
     """
+    if posterior.likelihood.positions is not None:
+        raise UnsupportedError("one row of outputs per example, for the page", "outputs at many positions",
+                               "Use posterior.explain(x, output=...), for an output at one position.")
     x, naming = as_tensors(x), Naming() if naming is None else naming
     if num_examples(x) == 0:
         raise DataError("at least one input", "none", "Pass one or more inputs.")
