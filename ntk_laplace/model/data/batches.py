@@ -6,7 +6,7 @@ Example weights, given as (X, y, w) or as batches (x, y, w), are collected durin
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 from zlib import crc32
@@ -32,10 +32,7 @@ from ntk_laplace.model.data.row_buffer import RowBuffer
 from ntk_laplace.model.data.weights import example_weights
 from ntk_laplace.runtime.reduction import Reducer
 
-__all__ = [
-    "BATCH_BYTES", "Batches", "Joined", "Missing", "Replaced", "Selected", "Source", "as_pair", "batches_of",
-    "generators_of", "kept_or_missing", "samplers_of",
-]  # fmt: skip
+__all__ = ["BATCH_BYTES", "Batches", "as_pair", "batches_of", "changed", "generators_of", "samplers_of"]
 
 _BATCH = 512  # default batch size
 _LARGEST_BATCH = 5_000  # largest batch size for small examples, if their use allows it
@@ -334,7 +331,7 @@ class Batches:
             yield to_device(x, self.device, self.dtype), y.to(self.device)
         expected = self._total if self._whole is None else self._length
         if expected not in (None, seen):
-            raise _changed(expected, seen)
+            raise changed(expected, seen)
         if seen == 0 and self._whole is None:
             raise _empty()
         if self._total is not None and order != self._order:
@@ -370,239 +367,6 @@ class Batches:
         for start in range(0, len(y), self.batch_size):
             part = slice(start, start + self.batch_size)
             yield take(x, part), y[part], None if self._given is None else self._given[part]
-
-
-class Joined:
-    """Several sources in sequence, with the interface of `Batches`.
-
-    Parameters
-    ----------
-    sources : sequence of Source
-    """
-
-    def __init__(self, sources: Sequence[Source]) -> None:
-        self.sources = tuple(sources)
-
-    def on(self, device: torch.device) -> Joined:
-        """The same data with batches on another device."""
-        return Joined([source.on(device) for source in self.sources])
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the batches."""
-        return self.sources[0].device
-
-    @property
-    def read(self) -> int:
-        """Number of examples read so far, in any pass."""
-        return sum(source.read for source in self.sources)
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Weights of the examples read, 1 for sources without weights; None if no source has weights."""
-        found = [(source.weights, source.read) for source in self.sources]
-        if all(weights is None for weights, _ in found):
-            return None
-        ones = [torch.ones(read, dtype=torch.float64, device=self.device) for _, read in found]
-        return torch.cat([one if weights is None else weights for (weights, _), one in zip(found, ones, strict=True)])
-
-    @property
-    def length(self) -> int | None:
-        """Number of examples, if all sources know theirs."""
-        lengths = [source.length for source in self.sources]
-        known = [length for length in lengths if length is not None]
-        return sum(known) if len(known) == len(lengths) else None
-
-    @property
-    def batch_size(self) -> int:
-        """Batch size of the first source."""
-        return self.sources[0].batch_size
-
-    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
-        """Global numbers of this process's examples: all processes' examples of a source precede the next source's."""
-        found, total = [], 0
-        for source in self.sources:
-            own, count = source.numbers(reducer)
-            found.append(own + total)
-            total += count
-        return torch.cat(found), total
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        for source in self.sources:
-            yield from source
-
-
-class Selected:
-    """A subset of a source in the source's order, with the interface of `Batches`.
-
-    Parameters
-    ----------
-    source : Source
-        It is read again in every pass and must give the same examples in the same order each time.
-    keep : Tensor of bool, (N,)
-        Which of the source's examples are kept.
-    share : (Tensor, int), optional
-        If several processes read the data: what `numbers` returns.
-
-    Raises
-    ------
-    DataError
-        From a pass over it, if the source no longer has N examples.
-    """
-
-    def __init__(self, source: Source, keep: Tensor, share: tuple[Tensor, int] | None = None) -> None:
-        self.source, self.keep, self._share = source, keep.cpu(), share
-
-    @classmethod
-    def of(cls, source: Source, keep: Tensor, reducer: Reducer) -> Selected:
-        """The examples for which `keep`, in the global numbers of all processes, is true."""
-        if reducer.world_size == 1:
-            return cls(source, keep)
-        numbers, _ = source.numbers(reducer)
-        own = keep[numbers]
-        return cls(source, own, ((keep.cumsum(0) - 1)[numbers[own]], int(keep.sum())))
-
-    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
-        """Global numbers of this process's kept examples among all kept ones, and how many these are."""
-        return (torch.arange(self.length), self.length) if self._share is None else self._share
-
-    def on(self, device: torch.device) -> Selected:
-        """The same data with batches on another device."""
-        return Selected(self.source.on(device), self.keep, self._share)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the batches."""
-        return self.source.device
-
-    @property
-    def read(self) -> int:
-        """Number of kept examples read so far, in any pass."""
-        return int(self.keep[: self.source.read].sum())
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Weights of the kept examples read; None if the data have no weights."""
-        weights = self.source.weights
-        return None if weights is None else weights[self.keep[: len(weights)].to(weights.device)]
-
-    @property
-    def length(self) -> int:
-        """Number of kept examples."""
-        return int(self.keep.sum())
-
-    @property
-    def batch_size(self) -> int:
-        """Batch size of the source."""
-        return self.source.batch_size
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        seen = 0
-        for x, y in self.source:
-            here = self.keep[seen : seen + len(y)].nonzero().squeeze(1).to(y.device)
-            seen += len(y)
-            if len(here):
-                yield take(x, here), y[here]
-        if seen != len(self.keep):
-            raise _changed(len(self.keep), seen)
-
-
-class Replaced:
-    """The inputs of a source with other targets and example weights, with the interface of `Batches`.
-
-    Parameters
-    ----------
-    source : Source
-    targets : Tensor, (N, ...)
-        In the order of the source.
-    given : Tensor, (N,)
-        Weights.
-    """
-
-    def __init__(self, source: Source, targets: Tensor, given: Tensor) -> None:
-        self.source: Source = source.source if isinstance(source, Replaced) else source
-        self.targets, self._given = targets, given
-
-    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
-        """As those of the source."""
-        return self.source.numbers(reducer)
-
-    def on(self, device: torch.device) -> Replaced:
-        """The same data with batches on another device."""
-        return Replaced(self.source.on(device), self.targets.to(device), self._given.to(device))
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the batches."""
-        return self.source.device
-
-    @property
-    def read(self) -> int:
-        """Number of examples read so far, in any pass."""
-        return self.source.read
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights of the examples read."""
-        return self._given[: self.read]
-
-    @property
-    def length(self) -> int:
-        """Number of examples."""
-        return len(self.targets)
-
-    @property
-    def batch_size(self) -> int:
-        """Batch size of the source."""
-        return self.source.batch_size
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        seen = 0
-        for x, y in self.source:
-            yield x, self.targets[seen : seen + len(y)]
-            seen += len(y)
-
-
-class Missing:
-    """Placeholder for data that a checkpoint does not contain; any pass over it raises an error."""
-
-    length: int | None = None
-    weights: Tensor | None = None
-    read = 0
-
-    @property
-    def device(self) -> torch.device:
-        """Refused: there are no batches."""
-        raise _missing()
-
-    @property
-    def batch_size(self) -> int:
-        """Refused: there are no batches."""
-        raise _missing()
-
-    def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
-        """Refused: there are no examples."""
-        raise _missing()
-
-    def on(self, device: torch.device) -> Missing:
-        """Itself."""
-        return self
-
-    def __iter__(self) -> Iterator[tuple[Inputs, Tensor]]:
-        raise _missing()
-
-
-Source = Batches | Joined | Selected | Replaced | Missing
-
-
-def _missing() -> DataError:
-    return DataError("the training data, for another pass over them", "a checkpoint, which does not contain the inputs",
-                     "Load it with ntk_laplace.load(path, network, data=...).")
-
-
-def kept_or_missing(batches: Batches | None) -> Batches | Missing:
-    """The data, or a `Missing` placeholder if there are none."""
-    return Missing() if batches is None else batches
 
 
 def batches_of(loader: DataLoader) -> Iterator[Any]:
@@ -685,6 +449,7 @@ def _empty() -> DataError:
     return DataError("at least one example", "empty data", "Pass data with one or more (input, target) pairs.")
 
 
-def _changed(before: int, now: int) -> DataError:
+def changed(before: int, now: int) -> DataError:
+    """The error for data that are not the same in every pass."""
     return DataError(f"the same {before:,} examples in every pass over the data", f"{now:,} examples",
                      "Pass data that can be read again, such as (X, y) or a loader over a map-style dataset.")
