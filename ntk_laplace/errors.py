@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from typing import TypeGuard
 
@@ -162,6 +164,23 @@ class VariationalInterrupted(KeyboardInterrupt):
 
 class NTKLaplaceWarning(UserWarning):
     """A warning that the caller should read, such as a fallback in use or a costly choice."""
+
+
+@contextmanager
+def optional_package(name: str, remedy: str) -> Iterator[None]:
+    """Import an optional package in the block.
+
+    Raises
+    ------
+    MissingPackageError
+        If it is not installed. Packages that it misses itself keep their own error.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as cause:
+        if cause.name is None or cause.name.split(".")[0] != name:
+            raise
+        raise MissingPackageError(f"the package {name}", "none installed", remedy) from cause
 
 
 def is_whole(value: object, least: int) -> TypeGuard[int]:

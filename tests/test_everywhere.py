@@ -264,6 +264,13 @@ def test_memory_of_joint_covariances_is_known() -> None:
         ntkl.explore(fitted(), x)
 
 
+def test_memory_of_leave_one_out_is_known() -> None:
+    posterior = fitted("full")
+    vars(posterior.fitted.settings)["memory_budget"] = 1000  # the class is frozen
+    with refused(ntkl.MemoryBudgetError, "36 outputs", "need of", "calibrate"):
+        posterior.leave_one_out()
+
+
 def test_images_as_targets() -> None:
     """Gaussian responses at each position, channels first in outputs and targets, equal one Gaussian of all outputs."""
     x = images(5)

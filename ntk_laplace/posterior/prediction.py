@@ -34,6 +34,8 @@ with warnings.catch_warnings():  # linear_operator scripts a function on import;
 
 __all__ = ["PredictionVerbs"]
 
+_OutputsAt = Callable[[Inputs, int], Callable[[Tensor], Tensor]]  # outputs of inputs as a function of θ
+
 
 class PredictionVerbs(Fitted):
     """Predictions at new inputs.
@@ -170,11 +172,15 @@ class PredictionVerbs(Fitted):
                                    "Use for instance ntk_laplace.Gaussian(noise).")
         require_generator(generator)
         scalar = self.network.scalar
+
+        def averaged(at: _OutputsAt) -> Response:
+            draws = WeightDraws(self._weights, samples, self.num_parameters, self._fitted.theta, generator)
+            parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws, at))
+            return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
+
         if method == "nn":
             require_whole("samples", samples, 1, "Pass a positive number, such as 1000.")
-            draws = WeightDraws(self._weights, samples, self.num_parameters, self._fitted.theta, generator)
-            parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws, self.network.varying))
-            return _responses(parts, likelihood is None, lambda f: predictive_from_samples(own, f, scalar), axis=1)
+            return averaged(self.network.varying)
         if method == "map":
             f = self.outputs(x, batch_size=batch_size)
             certain = f.new_zeros(()).expand(*f.shape, f.shape[1])
@@ -184,9 +190,7 @@ class PredictionVerbs(Fitted):
         if calibrated and likelihood is None and self.predictive is not None:
             respond = CalibratedPredictive(self.predictive, one, method, samples, generator, scalar)
         elif method == "glm" and positions > 1 and self.num_outputs > tuning.POSITION_OUTPUTS and mean == "map":
-            draws = WeightDraws(self._weights, samples, self.num_parameters, self._fitted.theta, generator)
-            parts = ((f,) for f in self._sampled(self._chunks(x, batch_size), draws, self.network.linearized))
-            return _responses(parts, True, lambda f: predictive_from_samples(own, f, scalar), axis=1)
+            return averaged(self.network.linearized)
         chunks = self._chunks(x, batch_size)
         if positions > 1:
             return _responses(self._moments(chunks, mean, positions), True, lambda f, blocks: own.together(
@@ -278,9 +282,7 @@ class PredictionVerbs(Fitted):
         draws = precision.sample(count, generator)
         return theta + checked_form(precision, "sample", draws, (count, len(theta)), theta)
 
-    def _sampled(
-        self, chunks: Chunks, draws: WeightDraws, at: Callable[[Inputs, int], Callable[[Tensor], Tensor]]
-    ) -> Iterator[Tensor]:
+    def _sampled(self, chunks: Chunks, draws: WeightDraws, at: _OutputsAt) -> Iterator[Tensor]:
         """Outputs at all weight samples, (S, m, C), for each chunk, of the function of θ that `at` gives for inputs."""
         for start, x in chunks.inputs(max(1, tuning.SAMPLED_OUTPUTS // (draws.count * self.num_outputs))):
             outputs = at(x, start)

@@ -237,9 +237,8 @@ class Network:
 
     def evaluate_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
         """Outputs (N, C) with their graph in `x` and in `values` of the chosen parameters, by name; see `evaluate`."""
-        named = {f"module.{name}": value for name, value in values.items()}
         with torch.enable_grad():
-            return self._outputs(lambda x: torch.func.functional_call(self.caller, named, (x,)), x, 0)
+            return self._outputs(lambda x: self._call_at(values, x), x, 0)
 
     def without_grad(self, x: Inputs, offset: int = 0) -> Tensor:
         """Outputs (N, C) without a graph, computed in chunks to bound the memory of activations."""
@@ -262,8 +261,8 @@ class Network:
 
     def with_parameters(self, theta: Tensor, x: Inputs) -> Tensor:
         """Outputs (N, C) without a graph, at other values (P,) of the chosen parameters."""
-        values = {f"module.{n}": v.to(self.dtype) for n, v in self.unflatten(theta).items()}
-        return self._in_parts(lambda part: torch.func.functional_call(self.caller, values, (part,)), x, 0)
+        values = self._values(theta)
+        return self._in_parts(lambda part: self._call_at(values, part), x, 0)
 
     def varying(self, x: Inputs, offset: int = 0) -> Callable[[Tensor], Tensor]:
         """Outputs (N, C) at `x` as a function of the chosen parameters' values (P,), as `with_parameters`.
@@ -281,7 +280,7 @@ class Network:
             if (known := head) is None:
                 return self.with_parameters(theta, x)
             with torch.inference_mode(False), torch.no_grad(), self.caller.autocast.entered(), self.arithmetic():
-                values = {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}
+                values = self._values(theta)
                 found = self._outputs(lambda _: known(values), x, offset)
                 if tried:
                     return found
@@ -296,14 +295,23 @@ class Network:
 
         Each is one pass of forward-mode differentiation; no rows of J are stored.
         """
-        own = {f"module.{name}": parameter.detach() for name, parameter in self._parameters.items()}
+        own = {name: parameter.detach() for name, parameter in self._parameters.items()}
 
         def outputs(theta: Tensor) -> Tensor:
-            step = {f"module.{n}": v.to(self.dtype) for n, v in self.unflatten(theta - self.theta).items()}
+            step = self._values(theta - self.theta)
+
+            def moved(x: Inputs) -> Tensor:
+                found = torch.func.jvp(lambda values: self._call_at(values, x), (own,), (step,))
+                return found[0] + found[1]
+
             with torch.inference_mode(False), torch.no_grad(), self.arithmetic():
-                return self._outputs(lambda part: _moved(self.caller, own, step, part), x, offset)
+                return self._outputs(moved, x, offset)
 
         return outputs
+
+    def _values(self, theta: Tensor) -> dict[str, Tensor]:
+        """Values (P,) of the chosen parameters, by name and in their dtype."""
+        return {name: value.to(self.dtype) for name, value in self.unflatten(theta).items()}
 
     def _in_parts(self, call: Callable[[Inputs], Tensor], x: Inputs, offset: int) -> Tensor:
         step = tuning.FORWARD_EXAMPLES
@@ -342,6 +350,12 @@ class Network:
     def _to_format(self, memory_format: torch.memory_format) -> None:
         self.module.to(memory_format=memory_format)  # type: ignore[call-overload]  # missing in torch's stubs
         self._channels_last = memory_format is torch.channels_last
+
+    def _call_at(self, values: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        """The network's outputs at these values of the chosen parameters, by name."""
+        named = {f"module.{name}": value for name, value in values.items()}
+        found: Tensor = torch.func.functional_call(self.caller, named, (x,))
+        return found
 
     def _call(self, x: Inputs) -> Tensor:
         try:
@@ -433,12 +447,6 @@ class Network:
         known = describe_inputs(self._input_format, "n")
         return DataError(f"network outputs of shape {expected}, from inputs such as {known}",
                          f"{got} from {describe_inputs(x)}", input_remedy(x, self._input_format))
-
-
-def _moved(caller: Caller, own: dict[str, Tensor], step: dict[str, Tensor], x: Inputs) -> Tensor:
-    """f + J step."""
-    found = torch.func.jvp(lambda values: torch.func.functional_call(caller, values, (x,)), (own,), (step,))
-    return found[0] + found[1]
 
 
 def _first_line(cause: Exception) -> str:

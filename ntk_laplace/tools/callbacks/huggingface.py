@@ -7,24 +7,19 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ntk_laplace.errors import DataError, MissingPackageError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, optional_package
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures import StructureSpec
-from ntk_laplace.tools.callbacks.tracker import EvidenceTracker, TrackedEvidence
+from ntk_laplace.tools.callbacks.tracker import EvidenceTracker, TracksEvidence
 
-try:
+with optional_package("transformers", 'Run pip install "ntk_laplace[huggingface]".'):
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ModuleNotFoundError as cause:
-    if cause.name != "transformers":
-        raise
-    remedy = 'Run pip install "ntk_laplace[huggingface]".'
-    raise MissingPackageError("the package transformers", "none installed", remedy) from cause
 
 __all__ = ["EvidenceCallback"]
 
 
-class EvidenceCallback(TrainerCallback):
+class EvidenceCallback(TracksEvidence, TrainerCallback):
     """Logs the evidence at the end of epochs through ``Trainer.log``; added by ``trainer.add_callback``.
 
     Parameters
@@ -63,19 +58,11 @@ class EvidenceCallback(TrainerCallback):
             options["data"] = _training_data(trainer)
         self.tracker = EvidenceTracker(likelihood=likelihood, prior=prior, structure=structure, **options)
 
-    @property
-    def best(self) -> TrackedEvidence | None:
-        """The highest evidence so far, with its epoch."""
-        return self.tracker.best
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
         """Start anew."""
-        if args.world_size > 1:
-            raise UnsupportedError("a training by one process", f"{args.world_size} processes",
-                                   "Start one process, or compute the evidence after the training.")
-        self.tracker.start()
+        self.start(args.world_size, "Start one process, or compute the evidence after the training.")
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
@@ -89,8 +76,7 @@ class EvidenceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **keywords: Any
     ) -> None:
         """Restore the best weights, if that was asked for."""
-        if self.tracker.restore_best:
-            self.tracker.restore(keywords["model"])
+        self.end(keywords["model"])
 
 
 def _training_data(trainer: Trainer) -> DataLoader:

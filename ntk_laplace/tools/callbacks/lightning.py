@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ntk_laplace.errors import MissingPackageError, UnsupportedError
+from ntk_laplace.errors import optional_package
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.structures import StructureSpec
-from ntk_laplace.tools.callbacks.tracker import EvidenceTracker, TrackedEvidence
+from ntk_laplace.tools.callbacks.tracker import EvidenceTracker, TracksEvidence
 
-try:
+with optional_package("lightning", 'Run pip install "ntk_laplace[lightning]".'):
     from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError as cause:
-    if cause.name not in ("lightning", "lightning.pytorch"):
-        raise
-    remedy = 'Run pip install "ntk_laplace[lightning]".'
-    raise MissingPackageError("the package lightning", "none installed", remedy) from cause
 
 __all__ = ["EvidenceCallback"]
 
 
-class EvidenceCallback(Callback):
+class EvidenceCallback(TracksEvidence, Callback):
     """Logs the evidence at the end of training epochs through ``LightningModule.log``.
 
     With ``every=1``, `EarlyStopping` and `ModelCheckpoint` find it as ``monitor="log_evidence", mode="max"``, the first
@@ -55,17 +50,9 @@ class EvidenceCallback(Callback):
         super().__init__()
         self.tracker = EvidenceTracker(data, likelihood, prior, structure, **options)
 
-    @property
-    def best(self) -> TrackedEvidence | None:
-        """The highest evidence so far, with its epoch."""
-        return self.tracker.best
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start anew."""
-        if trainer.world_size > 1:
-            raise UnsupportedError("a training by one process", f"{trainer.world_size} processes",
-                                   "Pass devices=1, or compute the evidence after the training.")
-        self.tracker.start()
+        self.start(trainer.world_size, "Pass devices=1, or compute the evidence after the training.")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate and log."""
@@ -75,5 +62,4 @@ class EvidenceCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the best weights, if that was asked for."""
-        if self.tracker.restore_best:
-            self.tracker.restore(pl_module)
+        self.end(pl_module)

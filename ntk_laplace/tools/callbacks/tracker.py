@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ntk_laplace.curvature import CurvatureType
-from ntk_laplace.errors import DataError, HyperparameterError, NetworkError, NTKLaplaceWarning, require_whole
+from ntk_laplace.errors import (
+    DataError,
+    HyperparameterError,
+    NetworkError,
+    NTKLaplaceWarning,
+    UnsupportedError,
+    require_whole,
+)
 from ntk_laplace.model.data import generators_of
 from ntk_laplace.model.likelihoods import Likelihood
 from ntk_laplace.model.network import ParameterChoice, require_module
@@ -33,7 +40,7 @@ from ntk_laplace.runtime.serialization import (
 )
 from ntk_laplace.structures import Settings, StructureSpec
 
-__all__ = ["EvidenceTracker", "TrackedEvidence"]
+__all__ = ["EvidenceTracker", "TrackedEvidence", "TracksEvidence"]
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,39 @@ class EvidenceTracker:
             self._state = state
         else:
             write(state, self.path)
+
+
+class TracksEvidence:
+    """What the callbacks of all trainers do with their tracker.
+
+    Attributes
+    ----------
+    tracker : EvidenceTracker
+    """
+
+    tracker: EvidenceTracker
+
+    @property
+    def best(self) -> TrackedEvidence | None:
+        """The highest evidence so far, with its epoch."""
+        return self.tracker.best
+
+    def start(self, processes: int, remedy: str) -> None:
+        """Forget an earlier training.
+
+        Raises
+        ------
+        UnsupportedError
+            If several processes train: none of them has all data.
+        """
+        if processes > 1:
+            raise UnsupportedError("a training by one process", f"{processes} processes", remedy)
+        self.tracker.start()
+
+    def end(self, module: nn.Module) -> None:
+        """Restore the best weights, if that was asked for."""
+        if self.tracker.restore_best:
+            self.tracker.restore(module)
 
 
 @contextmanager
