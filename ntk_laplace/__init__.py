@@ -44,7 +44,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.conformal import PredictionIntervals, PredictionSets
 from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationErrors, EvidenceEstimate
-from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability
+from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability, Reranking
 from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
@@ -178,6 +178,7 @@ __all__ = [
     "ProcessLostError",
     "Ranking",
     "Reliability",
+    "Reranking",
     "RetrainingInterrupted",
     "RiskBound",
     "Settings",

@@ -64,12 +64,18 @@ def main() -> None:
         scores[linearization] = {"score": score.value, "error": score.error, "slope": found.slope, "each": each,
                                  "correlation": found.correlation, "median slope": float(np.median(medians)),
                                  "each single point": each_one}  # fmt: skip
+    home = come_back(problem, posterior, ~alone, folder.parent / f"{folder.name}-one")
+    one, *_ = answers(problem, posterior, ~alone, "moving", folder.parent / f"{folder.name}-one")
+    at_home = attribution.leave_one_out_agreement((one - before)[home], (outputs - before)[home])
+    scores["moving"] |= {"come back": int(home.sum()), "slope of those that come back": at_home.slope}
     ceiling = attribution.seed_ceiling(outcomes)
     print(f"{problem.name}, δ = {problem.delta:g}, {len(kept)} halves, {len(chosen)} single points; another seed of "
           f"retraining (ceiling): {ceiling}; retraining on a half: {seconds:.2f} s of processor time in numpy, "
           f"{by_torch:.2f} s in torch")  # fmt: skip
     print(table(["linearization", "LDS", "one out: r, slope", "median slope", "converged", "s a half", "s a point"],
                 rows))  # fmt: skip
+    print(f"moving, the {home.sum()} of {len(home)} points that come back: correlation {at_home.correlation:.2f}, slope "
+          f"{at_home.slope:.2f}")  # fmt: skip
     write(options.out / f"{folder.name}-what-ifs.json",
           {"machine": machine(options.threads), "problem": folder.name, "scores": scores, "numpy": seconds,
            "torch": by_torch, "ceiling": {"score": ceiling.value, "error": ceiling.error}})  # fmt: skip
@@ -86,6 +92,15 @@ def answers(
         np.savez(file, f=f, spent=spent, converged=int(found.converged.sum()))
     kept = np.load(file)
     return kept["f"], float(kept["spent"]), int(kept["converged"])
+
+
+def come_back(problem: Problem, posterior: ntkl.Posterior, gone: np.ndarray, folder: Path) -> np.ndarray:
+    """Which single points the network returns from when they are put back, (G,) of bool."""
+    file = folder.parent / f"{folder.name}-come-back.npy"
+    if not file.exists():
+        np.save(file, posterior.what_ifs(torch.as_tensor(gone)).comes_back().numpy())
+    found: np.ndarray = np.load(file)
+    return found
 
 
 def trained_by_torch(problem: Problem, indices: np.ndarray) -> None:

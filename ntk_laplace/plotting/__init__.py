@@ -11,6 +11,7 @@ from ntk_laplace.plotting.explanations import explanation
 from ntk_laplace.plotting.histories import hyperparameter_history, training_history, variational_history
 from ntk_laplace.plotting.images import ImageExplanation, image_explanations
 from ntk_laplace.plotting.predictions import Panel, prediction_intervals, predictive_1d, predictive_2d
+from ntk_laplace.plotting.reranking import reranking
 from ntk_laplace.plotting.selection import evidence_comparison, model_ranking, selection_curves
 from ntk_laplace.plotting.style import BLUE, GREEN, GREY, ORANGE, SERIES, VERMILION, png
 
@@ -38,6 +39,7 @@ __all__ = [
     "predictive_2d",
     "reliability_diagram",
     "removal_curves",
+    "reranking",
     "selection_curves",
     "training_history",
     "variational_history",

@@ -9,10 +9,10 @@ from ntk_laplace.model.network import outside_autocast
 from ntk_laplace.posterior.compression import CompressionVerbs
 from ntk_laplace.posterior.coverage import CoverageVerbs
 from ntk_laplace.posterior.lower_bound import LowerBoundVerbs
+from ntk_laplace.posterior.reranking import RerankingVerbs
 from ntk_laplace.posterior.retraining import RetrainingVerbs
 from ntk_laplace.posterior.sampled_evidence import SampledEvidenceVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
-from ntk_laplace.posterior.what_ifs import WhatIfsVerbs
 
 __all__ = ["Posterior"]
 
@@ -41,6 +41,7 @@ _OF_LAPLACE = {
     "relabel": "what-ifs",
     "add": "what-ifs",
     "what_ifs": "what-ifs",
+    "rerank": "what-ifs",
     "cross_validate": "cross-validation",
     "refit": "what-ifs",
     "relinearize": "what-ifs",
@@ -87,7 +88,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 @_require_laplace
 class Posterior(
     SelectionVerbs, LowerBoundVerbs, SampledEvidenceVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs,
-    WhatIfsVerbs,
+    RerankingVerbs,
 ):  # fmt: skip
     """Laplace-GGN posterior of a trained network.
 

@@ -64,6 +64,22 @@ class WhatIfs:
                 return torch.cat([self._groups.outputs(part) for _, part in chunks.inputs()], 1)
             return torch.cat([self._groups.linearized_outputs(rows) for rows in chunks.rows()], 1)
 
+    def comes_back(self) -> Tensor:
+        """Whether the network returns to the trained one if the points are put back, (G,) of bool.
+
+        False where the minimum has left with the points: from the optimum of the change, Newton's method leads to
+        another minimum of the unchanged objective than that of the trained weights, where the log likelihood of some
+        training point differs by more than .01 nats. The effect is then the difference of two minima, and not of the
+        points alone. It takes about the time of the what-ifs again. A linearized network has one minimum.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If the weights of all networks do not fit in memory twice.
+        """
+        with torch.inference_mode(False):
+            return self._groups.come_back(self._posterior.fitted)
+
     def log_prob(self) -> Tensor:
         """log p(y_n | f_n) of every training point after each change, (G, N), nats, each counted once.
 

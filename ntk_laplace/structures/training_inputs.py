@@ -12,8 +12,10 @@ from ntk_laplace.structures.structure import Structure
 __all__ = ["training_inputs"]
 
 
-def training_inputs(model: LinearizedModel, structure: Structure, x: InputData | None, verb: str) -> Source:
-    """Inputs of the points in batches, checked against the known outputs; `verb` asks for them.
+def training_inputs(
+    model: LinearizedModel, structure: Structure, x: InputData | None = None, verb: str | None = None
+) -> Source:
+    """Inputs of the points in batches, checked against the known outputs; `verb` takes them as `x`, if it can.
 
     Raises
     ------
@@ -33,7 +35,8 @@ def training_inputs(model: LinearizedModel, structure: Structure, x: InputData |
         source: Source = settings.own(batches)
     elif structure.source is None:
         raise DataError("the training inputs x, which this posterior does not have", "none",
-                        f"Pass {verb}, in the order of the fit; or load the checkpoint with its data.")
+                        "Load the checkpoint with its data, ntk_laplace.load(path, network, data=...)" +
+                        ("." if verb is None else f"; or pass {verb}, in the order of the fit."))
     else:
         source = structure.source
     base = structure.base

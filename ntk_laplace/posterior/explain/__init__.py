@@ -7,6 +7,7 @@ from ntk_laplace.posterior.explain.quantity import SPREADS
 from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
 from ntk_laplace.posterior.explain.ranking import Ranking, effects, rank
 from ntk_laplace.posterior.explain.reliability import Reliability
+from ntk_laplace.posterior.explain.reranking import Reranking
 
 __all__ = [
     "SPREADS",
@@ -19,6 +20,7 @@ __all__ = [
     "Ranked",
     "Ranking",
     "Reliability",
+    "Reranking",
     "bytes_of_each",
     "effects",
     "explain",

@@ -24,6 +24,7 @@ from ntk_laplace.structures.what_if.moving import ChangedObjectives, fitted_at, 
 __all__ = ["Groups"]
 
 _REMEDY = "Ask for fewer groups at a time, or fewer training points."
+_SAME = 0.01  # nats: a larger change of a training point's log likelihood is that of another minimum
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Groups:
         """
         model, count = moving_model(fitted, "what-ifs of many groups"), len(weights)
         points = replace(fitted.structure.points_to_change, weights=None, expanded=None)
-        source = training_inputs(fitted.model, fitted.structure, None, "relinearize(x)") if moving else None
+        source = training_inputs(fitted.model, fitted.structure) if moving else None
         budget, device = model.settings.memory_budget, model.network.device
         held = weights.nbytes + (count + 8 * min(count, tuning.GROUPS)) * fitted.theta.nbytes
         require_memory(held, device, f"the weights of {count:,} networks", _REMEDY, budget)
@@ -76,17 +77,42 @@ class Groups:
             likelihood.require_second_derivatives(model.theta)
         else:
             likelihood = LinearizedLikelihood(fitted, min(count, tuning.GROUPS))
-        start = model.theta if moving else fitted.theta
-        assert model.training_gradient is not None
-        each = min(tuning.GROUPS, likelihood.at_once())
-        parts = track(weights.split(each), "ntk_laplace: what-ifs", count, model.settings.progress, len, 0.5)
-        found: list[Minima] = []
-        for some in parts:
-            objective = ChangedObjectives(fitted, likelihood, some, model.training_gradient)
-            found.append(objective.minimize(fitted, start.expand(len(some), -1)))
-        thetas, converged, steps = (torch.cat([getattr(one, name) for one in found])
-                                    for name in ("at", "converged", "steps"))  # fmt: skip
+        start = (model.theta if moving else fitted.theta).expand(count, -1)
+        thetas, converged, steps = _minima(fitted, model, likelihood, weights, start, "ntk_laplace: what-ifs")
         return cls(model, moving, thetas, weights, converged, steps, likelihood, source)
+
+    def come_back(self, fitted: FittedModel) -> Tensor:
+        """Whether each optimum leads back to the trained network if the change is undone, (G,).
+
+        Newton's method goes from the optimum of the change to one of the unchanged data. It is the trained network's if
+        the log likelihood of every training point is as before, to .01 nats and the rounding of the optimum: minima
+        that differ by a symmetry of the weights are one network.
+
+        Parameters
+        ----------
+        fitted : FittedModel
+            Before the changes.
+        """
+        if not self.moving:  # one minimum, for a log-concave likelihood
+            return torch.ones_like(self.converged)
+        model, likelihood, count = self.model, self._likelihood, len(self.thetas)
+        require_memory((3 * count + 8 * min(count, tuning.GROUPS)) * fitted.theta.nbytes, model.network.device,
+                       f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
+        start = torch.cat([model.theta[None], self.thetas])
+        unchanged = fitted.structure.points_to_change.counts.to(self.weights).expand(len(start), -1)
+        reached, _, _ = _minima(fitted, model, likelihood, unchanged, start, "ntk_laplace: points put back")
+        eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
+        with torch.no_grad():
+            home = likelihood.log_prob(likelihood.outputs(reached[:1]))
+            # an optimum is known to where a step gains eps |F|, a log likelihood to its square root
+            tolerance = _SAME + (20 * eps * (1.0 + float(home.abs().sum()))) ** 0.5
+            found = [(likelihood.log_prob(likelihood.outputs(some)) - home).abs().amax(1) <= tolerance
+                     for some in reached[1:].split(self._each)]  # fmt: skip
+        return torch.cat(found)
+
+    @property
+    def _each(self) -> int:
+        return min(tuning.GROUPS, self._likelihood.at_once())
 
     def outputs(self, x: Inputs) -> Tensor:
         """Outputs of the moved networks, (G, n, C), at inputs of n examples."""
@@ -103,9 +129,8 @@ class Groups:
 
     def training_outputs(self) -> Iterator[tuple[slice, Tensor]]:
         """Groups, and their outputs at the training points, (S, N, C)."""
-        each = min(tuning.GROUPS, self._likelihood.at_once())
-        for start in range(0, len(self.thetas), each):
-            some = slice(start, min(start + each, len(self.thetas)))
+        for start in range(0, len(self.thetas), self._each):
+            some = slice(start, min(start + self._each, len(self.thetas)))
             yield some, self._likelihood.outputs(self.thetas[some])
 
     def log_prob(self) -> Tensor:
@@ -122,3 +147,19 @@ class Groups:
         assert self._source is not None
         points: TrainingPoints = replace(fitted.structure.points_to_change, weights=self.weights[index])
         return fitted_at(self.model, fitted.structure, self._source, points, self.thetas[index])
+
+
+def _minima(
+    fitted: FittedModel, model: LinearizedModel, likelihood: NetworkLikelihood | LinearizedLikelihood, weights: Tensor,
+    start: Tensor, what: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Optima (S, P) for example weights (S, N) from their starts (S, P), whether they are reached, and steps, (S,)."""
+    assert model.training_gradient is not None
+    each = min(tuning.GROUPS, likelihood.at_once())
+    pairs = list(zip(weights.split(each), start.split(each), strict=True))
+    found: list[Minima] = []
+    for some, own in track(pairs, what, len(weights), model.settings.progress, lambda pair: len(pair[0]), 0.5):
+        objective = ChangedObjectives(fitted, likelihood, some, model.training_gradient)
+        found.append(objective.minimize(fitted, own))
+    return (torch.cat([one.at for one in found]), torch.cat([one.converged for one in found]),
+            torch.cat([one.steps for one in found]))

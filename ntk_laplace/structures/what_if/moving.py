@@ -130,7 +130,7 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
         If one example at one value of the weights does not fit in memory.
     """
     model = moving_model(fitted, "Newton steps of the network")
-    source = training_inputs(fitted.model, fitted.structure, None, "relinearize(x)")
+    source = training_inputs(fitted.model, fitted.structure)
     source = source if added is None else Joined([source, added])
     likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
     likelihood.require_second_derivatives(model.theta)

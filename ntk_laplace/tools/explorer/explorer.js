@@ -216,6 +216,22 @@ function side(name, point) {
   box.replaceChildren(make("h3", title), items.length ? list : make("p", "No training point does.", { class: "soft" }));
 }
 
+// by the network itself, if it was asked for
+function again(point) {
+  const box = at("again-rows");
+  if (!box) return;
+  at("again-unit").textContent = `Changes of ${unit(point)} if the point is left out.`;
+  box.replaceChildren(...point.reranked.map(([j, linear, moving, before, disagrees, away, unfinished], place) => {
+    const line = make("tr"), head = make("th", null, { scope: "row" }), image = trainingPicture(j, 32);
+    if (image) { image.style.display = "inline-block"; image.style.verticalAlign = "middle"; head.append(image, " "); }
+    head.append(`#${j}`);
+    const notes = [away && "does not come back", unfinished && "not at an optimum", disagrees && "disagree"].filter(Boolean);
+    line.append(head, make("td", targetOf(j)), make("td", signed(linear)), make("td", String(before + 1)),
+      make("td", signed(moving)), make("td", String(place + 1)), make("td", notes.join(", "), { class: notes.length ? "flag" : "" }));
+    return line;
+  }));
+}
+
 function whatIf() {
   const point = data.points[selected];
   const choice = document.querySelector("input[name=leave]:checked").value;
@@ -236,6 +252,12 @@ function whatIf() {
   } else {
     answer.replaceChildren(make("p", `Without these ${count}: ${data.targetName} ${number(now.mean)} instead of ${number(point.network.mean)}.`));
   }
+  if (now.moving !== undefined) {
+    const { probabilities, mean, away, unfinished } = now.moving;
+    const said = classes ? `${data.names[point.output]} with ${percent(probabilities[point.output])}` : `${data.targetName} ${number(mean)}`;
+    const notes = (away ? " If they are put back, it does not come back." : "") + (unfinished ? " It is not at an optimum." : "");
+    answer.append(make("p", `The network itself, at its own optimum without them, says ${said}.${notes}`));
+  }
   if (now.held !== undefined) {
     answer.append(make("p", `Together they have a leverage of ${number(now.held)} in this approximate posterior: the change is of first order alone.`, { class: "flag" }));
   }
@@ -248,6 +270,7 @@ function show() {
   decomposition(point);
   side("for", point);
   side("against", point);
+  again(point);
   whatIf();
 }
 window.addEventListener("resize", () => decomposition(data.points[selected]));

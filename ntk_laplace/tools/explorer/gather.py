@@ -49,8 +49,8 @@ class Naming:
 
 def gather(
     posterior: Posterior, x: Inputs, training: Inputs | None, targets: Tensor | None, k: int, naming: Naming,
-    progress: bool | None = None,
-) -> dict[str, Any]:
+    progress: bool | None = None, candidates: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """Collect all content of the page.
 
     Parameters
@@ -67,6 +67,8 @@ def gather(
     naming : Naming
     progress : bool, optional
         Show a progress bar; by default if the error stream is a terminal.
+    candidates : int
+        Training points of each input that are re-ranked by their effects on the network itself.
 
     Raises
     ------
@@ -83,11 +85,13 @@ def gather(
     find = _from_rows if kept else _from_data
     points, guarantees = find(posterior, x, k, progress)
     left_out = leave_one_out(posterior.fitted)
+    if candidates:
+        guarantees = [*guarantees, *_reranked(posterior, x, points, candidates)]
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
             point |= {} if truth is None else {"target": _rounded(truth)}
     for point in points:
-        shown |= {j for side in ("for", "against") for j, *_ in point[side]}
+        shown |= {j for part in ("for", "against", "reranked") for j, *_ in point.get(part, ())}
     return {
         "kind": _kind(posterior),
         "outputs": c,
@@ -227,6 +231,29 @@ def _from_data(
                 if not trusted[i]:
                     record["without"][name]["held"] = _rounded(float(leverage[i]))
     return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
+
+
+def _reranked(posterior: Posterior, x: Inputs, points: list[dict[str, Any]], candidates: int) -> tuple[str, ...]:
+    """Add the effects of the candidates and of the groups on the network itself to each input's record."""
+    members = [tuple(j for side in of for j, *_ in point[side]) for point in points for of in _GROUPS.values()]
+    groups = [group for group in dict.fromkeys(members) if 0 < len(group) < posterior.num_examples]
+    place = {group: slot for slot, group in enumerate(groups)}
+    found = posterior.rerank(x, candidates, groups=groups)
+    turned = (found.f[:, 0] < 0) & (_kind(posterior) == "binary")
+    sign = torch.where(turned, -1.0, 1.0).to(found.f)
+    linear, moving = found.linear * sign.unsqueeze(1), found.moving * sign.unsqueeze(1)
+    flags = torch.stack([found.disagrees, ~found.comes_back, ~found.converged], 2).tolist()
+    own = iter(members)
+    for i, point in enumerate(points):
+        columns = found.indices[i].tolist(), _rounded(linear[i]), _rounded(moving[i]), found.places[i].tolist()
+        point["reranked"] = [[*row, *marks] for *row, marks in zip(*columns, flags[i], strict=True)]
+        for name in _GROUPS:
+            slot = place.get(next(own))
+            if slot is not None:
+                said = _without(posterior, found.group_outputs[i, slot], sign[i])
+                point["without"][name]["moving"] = said | {"away": not bool(found.group_comes_back[slot]),
+                                                           "unfinished": not bool(found.group_converged[slot])}
+    return found.guarantees
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ntk_laplace.errors import DataError, UnsupportedError
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import Inputs, as_tensors, num_examples
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
@@ -37,7 +37,7 @@ _BODY = """
 <p class="soft">Ranked by what leaving one out would do to the output, in one step of the linearized network{whose}.</p>
 <details><summary>What holds of these numbers</summary><ul class="soft">{guarantees}</ul></details>
 <div class="sides"><div class="side-for" id="side-for"></div><div class="side-against" id="side-against"></div></div>
-</section>
+</section>{reranked}
 <section class="panel" aria-labelledby="if"><h2 id="if">What if they had not been there?</h2>
 <fieldset><legend>Leave out together</legend>
 <label><input type="radio" name="leave" value="none" checked> nothing</label>
@@ -59,6 +59,17 @@ the posterior is.</p>{caution}
 </main>
 <noscript><p>This page needs JavaScript; it loads nothing from elsewhere.</p></noscript>
 """
+
+
+_RERANKED = """
+<section class="panel" aria-labelledby="again"><h2 id="again">Ranked again by the network itself</h2>
+<p class="soft">Linear: one step of the linearized network without the point. Moving: the network at its own optimum
+without it. They disagree where they differ in sign or by more than a factor of two. A point does not come back if the
+network ends elsewhere once it is put back: its minimum has left with the point.</p>
+<div class="scroll" role="region" aria-label="Training points ranked again" tabindex="0"><table>
+<caption id="again-unit"></caption><thead><tr><th scope="col">Training point</th><th scope="col">{target}</th>
+<th scope="col">Linear</th><th scope="col">Place</th><th scope="col">Moving</th><th scope="col">Place</th>
+<th scope="col">Note</th></tr></thead><tbody id="again-rows"></tbody></table></div></section>"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,10 @@ class ExplorerPage:
         whose = " with this posterior’s own approximate curvature" if self.content["approximate"] else ""
         caution = self.content["leaveOneOut"]
         caution = f'\n<p class="flag" role="note">Mind: {escape(caution)}.</p>' if caution else ""
+        target = "Target" if self.content["kind"] == "values" else "Class"
+        reranked = _RERANKED.format(target=target) if "reranked" in self.content["points"][0] else ""
         body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]), guarantees=promises,
-                            whose=whose, caution=caution)  # fmt: skip
+                            whose=whose, caution=caution, reranked=reranked)  # fmt: skip
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -111,7 +124,7 @@ class ExplorerPage:
 def explore(
     posterior: Posterior, x: Inputs, training: Inputs | None = None, targets: Tensor | None = None, k: int = 6,
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
-    progress: bool | None = None,
+    progress: bool | None = None, candidates: int = 0,
 ) -> ExplorerPage:  # fmt: skip
     """Make a page that explains predictions by uncertainty, training points, and effects of their removal.
 
@@ -132,6 +145,9 @@ def explore(
     title : str
     progress : bool, optional
         Show a progress bar; by default if the error stream is a terminal.
+    candidates : int
+        If positive, `Posterior.rerank` this many training points of each input: a table of linear and moving effects,
+        and the network's own answers without the groups. It moves a network for each point and group of all inputs.
 
     Returns
     -------
@@ -140,7 +156,7 @@ def explore(
     Raises
     ------
     DataError
-        If sizes or names do not match.
+        If sizes or names do not match, or as `Posterior.rerank`.
     """
     if posterior.likelihood.positions is not None:
         raise UnsupportedError("one row of outputs per example, for the page", "outputs at many positions",
@@ -150,7 +166,8 @@ def explore(
         raise DataError("at least one input", "none", "Pass one or more inputs.")
     if not isinstance(naming, Naming):
         raise DataError("words as ntk_laplace.Naming(...)", f"{naming!r}"[:80], "Pass Naming(classes=[...]).")
-    content = gather(posterior, x, training, targets, k, naming, progress)
+    require_whole("candidates", candidates, 0, "Pass 0 for no second ranking, or for example 20.")
+    content = gather(posterior, x, training, targets, k, naming, progress, candidates)
     return ExplorerPage(str(title), content | {"flag": HIGH_LEVERAGE})
 
 

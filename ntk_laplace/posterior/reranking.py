@@ -1,0 +1,130 @@
+"""Re-ranking: the strongest training points of a ranking by what the network itself does without them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.data import InputData
+from ntk_laplace.posterior.explain import SPREADS
+from ntk_laplace.posterior.explain.quantity import quantity_of
+from ntk_laplace.posterior.explain.ranked import counted, strongest
+from ntk_laplace.posterior.explain.reranking import Reranking
+from ntk_laplace.posterior.explanation import ExplanationVerbs
+from ntk_laplace.posterior.what_ifs import WhatIfsVerbs
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures.what_if import Indices, positions
+
+__all__ = ["RerankingVerbs"]
+
+_GUARANTEES = (
+    "moving effects are those of the network at its own optimum next to its weights, where converged",
+    "linear effects of single points are those of explain(); of groups, those of the optimum of the linearized network",
+    "where a point does not come back, its effect is the difference of two minima, and not of the point alone",
+    "points that are not among the candidates keep their linear effects, and may rank higher than they do here",
+)
+
+
+class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
+    """Rankings by the effects on the network itself."""
+
+    def rerank(
+        self, x: InputData, candidates: int = 50, output: int | None = None, *, by: str = "output", y: Any = None,
+        groups: Sequence[Indices] = (),
+    ) -> Reranking:  # fmt: skip
+        """Rank the strongest training points of each prediction by what the network itself does without them.
+
+        The candidates of an input are the points of the largest linear effects, `removal_effects`. The network goes to
+        its own optimum without each of them, as in `what_ifs`, and from there back with the point. The networks of all
+        inputs' candidates share the passes over the data.
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors, DataLoader or Dataset
+            n inputs.
+        candidates : int
+            Training points of each input.
+        output, by, y
+            The explained quantity, as in `explain`; not a variance.
+        groups : sequence of index sets, optional
+            Groups of training points whose joint removal is computed too, for all inputs.
+
+        Returns
+        -------
+        Reranking
+
+        Raises
+        ------
+        DataError
+            If there is no such output or point, or as `what_ifs` and `explain`.
+        MemoryBudgetError
+            As `what_ifs`; no network was moved.
+        UnsupportedError
+            For a variance.
+
+        Examples
+        --------
+        >>> import torch, ntk_laplace as ntkl
+        >>> network, x = torch.nn.Linear(2, 1).double(), torch.randn(8, 2).double()
+        >>> posterior = ntkl.laplace(network, (x, x[:, :1]), ntkl.Gaussian(0.1))
+        >>> posterior.rerank(x[:2], candidates=3, groups=[[0, 1]]).moving.shape
+        torch.Size([2, 3])
+        """
+        if by in SPREADS:
+            raise UnsupportedError("a quantity of the outputs, to rank by the network's own changes", repr(by),
+                                   'Use by="output", "probability" or "log_likelihood", or explain(x, by="variance").')
+        count, chosen = self.num_examples, tuple(positions(group, self.num_examples) for group in groups)
+        linear = self.removal_effects(x, output, by=by, y=y)
+        indices = strongest(linear.abs(), min(counted(candidates, count), count))
+        points = indices.unique()  # of all inputs
+        self._require_outputs(len(linear), len(points) + len(chosen))
+        found = self.what_ifs(self._without([*points.unsqueeze(1), *chosen]))
+        back, f, after = found.comes_back()[1:], *_split(found.outputs(x))
+        fixed = self.what_ifs(self._without(chosen), linearization="fixed").outputs(x) if chosen else None
+        quantity = quantity_of(self._fitted.model.likelihood, f, by, output, y)
+
+        def change(outputs: Tensor) -> Tensor:
+            with torch.no_grad():
+                return quantity.effect(f, outputs - f.unsqueeze(1), outputs)
+
+        moving, joint = change(after).split([len(points), len(chosen)], 1)
+        slot = torch.searchsorted(points, indices.contiguous())
+        order = moving.gather(1, slot).abs().argsort(dim=1, descending=True, stable=True)
+        slot, indices = slot.gather(1, order), indices.gather(1, order)
+        converged, joint_converged = found.converged[1:].split([len(points), len(chosen)])
+        single_back, joint_back = back.split([len(points), len(chosen)])
+        return Reranking(
+            f=f, quantity=quantity, indices=indices, linear=linear.gather(1, indices), moving=moving.gather(1, slot),
+            places=order, converged=converged[slot], comes_back=single_back[slot], groups=chosen,
+            group_linear=joint if fixed is None else change(f.unsqueeze(1) + _changes(fixed)), group_moving=joint,
+            group_converged=joint_converged, group_comes_back=joint_back, group_outputs=after[:, len(points) :],
+            targets=self._points().targets, guarantees=_GUARANTEES,
+        )  # fmt: skip
+
+    def _without(self, groups: Sequence[Tensor]) -> Tensor:
+        """Example weights (1 + G, N): first all points, then without each group."""
+        counts = self._points().counts
+        weights = counts.repeat(1 + len(groups), 1)
+        for row, group in zip(weights[1:], groups, strict=True):
+            row[group.to(row.device)] = 0.0
+        return weights
+
+    def _require_outputs(self, inputs: int, networks: int) -> None:
+        require_memory(3 * networks * inputs * self.num_outputs * self.dtype.itemsize, self.network.device,
+                       f"outputs of {networks:,} networks at {inputs:,} inputs",
+                       "Pass fewer inputs at a time, or ask for fewer candidates.", self._fitted.settings.memory_budget)
+
+
+def _split(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs before, (n, C), and after each change, (n, G, C), of outputs (1 + G, n, C)."""
+    return outputs[0], outputs[1:].transpose(0, 1)
+
+
+def _changes(outputs: Tensor) -> Tensor:
+    """Changes of the outputs, (n, G, C)."""
+    before, after = _split(outputs)
+    return after - before.unsqueeze(1)
