@@ -119,6 +119,8 @@ def test_tables_pictures_and_words() -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     posterior = classes()
+    with refused(ntkl.HyperparameterError, "candidates", "-1", "Pass 0"):
+        ntkl.explore(posterior, NEW, candidates=-1)
     with refused(ntkl.UnsupportedError, "quantity of the outputs", "variance", "explain"):
         posterior.rerank(NEW, by="variance")
     with refused(ntkl.DataError, "k of at least 1", "0", "one or more"):
@@ -129,7 +131,33 @@ def test_refusals(tmp_path: Path) -> None:
     with refused(ntkl.MemoryBudgetError, "networks", "need of", "fewer candidates"):
         posterior.rerank(NEW, 2)
     classes("full").save(tmp_path / "fit.pt")
-    alone = ntkl.load(tmp_path / "fit.pt", network())
+    alone = ntkl.load(tmp_path / "fit.pt", trained())
     for verb in (lambda: alone.what_ifs([[0]]), lambda: alone.remove(0, linearization="moving")):
         with refused(ntkl.DataError, "training", "checkpoint|none", "^Load.*data="):
             verb()
+
+
+@pytest.mark.parametrize("kind", ["classes", "binary", "values"])
+def test_the_page_has_both_effects(kind: str) -> None:
+    """The table of each input, and the answers without its groups, are those of the verb."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3 if kind == "classes" else 1)).double()
+    x = inputs()
+    likelihood, y = {
+        "classes": (ntkl.Categorical(), labels()), "binary": (ntkl.Bernoulli(), (x[:, :1] > 0).double()),
+        "values": (ntkl.Gaussian(0.3), x[:, :1].sin()),
+    }[kind]  # fmt: skip
+    posterior = ntkl.laplace(module, (x, y), likelihood, ntkl.GaussianPrior(2.0))
+    page = ntkl.explore(posterior, NEW, x, k=2, candidates=3)
+    found = posterior.rerank(NEW, 3)
+    for i, point in enumerate(page.content["points"]):
+        sign = -1.0 if kind == "binary" and found.f[i, 0] < 0 else 1.0
+        assert [row[0] for row in point["reranked"]] == found.indices[i].tolist()
+        for row, linear, moving, apart in zip(point["reranked"], found.linear[i], found.moving[i], found.disagrees[i],
+                                              strict=True):  # fmt: skip
+            assert row[1] == pytest.approx(sign * float(linear), rel=1e-3)
+            assert row[2] == pytest.approx(sign * float(moving), rel=1e-3) and row[4] == bool(apart)
+        group = [j for side in ("for", "against") for j, *_ in point[side]]
+        without = posterior.remove(group, linearization="moving").outputs(NEW)[i] * sign
+        assert point["without"]["both"]["moving"]["f"] == pytest.approx(without.tolist(), rel=1e-3)
+    assert "Ranked again" in page.html() and "Ranked again" not in ntkl.explore(posterior, NEW, x).html()

@@ -74,8 +74,8 @@ def main() -> None:
           f"{by_torch:.2f} s in torch")  # fmt: skip
     print(table(["linearization", "LDS", "one out: r, slope", "median slope", "converged", "s a half", "s a point"],
                 rows))  # fmt: skip
-    print(f"moving, the {home.sum()} of {len(home)} points that come back: correlation {at_home.correlation:.2f}, slope "
-          f"{at_home.slope:.2f}")  # fmt: skip
+    print(f"moving, the {home.sum()} of {len(home)} points that come back: correlation, slope "
+          f"{at_home.correlation:.2f}, {at_home.slope:.2f}")  # fmt: skip
     write(options.out / f"{folder.name}-what-ifs.json",
           {"machine": machine(options.threads), "problem": folder.name, "scores": scores, "numpy": seconds,
            "torch": by_torch, "ceiling": {"score": ceiling.value, "error": ceiling.error}})  # fmt: skip

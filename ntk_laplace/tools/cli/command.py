@@ -154,6 +154,9 @@ def _parser() -> argparse.ArgumentParser:
                        help="explain at most the first N inputs (default: %(default)s)")  # fmt: skip
     shown.add_argument("--k", type=count, default=6, metavar="K",
                        help="training points for and against each prediction (default: %(default)s)")  # fmt: skip
+    shown.add_argument("--candidates", type=count, default=0, metavar="N",
+                       help="rank the N strongest training points of each input again, by what the network itself does "
+                       "without them: a network is moved for each (default: no second ranking)")  # fmt: skip
     shown.add_argument("--shape", type=image_shape, metavar="HxW", help="inputs are images of this height and width")
     shown.add_argument("--classes", type=names, metavar="A,B,...", help="names of the classes or outputs")
     shown.add_argument("--features", type=names, metavar="A,B,...", help="names of the inputs' columns")

@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> None:
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
     naming = Naming(classes, options.features or model.files.features, options.shape, (options.target or ["target"])[0])
-    page = explore(posterior, x, model.x, y, options.k, naming, options.title)
+    page = explore(posterior, x, model.x, y, options.k, naming, options.title,
+                   candidates=options.candidates)
     page.write(options.out)
     print(f"{page!r}; written to {options.out}, which a browser opens")
