@@ -130,7 +130,7 @@ def test_refusals(tmp_path: Path) -> None:
     vars(posterior.fitted.settings)["memory_budget"] = 10  # the class is frozen
     with refused(ntkl.MemoryBudgetError, "networks", "need of", "fewer candidates"):
         posterior.rerank(NEW, 2)
-    classes("full").save(tmp_path / "fit.pt")
+    classes().save(tmp_path / "fit.pt", include_data=True)
     alone = ntkl.load(tmp_path / "fit.pt", trained())
     for verb in (lambda: alone.what_ifs([[0]]), lambda: alone.remove(0, linearization="moving")):
         with refused(ntkl.DataError, "training", "checkpoint|none", "^Load.*data="):
