@@ -38,6 +38,7 @@ from _problems import PROBLEMS, Problem, problem
 from _shared import machine, once, parser, table, write
 from _surrogates import METHODS
 
+BATCH = 50  # sequences at a time: laplace-torch forms their joint covariance
 START = 12
 COLORS = {"ntk_laplace": "#0072B2", "laplace-bayesopt": "#D55E00", "SingleTaskGP": "#009E73", "Sobol": "0.45"}
 
@@ -52,7 +53,7 @@ def proposed(model: Any, x: Tensor, y: Tensor, task: Problem, small: bool) -> Te
         return found.detach()
     left = task.pool[~(task.pool.unsqueeze(1) == x).all(-1).any(1)]
     with torch.no_grad():
-        values = torch.cat([acquisition(part.unsqueeze(1)) for part in left.split(500)])
+        values = torch.cat([acquisition(part.unsqueeze(1)) for part in left.split(BATCH)])
     return left[values.argmax()].unsqueeze(0)
 
 

@@ -21,6 +21,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace
 from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Settings
+from ntk_laplace.tools.botorch.fourier import FourierNetwork
 from ntk_laplace.tools.estimators.networks import network_of
 
 __all__ = ["Surrogate"]
@@ -30,7 +31,7 @@ _FIRST_NOISE = 1e-2  # where the noise is learned, of standardized outcomes
 
 
 class Angles(nn.Module):
-    """Each input x in [-1, 1] as a point of a half circle, (sin πx/2, cos πx/2).
+    """Each input x in [0, 1] as a point of a half circle, (sin π(x - ½), cos π(x - ½)).
 
     All inputs then have one norm, so that the variance of a perceptron's tangent kernel is about the same everywhere:
     on x itself it grows towards the corners of the cube, and acquisition functions with it.
@@ -38,7 +39,7 @@ class Angles(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 2 d)."""
-        angles = 0.5 * math.pi * x
+        angles = math.pi * (x - 0.5)
         return torch.cat([angles.sin(), angles.cos()], -1)
 
 
@@ -93,6 +94,10 @@ class Surrogate:
             raise DataError(f"a network with {y.shape[1]} outputs, as many as train_Y", f"{frozen.num_outputs}",
                             "Make its last layer as wide; a callable gets the number.")
         likelihood, prior = self._likelihood(start), self._prior(start, frozen)
+        if isinstance(module, FourierNetwork):
+            self._train_fourier(module)
+            noise = likelihood if self.noise is not None or self.variances is not None else Gaussian(module.noise)
+            return laplace(module, (x, y), noise, GaussianPrior(module.precision), **options)
         likelihood.bind(*y.shape)
         prior.bind(frozen.shapes)
         fixed = self.noise is not None or self.variances is not None
@@ -106,8 +111,16 @@ class Surrogate:
             likelihood, prior = found.likelihood, found.prior
         return found
 
+    def _train_fourier(self, module: FourierNetwork) -> None:
+        known = self.variances if self.noise is None else self.targets.new_tensor(self.noise)
+        weight = module.last.weight
+        inputs, targets = (part.to(weight) for part in (self.inputs, self.targets))
+        module.train_with_evidence(inputs, targets, None if known is None else known.to(weight))
+
     def _module(self, network: Any, hidden_layer_sizes: Any, activation: str) -> nn.Module:
         d, m = self.inputs.shape[1], self.targets.shape[1]
+        if isinstance(network, str) and network == "fourier":
+            return FourierNetwork(d, m)
         if not (isinstance(network, str) and network == "mlp"):
             return network_of(network, d, m, hidden_layer_sizes, activation)
         perceptron = network_of("mlp", 2 * d, m, hidden_layer_sizes, activation)

@@ -1,0 +1,114 @@
+"""The network of Fourier features beside dense formulas of the Gaussian process that it is."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+import ntk_laplace as ntkl
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("botorch")
+    from botorch.models.transforms import Normalize, Standardize
+
+N, D = 18, 3
+
+
+def data(m: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(N, D, generator=generator, dtype=torch.float64)
+    return x, torch.stack([(5 * x[:, 0]).sin() + k * x[:, 1] for k in range(1, m + 1)], 1)  # not of x[:, 2]
+
+
+def kernel(network: object, x: Tensor, z: Tensor, scale: Tensor, precision: Tensor) -> Tensor:
+    """The mean over frequencies of cos w·s(x - z), and the bias: no feature is computed."""
+    shifts = (scale * (x[:, None] - z[None])) @ network.features.frequencies.T
+    return (shifts.cos().mean(-1) + 1.0) / precision
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("noise", ["learned", "fixed", "known"])
+def test_it_is_a_gaussian_process(noise: str, m: int) -> None:
+    x, y = data(m)
+    given = {"fixed": {"noise": 0.01}, "known": {"train_Yvar": torch.linspace(0.001, 0.1, N * m).double().view(N, m)}}
+    model = ntkl.botorch.LaplaceModel.fit("fourier", x, y, **given.get(noise, {}))
+    network, prior = model.laplace.network.module, model.laplace.prior.precision
+    points = torch.rand(5, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found = model.posterior(points.unsqueeze(1))
+    scale = network.features.scale
+    cross, own = kernel(network, points, x, scale, prior), kernel(network, x, x, scale, prior)
+    for k in range(m):
+        variances = given["known"]["train_Yvar"][:, k] if noise == "known" else model.laplace.likelihood.noise.expand(N)
+        joint = own + variances.diag()
+        assert torch.allclose(found.mean[:, 0, k], cross @ torch.linalg.solve(joint, y[:, k]), rtol=1e-8, atol=1e-9)
+        less = (cross * torch.linalg.solve(joint, cross.mT).mT).sum(1)
+        variance = kernel(network, points, points, scale, prior).diagonal() - less
+        assert torch.allclose(found.variance[:, 0, k], variance, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("noise", ["learned", "fixed", "known"])
+def test_hyperparameters_maximize_the_evidence(noise: str) -> None:
+    """The density beside that of a multivariate normal, up to the constant; its gradient at the end is small."""
+    x, y = data(2)
+    network = ntkl.botorch.LaplaceModel.fit("fourier", x, y).laplace.network.module
+    given = {"learned": None, "fixed": torch.tensor(0.02).double(), "known": torch.rand(N, 2).double() + 0.1}[noise]
+
+    def dense(logs: list[Tensor]) -> Tensor:
+        own = kernel(network, x, x, logs[0].exp(), logs[1].exp())
+        variances = (logs[2].exp() + 1e-5 if given is None else given).expand(N, 2)
+        value = sum(MultivariateNormal(y.new_zeros(N), own + variances[:, k].diag()).log_prob(y[:, k]) for k in (0, 1))
+        value = value - 0.5 * (logs[0] - 0.5 - math.log(2) + 0.5 * math.log(D)).square().sum() - 0.005 * logs[1] ** 2
+        return value - 0.5 * (logs[2] + 4) ** 2 if given is None else value
+
+    differences = []
+    for size in (0.0, 0.5):
+        logs = [torch.tensor([1.0, 0.2, -0.3]).double() + size, torch.tensor(size).double()]
+        logs += [torch.tensor(-3.0 - size).double()] if given is None else []
+        differences.append(dense(logs) - network.log_density(x, y, given, logs))
+    assert torch.allclose(differences[0], differences[1], rtol=1e-9)
+    for _ in range(4):  # each call takes at most 30 steps
+        network.train_with_evidence(x, y, given)
+    logs = [network.features.scale.log(), torch.tensor(math.log(network.precision)).double()]
+    logs += [torch.tensor(math.log(network.noise - 1e-5)).double()] if given is None else []
+    gradients = torch.autograd.grad(dense([one.requires_grad_() for one in logs]), logs)
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 0.02
+
+
+def test_an_input_that_does_not_matter_has_the_longest_length_scale() -> None:
+    x, y = data(1)
+    scale = ntkl.botorch.LaplaceModel.fit("fourier", x, y, noise=1e-4).laplace.network.module.features.scale
+    assert float(scale[2]) < 0.3 * float(scale[:2].min())
+
+
+def test_transforms_dtypes_and_a_warm_start() -> None:
+    x, y = data(1)
+    bounds = torch.tensor([[0.0] * D, [2.0] * D]).double()
+    models = []
+    for dtype in (torch.float64, torch.float32):
+        transforms = {"input_transform": Normalize(D, bounds=bounds.to(dtype)), "outcome_transform": Standardize(1)}
+        models.append(ntkl.botorch.LaplaceModel.fit("fourier", (2 * x).to(dtype), (100 * y).to(dtype), **transforms))
+    plain = ntkl.botorch.LaplaceModel.fit("fourier", x, Standardize(1)(y)[0])
+    expected = y.mean() * 100 + 100 * y.std() * plain.posterior(x + 0.05).mean
+    for model, tolerance in zip(models, (1e-6, 1e-2), strict=True):
+        like = model.train_inputs[0]
+        assert torch.allclose(model.posterior((2 * x + 0.1).to(like)).mean.double(), expected, rtol=tolerance, atol=1.0)
+    state = torch.get_rng_state()
+    before = plain.laplace.network.module.features.scale.clone()
+    warm = ntkl.botorch.LaplaceModel.fit("fourier", x, Standardize(1)(y)[0], warm_start=plain)
+    assert torch.equal(before, plain.laplace.network.module.features.scale) and torch.equal(state, torch.get_rng_state())
+    assert torch.allclose(warm.laplace.network.module.features.scale, before, rtol=0.05)
+
+
+def test_constant_outcomes() -> None:
+    """A single point, and outcomes that are all zero, have finite hyperparameters."""
+    x, _ = data(1)
+    for count in (1, N):
+        model = ntkl.botorch.LaplaceModel.fit("fourier", x[:count], torch.zeros(count, 1).double())
+        found = model.posterior(x)
+        assert bool(found.mean.isfinite().all()) and bool((found.variance > 0).all())
