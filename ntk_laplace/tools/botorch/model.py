@@ -320,6 +320,10 @@ class LaplaceModel(Model, FantasizeMixin):
             In units of the outcomes, differentiable in X.
         """
         shape = Size() if count is None else Size([require_whole("count", count, 1, "Leave it out for one draw.")])
+        return GenericDeterministicModel(self.drawn(shape, generator), self.num_outputs, shape + self.batch_shape)
+
+    def drawn(self, shape: Size, generator: torch.Generator | None = None) -> Callable[[Tensor], Tensor]:
+        """Draws from the posterior as one function, of X whose batch dimensions end with `shape` and `batch_shape`."""
         draws = self._directions(shape, generator)
 
         def path(X: Tensor) -> Tensor:
@@ -329,7 +333,7 @@ class LaplaceModel(Model, FantasizeMixin):
             return self.outcome_transform.untransform(values, X=inputs)[0] if hasattr(self, "outcome_transform") else (
                 values)
 
-        return GenericDeterministicModel(path, self.num_outputs, draws.shape[:-1])
+        return path
 
     # --- inside
 
