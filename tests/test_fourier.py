@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import ntk_laplace as ntkl
+from refusals import refused
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -77,7 +78,7 @@ def test_hyperparameters_maximize_the_evidence(noise: str) -> None:
     logs = [network.features.scale.log(), torch.tensor(math.log(network.precision)).double()]
     logs += [torch.tensor(math.log(network.noise - 1e-5)).double()] if given is None else []
     gradients = torch.autograd.grad(dense([one.requires_grad_() for one in logs]), logs)
-    assert max(float(gradient.abs().max()) for gradient in gradients) < 0.02
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 0.05  # it stops at a change of 1e-4
 
 
 def test_an_input_that_does_not_matter_has_the_longest_length_scale() -> None:
@@ -101,8 +102,15 @@ def test_transforms_dtypes_and_a_warm_start() -> None:
     state = torch.get_rng_state()
     before = plain.laplace.network.module.features.scale.clone()
     warm = ntkl.botorch.LaplaceModel.fit("fourier", x, Standardize(1)(y)[0], warm_start=plain)
-    assert torch.equal(before, plain.laplace.network.module.features.scale) and torch.equal(state, torch.get_rng_state())
+    assert torch.equal(before, plain.laplace.network.module.features.scale)
+    assert torch.equal(state, torch.get_rng_state())
     assert torch.allclose(warm.laplace.network.module.features.scale, before, rtol=0.05)
+
+
+def test_it_trains_itself() -> None:
+    x, y = data(1)
+    with refused(ntkl.errors.UnsupportedError, 'no trainer for network="fourier"', "a function", "callable"):
+        ntkl.botorch.LaplaceModel.fit("fourier", x, y, trainer=lambda *_: None)
 
 
 def test_constant_outcomes() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from _problems import Binding, Problem
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP

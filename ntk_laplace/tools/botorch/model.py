@@ -121,8 +121,11 @@ class LaplaceModel(Model, FantasizeMixin):
         Parameters
         ----------
         network : nn.Module, callable or str
-            A module, which is copied; a callable ``(d, m) -> nn.Module``; or "mlp", a multilayer perceptron of
-            (sin πx/2, cos πx/2) for inputs in [-1, 1]: its prior variance is about the same in the whole cube.
+            A module, which is copied; a callable ``(d, m) -> nn.Module``; "fourier", random Fourier features and a
+            linear layer, for inputs in [0, 1] (`FourierNetwork`: the evidence chooses a length scale for each input,
+            the precision and the noise, and no other argument of the training counts); or "mlp", a multilayer
+            perceptron of (sin π(x - ½), cos π(x - ½)) for inputs in [0, 1]: its prior variance is about the same in
+            the whole cube.
         train_X : Tensor, (n, d)
         train_Y : Tensor, (n, m)
         train_Yvar : Tensor, (n, m), optional

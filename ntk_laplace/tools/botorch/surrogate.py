@@ -80,6 +80,9 @@ class Surrogate:
             raise UnsupportedError('prior_mean "zero" or "initial"', repr(self.prior_mean), "Choose one of the two.")
         require_whole("rounds", rounds, 1, "Pass rounds=2.")
         require_whole("steps", steps, 1, "Leave it out for 100.")
+        if isinstance(network, str) and network == "fourier" and trainer is not None:
+            raise UnsupportedError('no trainer for network="fourier"', f"a {type(trainer).__name__}",
+                                   "Pass a module or a callable (d, m) -> Module with the trainer.")  # fmt: skip
         options = {"settings": Settings(progress=False), **options}
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(0)
