@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,16 +48,16 @@ def cube(function: Callable[..., object], bounds: Tensor) -> Callable[[Tensor], 
 
 
 class Binding(nn.Module):
-    """Convolution over a sequence, the soft maximum of each filter's responses, and two layers on these."""
+    """Convolution over a sequence, the log mean exponential of each filter's responses, and a linear layer."""
 
     def __init__(self, outputs: int = 1) -> None:
         super().__init__()
-        self.filters, self.hidden, self.last = nn.Conv2d(LETTERS, 24, (1, 7)), nn.Linear(24, 24), nn.Linear(24, outputs)
+        self.filters, self.last = nn.Conv2d(LETTERS, 24, (1, 7)), nn.Linear(24, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Sequences (n, letters * length), one-hot."""
-        responses = torch.tanh(self.filters(x.view(len(x), LETTERS, 1, LENGTH)))
-        return self.last(torch.tanh(self.hidden(responses.logsumexp((2, 3)))))
+        responses = self.filters(x.view(len(x), LETTERS, 1, LENGTH)).flatten(2)
+        return self.last(responses.logsumexp(2) - math.log(responses.shape[2]))
 
 
 def sequences() -> Problem:
