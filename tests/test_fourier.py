@@ -18,6 +18,8 @@ with warnings.catch_warnings():
     pytest.importorskip("botorch")
     from botorch.models.transforms import Normalize, Standardize
 
+    from ntk_laplace.tools.botorch.surrogate import Angles
+
 N, D = 18, 3
 
 
@@ -120,3 +122,9 @@ def test_constant_outcomes() -> None:
         model = ntkl.botorch.LaplaceModel.fit("fourier", x[:count], torch.zeros(count, 1).double())
         found = model.posterior(x)
         assert bool(found.mean.isfinite().all()) and bool((found.variance > 0).all())
+
+
+def test_the_perceptron_sees_the_unit_cube_as_a_half_circle() -> None:
+    ends = torch.tensor([[0.0], [0.5], [1.0]]).double()
+    expected = torch.tensor([[-1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]).double()
+    assert torch.allclose(Angles()(Normalize(1, bounds=torch.tensor([[2.0], [4.0]]).double())(2 + 2 * ends)), expected)
