@@ -44,7 +44,7 @@ from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.calibrate import PredictiveFit
 from ntk_laplace.posterior.conformal import PredictionIntervals, PredictionSets
 from ntk_laplace.posterior.estimates import AnnealedEvidence, ApproximationErrors, EvidenceEstimate
-from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability, Reranking
+from ntk_laplace.posterior.explain import Explanation, LeaveOneOut, Ranking, Reliability, Reranking, SourceEffects
 from ntk_laplace.posterior.fit import gaussian_posterior, laplace, load
 from ntk_laplace.posterior.hyperparameters import HyperparameterHistory
 from ntk_laplace.posterior.scores import LearningCurve
@@ -182,6 +182,7 @@ __all__ = [
     "RetrainingInterrupted",
     "RiskBound",
     "Settings",
+    "SourceEffects",
     "StructureEvidence",
     "StructurePlan",
     "StructureSpec",

@@ -13,6 +13,7 @@ from ntk_laplace.plotting.images import ImageExplanation, image_explanations
 from ntk_laplace.plotting.predictions import Panel, prediction_intervals, predictive_1d, predictive_2d
 from ntk_laplace.plotting.reranking import reranking
 from ntk_laplace.plotting.selection import evidence_comparison, model_ranking, selection_curves
+from ntk_laplace.plotting.source_effects import source_effects
 from ntk_laplace.plotting.style import BLUE, GREEN, GREY, ORANGE, SERIES, VERMILION, png
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "removal_curves",
     "reranking",
     "selection_curves",
+    "source_effects",
     "training_history",
     "variational_history",
 ]

@@ -13,6 +13,7 @@ from ntk_laplace.posterior.reranking import RerankingVerbs
 from ntk_laplace.posterior.retraining import RetrainingVerbs
 from ntk_laplace.posterior.sampled_evidence import SampledEvidenceVerbs
 from ntk_laplace.posterior.selection import SelectionVerbs
+from ntk_laplace.posterior.sources import SourceVerbs
 
 __all__ = ["Posterior"]
 
@@ -42,6 +43,7 @@ _OF_LAPLACE = {
     "add": "what-ifs",
     "what_ifs": "what-ifs",
     "rerank": "what-ifs",
+    "source_effects": "what-ifs",
     "cross_validate": "cross-validation",
     "refit": "what-ifs",
     "relinearize": "what-ifs",
@@ -88,7 +90,7 @@ def _outside_autocast(cls: _Class) -> _Class:
 @_require_laplace
 class Posterior(
     SelectionVerbs, LowerBoundVerbs, SampledEvidenceVerbs, RetrainingVerbs, CoverageVerbs, CompressionVerbs,
-    RerankingVerbs,
+    RerankingVerbs, SourceVerbs,
 ):  # fmt: skip
     """Laplace-GGN posterior of a trained network.
 

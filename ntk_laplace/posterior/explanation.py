@@ -94,12 +94,8 @@ class ExplanationVerbs(Fitted):
             The effects that `explain` ranks by: exact differences with structure "gp", otherwise approximations as
             its `guarantees` state.
         """
-        chunks, request = self._chunks(x, batch_size), ExplanationRequest(1, output, by, y)
-        if self._fitted.structure.spec.keeps_jacobian:
-            found: Iterator[Tensor] = (one.effect for one in self._explained(chunks, request))
-        else:
-            groups = _grouped(chunks.rows(), batch_size)
-            found = effects(self._fitted, groups, request)
+        chunks = self._chunks(x, batch_size)
+        found = self._removal_effects(chunks, ExplanationRequest(1, output, by, y), batch_size)
         return fill_buffer(found, chunks.length or 0).rows
 
     def leave_one_out(self, points: Indices | None = None, *, seed: int = 0, strict: bool = True) -> LeaveOneOut:
@@ -154,6 +150,14 @@ class ExplanationVerbs(Fitted):
         return found
 
     # --- inside
+
+    def _removal_effects(
+        self, chunks: Chunks, request: ExplanationRequest, batch_size: int | None = None
+    ) -> Iterator[Tensor]:
+        """Effects of all training points, (n, N), chunk by chunk of the inputs."""
+        if self._fitted.structure.spec.keeps_jacobian:
+            return (one.effect for one in self._explained(chunks, request))
+        return effects(self._fitted, _grouped(chunks.rows(), batch_size), request)
 
     def _left_out(self) -> LeaveOneOut:
         return leave_one_out(self._fitted)

@@ -8,6 +8,7 @@ from ntk_laplace.posterior.explain.ranked import Entry, Ranked, joined
 from ntk_laplace.posterior.explain.ranking import Ranking, effects, rank
 from ntk_laplace.posterior.explain.reliability import Reliability
 from ntk_laplace.posterior.explain.reranking import Reranking
+from ntk_laplace.posterior.explain.source_effects import SourceEffects, Sources, numbered
 
 __all__ = [
     "SPREADS",
@@ -21,6 +22,8 @@ __all__ = [
     "Ranking",
     "Reliability",
     "Reranking",
+    "SourceEffects",
+    "Sources",
     "bytes_of_each",
     "effects",
     "explain",
@@ -28,5 +31,6 @@ __all__ = [
     "leave_one_out",
     "leave_one_out_score",
     "leave_some_out",
+    "numbered",
     "rank",
 ]

@@ -1,0 +1,158 @@
+"""Attribution by source: what-ifs without each file, annotator or month of the training data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.errors import UnsupportedError
+from ntk_laplace.model.data import InputData
+from ntk_laplace.posterior.explain import SPREADS, ExplanationRequest, SourceEffects, Sources, numbered
+from ntk_laplace.posterior.explain.quantity import Quantity, quantity_of
+from ntk_laplace.posterior.explanation import ExplanationVerbs
+from ntk_laplace.posterior.prediction import PredictionVerbs
+from ntk_laplace.posterior.what_ifs import WhatIfs, WhatIfsVerbs
+
+__all__ = ["SourceVerbs"]
+
+_GUARANTEES = {
+    "fixed": "each source leaves as a whole, and the answer is the exact optimum of the linearized network without it",
+    "moving": "each source leaves as a whole, and the answer is the network at its own optimum without it, next to its "
+    "weights",
+}
+_SUMS = (
+    "the sum of single effects adds the effects of leaving out one point at a time, with the others of its source still "
+    "there; points that repeat each other have small single effects and a large joint one"
+)
+
+
+class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
+    """Effects of sources of training points."""
+
+    def source_effects(
+        self, x: InputData, sources: Sources, output: int | None = None, *, by: str = "output", y: Any = None,
+        linearization: str = "fixed",
+    ) -> SourceEffects:  # fmt: skip
+        """What changes at `x` if all training points of one source are left out together, for each source.
+
+        Parameters
+        ----------
+        x : tensor, tuple or dict of tensors, DataLoader or Dataset
+            n inputs.
+        sources : sequence, array, Series or Tensor, (N,)
+            The label of each training point in the order of the fit: a file, an annotator, a month.
+        output, by
+            The explained quantity, as in `explain`.
+        y : optional
+            Targets at `x`: the result then has the change of their log density, whatever `by` is.
+        linearization : str
+            "fixed": the optimum of the linearized network without the source, for every structure, as
+            ``remove(points, steps=None)`` of "gp". "moving": that of the network, as in `what_ifs`.
+
+        Returns
+        -------
+        SourceEffects
+
+        Raises
+        ------
+        DataError
+            If the labels are not one for each training point, a label is missing, there is one source alone or one for
+            each point; or as `what_ifs` and `explain`.
+        MemoryBudgetError
+            As `what_ifs`; nothing was computed.
+        UnsupportedError
+            As `explain`; for a variance, if the linearization is fixed and the structure or the curvature not exact.
+
+        Examples
+        --------
+        >>> import torch, ntk_laplace as ntkl
+        >>> network, x = torch.nn.Linear(2, 1).double(), torch.randn(8, 2).double()
+        >>> posterior = ntkl.laplace(network, (x, x[:, :1]), ntkl.Gaussian(0.1))
+        >>> found = posterior.source_effects(x[:3], ["anna", "anna", "ben", "ben", "ben", "carl", "carl", "carl"])
+        >>> found.names, found.effect.shape
+        (('anna', 'ben', 'carl'), torch.Size([3, 3]))
+        """
+        counts = self._points().counts
+        names, number = numbered(sources, counts)
+        self._check_variance(by, linearization)
+        left = number == torch.arange(-1, len(names), device=number.device).unsqueeze(1)  # first nothing is left out
+        found = self.what_ifs(counts * ~left, linearization=linearization)
+        f, after = (part.transpose(0, 1) for part in found.outputs(x).split([1, len(names)]))
+        f = f.squeeze(1)
+        likelihood = self._fitted.model.likelihood
+        quantity = quantity_of(likelihood, f, by, output, y)
+        change = _Change(f, after - f.unsqueeze(1))
+        own = _Own.of(self, found, number)
+        return SourceEffects(
+            names=names, num_points=own.num_points, f=f, outputs=after, quantity=quantity,
+            effect=change.of(quantity, self._variances(found, x) if by in SPREADS else None),
+            single=self._single_effects(x, number, len(names), ExplanationRequest(1, output, by, y)),
+            log_prob_change=None if y is None else change.of(quantity_of(likelihood, f, "log_likelihood", output, y)),
+            own_log_prob=own.log_prob, own_log_prob_without=own.log_prob_without, converged=found.converged[1:],
+            linearization=linearization, guarantees=(_GUARANTEES[linearization], _SUMS),
+        )  # fmt: skip
+
+    def _check_variance(self, by: str, linearization: str) -> None:
+        if by in SPREADS and linearization == "fixed" and not self._fitted.exact:
+            raise UnsupportedError(
+                f'structure="gp" or "full" and curvature="ggn" for by={by!r} without a source',
+                f"structure={self.structure!r}, curvature={self.curvature_type.kind!r}",
+                'Use linearization="moving", which fits the structure again.',
+            )  # fmt: skip
+
+    def _variances(self, found: WhatIfs, x: InputData) -> Sequence[Tensor]:
+        """Covariance blocks (n, C, C) of each posterior, the first without a change."""
+        changed = [cast(SourceVerbs, found.posterior(index)) for index in range(1, len(found))]
+        still = self if self._fitted.model.displacement is None else cast(SourceVerbs, found.posterior(0))
+        return [one.latent_moments(x)[1] for one in (still, *changed)]
+
+    def _single_effects(self, x: InputData, number: Tensor, count: int, request: ExplanationRequest) -> Tensor:
+        """Sums of the removal effects of single points over each source, (n, S)."""
+        parts = [effect.new_zeros(len(effect), count).index_add_(1, number.to(effect.device), effect)
+                 for effect in self._removal_effects(self._chunks(x), request)]  # fmt: skip
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Changes (n, S, C) of outputs f (n, C)."""
+
+    f: Tensor
+    moved: Tensor
+
+    def of(self, quantity: Quantity, covariances: Sequence[Tensor] | None = None) -> Tensor:
+        """Change of a quantity, (n, S); a variance's from covariances (n, C, C), the first before the change."""
+        if covariances is None:
+            with torch.no_grad():
+                return quantity.effect(self.f, self.moved, self.moved)
+        widened = torch.stack(list(covariances[1:]), 1) - covariances[0].unsqueeze(1)  # (n, S, C, C)
+        if quantity.by == "probability_variance":
+            slope = quantity.direction(self.f)
+            widened = torch.einsum("nc,nscd,nd->ns", slope, widened, slope).unsqueeze(-1)
+        else:
+            widened = widened.diagonal(dim1=2, dim2=3)
+        return quantity.effect(self.f, self.moved, widened)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """How the points of each source are predicted with it and without it, (S,)."""
+
+    num_points: Tensor
+    log_prob: Tensor
+    log_prob_without: Tensor
+
+    @classmethod
+    def of(cls, posterior: WhatIfsVerbs, found: WhatIfs, number: Tensor) -> _Own:
+        """From what-ifs of which the first changes nothing."""
+        density, count = found.log_prob(), len(found) - 1
+        there = found.weights[0] > 0
+        observed = posterior.likelihood.observed(posterior.targets)
+        known = there if observed is None else there & observed.reshape(len(there), -1).any(1)
+        totals = [density.new_zeros(count).index_add_(0, number[known], values[known]) for values in
+                  (torch.ones_like(density[0]), density[0], density[1:].gather(0, number.unsqueeze(0))[0])]  # fmt: skip
+        return cls(number[there].bincount(minlength=count), totals[1] / totals[0], totals[2] / totals[0])
