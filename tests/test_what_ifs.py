@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import ntk_laplace as ntkl
+from minima import case
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import minimize
 from ntk_laplace.structures.joint import LocalCurvature
 from reference import relative_error
 from refusals import inputs, labels, network, refused
 
-WEIGHTS = torch.linspace(0.5, 2.0, 9).double()
 GROUPS = [[0], [1, 4], [2, 3, 5, 7], []]
-
-
-def parts(likelihood: str) -> tuple[Tensor, ntkl.Likelihood]:
-    """Targets and a fresh likelihood."""
-    classes = likelihood == "classes"
-    return (labels(), ntkl.Categorical()) if classes else (inputs()[:, :3].sin(), ntkl.Gaussian(noise=0.3))
-
-
-@functools.cache
-def trained(likelihood: str, weighted: bool = False) -> nn.Module:
-    """The network at a minimum."""
-    y, own = parts(likelihood)
-    data = (inputs(), y, WEIGHTS) if weighted else (inputs(), y)
-    fitted = ntkl.laplace(network(), data, own, ntkl.GaussianPrior(3.0)).refit()
-    return fitted.reweight(0, fitted.weights[0].item(), linearization="moving").network.module
-
-
-def case(likelihood: str, structure: str = "gp", weighted: bool = False):
-    x, (y, own) = inputs(), parts(likelihood)
-    data = (x, y, WEIGHTS) if weighted else (x, y)
-    return ntkl.laplace(trained(likelihood, weighted), data, own, ntkl.GaussianPrior(3.0), structure), x, y
 
 
 @pytest.mark.parametrize("linearization", ["moving", "fixed"])

@@ -25,8 +25,8 @@ _GUARANTEES = {
     "weights",
 }
 _SUMS = (
-    "the sum of single effects adds the effects of leaving out one point at a time, with the others of its source still "
-    "there; points that repeat each other have small single effects and a large joint one"
+    "the sum of single effects adds the effects of leaving out one point at a time, with the others of its source "
+    "still there; points that repeat each other have small single effects and a large joint one"
 )
 
 

@@ -6,6 +6,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ntk_laplace.model.data import Inputs
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
 from ntk_laplace.tools.cli.tables import TABLES
 
-__all__ = ["load_data", "load_inputs"]
+__all__ = ["load_data", "load_inputs", "load_sources"]
 
 _TABLES = {  # formats of other tables, with the pandas function that reads each
     ".tsv": "read_csv({}, sep='\\t')",
@@ -38,8 +39,9 @@ class _NoTensors(ValueError):
 
 
 def load_data(
-    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "the training data"
-) -> tuple[Inputs, Tensor]:
+    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "the training data",
+    sources: str | None = None,
+) -> tuple[Inputs, Tensor]:  # fmt: skip
     """X and y of a file, as tensors; floating arrays are cast to `dtype`, whole numbers become int64.
 
     Parameters
@@ -52,6 +54,8 @@ def load_data(
         Name of the targets' array. All other arrays are then the network's inputs by name, instead of X and y.
     what : str
         What the file contains, for messages.
+    sources : str, optional
+        Name of an array that is no input.
 
     Raises
     ------
@@ -59,12 +63,14 @@ def load_data(
         If the file is missing or of another kind, or its arrays are not numeric.
     """
     arrays = _read(path, what, ("X", "y") if targets is None else (targets,), targets)
+    arrays.pop(sources or "", None)
     return _inputs(arrays, dtype, targets), _tensor(targets or "y", arrays[targets or "y"], dtype)
 
 
 def load_inputs(
-    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "inputs to explain"
-) -> tuple[Inputs, Tensor | None]:
+    path: Path, dtype: torch.dtype, targets: str | None = None, what: str = "inputs to explain",
+    sources: str | None = None,
+) -> tuple[Inputs, Tensor | None]:  # fmt: skip
     """X of a file, and y if the file has it, read as in `load_data`; a ``.pt`` file may contain X alone.
 
     Raises
@@ -73,8 +79,25 @@ def load_inputs(
         As in `load_data`.
     """
     arrays = _read(path, what, ("X",) if targets is None else (), targets)
+    arrays.pop(sources or "", None)
     y = arrays.get(targets or "y")
     return _inputs(arrays, dtype, targets), None if y is None else _tensor(targets or "y", y, dtype)
+
+
+def load_sources(path: Path, name: str) -> list[Any]:
+    """The labels of an array of names or whole numbers; tensors of a ``.pt`` file have whole numbers.
+
+    Raises
+    ------
+    DataError
+        As in `load_data`, or if there is no such array of one label per example.
+    """
+    array = _read(path, "the training data", (name,), name)[name]
+    if array.ndim != 1 or array.dtype.kind not in "USiub":
+        raise DataError(f"{name} to be an array of names or whole numbers, one per example",
+                        f"shape {array.shape} and type {array.dtype}", "Convert it before it is saved.")
+    labels: list[Any] = array.astype(str).tolist() if array.dtype.kind == "S" else array.tolist()
+    return labels
 
 
 def _inputs(arrays: Mapping[str, np.ndarray], dtype: torch.dtype, targets: str | None) -> Inputs:

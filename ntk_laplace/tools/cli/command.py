@@ -15,6 +15,7 @@ from ntk_laplace.structures import structure_names
 from ntk_laplace.tools.cli.likelihood import likelihood_fault
 from ntk_laplace.tools.cli.options import (
     FACTORY,
+    GROUP,
     TARGET,
     add_model_options,
     count,
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
                      help=f"a table ({TABLES}), a folder with one folder of images for each class, or arrays X and y, "
                      ".npz or .pt")  # fmt: skip
     fit.add_argument("--target", **TARGET)
+    fit.add_argument("--group", **GROUP)
     fit.add_argument("--task", choices=("regression", "classes"),
                      help="what the target is (default: names and few whole numbers are classes)")  # fmt: skip
     fit.add_argument("--network", type=source, metavar="FILE.py[:FACTORY]",

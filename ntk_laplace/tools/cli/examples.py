@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from pandas.api.types import is_integer_dtype
 from torch import Tensor
 
 import ntk_laplace as ntkl
-from ntk_laplace.tools.cli.arrays import load_data
-from ntk_laplace.tools.cli.images import read_images
+from ntk_laplace.tools.cli.arrays import load_data, load_sources
+from ntk_laplace.tools.cli.images import read_images, require_no_sources
 from ntk_laplace.tools.cli.tables import (
     input_columns,
     is_table,
@@ -25,6 +25,7 @@ from ntk_laplace.tools.cli.tables import (
     numbers,
     read_table,
     require_columns,
+    source_labels,
     target_classes,
 )
 
@@ -52,6 +53,8 @@ class Examples:
         What names an example in the written predictions: its row, or its file.
     shape : tuple of int, optional
         (channels, height, width), or another shape, of inputs that are no rows.
+    sources : ndarray, (N,), optional
+        The source of each example.
     """
 
     x: pandas.DataFrame
@@ -60,6 +63,7 @@ class Examples:
     targets: list[str]
     named: pandas.DataFrame
     shape: tuple[int, ...] | None = None
+    sources: NDArray[Any] | None = None
 
     def __str__(self) -> str:
         """What they are taken as."""
@@ -77,7 +81,8 @@ class Examples:
 
     def subset(self, rows: NDArray[np.intp]) -> Examples:
         """These examples alone."""
-        return Examples(self.x.iloc[rows], self.y[rows], self.classes, self.targets, self.named.iloc[rows], self.shape)
+        sources = None if self.sources is None else self.sources[rows]
+        return replace(self, x=self.x.iloc[rows], y=self.y[rows], named=self.named.iloc[rows], sources=sources)
 
 
 def read_examples(options: argparse.Namespace) -> Examples:
@@ -90,28 +95,31 @@ def read_examples(options: argparse.Namespace) -> Examples:
     """
     path: Path = options.data
     read = _images if path.is_dir() else _table if is_table(path) else _arrays
-    found = read(path, options.target, options.task)
+    found = read(path, options.target, options.task, options.source)
     if len(found.y) < _FEWEST:
         raise ntkl.DataError(f"at least {_FEWEST} rows", f"{len(found.y)} in {path}", "Add rows.")
     return found
 
 
-def _table(path: Path, target: Sequence[str] | None, task: str | None) -> Examples:
+def _table(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
     frame = read_table(path, "the data")
-    targets = require_columns(frame, path, target)
+    targets, sources = require_columns(frame, path, target), None
+    if group is not None:
+        sources = np.array(source_labels(frame, path, group, targets), dtype=object)
+        frame = frame.drop(columns=group)
     names = input_columns(frame, path, targets, None)
     x = pandas.DataFrame(numbers(frame, path, names), columns=names)
     named = pandas.DataFrame({"row": range(len(frame))})
     if len(targets) == 1 and _classifies(frame[targets[0]], task):
-        return Examples(x, _labels(frame[targets[0]], path), True, targets, named)
+        return Examples(x, _labels(frame[targets[0]], path), True, targets, named, sources=sources)
     if task == "classes":
         raise ntkl.DataError("one target that is a class", f"--target {' --target '.join(targets)}",
                              "Fit one of them at a time.")  # fmt: skip
     y = numbers(frame, path, targets)
-    return Examples(x, y[:, 0] if len(targets) == 1 else y, False, targets, named)
+    return Examples(x, y[:, 0] if len(targets) == 1 else y, False, targets, named, sources=sources)
 
 
-def _arrays(path: Path, target: Sequence[str] | None, task: str | None) -> Examples:
+def _arrays(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
     inputs, y = load_data(path, torch.float64, what="the data")
     assert isinstance(inputs, Tensor)
     if not len(inputs) == len(y) > 0:
@@ -122,6 +130,9 @@ def _arrays(path: Path, target: Sequence[str] | None, task: str | None) -> Examp
             row = int((~values.isfinite()).reshape(len(values), -1).any(1).nonzero()[0])
             raise ntkl.DataError(f"finite numbers in {name} of {path}", f"none in row {row}, counted from 0",
                                  "Correct the value, or remove the row.")  # fmt: skip
+    sources = None if group is None else np.array(load_sources(path, group), dtype=object)
+    if sources is not None and len(sources) != len(y):
+        raise ntkl.DataError(f"the sources of {len(y):,} examples", f"{len(sources):,} in {path}", "Save one for each.")
     rows = inputs.reshape(len(inputs), -1)
     x = pandas.DataFrame(rows.double().numpy())
     shape = tuple(inputs.shape[1:]) if inputs.ndim > 2 else None
@@ -131,17 +142,18 @@ def _arrays(path: Path, target: Sequence[str] | None, task: str | None) -> Examp
         column = pandas.Series(single[:, 0].numpy(), name="y")
         classes = _classifies(column, task)
         labels = _labels(column, path) if classes else column.to_numpy(np.float64)
-        return Examples(x, labels, classes, ["y"], named, shape)
+        return Examples(x, labels, classes, ["y"], named, shape, sources)
     if task == "classes" or y.ndim > 2:
         raise ntkl.DataError("y of shape (N,), or (N, targets) of real numbers", f"shape {tuple(y.shape)} in {path}",
                              "Save one class number for each row of X.")  # fmt: skip
-    return Examples(x, y.double().numpy(), False, [f"y{index}" for index in range(y.shape[1])], named, shape)
+    return Examples(x, y.double().numpy(), False, [f"y{index}" for index in range(y.shape[1])], named, shape, sources)
 
 
-def _images(path: Path, target: Sequence[str] | None, task: str | None) -> Examples:
+def _images(path: Path, target: Sequence[str] | None, task: str | None, group: str | None) -> Examples:
     if task == "regression":
         raise ntkl.DataError("a table or arrays, for regression", f"the folder {path}",
                              "The names in a folder of images are classes.")  # fmt: skip
+    require_no_sources(path, group)
     found = read_images(path)
     x = pandas.DataFrame(found.x.reshape(len(found.x), -1))
     y = np.array(found.classes, dtype=object)[found.y]

@@ -36,7 +36,11 @@ def run(options: argparse.Namespace) -> None:
     if options.classes is None and not model.likelihood.classifies and len(classes or ()) != posterior.num_outputs:
         classes = None  # names of responses, which are fewer than the outputs
     naming = Naming(classes, options.features or model.files.features, options.shape, (options.target or ["target"])[0])
+    labels = model.files.sources
+    sources = None if labels is None else posterior.source_effects(x, labels, y=y)
     page = explore(posterior, x, model.x, y, options.k, naming, options.title,
-                   candidates=options.candidates)
+                   candidates=options.candidates, sources=sources)
     page.write(options.out)
+    if sources is not None:
+        print(f"{sources}\n")
     print(f"{page!r}; written to {options.out}, which a browser opens")

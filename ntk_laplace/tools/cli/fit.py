@@ -71,7 +71,10 @@ def run(options: argparse.Namespace) -> None:
     joblib.dump(fitted.model, saved)
     _tell_scores(fitted, len(held_out))
     _tell_first(predictions, options.level)
-    _page(fitted.model, training, new).write(page)
+    sources = _sources(fitted.model, training, new)
+    _page(fitted.model, training, new, sources).write(page)
+    if sources is not None:
+        print(f"\n{sources}")
     print(f"\nPredictions of the held-out rows are in {table}; {page} explains them in a browser.\n"
           f"The model is in {saved}:\n"
           f"joblib.load({str(saved)!r}).predict({_call(examples)}.")  # fmt: skip
@@ -166,16 +169,29 @@ def _fit_classes(training: Examples, new: Examples, settings: dict[str, Any], le
     return _Fitted(model, scores, {**columns, **each, "target": new.y}, note)
 
 
-def _page(model: Model, training: Examples, new: Examples) -> ExplorerPage:
+def _sources(model: Model, training: Examples, new: Examples) -> ntkl.SourceEffects | None:
+    """Effects of the sources of the training rows on the held-out rows of the page."""
+    if training.sources is None:
+        return None
+    few = _explained(new)
+    return model.posterior_.source_effects(model.network_inputs(few.x), training.sources[model.training_index_],
+                                           y=model.network_targets(few.y))  # fmt: skip
+
+
+def _explained(new: Examples) -> Examples:
+    return new.subset(np.arange(min(_EXPLAINED, len(new.y))))
+
+
+def _page(model: Model, training: Examples, new: Examples, sources: ntkl.SourceEffects | None) -> ExplorerPage:
     """Explanations of held-out rows by training rows; features are shown in their own units."""
-    few = new.subset(np.arange(min(_EXPLAINED, len(new.y))))
+    few = _explained(new)
     rows = training.subset(model.training_index_)
     classes = [str(name) for name in getattr(model, "classes_", ())]
     target = f"{', '.join(new.targets)} (standardized)"
     names = classes or (new.targets if len(new.targets) > 1 else None)
     naming = Naming(names, new.features, _picture(new), target)
     page = explore(model.posterior_, model.network_inputs(few.x), model.network_inputs(rows.x),
-                   model.network_targets(few.y), naming=naming)  # fmt: skip
+                   model.network_targets(few.y), naming=naming, sources=sources)  # fmt: skip
     shown = page.content["rows"]
     if shown is None:
         return page

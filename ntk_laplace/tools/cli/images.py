@@ -15,7 +15,7 @@ from torch import nn
 from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few, first_line
 
-__all__ = ["ImageFolder", "ImageNetwork", "read_images"]
+__all__ = ["ImageFolder", "ImageNetwork", "read_images", "require_no_sources"]
 
 _GRAY, _COLOR = ("1", "L"), ("LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # of Pillow, with 8 bits per channel
 
@@ -40,6 +40,19 @@ class ImageFolder:
     files: list[str]
     classes: list[str]
     y: NDArray[np.int64] | None
+
+
+def require_no_sources(path: Path, group: str | None) -> None:
+    """Refuse sources of a folder, which names none.
+
+    Raises
+    ------
+    DataError
+        If they are asked for.
+    """
+    if group is not None:
+        raise DataError("a table or arrays, for --group", f"the folder {path}",
+                        "Save X, y and the sources with numpy.savez(FILE.npz, X=..., y=..., sources=...).")
 
 
 def read_images(path: Path, like: ImageFolder | None = None, labeled: bool = True) -> ImageFolder:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ntk_laplace.errors import DataError
 from ntk_laplace.model.data import Inputs
 from ntk_laplace.model.likelihoods import Likelihood
-from ntk_laplace.tools.cli.arrays import load_data, load_inputs
-from ntk_laplace.tools.cli.images import ImageFolder, read_images
+from ntk_laplace.tools.cli.arrays import load_data, load_inputs, load_sources
+from ntk_laplace.tools.cli.images import ImageFolder, read_images, require_no_sources
 from ntk_laplace.tools.cli.tables import (
     input_columns,
     is_table,
@@ -25,6 +25,7 @@ from ntk_laplace.tools.cli.tables import (
     numbers,
     read_table,
     require_columns,
+    source_labels,
     target_classes,
 )
 
@@ -46,6 +47,8 @@ class Files:
         Of files of arrays, as in `load_data`.
     columns : sequence of str, optional
         Columns of a table's targets.
+    group : str, optional
+        The column, or the array, of the sources of the training data; in no file it is an input.
 
     Attributes
     ----------
@@ -55,16 +58,20 @@ class Files:
         Names of the classes, sorted, if the training data have names; names of the columns of several targets.
     names : list of str or None
         Of the images that `inputs` has read.
+    sources : list or None
+        Of the training data, if `group` is given.
     """
 
     def __init__(
         self, dtype: torch.dtype, likelihood: Likelihood, targets: str | None = None,
-        columns: Sequence[str] | None = None,
+        columns: Sequence[str] | None = None, group: str | None = None,
     ) -> None:  # fmt: skip
         self.dtype, self.likelihood, self.targets, self.columns = dtype, likelihood, targets, columns
         self.features: list[str] | None = None
         self.classes: list[str] | None = None
         self.names: list[str] | None = None
+        self.group = group
+        self.sources: list[Any] | None = None
         self._images: ImageFolder | None = None
 
     def training(self, path: Path) -> tuple[Inputs, Tensor]:
@@ -80,12 +87,17 @@ class Files:
             if not self.likelihood.classifies:
                 raise DataError("a likelihood of classes, for a folder of images", type(self.likelihood).__name__,
                                 "Pass --likelihood categorical, or save arrays in an .npz file.")  # fmt: skip
+            require_no_sources(path, self.group)
             found = read_images(path)
             self.classes, self._images = found.classes, replace(found, x=found.x[:1])
             return self._tensors(found)
         if not is_table(path):
-            return load_data(path, self.dtype, self.targets, what)
+            self.sources = None if self.group is None else load_sources(path, self.group)
+            return load_data(path, self.dtype, self.targets, what, self.group)
         frame = self._frame(path, what)
+        if self.group is not None:
+            self.sources = source_labels(frame, path, self.group, self.columns)
+            frame = frame.drop(columns=self.group)
         columns = require_columns(frame, path, self.columns)
         self.features = input_columns(frame, path, columns, None)
         self.classes = columns if len(columns) > 1 else None
@@ -117,8 +129,9 @@ class Files:
         if path.is_dir():
             return self._folder(path, labeled)
         if not is_table(path):
-            return (load_data if labeled else load_inputs)(path, self.dtype, self.targets, what)
+            return (load_data if labeled else load_inputs)(path, self.dtype, self.targets, what, self.group)
         frame = self._frame(path, what)
+        frame = frame if self.group is None else frame.drop(columns=self.group, errors="ignore")
         if labeled:
             require_columns(frame, path, self.columns)
         return self._pair(frame, path)

@@ -11,6 +11,7 @@ from ntk_laplace.tools.cli.tables import TABLES
 
 __all__ = [
     "FACTORY",
+    "GROUP",
     "TARGET",
     "add_model_options",
     "count",
@@ -34,6 +35,11 @@ TARGET: dict[str, Any] = {  # of the option --target
     "action": "append", "metavar": "COLUMN",
     "help": "the column of the targets in a table; all other columns are inputs; repeat it for several targets",
 }  # fmt: skip
+GROUP: dict[str, Any] = {  # of the option --group; dest, because `group` is that of the processes
+    "dest": "source", "metavar": "COLUMN",
+    "help": "the column, or the array, that names the source of each training example, such as its file, annotator or "
+    "month; it is no input; explanations show what changes without each source",
+}  # fmt: skip
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +54,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
                        help="the training data: saved with numpy.savez(FILE.npz, X=..., y=...) or torch.save((X, y), "
                        f"FILE.pt), a table ({TABLES}), or a folder with one folder of images for each class")
     model.add_argument("--target", **TARGET)
+    model.add_argument("--group", **GROUP)
     model.add_argument("--output", type=output, metavar="NAME",
                        help="which of the outputs, by name or position, if the network returns several")  # fmt: skip
     model.add_argument("--targets", metavar="NAME",

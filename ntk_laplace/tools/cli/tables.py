@@ -16,7 +16,7 @@ from ntk_laplace.errors import DataError
 from ntk_laplace.tools.cli.python_files import first_few, first_line, require_file
 
 __all__ = ["TABLES", "input_columns", "is_table", "named_classes", "numbers", "read_table", "require_columns",
-    "target_classes"]
+    "source_labels", "target_classes"]
 
 TABLES = ".csv, .parquet, .feather or .arrow"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")  # of CSV; pandas knows them by these names
@@ -234,6 +234,23 @@ def target_classes(
         raise DataError(f"classes of the training data ({first_few(names)}) in column {column.name!r} of {path}",
                         f"{texts.iloc[row]!r}{_row(row)}", "Correct the name, or remove the row.")
     return texts.map(number).to_numpy(np.int64, copy=True), names
+
+
+def source_labels(frame: pandas.DataFrame, path: Path, name: str, targets: Sequence[str] | None) -> list[Any]:
+    """The source of each row.
+
+    Raises
+    ------
+    DataError
+        If the table has no such column, it is one of the targets, or a value is missing.
+    """
+    others = [column for column in frame.columns if column not in (targets or ())]
+    if name not in others:
+        raise DataError(f"--group COLUMN, one of {first_few(others)} in {path}", f"--group {name}",
+                        "Name the column of the sources, which is no target.")  # fmt: skip
+    _require_present(frame[name], path)
+    labels: list[Any] = frame[name].tolist()
+    return labels
 
 
 def named_classes(column: pandas.Series) -> bool:

@@ -272,6 +272,7 @@ function show() {
   side("against", point);
   again(point);
   whatIf();
+  if (data.sources) sources(point);
 }
 window.addEventListener("resize", () => decomposition(data.points[selected]));
 for (const input of document.querySelectorAll("input[name=leave]")) input.addEventListener("change", whatIf);

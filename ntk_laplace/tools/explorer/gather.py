@@ -15,6 +15,7 @@ from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
 from ntk_laplace.runtime.progress import track
+from ntk_laplace.tools.explorer.display import rounded as _rounded
 from ntk_laplace.tools.explorer.sprites import images_of, sheet
 
 __all__ = ["Naming", "gather"]
@@ -387,14 +388,3 @@ def _rows(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming) 
     if isinstance(training, Tensor):
         found["training"] = {str(j): _rounded(training[j]) for j in shown}
     return found
-
-
-def _rounded(value: Any) -> Any:
-    """Round numbers to four digits for display."""
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().tolist()
-    if isinstance(value, list):
-        return [_rounded(entry) for entry in value]
-    if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
-    return value

@@ -16,8 +16,10 @@ from torch import Tensor
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import Inputs, as_tensors, num_examples
 from ntk_laplace.posterior import Posterior
+from ntk_laplace.posterior.explain import SourceEffects
 from ntk_laplace.structures.what_if import HIGH_LEVERAGE
 from ntk_laplace.tools.explorer.gather import Naming, gather
+from ntk_laplace.tools.explorer.sources import HTML, with_sources
 
 __all__ = ["ExplorerPage", "explore"]
 
@@ -44,7 +46,7 @@ _BODY = """
 <label><input type="radio" name="leave" value="for"> those that speak for it</label>
 <label><input type="radio" name="leave" value="against"> those that speak against it</label>
 <label><input type="radio" name="leave" value="both"> both</label></fieldset>
-<div id="answer" aria-live="polite"></div></section>
+<div id="answer" aria-live="polite"></div></section>{sources}
 </div></div>
 <section class="panel" style="margin-top: 1.5rem" aria-labelledby="all"><h2 id="all">Training set</h2>
 <p class="soft">“By the others”: what the posterior without a point says of it. A low log density is a point that the
@@ -80,7 +82,8 @@ class ExplorerPage:
     ----------
     title : str
     content : dict
-        JSON-serializable data: `points` (one record per input), `training` (columns), `pictures`, `rows`.
+        JSON-serializable data: `points` (one record per input), `training` (columns), `pictures`, `rows`, `sources`
+        if they were given.
     """
 
     title: str
@@ -91,7 +94,8 @@ class ExplorerPage:
 
     def html(self) -> str:
         """The page as one HTML document."""
-        style, script = (_asset(name) for name in ("explorer.css", "explorer.js"))
+        style, *scripts = (_asset(name) for name in ("explorer.css", "explorer.js", "sources.js"))
+        script = "".join(scripts)
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         # makes the browser block all external resources
         policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -103,8 +107,9 @@ class ExplorerPage:
         caution = f'\n<p class="flag" role="note">Mind: {escape(caution)}.</p>' if caution else ""
         target = "Target" if self.content["kind"] == "values" else "Class"
         reranked = _RERANKED.format(target=target) if "reranked" in self.content["points"][0] else ""
+        sources = HTML if "sources" in self.content else ""
         body = _BODY.format(title=escape(self.title), summary=escape(self.content["summary"]), guarantees=promises,
-                            whose=whose, caution=caution, reranked=reranked)  # fmt: skip
+                            whose=whose, caution=caution, reranked=reranked, sources=sources)  # fmt: skip
         return (
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -124,7 +129,7 @@ class ExplorerPage:
 def explore(
     posterior: Posterior, x: Inputs, training: Inputs | None = None, targets: Tensor | None = None, k: int = 6,
     naming: Naming | None = None, title: str = "Which training points made these predictions?",
-    progress: bool | None = None, candidates: int = 0,
+    progress: bool | None = None, candidates: int = 0, sources: SourceEffects | None = None,
 ) -> ExplorerPage:  # fmt: skip
     """Make a page that explains predictions by uncertainty, training points, and effects of their removal.
 
@@ -148,6 +153,8 @@ def explore(
     candidates : int
         If positive, `Posterior.rerank` this many training points of each input: a table of linear and moving effects,
         and the network's own answers without the groups. It moves a network for each point and group of all inputs.
+    sources : SourceEffects, optional
+        ``posterior.source_effects(x, labels)``: the page then has a section on the sources of the training data.
 
     Returns
     -------
@@ -168,6 +175,7 @@ def explore(
         raise DataError("words as ntk_laplace.Naming(...)", f"{naming!r}"[:80], "Pass Naming(classes=[...]).")
     require_whole("candidates", candidates, 0, "Pass 0 for no second ranking, or for example 20.")
     content = gather(posterior, x, training, targets, k, naming, progress, candidates)
+    content = content if sources is None else with_sources(posterior, sources, content)
     return ExplorerPage(str(title), content | {"flag": HIGH_LEVERAGE})
 
 
