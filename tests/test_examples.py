@@ -529,6 +529,15 @@ def test_what_ifs_beside_retraining(tmp_path: Path) -> None:
     assert found["moving"]["slope"] == pytest.approx(1.0, abs=0.05) and found["moving"]["score"] > 0.9
 
 
+def test_sources_beside_retraining(tmp_path: Path) -> None:
+    printed = run("attribution/sources.py", tmp_path, "--out", "out")
+    found = figures(tmp_path / "out" / "sources.json")
+    without = {name: found[name]["moving"][1] for name in ("Anna", "Ben", "Carl", "Dora", "Eve", "Finn")}
+    assert min(without, key=without.get) == "Eve" and found["Eve"]["moving"][0] > 0
+    assert all(found[name]["retrained"][1] == pytest.approx(without[name], rel=0.15) for name in without)
+    assert "wrong labels" in printed and (tmp_path / "out" / "sources.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_single_points_beside_retraining(tmp_path: Path) -> None:
     printed = run("attribution/single_points.py", tmp_path, "--problem", "cancer", "--out", "out")
     found = figures(tmp_path / "out" / "breast-cancer-0.5-points.json")
