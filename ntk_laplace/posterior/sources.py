@@ -89,7 +89,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
         own = _Own.of(self, found, number)
         return SourceEffects(
             names=names, num_points=own.num_points, f=f, outputs=after, quantity=quantity,
-            effect=change.of(quantity, self._variances(found, x) if by in SPREADS else None),
+            effect=change.of(quantity, self._covariances_without(found, x) if by in SPREADS else None),
             single=self._single_effects(x, number, len(names), ExplanationRequest(1, output, by, y)),
             log_prob_change=None if y is None else change.of(quantity_of(likelihood, f, "log_likelihood", output, y)),
             own_log_prob=own.log_prob, own_log_prob_without=own.log_prob_without, converged=found.converged[1:],
@@ -104,7 +104,7 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
                 'Use linearization="moving", which fits the structure again.',
             )  # fmt: skip
 
-    def _variances(self, found: WhatIfs, x: InputData) -> Sequence[Tensor]:
+    def _covariances_without(self, found: WhatIfs, x: InputData) -> Sequence[Tensor]:
         """Covariance blocks (n, C, C) of each posterior, the first without a change."""
         changed = [cast(SourceVerbs, found.posterior(index)) for index in range(1, len(found))]
         still = self if self._fitted.model.displacement is None else cast(SourceVerbs, found.posterior(0))

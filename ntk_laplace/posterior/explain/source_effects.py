@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pandas
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ntk_laplace.errors import DataError, NTKLaplaceWarning
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SourceEffects", "Sources", "numbered"]
 
-Sources = Sequence[Any] | Tensor
+Sources = Sequence[Any] | NDArray[Any] | Tensor
 """The source of each training point: names or numbers, as a list, an array, a Series or a tensor."""
 
 _REMEDY = "Pass one label for each training point of the fit, in the order of the data."
@@ -191,10 +192,7 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
 
 
 def _labels(sources: Sources, n: int) -> list[Any]:
-    if isinstance(sources, Tensor):
-        sources = sources.detach().cpu()
-    shape = getattr(sources, "shape", None)
-    shape = None if shape is None else tuple(shape)
+    shape = tuple(sources.shape) if hasattr(sources, "shape") else None
     if isinstance(sources, (str, bytes)) or shape not in (None, (n,)):
         got = f"shape {shape}" if shape is not None else f"{sources!r}"[:80]
         raise DataError(f"the sources of {n:,} training points", got, _REMEDY)
