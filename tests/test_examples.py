@@ -538,6 +538,38 @@ def test_sources_beside_retraining(tmp_path: Path) -> None:
     assert "wrong labels" in printed and (tmp_path / "out" / "sources.png").read_bytes().startswith(b"\x89PNG")
 
 
+CONVOLUTIONS = """
+import numpy as np
+import torch
+from _problems import mnist
+
+problem = mnist(None)
+network = problem.network(seed=1)
+with torch.no_grad():
+    for parameter in network.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+theta, x, y = list(network.parameters()), torch.as_tensor(problem.x[:9]), torch.as_tensor(problem.y[:9])
+energy = 0.5 * problem.delta * sum(parameter.square().sum() for parameter in theta)
+loss = torch.nn.functional.cross_entropy(network(x), y, reduction="sum") + energy
+want = torch.nn.utils.parameters_to_vector(torch.autograd.grad(loss, theta)).numpy()
+flat = torch.nn.utils.parameters_to_vector(theta).detach().numpy()
+value, gradient = problem.objective(flat, np.arange(9))
+assert abs(value - loss.item()) < 1e-10 and np.abs(gradient - want).max() < 1e-12
+"""
+
+
+def test_retrained_convolutions_are_those_of_the_network(tmp_path: Path) -> None:
+    """Retraining multiplies patches, the library differentiates torch's convolutions: one objective."""
+    (tmp_path / "check.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'examples' / 'attribution')!r})\n"
+                                       + CONVOLUTIONS)  # fmt: skip
+    run_script(tmp_path / "check.py", tmp_path)
+
+
+def test_what_ifs_of_convolutions_run(tmp_path: Path) -> None:
+    printed = run("attribution/what_ifs.py", tmp_path, "--problem", "mnist", "--out", "out")
+    assert "mnist, δ = 10" in printed and "moving" in printed
+
+
 def test_single_points_beside_retraining(tmp_path: Path) -> None:
     printed = run("attribution/single_points.py", tmp_path, "--problem", "cancer", "--out", "out")
     found = figures(tmp_path / "out" / "breast-cancer-0.5-points.json")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 from scipy.optimize import minimize
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 from torch import nn
+from torch.nn import functional
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
+
+from _images import load, miniature
 
 import ntk_laplace as ntkl
 
@@ -135,6 +143,46 @@ class Problem:
         return self.f(self.train(np.arange(len(self.x)), start=without), self.x_test)
 
 
+class Convolutions(Problem):
+    """Images (N, 1, 28, 28) and a network of two convolutions; gradients are those of torch.
+
+    For training, the convolutions are matrix products with patches: torch's own are slow in float64.
+    """
+
+    def network(self, theta: np.ndarray | None = None, seed: int = 0) -> nn.Module:
+        """Means of 2 x 2 pixels, convolutions of `hidden` / 2 and `hidden` channels, tanh, and a linear layer."""
+        c = self.hidden
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(1, c // 2, 5, 2), nn.Tanh(), nn.Conv2d(c // 2, c, 3),
+                                    nn.Tanh(), nn.Flatten(), nn.Linear(9 * c, self.outputs)).double()  # fmt: skip
+        if theta is not None:
+            nn.utils.vector_to_parameters(torch.as_tensor(theta.copy()), network.parameters())
+        return network
+
+    def f(self, theta: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Outputs, (n, C)."""
+        with torch.no_grad():
+            return self.network(theta)(torch.as_tensor(x)).numpy()
+
+    @cached_property
+    def _patches(self) -> torch.Tensor:
+        """Of the first convolution, (N, 25, 25)."""
+        return functional.unfold(functional.avg_pool2d(torch.as_tensor(self.x), 2), 5, stride=2)
+
+    def objective(self, theta: np.ndarray, indices: np.ndarray) -> tuple[float, np.ndarray]:
+        """Summed loss of some of the data plus δ/2 ‖θ‖², and its gradient (P,)."""
+        c, at = self.hidden, torch.as_tensor(theta).requires_grad_()
+        w1, b1, w2, b2, w3, b3 = at.split([25 * c // 2, c // 2, 9 * c * c // 2, c, 9 * c * self.outputs, self.outputs])
+        patches = self._patches if len(indices) == len(self.x) else self._patches[indices]
+        hidden = torch.tanh(w1.view(-1, 25) @ patches + b1[:, None])
+        hidden = torch.tanh(w2.view(c, -1) @ functional.unfold(hidden.unflatten(2, (5, 5)), 3) + b2[:, None])
+        f = hidden.flatten(1) @ w3.view(self.outputs, -1).T + b3
+        value, back = self.loss(f.detach().numpy(), self.y[indices])
+        (gradient,) = torch.autograd.grad(f, at, torch.as_tensor(back))
+        return float(value.sum() + 0.5 * self.delta * theta @ theta), gradient.numpy() + self.delta * theta
+
+
 def digits(delta: float = 1.0) -> Problem:
     """500 and 100 digits, 64-16-10."""
     found = load_digits()
@@ -177,6 +225,16 @@ def iris(delta: float = 0.5) -> Problem:
 def wine(delta: float = 1.0) -> Problem:
     """120 and 58 rows of 13 standardized features, 13-16-3."""
     return _table("wine", load_wine(), 120, delta)
+
+
+def mnist(folder: Path | None, delta: float = 10.0) -> Problem:
+    """1,000 and 100 images of the folder's mnist.npz (scikit-learn's digits without one), and two convolutions."""
+    split = miniature() if folder is None else load(folder)
+    count = min(1000, len(split.y))
+    x, y, x_test, y_test = (found.numpy() for found in (split.x[:count], split.y[:count], split.x_test[:100],
+                                                        split.y_test[:100]))  # fmt: skip
+    x, x_test = (found[:, None] / 255.0 for found in (x, x_test))
+    return Convolutions("mnist", x, y, x_test, y_test, 10, "categorical", delta, halves=20, hidden=8)
 
 
 def _table(name: str, found, count: int, delta: float) -> Problem:

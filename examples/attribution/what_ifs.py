@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 
-from _problems import PROBLEMS, Problem, small
+from _problems import PROBLEMS, Problem, mnist, small
 from _shared import machine, parser, table, write
 from _truth import halves, singles
 
@@ -31,13 +32,16 @@ from ntk_laplace import attribution
 def main() -> None:
     """Retrain, predict, compare."""
     arguments = parser(__doc__, "attribution")
-    arguments.add_argument("--problem", choices=PROBLEMS, default="digits")
+    arguments.add_argument("--problem", choices=[*PROBLEMS, "mnist"], default="digits")
+    arguments.add_argument("--data", type=Path, help="folder with mnist.npz, for the problem mnist")
     arguments.add_argument("--delta", type=float, help="weight decay")
     arguments.add_argument("--single", type=int, default=40, help="points left out one by one (default 40)")
     options = arguments.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
-    build = PROBLEMS[options.problem]
+    if options.problem == "mnist" and options.data is None and not options.small:
+        arguments.error("give the folder of mnist.npz with --data, or --small")
+    build = (PROBLEMS | {"mnist": partial(mnist, options.data)})[options.problem]
     problem = build() if options.delta is None else build(options.delta)
     if options.small:
         problem, options.single = small(problem), 3
