@@ -15,7 +15,7 @@ from ntk_laplace.model.data import Inputs, as_tensors, num_examples, take
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.explain import Explanation, GroupRemoval, JointRemoval, LeaveOneOut, Ranking, leave_one_out
 from ntk_laplace.runtime.progress import track
-from ntk_laplace.tools.explorer.display import rounded as _rounded
+from ntk_laplace.tools.explorer.display import rounded
 from ntk_laplace.tools.explorer.sprites import images_of, sheet
 
 __all__ = ["Naming", "gather"]
@@ -90,7 +90,7 @@ def gather(
         guarantees = [*guarantees, *_reranked(posterior, x, points, candidates)]
     if truths is not None:
         for point, truth in zip(points, truths, strict=True):
-            point |= {} if truth is None else {"target": _rounded(truth)}
+            point |= {} if truth is None else {"target": rounded(truth)}
     for point in points:
         shown |= {j for part in ("for", "against", "reranked") for j, *_ in point.get(part, ())}
     return {
@@ -192,9 +192,9 @@ def _from_rows(
         share = found.share * asked.sign.to(found.share)[:, None]
         own = asked.records(posterior, here)
         for i, record in enumerate(own):
-            record |= {"plus": _rounded(share[i].clamp_min(0).sum()), "minus": _rounded(share[i].clamp_max(0).sum())}
+            record |= {"plus": rounded(share[i].clamp_min(0).sum()), "minus": rounded(share[i].clamp_max(0).sum())}
             for side in _OTHER_SIDE:
-                record[side] = [[j, _rounded(effect), _rounded(share[i, j])] for j, effect in asked.sides[i][side]]
+                record[side] = [[j, rounded(effect), rounded(share[i, j])] for j, effect in asked.sides[i][side]]
         for name, group in asked.groups().items():
             after = found.f + removal.effects(rows, found.contributions, group)
             for i, record in enumerate(own):
@@ -224,13 +224,13 @@ def _from_data(
         place = {int(j): slot for slot, j in enumerate(members)}
         left = {name: removal.effects(few, group[here]) for name, group in groups.items()}
         for i, record in enumerate(records[here]):
-            record["total"] = _rounded(found.total[start + i, found.output[start + i]] * signs[i])
+            record["total"] = rounded(found.total[start + i, found.output[start + i]] * signs[i])
             for side, own in asked.sides[start + i].items():
-                record[side] = [[j, _rounded(effect), _rounded(share[i, place[j]])] for j, effect in own]
+                record[side] = [[j, rounded(effect), rounded(share[i, place[j]])] for j, effect in own]
             for name, (change, leverage, trusted) in left.items():
                 record["without"][name] = _without(posterior, found.f[start + i] + change[i], signs[i])
                 if not trusted[i]:
-                    record["without"][name]["held"] = _rounded(float(leverage[i]))
+                    record["without"][name]["held"] = rounded(float(leverage[i]))
     return records, [*found.guarantees, _JOINT[posterior.fitted.exact]]
 
 
@@ -246,7 +246,7 @@ def _reranked(posterior: Posterior, x: Inputs, points: list[dict[str, Any]], can
     flags = torch.stack([found.disagrees, ~found.comes_back, ~found.converged], 2).tolist()
     own = iter(members)
     for i, point in enumerate(points):
-        columns = found.indices[i].tolist(), _rounded(linear[i]), _rounded(moving[i]), found.places[i].tolist()
+        columns = found.indices[i].tolist(), rounded(linear[i]), rounded(moving[i]), found.places[i].tolist()
         point["reranked"] = [[*row, *marks] for *row, marks in zip(*columns, flags[i], strict=True)]
         for name in _GROUPS:
             slot = place.get(next(own))
@@ -304,8 +304,8 @@ class _Asked:
             output = int(found.output[i])
             records.append({
                 "output": output if kind != "binary" else int(found.f[i, 0] >= 0),
-                "f": _rounded(found.f[i] * sign), "offset": _rounded(found.offset[i, output] * sign),
-                "gap": _rounded(found.gap[i, output] * sign), "prediction": _said(posterior, glm, i),
+                "f": rounded(found.f[i] * sign), "offset": rounded(found.offset[i, output] * sign),
+                "gap": rounded(found.gap[i, output] * sign), "prediction": _said(posterior, glm, i),
                 "network": _said(posterior, plain, i), "without": {},
             })  # fmt: skip
         return records
@@ -314,16 +314,16 @@ class _Asked:
 def _said(posterior: Posterior, prediction: Any, i: int) -> dict[str, Any]:
     """Class probabilities, or mean and standard deviations."""
     if _kind(posterior) == "classes":
-        return {"probabilities": _rounded(prediction.probs[i])}
+        return {"probabilities": rounded(prediction.probs[i])}
     if _kind(posterior) == "binary":
         p = prediction.probs[i].reshape(())
-        return {"probabilities": _rounded(torch.stack([1 - p, p]))}
+        return {"probabilities": rounded(torch.stack([1 - p, p]))}
     mean, deviation = prediction.mean[i].reshape(-1), prediction.variance[i].sqrt().reshape(-1)
-    said = {"mean": _rounded(mean), "deviation": _rounded(deviation)}
+    said = {"mean": rounded(mean), "deviation": rounded(deviation)}
     for name in ("epistemic", "aleatoric"):
         part = getattr(prediction, name, None)
         if part is not None:
-            said[name] = _rounded(part[i].sqrt().reshape(-1))
+            said[name] = rounded(part[i].sqrt().reshape(-1))
     return said
 
 
@@ -331,12 +331,12 @@ def _without(posterior: Posterior, f: Tensor, sign: Tensor) -> dict[str, Any]:
     """The network's prediction at changed outputs f."""
     with torch.no_grad():
         mean = posterior.likelihood.for_new_points().mean(f[None])[0]
-    said: dict[str, Any] = {"f": _rounded(f * sign)}
+    said: dict[str, Any] = {"f": rounded(f * sign)}
     if _kind(posterior) == "classes":
-        return said | {"probabilities": _rounded(mean)}
+        return said | {"probabilities": rounded(mean)}
     if _kind(posterior) == "binary":
-        return said | {"probabilities": _rounded(torch.cat([1 - mean, mean]))}
-    return said | {"mean": _rounded(mean)}
+        return said | {"probabilities": rounded(torch.cat([1 - mean, mean]))}
+    return said | {"mean": rounded(mean)}
 
 
 # --- training points
@@ -349,16 +349,16 @@ def _training_set(posterior: Posterior, left_out: LeaveOneOut) -> dict[str, list
         left_out.mean.argmax(1) if _kind(posterior) == "classes" else left_out.mean.squeeze(-1)
     )  # fmt: skip
     targets, observed = posterior.targets, posterior.likelihood.observed(posterior.targets)
-    shown = _rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)
+    shown = rounded(targets.squeeze(-1) if targets.ndim == 2 and targets.shape[1] == 1 else targets)
     if observed is not None and observed.ndim == 1:  # missing labels and missing numbers are null
         shown = [target if known else None for target, known in zip(shown, observed.tolist(), strict=True)]
     return {
         "target": shown,
-        "without": _rounded(without),
-        "logDensity": _rounded(left_out.log_density),
-        "leverage": _rounded(left_out.leverage),
-        "selfInfluence": _rounded(left_out.self_influence),
-        "information": _rounded(left_out.information),
+        "without": rounded(without),
+        "logDensity": rounded(left_out.log_density),
+        "leverage": rounded(left_out.leverage),
+        "selfInfluence": rounded(left_out.self_influence),
+        "information": rounded(left_out.information),
     }
 
 
@@ -384,7 +384,7 @@ def _rows(x: Inputs, training: Inputs | None, shown: list[int], naming: Naming) 
     if features is not None and len(features) != x.shape[1]:
         raise DataError(f"{x.shape[1]} names of features", f"{len(features)}", "Name each column of the inputs once.")
     names = [str(name) for name in features] if features is not None else [f"x{i}" for i in range(x.shape[1])]
-    found: dict[str, Any] = {"features": names, "points": _rounded(x), "training": None}
+    found: dict[str, Any] = {"features": names, "points": rounded(x), "training": None}
     if isinstance(training, Tensor):
-        found["training"] = {str(j): _rounded(training[j]) for j in shown}
+        found["training"] = {str(j): rounded(training[j]) for j in shown}
     return found
