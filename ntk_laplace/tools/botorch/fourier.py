@@ -14,7 +14,7 @@ FREQUENCIES = 512
 _SCALE = math.log(2.0) + 0.5  # mean of log s + ½ log d: the length scale is then about 0.3 √d in a unit cube
 _LOG_NOISE = -4.0  # mean of the log noise variance of standardized outcomes, as in BoTorch's Gaussian processes
 _PRECISION_DEVIATION = 10.0  # of the log prior precision: bounds it where the data are constant
-_LEAST_NOISE = 1e-5
+_FIRST_NOISE, _LEAST_NOISE = 1e-3, 1e-5
 _STEPS = 30
 
 
@@ -68,7 +68,7 @@ class FourierNetwork(nn.Module):
         super().__init__()
         self.features = FourierFeatures(inputs)
         self.last = nn.Linear(2 * len(self.features.frequencies), outputs).double()
-        self.precision, self.noise = 1.0, 1e-3
+        self.precision, self.noise = 1.0, _FIRST_NOISE
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, m)."""
@@ -79,7 +79,9 @@ class FourierNetwork(nn.Module):
         """Maximize the evidence over the scales, the prior precision and the noise, then the log joint over A and b.
 
         The network is linear in A and b, so that both are exact: with K = (ΦΦᵀ + 1)/p, y ~ N(0, K + diag(noise)).
-        Hyperpriors: log s_j ~ N(0.5 + log 2 - ½ log d, 1), log noise ~ N(-4, 1), log p ~ N(0, 100).
+        The search begins at the present hyperparameters and at those of a new network: where the present ones call a
+        function noise, there is another optimum. Hyperpriors: log s_j ~ N(0.5 + log 2 - ½ log d, 1), log noise ~
+        N(-4, 1), log p ~ N(0, 100).
 
         Parameters
         ----------
@@ -88,9 +90,26 @@ class FourierNetwork(nn.Module):
         noise : Tensor, () or (n, m), optional
             Known variances; None: one number is learned, at least 1e-5.
         """
-        start = [self.features.scale.log(), x.new_tensor(math.log(self.precision))]
-        start += [] if noise is not None else [x.new_tensor(math.log(max(self.noise - _LEAST_NOISE, _LEAST_NOISE)))]
-        logs = [value.detach().clone().requires_grad_() for value in start]
+        present = self.features.scale, self.precision, self.noise
+        first = FourierFeatures(x.shape[1]).scale.to(x), 1.0, _FIRST_NOISE
+        found = [self._optimum(x, y, noise, *start) for start in (present, first)]
+        logs = max(found, key=lambda one: float(self.log_density(x, y, noise, one)))
+        with torch.no_grad():
+            self.features.scale.copy_(logs[0].exp())
+            self.precision = float(logs[1].exp())
+            self.noise = self.noise if noise is not None else float(logs[2].exp()) + _LEAST_NOISE
+            phi, factor = self._factor(x, noise, logs)
+            weights = torch.cholesky_solve(y.T.unsqueeze(-1), factor.expand(y.shape[1], -1, -1)).squeeze(-1)
+            self.last.weight.copy_(weights @ phi / self.precision)
+            self.last.bias.copy_(weights.sum(1) / self.precision)
+
+    def _optimum(
+        self, x: Tensor, y: Tensor, noise: Tensor | None, scale: Tensor, precision: float, variance: float
+    ) -> list[Tensor]:  # fmt: skip
+        """log s, log p and, if no noise is given, the log of the noise less 1e-5, after a descent by L-BFGS."""
+        logs = [scale.log(), x.new_tensor(math.log(precision))]
+        logs += [] if noise is not None else [x.new_tensor(math.log(max(variance - _LEAST_NOISE, _LEAST_NOISE)))]
+        logs = [value.detach().clone().requires_grad_() for value in logs]
         optimizer = torch.optim.LBFGS(logs, max_iter=_STEPS, tolerance_change=1e-4, line_search_fn="strong_wolfe")
 
         def objective() -> Tensor:
@@ -100,14 +119,7 @@ class FourierNetwork(nn.Module):
             return value.detach()
 
         optimizer.step(objective)
-        with torch.no_grad():
-            self.features.scale.copy_(logs[0].exp())
-            self.precision = float(logs[1].exp())
-            self.noise = self.noise if noise is not None else float(logs[2].exp()) + _LEAST_NOISE
-            phi, factor = self._factor(x, noise, logs)
-            weights = torch.cholesky_solve(y.T.unsqueeze(-1), factor.expand(y.shape[1], -1, -1)).squeeze(-1)
-            self.last.weight.copy_(weights @ phi / self.precision)
-            self.last.bias.copy_(weights.sum(1) / self.precision)
+        return [value.detach() for value in logs]
 
     def log_density(self, x: Tensor, y: Tensor, noise: Tensor | None, logs: Sequence[Tensor]) -> Tensor:
         """Evidence and log density of the hyperparameters (log s, log p, log noise), up to a constant."""
