@@ -86,12 +86,7 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         back, f, after = found.comes_back()[1:], *_split(found.outputs(x))
         fixed = self.what_ifs(self._without(chosen), linearization="fixed").outputs(x) if chosen else None
         quantity = quantity_of(self._fitted.model.likelihood, f, by, output, y)
-
-        def change(outputs: Tensor) -> Tensor:
-            with torch.no_grad():
-                return quantity.effect(f, outputs - f.unsqueeze(1), outputs)
-
-        moving, joint = change(after).split([len(points), len(chosen)], 1)
+        moving, joint = quantity.change(f, after).split([len(points), len(chosen)], 1)
         slot = torch.searchsorted(points, indices.contiguous())
         order = moving.gather(1, slot).abs().argsort(dim=1, descending=True, stable=True)
         slot, indices = slot.gather(1, order), indices.gather(1, order)
@@ -100,7 +95,8 @@ class RerankingVerbs(WhatIfsVerbs, ExplanationVerbs):
         return Reranking(
             f=f, quantity=quantity, indices=indices, linear=linear.gather(1, indices), moving=moving.gather(1, slot),
             places=order, converged=converged[slot], comes_back=single_back[slot], groups=chosen,
-            group_linear=joint if fixed is None else change(f.unsqueeze(1) + _changes(fixed)), group_moving=joint,
+            group_linear=joint if fixed is None else quantity.change(f, f.unsqueeze(1) + _changes(fixed)),
+            group_moving=joint,
             group_converged=joint_converged, group_comes_back=joint_back, group_outputs=after[:, len(points) :],
             targets=self._points().targets, guarantees=_GUARANTEES,
         )  # fmt: skip

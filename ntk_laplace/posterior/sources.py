@@ -85,13 +85,14 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
         f = f.squeeze(1)
         likelihood = self._fitted.model.likelihood
         quantity = quantity_of(likelihood, f, by, output, y)
-        change = _Change(f, after - f.unsqueeze(1))
         own = _Own.of(self, found, number)
         return SourceEffects(
             names=names, num_points=own.num_points, f=f, outputs=after, quantity=quantity,
-            effect=change.of(quantity, self._covariances_without(found, x) if by in SPREADS else None),
+            effect=_of_variances(quantity, f, self._covariances_without(found, x)) if by in SPREADS else
+            quantity.change(f, after),
             single=self._single_effects(x, number, len(names), ExplanationRequest(1, output, by, y)),
-            log_prob_change=None if y is None else change.of(quantity_of(likelihood, f, "log_likelihood", output, y)),
+            log_prob_change=None if y is None else
+            quantity_of(likelihood, f, "log_likelihood", output, y).change(f, after),
             own_log_prob=own.log_prob, own_log_prob_without=own.log_prob_without, converged=found.converged[1:],
             linearization=linearization, guarantees=(_GUARANTEES[linearization], _SUMS),
         )  # fmt: skip
@@ -117,25 +118,15 @@ class SourceVerbs(WhatIfsVerbs, ExplanationVerbs, PredictionVerbs):
         return torch.cat(parts)
 
 
-@dataclass(frozen=True)
-class _Change:
-    """Changes (n, S, C) of outputs f (n, C)."""
-
-    f: Tensor
-    moved: Tensor
-
-    def of(self, quantity: Quantity, covariances: Sequence[Tensor] | None = None) -> Tensor:
-        """Change of a quantity, (n, S); a variance's from covariances (n, C, C), the first before the change."""
-        if covariances is None:
-            with torch.no_grad():
-                return quantity.effect(self.f, self.moved, self.moved)
-        widened = torch.stack(list(covariances[1:]), 1) - covariances[0].unsqueeze(1)  # (n, S, C, C)
-        if quantity.by == "probability_variance":
-            slope = quantity.direction(self.f)
-            widened = torch.einsum("nc,nscd,nd->ns", slope, widened, slope).unsqueeze(-1)
-        else:
-            widened = widened.diagonal(dim1=2, dim2=3)
-        return quantity.effect(self.f, self.moved, widened)
+def _of_variances(quantity: Quantity, f: Tensor, covariances: Sequence[Tensor]) -> Tensor:
+    """Change of a variance, (n, S), from covariance blocks (n, C, C), the first before the changes."""
+    widened = torch.stack(list(covariances[1:]), 1) - covariances[0].unsqueeze(1)  # (n, S, C, C)
+    if quantity.by == "probability_variance":
+        slope = quantity.direction(f)
+        widened = torch.einsum("nc,nscd,nd->ns", slope, widened, slope).unsqueeze(-1)
+    else:
+        widened = widened.diagonal(dim1=2, dim2=3)
+    return quantity.effect(f, widened, widened)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,12 @@ class Quantity:
         then = self._value((f.unsqueeze(1) + moved).reshape(-1, c))
         return then.view(n, count) - self._value(f).unsqueeze(1)
 
+    def change(self, f: Tensor, after: Tensor) -> Tensor:
+        """Change of the quantity from outputs f (n, C) to each of those after, (n, m, C): (n, m); of no variance."""
+        moved = after - f.unsqueeze(1)
+        with torch.no_grad():
+            return self.effect(f, moved, moved)
+
 
 def quantity_of(likelihood: Likelihood, f: Tensor, by: str, output: int | None, y: object) -> Quantity:
     """Validate a request at predictions f (n, C).
