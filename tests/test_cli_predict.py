@@ -375,7 +375,8 @@ def test_products_alone_predict_the_same(folder: Path, here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_a_warning_is_one_line(folder: Path, here: Path, capsys: pytest.CaptureFixture) -> None:
-    assert cli.main(line(folder, "labels", "--structure", "iterative", "--memory", "3e-6")) == 0
+    assert cli.main(line(folder, "labels", "--structure", "iterative", "--memory", "3e-6",
+                         "--held-out", str(folder / "data_labels.npz"))) == 0
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("ntk-laplace: warning: the evidence's standard error is"), told
 

@@ -660,7 +660,7 @@ def test_bad_arguments() -> None:
     with refused(other, "exact_draws with bounds=True", "bounds=False", "Pass bounds=True"):
         posterior.annealed_evidence(2, 30, exact_draws=torch.zeros(1, 2))
     gp = ntkl.laplace(posterior.network.module, (x, y), ntkl.Bernoulli(), structure="gp")
-    with refused(ntkl.DataError, "the training inputs x", "none", "Pass x="):
+    with refused(ntkl.DataError, "the training inputs x", "none", "pass x="):
         without_data(gp).importance_evidence()
     with refused(ntkl.DataError, "the inputs of the fit", "differ", "Pass the same inputs"):
         gp.annealed_evidence(2, 30, x=x.flip(0))

@@ -35,12 +35,28 @@ def line_figure() -> Figure:
     return plotting.predictive_1d(x, x**2, 0.1 + 0 * x, 0.2 + 0 * x, ([0.0], [0.1]), x**2, "a title")
 
 
+def fitted() -> tuple[ntkl.Posterior, torch.Tensor]:
+    """A linear network with four training points, and their inputs."""
+    network = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    x = torch.tensor([[1.0], [2.0], [-1.0], [0.5]], dtype=torch.float64)
+    torch.nn.init.ones_(network.weight)
+    return ntkl.laplace(network, (x, x + 0.5), ntkl.Gaussian(1.0), structure="gp"), x
+
+
 def explained() -> ntkl.Explanation:
     """Two training points behind the prediction of a linear network."""
-    network = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    x = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
-    torch.nn.init.ones_(network.weight)
-    return ntkl.laplace(network, (x, x + 0.5), ntkl.Gaussian(1.0), structure="gp").explain(x[:1])
+    posterior, x = fitted()
+    return posterior.explain(x[:1])
+
+
+def reranked() -> Figure:
+    posterior, x = fitted()
+    return plotting.reranking(posterior.rerank(x, 3))
+
+
+def two_sources() -> Figure:
+    posterior, x = fitted()
+    return plotting.source_effects(posterior.source_effects(x, ["Ann", "Ben", "Ann", "Ben"], y=x + 0.4))
 
 
 BINS = Reliability(np.array([0.6, 0.95]), np.array([0.5, 0.97]), np.array([4, 30]))
@@ -84,6 +100,8 @@ FIGURES = {
     )),
     "learning_curve": lambda: plotting.learning_curve(LearningCurve(torch.linspace(-2, -1, 24).reshape(2, 12))),
     "removal_curves": lambda: plotting.removal_curves([0, 5, 10], {"ours": [0.1, 0.3, 0.6], "chance": [0.1, 0.1, 0.2]}),
+    "reranking": reranked,
+    "source_effects": two_sources,
 }
 UNTITLED = {"image_explanations", "explanation", "hyperparameter_history", "training_history", "learning_curve",
             "removal_curves", "variational_history"}  # fmt: skip
