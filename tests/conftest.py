@@ -28,13 +28,19 @@ with warnings.catch_warnings():
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """Start every test from the same random numbers, and hold it to the default dtype it found."""
+    """Start every test from the same random numbers, and hold it to the default dtype and the one thread it found.
+
+    With two threads per process the tiny networks of all later tests take five times the processor time.
+    """
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- scikit-learn and pandas read the global state
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     yield
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     assert torch.get_default_dtype() == before
+    assert threads == 1, "pass --threads 1 to the script"
 
 
 @pytest.fixture(autouse=True, scope="module")
