@@ -102,7 +102,7 @@ def scores(name: str, method: str, small: bool) -> dict[str, Any]:
     read, classes = DATA[name]
     x, y = read()
     if small:
-        x, y = x[::4], y[::4]
+        x, y = x[::4][:60], y[::4][:60]
     folds = (StratifiedKFold if classes else KFold)(2 if small else 5, shuffle=True, random_state=0)
     found, began = np.empty(len(y)), time.process_time()
     for kept, held_out in folds.split(x, y):
