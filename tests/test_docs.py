@@ -144,6 +144,7 @@ def test_the_docs_build_without_warnings(tmp_path: Path) -> None:
         app = Sphinx(docs, docs, built, built / ".doctrees", "html", status=None, warning=said, warningiserror=True,
                      tags=["without_sources"])  # fmt: skip
         app.connect("html-page-context", sidebar_of_the_first_page(), priority=0)
+        app.builder.search = False  # the index of all words
         app.build()
     assert app.statuscode == 0 and said.getvalue() == "", said.getvalue()[-4000:]
     assert len(list(built.rglob("*.html"))) > len(PAGES) and (built / "index.html").exists()

@@ -29,6 +29,7 @@ from ntk_laplace.runtime.serialization import load_random, random_state
 from ntk_laplace.training import state
 from ntk_laplace.training.minibatches import Minibatches, count_examples
 from ntk_laplace.training.train import _require_length
+from pairwise import pairwise
 from trainings import adam, classes, flat, mlp, sine, train
 
 F64 = torch.float64
@@ -113,21 +114,24 @@ def test_the_trajectory_is_that_of_algorithm_1(kind: str, batch: int, structure:
 
 @pytest.mark.slow
 @quiet
-@pytest.mark.parametrize("curvature", ["ggn", "ef", "mc"])
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_every_structure_and_curvature_trains(name: str, curvature: str) -> None:
-    for data, widths, likelihood in (
-        (sine(), (1, 5, 1), ntkl.Gaussian(1.0)), (classes(), (3, 4, 3), ntkl.Categorical())
-    ):  # fmt: skip
-        network = mlp(*widths)
-        result = train(network, data, likelihood, structure=STRUCTURES[name], curvature=curvature, epochs=12,
-                       schedule=ntkl.EvidenceSchedule(3, 10), batch_size=10)
-        history = result.history
-        assert history.evidence[0] > history.evidence_before[0] and history.evidence[-1] > history.evidence[0]
-        # the posterior is that of the network as it was left
-        assert result.posterior.structure == name
-        torch.testing.assert_close(result.posterior.network.theta, flat(network))
-        assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
+# every structure with every curvature, and both with either problem
+@pytest.mark.parametrize(
+    ("name", "curvature", "problem"), pairwise(STRUCTURES, ["ggn", "ef", "mc"], ["regression", "classification"])
+)
+def test_every_structure_and_curvature_trains(name: str, curvature: str, problem: str) -> None:
+    data, widths, likelihood = {
+        "regression": (sine(), (1, 5, 1), ntkl.Gaussian(1.0)),
+        "classification": (classes(), (3, 4, 3), ntkl.Categorical()),
+    }[problem]
+    network = mlp(*widths)
+    result = train(network, data, likelihood, structure=STRUCTURES[name], curvature=curvature, epochs=12,
+                   schedule=ntkl.EvidenceSchedule(3, 10), batch_size=10)
+    history = result.history
+    assert history.evidence[0] > history.evidence_before[0] and history.evidence[-1] > history.evidence[0]
+    # the posterior is that of the network as it was left
+    assert result.posterior.structure == name
+    torch.testing.assert_close(result.posterior.network.theta, flat(network))
+    assert result.posterior.log_marginal_likelihood().item() == pytest.approx(result.evidence, rel=1e-9)
 
 
 @quiet
