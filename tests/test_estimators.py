@@ -30,8 +30,8 @@ QUICK: dict[str, Any] = {"epochs": 10, "hidden_layer_sizes": (5,), "random_state
 
 
 @pytest.mark.slow
-@parametrize_with_checks([ntkl.LaplaceRegressor(epochs=2, hidden_layer_sizes=(8,)),
-                          ntkl.LaplaceClassifier(epochs=2, hidden_layer_sizes=(8,))])  # fmt: skip
+@parametrize_with_checks([ntkl.LaplaceRegressor(epochs=1, hidden_layer_sizes=(8,)),
+                          ntkl.LaplaceClassifier(epochs=1, hidden_layer_sizes=(8,))])  # fmt: skip
 def test_conformance(estimator: Any, check: Any) -> None:
     check(estimator)
 

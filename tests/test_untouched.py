@@ -14,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, Dataset
 
 import ntk_laplace as ntkl
+from pairwise import pairwise
 
 HOOKS = [name for name, value in vars(nn.Module()).items() if name.endswith(("hooks", "hooks_with_kwargs"))]
 
@@ -149,19 +150,21 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     "explanation": lambda p: p.explain(NEW, k=2).to_dataframe(),
     "leave one out": lambda p: untrusted(p),
 }
+
+
+def anywhere(structure: str, likelihood: str) -> bool:
+    return True
+
+
 ONLY = {
     "leave one out": lambda structure, likelihood: structure == "gp",
     "probit": lambda structure, likelihood: likelihood in ("bernoulli", "categorical"),
 }
 
 
-OFFERED = [
-    (likelihood, structure, path)
-    for likelihood in LIKELIHOODS
-    for structure in ("gp", "full")
-    for path in PATHS
-    if ONLY.get(path, lambda *_: True)(structure, likelihood)
-]
+# every path with every likelihood and in both structures, and every likelihood in both
+OFFERED = pairwise(LIKELIHOODS, ("gp", "full"), PATHS,
+                   allowed=lambda likelihood, structure, path: ONLY.get(path, anywhere)(structure, likelihood))
 
 
 @pytest.mark.parametrize(("likelihood", "structure", "path"), OFFERED)

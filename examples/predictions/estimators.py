@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,13 @@ def gaussian_process(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.
     return normal(y_new, *model.predict(x_new, return_std=True))
 
 
-def perceptron(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray) -> np.ndarray:
-    """The noise is the mean square of residuals in five inner folds."""
+def perceptron(
+    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5
+) -> np.ndarray:  # fmt: skip
+    """The noise is the mean square of residuals in inner folds."""
     mean, scale = y.mean(), y.std()
     model = MLPRegressor(hidden_layer_sizes=(32,), activation="tanh", max_iter=2000, random_state=0)
-    held_out = cross_val_predict(model, x, (y - mean) / scale, cv=5)
+    held_out = cross_val_predict(model, x, (y - mean) / scale, cv=inner)
     noise = scale * np.sqrt(np.mean((held_out - (y - mean) / scale) ** 2))
     return normal(y_new, model.fit(x, (y - mean) / scale).predict(x_new) * scale + mean, noise)
 
@@ -79,10 +82,12 @@ def process_classifier(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: n
     return _of_label(GaussianProcessClassifier(kernel, random_state=0).fit(x, y), x_new, y_new)
 
 
-def calibrated_perceptron(x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray) -> np.ndarray:
-    """By five inner folds."""
+def calibrated_perceptron(
+    x: np.ndarray, y: np.ndarray, x_new: np.ndarray, y_new: np.ndarray, inner: int = 5
+) -> np.ndarray:  # fmt: skip
+    """By inner folds."""
     model = MLPClassifier(hidden_layer_sizes=(32,), activation="tanh", max_iter=2000, random_state=0)
-    return _of_label(CalibratedClassifierCV(model, cv=5).fit(x, y), x_new, y_new)
+    return _of_label(CalibratedClassifierCV(model, cv=inner).fit(x, y), x_new, y_new)
 
 
 DATA: dict[str, tuple[Callable[[], tuple[np.ndarray, np.ndarray]], bool]] = {
@@ -100,16 +105,17 @@ METHODS: dict[bool, dict[str, Score]] = {
 def scores(name: str, method: str, small: bool) -> dict[str, Any]:
     """Log likelihood of each example when its fold is left out, and processor time."""
     read, classes = DATA[name]
-    x, y = read()
+    (x, y), score = read(), METHODS[classes][method]
     if small:
         x, y = x[::4][:60], y[::4][:60]
+        score = partial(score, inner=2) if score in (perceptron, calibrated_perceptron) else score
     folds = (StratifiedKFold if classes else KFold)(2 if small else 5, shuffle=True, random_state=0)
     found, began = np.empty(len(y)), time.process_time()
     for kept, held_out in folds.split(x, y):
         scaler = StandardScaler().fit(x[kept])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the others' optimizers
-            found[held_out] = METHODS[classes][method](
+            found[held_out] = score(
                 scaler.transform(x[kept]), y[kept], scaler.transform(x[held_out]), y[held_out])  # fmt: skip
     return {"log_likelihoods": found.tolist(), "seconds": time.process_time() - began}
 
