@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,7 +64,8 @@ def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     namespace: dict[str, object] = {"__name__": "__main__"}
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    registered = mock.patch.dict(ntk_laplace.structures.REGISTERED)  # a page's own structures are no other test's
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), registered:
         if name_of(page) == "docs/tracking.md":  # what trainers warn of in other packages
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", ntk_laplace.NTKLaplaceWarning)
