@@ -199,14 +199,16 @@ def likelihood_of(fitted: FittedModel, model: str, x: InputData | None, count: i
 class NetworkLikelihood(WeightLikelihood):
     """log p(D | f(θ)) of the network itself: several weights in one pass, batch by batch of the data.
 
+    Several processes each read a share of the data, and add up; all have the same numbers.
+
     Parameters
     ----------
     model : LinearizedModel
         Its network and likelihood.
     points : TrainingPoints
-        Targets and weights; the outputs are not read.
+        Targets and weights of all data; the outputs are not read.
     source : Source
-        Their inputs.
+        The inputs of this process's share.
     count : int
         Weights at a time, at most, for the prediction of the memory.
 
@@ -228,9 +230,13 @@ class NetworkLikelihood(WeightLikelihood):
         return cls(fitted.model, fitted.points, training_inputs(fitted.model, fitted.structure, x, "x="), count)
 
     def __init__(self, model: LinearizedModel, points: TrainingPoints, source: Source, count: int) -> None:
-        self._dtype = model.jacobian_pass.dtype
+        self._dtype, self._reducer = model.jacobian_pass.dtype, model.settings.reducer
         self._batches: list[Inputs] = [inputs for inputs, _ in merged_batches(source, model.network)]
-        self._points = ManyPoints(model.likelihood, points)
+        self._all = self._points = ManyPoints(model.likelihood, points)
+        self._numbers: Tensor | None = None
+        if self._reducer.world_size > 1:
+            self._numbers = source.numbers(self._reducer)[0].to(points.f.device)
+            self._points = ManyPoints(model.likelihood.at(self._numbers), points.subset(self._numbers))
         self._network = ManyWeights(model.network, self._batches[0], count > 1)
         budget = model.settings.memory_budget
         self._room = tuning.CHAIN_BYTES if budget is None else min(tuning.CHAIN_BYTES, int(budget))
@@ -241,15 +247,18 @@ class NetworkLikelihood(WeightLikelihood):
         require_memory(held + max(one, min(self._room, one * n * count)), model.network.device,
                        f"the network's outputs and gradients at {count:,} weights", _REMEDY, budget)
         self._at_once = [self._network.at_once(inputs, self._room) for inputs in self._batches]
-        self._saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
+        saved = sum(self._network.saved_bytes(inputs) for inputs in self._batches)
+        fitting = max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, saved)))
+        self._fitting = min(self._reducer.gather(fitting))
 
     def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
         """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
-        total = thetas.new_zeros(len(thetas))
+        total, weights = thetas.new_zeros(len(thetas)), None if weights is None else self._own(weights)
         with torch.no_grad():
             for some, part, x in self._passes(thetas):
                 own = None if weights is None else weights[some, part]
                 total[some] += self._points.values(self._network(thetas[some], x).to(self._dtype), part, own)
+        self._reducer.sum_(total)
         return total
 
     def outputs(self, thetas: Tensor) -> Tensor:
@@ -259,7 +268,20 @@ class NetworkLikelihood(WeightLikelihood):
         with torch.no_grad():
             for some, part, x in self._passes(thetas):
                 f[some, part] = self._network(thetas[some], x).to(f)
-        return f
+        if self._numbers is None:
+            return f
+        found = f.new_zeros(len(f), *self._all.shape)
+        found[:, self._numbers] = f
+        self._reducer.sum_(found)
+        return found
+
+    def log_prob(self, f: Tensor) -> Tensor:
+        """log p(y_n | f_n), (S, N), nats, of outputs f (S, N, C), each point counted once."""
+        return self._all.each(f)
+
+    def _own(self, weights: Tensor) -> Tensor:
+        """Example weights of this process's points, of those of all (S, N)."""
+        return weights if self._numbers is None else weights[:, self._numbers]
 
     def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
         """Gradients and exact Hessians, by two backward passes; example weights (S, N).
@@ -271,17 +293,19 @@ class NetworkLikelihood(WeightLikelihood):
         UnsupportedError
             If an operation of the network has no second derivative.
         """
-        kept = len(thetas) <= self.at_once()
+        kept, weights = len(thetas) <= self.at_once(), self._own(weights)
         gradients, graphs = torch.zeros_like(thetas), list[_Graph]()
         for one in self._graphs(thetas, weights, kept):
             gradients[one.some] += one.gradient.detach()
             graphs += [one] if kept else []
+        self._reducer.sum_(gradients)
 
         def products(vectors: Tensor) -> Tensor:
             found = torch.zeros_like(thetas)
             for one in graphs if kept else self._graphs(thetas, weights, False):
                 if bool(vectors[one.some].any()):  # those of problems that are solved are zero
                     found[one.some] += one.product(vectors[one.some])
+            self._reducer.sum_(found)
             return found
 
         return LocalCurvature(gradients, products)
@@ -299,7 +323,7 @@ class NetworkLikelihood(WeightLikelihood):
         noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(theta)
         size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
         both = torch.stack([theta + size * noise, theta - size * noise])
-        ones = theta.new_ones(2, self._points.shape[0])
+        ones = theta.new_ones(2, self._all.shape[0])
         found = self.curvature(theta[None], ones[:1]).products(noise[None])[0]
         gradients = torch.stack([self.curvature(one[None], ones[:1]).gradients[0] for one in both])
         truth = (gradients[0] - gradients[1]) / (2.0 * size)
@@ -318,7 +342,7 @@ class NetworkLikelihood(WeightLikelihood):
 
     def at_once(self) -> int:
         """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
-        return max(1, self._room // (_SECOND * tuning.GRAPH_FACTOR * max(1, self._saved)))
+        return self._fitting
 
     def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """log p(D | θ_s), (S,), and its gradients, (S, P)."""
@@ -330,6 +354,7 @@ class NetworkLikelihood(WeightLikelihood):
             values, residual = self._points.values_and_residuals(f.to(self._dtype), part)
             total[some] += values
             gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
+        self._reducer.sum_(total, gradients)
         return total, gradients
 
     def _passes(

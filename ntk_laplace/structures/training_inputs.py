@@ -25,9 +25,11 @@ def training_inputs(
     count, settings = structure.points.num_examples, model.settings
     if x is not None:
         inputs = as_tensors(x)
-        if num_examples(inputs) != count and not settings.sharded:
+        given = num_examples(inputs)
+        given = sum(settings.reducer.gather(given)) if settings.sharded else given
+        if given != count:
             raise DataError(f"inputs of the {count:,} training points, with those that were added at the end",
-                            f"{num_examples(inputs):,}", "Pass them in the order of the fit.")
+                            f"{given:,}", "Pass them in the order of the fit.")
         network, targets = model.network, structure.points.targets
         if settings.sharded:  # the points are those of all processes
             targets = torch.zeros(num_examples(inputs))

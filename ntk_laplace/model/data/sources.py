@@ -195,6 +195,14 @@ class Replaced(_Derived):
         super().__init__(source.source if isinstance(source, Replaced) else source)
         self.targets, self._given = targets, given
 
+    @classmethod
+    def of(cls, source: Source, targets: Tensor, given: Tensor, reducer: Reducer) -> Replaced:
+        """Targets and weights of all processes' examples, in their global numbers, for this process's share."""
+        if reducer.world_size == 1:
+            return cls(source, targets, given)
+        numbers = source.numbers(reducer)[0].to(given.device)
+        return cls(source, targets[numbers], given[numbers])
+
     def numbers(self, reducer: Reducer) -> tuple[Tensor, int]:
         """As those of the source."""
         return self.source.numbers(reducer)

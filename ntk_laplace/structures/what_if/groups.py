@@ -65,7 +65,7 @@ class Groups:
         DataError
             If the data of the fit cannot be read again, where the network moves.
         """
-        model, count = moving_model(fitted, "what-ifs of many groups"), len(weights)
+        model, count = moving_model(fitted), len(weights)
         points = replace(fitted.structure.points_to_change, weights=None, expanded=None)
         source = training_inputs(fitted.model, fitted.structure) if moving else None
         budget, device = model.settings.memory_budget, model.network.device

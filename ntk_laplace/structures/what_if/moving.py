@@ -82,17 +82,11 @@ def remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
         return still.joint_gradient(structure.vjp(still, left))
 
 
-def moving_model(fitted: FittedModel, what: str) -> LinearizedModel:
-    """The model at the network's weights, without displacement or files, whose remaining gradient is known.
-
-    Raises
-    ------
-    UnsupportedError
-        If several processes share it.
-    """
+def moving_model(fitted: FittedModel) -> LinearizedModel:
+    """The model at the network's weights, without displacement or files, whose remaining gradient is known."""
     model = fitted.model
-    model.settings.reducer.require_one(what, "Train the network again, and fit it.")
-    quiet = replace(model.settings, checkpoint=None, resume=None)
+    shown = model.settings.progress if model.settings.reducer.rank == 0 else False
+    quiet = replace(model.settings, checkpoint=None, resume=None, progress=shown)
     remaining = remaining_gradient(model, fitted.structure)
     return replace(model.copied(), displacement=None, refitted=False, training_gradient=remaining, settings=quiet)
 
@@ -102,7 +96,8 @@ def fitted_at(model: LinearizedModel, structure: Structure, source: Source, poin
     """The same structure, of a copy of the network at weights θ, fitted to points with their targets and weights."""
     network = model.network.at(theta)
     model = replace(model, network=network, jacobian_pass=model.jacobian_pass.on(network, model.jacobian_pass.dtype))
-    return FittedModel(model, structure.spec.fit(model, Replaced(source, points.targets, points.counts)))
+    changed = Replaced.of(source, points.targets, points.counts, model.settings.reducer)
+    return FittedModel(model, structure.spec.fit(model, changed))
 
 
 def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = None) -> FittedModel:
@@ -129,7 +124,7 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     MemoryBudgetError
         If one example at one value of the weights does not fit in memory.
     """
-    model = moving_model(fitted, "Newton steps of the network")
+    model = moving_model(fitted)
     source = training_inputs(fitted.model, fitted.structure)
     source = source if added is None else Joined([source, added])
     likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)

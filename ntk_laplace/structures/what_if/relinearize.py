@@ -54,12 +54,11 @@ def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> Fitted
     if model.displacement is None and model.training_gradient is None:
         raise UnsupportedError("a posterior that a what-if changed, to relinearize", "one of the data it was fitted to",
                                "Ask remove, relabel, reweight or add first.")  # fmt: skip
-    shown = model.settings.progress
-    still = moving_model(fitted, "Gauss-Newton steps of the network")
+    still = moving_model(fitted)
     with torch.no_grad():
         source = training_inputs(model, fitted.structure, x, "relinearize(x)")
         descent = _Descent(still, _at_the_network(fitted, still), source, model.displacement)
-        for _ in track(range(steps), "ntk_laplace: relinearizing", steps, shown):
+        for _ in track(range(steps), "ntk_laplace: relinearizing", steps, still.settings.progress):
             if not descent.step():
                 break
     return descent.fitted
@@ -138,4 +137,4 @@ def _outputs(model: LinearizedModel, source: Source, theta: Tensor) -> Tensor:
     """Outputs of the network at θ, (N, C)."""
     network: Network = model.network
     found = fill_buffer((network.with_parameters(theta, x) for x, _ in source), source.length or 0)
-    return found.rows.to(model.jacobian_pass.dtype)
+    return model.settings.reducer.concat(found.rows.to(model.jacobian_pass.dtype))

@@ -1,0 +1,92 @@
+"""What-ifs that move the network, on several processes: those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ntk_laplace as ntkl
+from group_cases import require_same
+from minima import parts, trained
+from ntk_laplace.runtime.reduction import Reducer
+from processes import on_processes
+from ranks import on_ranks, shares, take_all
+from refusals import N, inputs
+
+GROUPS = [[0], [1, 2], [4, 6, 8]]
+
+
+def fit(
+    structure: Any = "gp", likelihood: str = "classes", part: slice = slice(None), own: Any = None, **settings: Any
+) -> Any:
+    y, fresh = parts(likelihood)
+    return ntkl.laplace(trained(likelihood), take_all((inputs(), y), part), fresh if own is None else own,
+                        ntkl.GaussianPrior(3.0), structure, settings=ntkl.Settings(batch_size=2, **settings))
+
+
+def answers(posterior: Any, part: slice = slice(None)) -> dict[str, Tensor]:
+    """Of groups, of one group, and of Gauss-Newton steps."""
+    found, x = posterior.what_ifs(GROUPS), inputs(3) + 0.1
+    result = {
+        "thetas": found.thetas, "log densities": found.log_prob(), "outputs": found.outputs(x),
+        "evidence": found.posterior(1).log_marginal_likelihood().detach(), "converged": found.converged.double(),
+        "alone": posterior.remove([1, 2], linearization="moving").network.theta,
+    }  # fmt: skip
+    if posterior.fitted.exact:
+        x = None if posterior.structure == "full" else inputs()[part]
+        result["Gauss-Newton"] = posterior.remove([1, 2], steps=None).relinearize(x).network.theta
+    return result
+
+
+def compared(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    """To the rounding of an optimum; bit by bit between processes would be too much for sums of several threads."""
+    for own in found:
+        assert own.keys() == expected.keys()
+        for name, value in expected.items():
+            assert float((own[name] - value).abs().max()) <= 1e-7 * float(value.abs().max()), name
+    require_same(found[1:], found[0])
+
+
+@pytest.mark.parametrize("structure", ["gp", "full", "kfac"])
+def test_processes_share_the_passes(structure: str) -> None:
+    expected = answers(fit(structure))
+    compared(on_ranks(3, lambda reducer: answers(fit(structure, reducer=reducer))), expected)
+
+
+def test_each_process_has_its_own_data() -> None:
+    cut = shares(N, 2)
+
+    def run(reducer: Reducer) -> dict[str, Tensor]:
+        part = cut[reducer.rank]
+        posterior = fit(part=part, reducer=reducer, sharded=True)
+        with pytest.raises(ntkl.DataError, match="inputs of the 9 training points, .*; got 18"):
+            posterior.remove(0, steps=None).relinearize(inputs())
+        return answers(posterior, part)
+
+    compared(on_ranks(2, run), answers(fit()))
+
+
+def test_folds_weights_and_noise_per_point_have_global_numbers() -> None:
+    noise = torch.linspace(0.2, 0.6, N).double()
+
+    def run(**settings: Any) -> dict[str, Tensor]:
+        posterior = fit("full", "real", own=ntkl.Gaussian(noise, kind="point"), **settings)
+        found = posterior.cross_validate(3)
+        back = posterior.what_ifs(GROUPS).comes_back()
+        weighted = posterior.reweight([2, 5], [0.5, 2.0], linearization="moving")
+        return {"densities": found.log_density, "f": found.f, "weighted": weighted.network.theta, "back": back.double()}
+
+    compared(on_ranks(2, lambda reducer: run(reducer=reducer)), run())
+
+
+def _answers(reducer: Reducer) -> dict[str, Tensor]:
+    return answers(fit(reducer=reducer))
+
+
+@pytest.mark.slow
+def test_real_processes(tmp_path: Path) -> None:
+    compared(on_processes(2, _answers, tmp_path), answers(fit()))
