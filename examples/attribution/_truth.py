@@ -13,7 +13,10 @@ from _problems import Problem
 import ntk_laplace as ntkl
 from ntk_laplace import attribution
 
-__all__ = ["halves", "put_back", "relinearized", "singles"]
+__all__ = ["halves", "put_back", "relinearized", "singles", "without"]
+
+_PUSH, _PUSHES = 1e-2, 5  # length of a push off a saddle point, and how often
+_DIFFERENCE = 1e-4
 
 
 def halves(problem: Problem, folder: Path, processes: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -33,6 +36,45 @@ def singles(
     chosen = np.random.default_rng(7).choice(count, many, replace=False)
     kept = attribution.without_each_in_turn(chosen, count)
     return chosen, attribution.retrain(partial(problem.moved, theta), kept, folder=folder, processes=processes)[0]
+
+
+def without(
+    problem: Problem, theta: np.ndarray, many: int, folder: Path
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """`singles` at minima, and how many had ended at a saddle point.
+
+    L-BFGS may stop at a stationary point with negative curvature, which training with any noise would leave. There the
+    weights are pushed along the direction of the least eigenvalue, both ways, and training goes on to the lower end.
+    """
+    count = len(problem.x)
+    chosen, stationary = singles(problem, theta, many, folder)
+    kept = attribution.without_each_in_turn(chosen, count)
+    outputs = attribution.retrain(partial(_settled, problem, theta), kept, folder=Path(f"{folder}-minima"))[0]
+    moved = np.abs(outputs - stationary).max((1, 2)) > 1e-2 * np.abs(stationary).max()
+    return chosen, outputs, int(moved.sum())
+
+
+def _settled(problem: Problem, start: np.ndarray, indices: np.ndarray, seed: int) -> np.ndarray:
+    """Outputs at the test points, (n, C), at a minimum next to the start."""
+    theta = problem.train(indices, start=start)
+    for _ in range(_PUSHES):
+        least, direction = _least_curvature(problem, theta, indices)
+        if least > 0:
+            break
+        ends = [problem.train(indices, start=theta + sign * _PUSH * direction) for sign in (1.0, -1.0)]
+        theta = min(ends, key=lambda end: problem.objective(end, indices)[0])
+    return problem.f(theta, problem.x_test)
+
+
+def _least_curvature(problem: Problem, theta: np.ndarray, indices: np.ndarray) -> tuple[float, np.ndarray]:
+    """The least eigenvalue of the exact Hessian and its vector, by differences of gradients in float64."""
+    def product(vector: np.ndarray) -> np.ndarray:
+        ends = [problem.objective(theta + sign * _DIFFERENCE * vector, indices)[1] for sign in (1.0, -1.0)]
+        return (ends[0] - ends[1]) / (2.0 * _DIFFERENCE)
+
+    hessian = np.stack([product(unit) for unit in np.eye(len(theta))])
+    values, vectors = np.linalg.eigh(0.5 * (hessian + hessian.T))
+    return float(values[0]), vectors[:, 0]
 
 
 def put_back(

@@ -12,6 +12,7 @@ leverage and for shares of the data, and writes when_moving.json and when_moving
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
     result = []
     for name, one in found.items():
         leverage, single = np.array(one["leverage"]), np.array(one["single"])
-        bins = [(leverage >= low) & (leverage < high) for low, high in zip(EDGES, EDGES[1:], strict=False)]
+        bins = [(leverage >= low) & (leverage < high) for low, high in pairwise(EDGES)]
         cells = [f"{np.median(single[own]):.2f} ({own.sum()})" if own.any() else "" for own in bins]
         result.append([name, *cells, *(f"{np.median(own):.2f}" for own in one["groups"])])
     return result
@@ -100,7 +101,7 @@ def main() -> None:
         given = [str(options.small), str(options.single), str(options.repeats)]
         found[name] = once(options.out / f"when-{problem.name_of_files}.json", given,
                            lambda own=problem: errors(own, options.single, options.repeats))  # fmt: skip
-    heads = [f"leverage {low:g} to {high:g}" for low, high in zip(EDGES, EDGES[1:], strict=False)]
+    heads = [f"leverage {low:g} to {high:g}" for low, high in pairwise(EDGES)]
     print("median error of the fixed linearization (number of points)\n")
     print(table(["problem", *heads, *(f"{share:.0%} leave" for share in SHARES)], rows(found)))
     for name, one in found.items():
