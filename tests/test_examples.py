@@ -524,9 +524,17 @@ def test_the_attribution_scores(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_ifs_beside_retraining(tmp_path: Path) -> None:
     printed = run("attribution/what_ifs.py", tmp_path, "--problem", "iris", "--out", "out")
-    assert "ceiling" in printed and "moving" in printed
+    assert "ceiling" in printed and "moving" in printed and "saddle point" in printed
     found = json.loads((tmp_path / "out" / "iris-0.5-what-ifs.json").read_text())["scores"]
     assert found["moving"]["slope"] == pytest.approx(1.0, abs=0.05) and found["moving"]["score"] > 0.9
+
+
+def test_when_the_network_has_to_move(tmp_path: Path) -> None:
+    printed = run("attribution/when_moving.py", tmp_path, "--problems", "iris", "wine", "--out", "out")
+    assert "50% leave" in printed and printed.count("all converged: True") == 2
+    found = json.loads((tmp_path / "out" / "when_moving.json").read_text())["problems"]["iris"]
+    assert len(found["single"]) + found["away"] == 6 and all(0 < e < 1.5 for e in sum(found["groups"], []))
+    assert (tmp_path / "out" / "when_moving.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_sources_beside_retraining(tmp_path: Path) -> None:
