@@ -6,7 +6,8 @@ The problems, halves and single points are those of digits.py and single_points.
 network without each half, and without each single point, with a fixed and with a moving linearization. Nothing is
 tuned. Scores are the linear datamodeling score over the halves, and the slope of the true change on the predicted one
 over the single points. Where retraining without a point stops at a saddle point, it is pushed off it and goes on: a
-minimum is what training with any noise reaches. Retraining and answers are kept in the folder: an interrupted run goes on where it stood.
+minimum is what training with any noise reaches. Retraining and answers are kept in the folder: an interrupted run goes
+on where it stood.
 """
 
 from __future__ import annotations
