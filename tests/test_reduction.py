@@ -313,8 +313,6 @@ def test_what_needs_one_process_is_refused() -> None:
         posterior = ntkl.laplace(small(), (x, y), ntkl.Gaussian(0.3), structure="full", settings=settings)
         with pytest.raises(ntkl.UnsupportedError, match="one process for points to add"):
             posterior.add(x[:2], y[:2])
-        with pytest.raises(ntkl.UnsupportedError, match="one process for Gauss-Newton steps"):
-            posterior.remove([0]).relinearize()
 
     on_ranks(2, run)
 
