@@ -43,7 +43,7 @@ def answers(posterior: Any, part: slice = slice(None)) -> dict[str, Tensor]:
 
 
 def compared(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    """To the rounding of an optimum; bit by bit between processes would be too much for sums of several threads."""
+    """Those of one process to the rounding of an optimum, and between processes to that of a sum."""
     for own in found:
         assert own.keys() == expected.keys()
         for name, value in expected.items():

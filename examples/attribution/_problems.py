@@ -105,6 +105,23 @@ class Problem:
         flat = np.concatenate([g.ravel() for g in gradient]) + self.delta * theta
         return float(value.sum() + 0.5 * self.delta * theta @ theta), flat
 
+    def hessian(self, theta: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Of the objective at weights, exact, by torch, (P, P)."""
+        network, likelihood = self.network(), self.likelihood()
+        shapes = {name: value.shape for name, value in network.named_parameters()}
+
+        def loss(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            parts = weights.split([shape.numel() for shape in shapes.values()])
+            named = {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
+            return -likelihood.log_prob(torch.func.functional_call(network, named, (x,)), y).sum()
+
+        weights = torch.as_tensor(theta)
+        found = self.delta * torch.eye(len(weights), dtype=weights.dtype)
+        data = torch.as_tensor(self.x[indices]), torch.as_tensor(self.y[indices])
+        for x, y in zip(*(part.split(100) for part in data), strict=True):
+            found += torch.func.jacrev(torch.func.grad(loss), chunk_size=100)(weights, x, y).detach()
+        return found.numpy()
+
     def train(self, indices: np.ndarray, seed: int = 0, start: np.ndarray | None = None) -> np.ndarray:
         """Weights at a minimum of the objective, gradient below 1e-5."""
         if start is None:

@@ -16,7 +16,6 @@ from ntk_laplace import attribution
 __all__ = ["halves", "put_back", "relinearized", "singles", "without"]
 
 _PUSH, _PUSHES = 1e-2, 5  # length of a push off a saddle point, and how often
-_DIFFERENCE = 1e-4
 
 
 def halves(problem: Problem, folder: Path, processes: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -38,10 +37,8 @@ def singles(
     return chosen, attribution.retrain(partial(problem.moved, theta), kept, folder=folder, processes=processes)[0]
 
 
-def without(
-    problem: Problem, theta: np.ndarray, many: int, folder: Path
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """`singles` at minima, and how many had ended at a saddle point.
+def without(problem: Problem, theta: np.ndarray, many: int, folder: Path) -> tuple[np.ndarray, np.ndarray, int]:
+    """`singles` at minima, and how many had other outputs at the saddle point where L-BFGS stopped first.
 
     L-BFGS may stop at a stationary point with negative curvature, which training with any noise would leave. There the
     weights are pushed along the direction of the least eigenvalue, both ways, and training goes on to the lower end.
@@ -58,23 +55,12 @@ def _settled(problem: Problem, start: np.ndarray, indices: np.ndarray, seed: int
     """Outputs at the test points, (n, C), at a minimum next to the start."""
     theta = problem.train(indices, start=start)
     for _ in range(_PUSHES):
-        least, direction = _least_curvature(problem, theta, indices)
-        if least > 0:
+        curvatures, directions = np.linalg.eigh(problem.hessian(theta, indices))
+        if curvatures[0] > 0:
             break
-        ends = [problem.train(indices, start=theta + sign * _PUSH * direction) for sign in (1.0, -1.0)]
+        ends = [problem.train(indices, start=theta + push * directions[:, 0]) for push in (_PUSH, -_PUSH)]
         theta = min(ends, key=lambda end: problem.objective(end, indices)[0])
     return problem.f(theta, problem.x_test)
-
-
-def _least_curvature(problem: Problem, theta: np.ndarray, indices: np.ndarray) -> tuple[float, np.ndarray]:
-    """The least eigenvalue of the exact Hessian and its vector, by differences of gradients in float64."""
-    def product(vector: np.ndarray) -> np.ndarray:
-        ends = [problem.objective(theta + sign * _DIFFERENCE * vector, indices)[1] for sign in (1.0, -1.0)]
-        return (ends[0] - ends[1]) / (2.0 * _DIFFERENCE)
-
-    hessian = np.stack([product(unit) for unit in np.eye(len(theta))])
-    values, vectors = np.linalg.eigh(0.5 * (hessian + hessian.T))
-    return float(values[0]), vectors[:, 0]
 
 
 def put_back(

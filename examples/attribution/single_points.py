@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +31,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "structures"))
 from _problems import PROBLEMS, Problem, small
 from _shared import machine, parser, table, write
 from _truth import put_back, relinearized, singles
-from torch.func import functional_call, grad, jacrev, jvp
+from torch.func import functional_call, jvp
 
 import ntk_laplace as ntkl
 from ntk_laplace import attribution
@@ -66,30 +65,20 @@ def exact_newton(problem: Problem, theta: np.ndarray, chosen: np.ndarray) -> tup
     J (H - H_i)⁻¹ ∇ℓ_i, with second derivatives of the network in H, those of the data and the prior, and in H_i. And
     the least eigenvalue of H - H_i, (m,).
     """
-    network, likelihood = problem.network(), problem.likelihood()
-    shapes = {name: value.shape for name, value in network.named_parameters()}
-
-    def f(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        parts = weights.split([shape.numel() for shape in shapes.values()])
-        named = {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
-        return functional_call(network, named, (x,))
-
-    def loss(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        return lambda weights: -likelihood.log_prob(f(weights, x), y).sum()
-
-    weights, x_test = torch.as_tensor(theta), torch.as_tensor(problem.x_test)
-    data = torch.as_tensor(problem.x), torch.as_tensor(problem.y)
-    hessian = problem.delta * torch.eye(len(weights), dtype=weights.dtype)
-    for x, y in zip(*(part.split(100) for part in data), strict=True):
-        hessian += jacrev(grad(loss(x, y)), chunk_size=100)(weights)
+    (network, x_test), count = (problem.network(theta), torch.as_tensor(problem.x_test)), len(problem.x)
+    named, tangents = dict(network.named_parameters()), problem.network()
+    hessian, prior = problem.hessian(theta, np.arange(count)), problem.delta * np.eye(len(theta))
     found, least = [], []
     for i in chosen:
-        own = loss(*(part[i : i + 1] for part in data))
-        values, vectors = torch.linalg.eigh((hessian - jacrev(grad(own), chunk_size=100)(weights)).detach())
-        step = vectors @ ((vectors.T @ grad(own)(weights).detach()) / values)
-        found.append(jvp(lambda weights: f(weights, x_test), (weights,), (step,))[1].detach().numpy())
-        least.append(values[0].item())
-    return np.stack(found), np.array(least)
+        own = np.array([i])
+        values, vectors = np.linalg.eigh(hessian - (problem.hessian(theta, own) - prior))
+        gradient = problem.objective(theta, own)[1] - problem.delta * theta
+        step = vectors @ ((vectors.T @ gradient) / values)
+        torch.nn.utils.vector_to_parameters(torch.as_tensor(step), tangents.parameters())
+        along = dict(tangents.named_parameters())
+        found.append(jvp(lambda weights: functional_call(network, weights, (x_test,)), (named,), (along,))[1])
+        least.append(values[0])
+    return torch.stack(found).detach().numpy(), np.array(least)
 
 
 def predictions(

@@ -80,7 +80,7 @@ def main() -> None:
           f"{by_torch:.2f} s in torch")  # fmt: skip
     print(table(["linearization", "LDS", "one out: r, slope", "median slope", "converged", "s a half", "s a point"],
                 rows))  # fmt: skip
-    print(f"retraining without a point stopped at a saddle point, and was pushed off it, for {saddles}")
+    print(f"retraining without a point stopped at a saddle point, and a push led to other outputs: {saddles} points")
     print(f"moving, the {home.sum()} of {len(home)} points that come back: correlation, slope "
           f"{at_home.correlation:.2f}, {at_home.slope:.2f}")  # fmt: skip
     write(options.out / f"{folder.name}-what-ifs.json",

@@ -19,10 +19,10 @@ from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData, Inputs, Source, num_examples
 from ntk_laplace.model.expectations import Expectation
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.runtime.sampling import draw_sizes, require_generator
 from ntk_laplace.structures.batch_merging import merged_batches
+from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.training_inputs import training_inputs
 
@@ -216,10 +216,9 @@ def _network(
                 seen += num_examples(part)
 
     total = None if source.length is None else source.length * len(sizes)
-    shown = model.settings.progress if reducer.rank == 0 else False
     numbers = _numbers(fitted, source)
-    for first, draws, seen, part in track(
-        batches(), "ntk_laplace: evidence lower bound", total, shown, lambda item: num_examples(item[3])
+    for first, draws, seen, part in shown(
+        model, batches(), "evidence lower bound", total, lambda item: num_examples(item[3])
     ):
         here = numbers[seen : seen + num_examples(part)]
         own, points = fitted.likelihood.at(here), fitted.points.subset(here)

@@ -232,11 +232,11 @@ class NetworkLikelihood(WeightLikelihood):
     def __init__(self, model: LinearizedModel, points: TrainingPoints, source: Source, count: int) -> None:
         self._dtype, self._reducer = model.jacobian_pass.dtype, model.settings.reducer
         self._batches: list[Inputs] = [inputs for inputs, _ in merged_batches(source, model.network)]
-        self._all = self._points = ManyPoints(model.likelihood, points)
-        self._numbers: Tensor | None = None
+        self._share = self._points = ManyPoints(model.likelihood, points)
+        self._numbers: Tensor | slice = slice(None)  # of the share
         if self._reducer.world_size > 1:
             self._numbers = source.numbers(self._reducer)[0].to(points.f.device)
-            self._points = ManyPoints(model.likelihood.at(self._numbers), points.subset(self._numbers))
+            self._share = ManyPoints(model.likelihood.at(self._numbers), points.subset(self._numbers))
         self._network = ManyWeights(model.network, self._batches[0], count > 1)
         budget = model.settings.memory_budget
         self._room = tuning.CHAIN_BYTES if budget is None else min(tuning.CHAIN_BYTES, int(budget))
@@ -253,35 +253,26 @@ class NetworkLikelihood(WeightLikelihood):
 
     def values(self, thetas: Tensor, weights: Tensor | None = None) -> Tensor:
         """log p(D | θ_s), (S,), nats; -inf where it is not finite. Example weights (S, N) replace those of the data."""
-        total, weights = thetas.new_zeros(len(thetas)), None if weights is None else self._own(weights)
+        total, weights = thetas.new_zeros(len(thetas)), None if weights is None else weights[:, self._numbers]
         with torch.no_grad():
             for some, part, x in self._passes(thetas):
                 own = None if weights is None else weights[some, part]
-                total[some] += self._points.values(self._network(thetas[some], x).to(self._dtype), part, own)
+                total[some] += self._share.values(self._network(thetas[some], x).to(self._dtype), part, own)
         self._reducer.sum_(total)
         return total
 
     def outputs(self, thetas: Tensor) -> Tensor:
         """Outputs at the training points, (S, N, C)."""
-        n, c = self._points.shape
-        f = thetas.new_empty(len(thetas), n, c)
+        f = thetas.new_empty(len(thetas), *self._share.shape)
         with torch.no_grad():
             for some, part, x in self._passes(thetas):
                 f[some, part] = self._network(thetas[some], x).to(f)
-        if self._numbers is None:
+        if self._share is self._points:
             return f
-        found = f.new_zeros(len(f), *self._all.shape)
+        found = f.new_zeros(len(f), *self._points.shape)
         found[:, self._numbers] = f
         self._reducer.sum_(found)
         return found
-
-    def log_prob(self, f: Tensor) -> Tensor:
-        """log p(y_n | f_n), (S, N), nats, of outputs f (S, N, C), each point counted once."""
-        return self._all.each(f)
-
-    def _own(self, weights: Tensor) -> Tensor:
-        """Example weights of this process's points, of those of all (S, N)."""
-        return weights if self._numbers is None else weights[:, self._numbers]
 
     def curvature(self, thetas: Tensor, weights: Tensor) -> LocalCurvature:
         """Gradients and exact Hessians, by two backward passes; example weights (S, N).
@@ -293,7 +284,7 @@ class NetworkLikelihood(WeightLikelihood):
         UnsupportedError
             If an operation of the network has no second derivative.
         """
-        kept, weights = len(thetas) <= self.at_once(), self._own(weights)
+        kept, weights = len(thetas) <= self.at_once(), weights[:, self._numbers]
         gradients, graphs = torch.zeros_like(thetas), list[_Graph]()
         for one in self._graphs(thetas, weights, kept):
             gradients[one.some] += one.gradient.detach()
@@ -323,7 +314,7 @@ class NetworkLikelihood(WeightLikelihood):
         noise = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(theta)
         size = torch.finfo(self._network.network.precision).eps ** (1 / 3) * (1.0 + theta.abs().max())
         both = torch.stack([theta + size * noise, theta - size * noise])
-        ones = theta.new_ones(2, self._all.shape[0])
+        ones = theta.new_ones(2, self._points.shape[0])
         found = self.curvature(theta[None], ones[:1]).products(noise[None])[0]
         gradients = torch.stack([self.curvature(one[None], ones[:1]).gradients[0] for one in both])
         truth = (gradients[0] - gradients[1]) / (2.0 * size)
@@ -337,7 +328,7 @@ class NetworkLikelihood(WeightLikelihood):
         for some, part, x in self._passes(thetas, 1 if kept else _SECOND, tuning.GRAPH_GROUPS):
             own = thetas[some].detach().requires_grad_()
             with torch.enable_grad(), twice_differentiable():
-                value = self._points.log_prob(self._network(own, x).to(self._dtype), part, weights[some, part]).sum()
+                value = self._share.log_prob(self._network(own, x).to(self._dtype), part, weights[some, part]).sum()
                 yield _Graph(some, own, _differentiated(value, own, None))
 
     def at_once(self) -> int:
@@ -351,7 +342,7 @@ class NetworkLikelihood(WeightLikelihood):
             own = thetas[some].detach().requires_grad_()
             with torch.enable_grad():
                 f = self._network(own, x)
-            values, residual = self._points.values_and_residuals(f.to(self._dtype), part)
+            values, residual = self._share.values_and_residuals(f.to(self._dtype), part)
             total[some] += values
             gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
         self._reducer.sum_(total, gradients)

@@ -13,9 +13,9 @@ from ntk_laplace.model.data import Inputs, Source
 from ntk_laplace.model.network import ManyWeights
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Minima
-from ntk_laplace.runtime.progress import track
 from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel
+from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.joint import LinearizedLikelihood, NetworkLikelihood
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
@@ -78,7 +78,7 @@ class Groups:
         else:
             likelihood = LinearizedLikelihood(fitted, min(count, tuning.GROUPS))
         start = (model.theta if moving else fitted.theta).expand(count, -1)
-        thetas, converged, steps = _minima(fitted, model, likelihood, weights, start, "ntk_laplace: what-ifs")
+        thetas, converged, steps = _minima(fitted, model, likelihood, weights, start, "what-ifs")
         return cls(model, moving, thetas, weights, converged, steps, likelihood, source)
 
     def come_back(self, fitted: FittedModel) -> Tensor:
@@ -100,7 +100,7 @@ class Groups:
                        f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
         start = torch.cat([model.theta[None], self.thetas])
         unchanged = fitted.structure.points_to_change.counts.to(self.weights).expand(len(start), -1)
-        reached, _, _ = _minima(fitted, model, likelihood, unchanged, start, "ntk_laplace: points put back")
+        reached, _, _ = _minima(fitted, model, likelihood, unchanged, start, "points put back")
         eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
         with torch.no_grad():
             home = likelihood.log_prob(likelihood.outputs(reached[:1]))
@@ -158,7 +158,7 @@ def _minima(
     each = min(tuning.GROUPS, likelihood.at_once())
     pairs = list(zip(weights.split(each), start.split(each), strict=True))
     found: list[Minima] = []
-    for some, own in track(pairs, what, len(weights), model.settings.progress, lambda pair: len(pair[0]), 0.5):
+    for some, own in shown(model, pairs, what, len(weights), lambda pair: len(pair[0])):
         objective = ChangedObjectives(fitted, likelihood, some, model.training_gradient)
         found.append(objective.minimize(fitted, own))
     return (torch.cat([one.at for one in found]), torch.cat([one.converged for one in found]),

@@ -85,8 +85,7 @@ def remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
 def moving_model(fitted: FittedModel) -> LinearizedModel:
     """The model at the network's weights, without displacement or files, whose remaining gradient is known."""
     model = fitted.model
-    shown = model.settings.progress if model.settings.reducer.rank == 0 else False
-    quiet = replace(model.settings, checkpoint=None, resume=None, progress=shown)
+    quiet = replace(model.settings, checkpoint=None, resume=None)
     remaining = remaining_gradient(model, fitted.structure)
     return replace(model.copied(), displacement=None, refitted=False, training_gradient=remaining, settings=quiet)
 

@@ -16,8 +16,8 @@ from ntk_laplace.errors import NumericalError, UnsupportedError, require_whole
 from ntk_laplace.model.data import InputData, Source, fill_buffer
 from ntk_laplace.model.network import Network
 from ntk_laplace.runtime import tuning
-from ntk_laplace.runtime.progress import track
 from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
+from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.training_inputs import training_inputs
 from ntk_laplace.structures.what_if.moving import fitted_at, moving_model
 
@@ -58,7 +58,7 @@ def relinearized(fitted: FittedModel, x: InputData | None, steps: int) -> Fitted
     with torch.no_grad():
         source = training_inputs(model, fitted.structure, x, "relinearize(x)")
         descent = _Descent(still, _at_the_network(fitted, still), source, model.displacement)
-        for _ in track(range(steps), "ntk_laplace: relinearizing", steps, still.settings.progress):
+        for _ in shown(model, range(steps), "relinearizing", steps, lambda _: 1):
             if not descent.step():
                 break
     return descent.fitted
