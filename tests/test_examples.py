@@ -573,6 +573,30 @@ def test_retrained_convolutions_are_those_of_the_network(tmp_path: Path) -> None
     run_script(tmp_path / "check.py", tmp_path)
 
 
+SADDLE = """
+import numpy as np
+from _problems import Problem
+from _truth import _settled
+
+x, y = np.array([[1.0], [2.0], [-1.0], [-2.0]]), np.array([0, 0, 1, 1])
+problem, everything = Problem("saddle", x, y, x, y, 2, "categorical", 0.01, hidden=2), np.arange(4)
+zero, theta = np.zeros(10), np.linspace(-0.5, 0.7, 10)
+steps = 1e-5 * np.eye(10)
+want = [(problem.objective(theta + step, everything)[1] - problem.objective(theta - step, everything)[1]) / 2e-5
+        for step in steps]
+assert np.abs(problem.hessian(theta, everything) - want).max() < 1e-8
+assert np.abs(problem.train(everything, start=zero)).max() < 1e-10  # the gradient is zero, a curvature negative
+assert np.linalg.eigvalsh(problem.hessian(zero, everything))[0] < -1.0
+assert (_settled(problem, zero, everything, 0).argmax(1) == y).all()
+"""
+
+
+def test_retraining_leaves_a_saddle_point(tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text(f"import sys\nsys.path.append({str(ROOT / 'examples' / 'attribution')!r})\n"
+                                       + SADDLE)  # fmt: skip
+    run_script(tmp_path / "check.py", tmp_path)
+
+
 def test_what_ifs_of_convolutions_run(tmp_path: Path) -> None:
     printed = run("attribution/what_ifs.py", tmp_path, "--problem", "mnist", "--out", "out")
     assert "mnist, δ = 10" in printed and "moving" in printed

@@ -73,7 +73,7 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 def picture(found: dict[str, dict[str, Any]]) -> Figure:
     """Error against leverage, one dot a point, and against the share of the data, medians."""
-    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    figure = Figure(figsize=(10.5, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for (name, one), color in zip(found.items(), COLORS, strict=False):
         left.plot(one["leverage"], one["single"], "o", ms=4, mew=0, alpha=0.7, color=color, label=name)
@@ -83,7 +83,7 @@ def picture(found: dict[str, dict[str, Any]]) -> Figure:
     right.set(xlabel="share of the data that leaves", xscale="log", title="Random groups, medians")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    right.legend(fontsize=8, frameon=False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
     return figure
 
 
