@@ -193,6 +193,7 @@ import ntk_laplace
 assert state() == before, (before, state())
 assert "matplotlib.pyplot" not in sys.modules, "importing the library imports pyplot"
 assert not {"lightning", "transformers"} & set(sys.modules), "importing the library imports a trainer"
+assert "pandas" not in sys.modules, "importing the library imports what only tables need"
 import ntk_laplace.plotting, ntk_laplace.tools.report
 assert "matplotlib.pyplot" not in sys.modules, "importing what draws imports pyplot"
 """

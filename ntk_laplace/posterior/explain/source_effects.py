@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import pandas
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,6 +15,7 @@ from ntk_laplace.errors import DataError, NTKLaplaceWarning
 from ntk_laplace.posterior.explain.quantity import Quantity
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.figure import Figure
 
 __all__ = ["SourceEffects", "Sources", "numbered"]
@@ -107,6 +107,8 @@ class SourceEffects:
 
     def table(self) -> pandas.DataFrame:
         """One row for each source, in the order of `order`; effects are means over the inputs."""
+        import pandas
+
         columns = {
             "source": list(self.names), "points": self.num_points.tolist(), "effect": self.effect.mean(0).tolist(),
             "sum of single effects": self.single.mean(0).tolist(),
@@ -119,6 +121,8 @@ class SourceEffects:
 
     def to_dataframe(self) -> pandas.DataFrame:
         """One row for each input and source, for each input the largest absolute effect first."""
+        import pandas
+
         records = []
         for i in range(len(self.f)):
             for s in self.effect[i].abs().argsort(descending=True, stable=True).tolist():
@@ -172,6 +176,8 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
         If they are not one label for each training point, a label is missing, all points are of one source, or each
         point is a source of its own.
     """
+    import pandas
+
     n = len(counts)
     labels = _labels(sources, n)
     missing = [i for i, label in enumerate(labels) if pandas.isna(label)]
@@ -192,6 +198,8 @@ def numbered(sources: Sources, counts: Tensor) -> tuple[tuple[str, ...], Tensor]
 
 
 def _labels(sources: Sources, n: int) -> list[Any]:
+    import pandas
+
     shape = tuple(sources.shape) if hasattr(sources, "shape") else None
     if isinstance(sources, (str, bytes)) or shape not in (None, (n,)):
         got = f"shape {shape}" if shape is not None else f"{sources!r}"[:80]
