@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -56,6 +57,13 @@ class Observations:
     def weights(self, error: Tensor) -> Tensor:
         """(V' + noise)⁻¹ e for e (..., n m)."""
         return torch.cholesky_solve(error.unsqueeze(-1), self.factor).squeeze(-1)
+
+    @cached_property
+    def log_density(self) -> Tensor:
+        """log N(y; f, V' + noise), (...), of the posterior without these observations."""
+        half = torch.linalg.solve_triangular(self.factor, (self.y - self.f).unsqueeze(-1), upper=False)
+        size = half.shape[-2] * math.log(2.0 * math.pi)
+        return -0.5 * (half.square().sum((-2, -1)) + size) - self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def moments(self, f: Tensor, jac: Tensor) -> tuple[Tensor, Tensor]:
         """Mean (..., k) and what the observations take of the covariance (..., k, k) at rows J (..., k, P)."""

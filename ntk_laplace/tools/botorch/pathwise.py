@@ -11,22 +11,22 @@ from botorch.sampling.pathwise.posterior_samplers import DrawMatheronPaths
 from torch import Size, Tensor
 
 from ntk_laplace.errors import DataError
-from ntk_laplace.tools.botorch.model import LaplaceModel
+from ntk_laplace.tools.botorch.gaussian_model import GaussianModel
 
 __all__ = ["LaplacePath"]
 
 
 class LaplacePath(SamplePath):
-    """Draws from a model's posterior, `LaplaceModel.thompson_path`, in the shapes of BoTorch's paths.
+    """Draws from a model's posterior, its `thompson_path`, in the shapes of BoTorch's paths.
 
     Parameters
     ----------
-    model : LaplaceModel
+    model : LaplaceModel or LaplaceEnsemble
     sample_shape : Size
         Of the draws.
     """
 
-    def __init__(self, model: LaplaceModel, sample_shape: Size) -> None:
+    def __init__(self, model: GaussianModel, sample_shape: Size) -> None:
         super().__init__()
         self.draws = model.drawn(sample_shape)
         self.num_outputs = model.num_outputs
@@ -57,11 +57,11 @@ class LaplacePath(SamplePath):
         return self.draws(x.squeeze(-3) if x.ndim > 2 else x).mT
 
     def set_ensemble_as_batch(self, ensemble_as_batch: bool) -> None:
-        """Nothing: the model is no ensemble."""
+        """Nothing: members of an ensemble are drawn, and are no batch."""
 
 
-@DrawMatheronPaths.register(LaplaceModel)
-def _of_laplace(model: LaplaceModel, *, sample_shape: Size, **_: Any) -> LaplacePath:
+@DrawMatheronPaths.register(GaussianModel)
+def _of_laplace(model: GaussianModel, *, sample_shape: Size, **_: Any) -> LaplacePath:
     return LaplacePath(model, Size(sample_shape))
 
 

@@ -74,8 +74,9 @@ class Surrogate:
     def posterior(
         self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
         trainer: Callable[..., Any] | None, start: Posterior | None, options: dict[str, Any],
+        seed: int = 0,
     ) -> Posterior:  # fmt: skip
-        """The posterior of a trained copy of the network, or of that of `start`."""
+        """The posterior of a trained copy of the network, or of that of `start`; `seed` is of the initial weights."""
         if self.prior_mean not in ("zero", "initial"):
             raise UnsupportedError('prior_mean "zero" or "initial"', repr(self.prior_mean), "Choose one of the two.")
         require_whole("rounds", rounds, 1, "Pass rounds=2.")
@@ -85,7 +86,7 @@ class Surrogate:
                                    "Pass a module or a callable (d, m) -> Module with the trainer.")  # fmt: skip
         options = {"settings": Settings(progress=False), **options}
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(0)
+            torch.manual_seed(seed)
             module = self._module(network, hidden_layer_sizes, activation)
         module = module if start is None else copy.deepcopy(start.network.module)
         module.eval()

@@ -1,0 +1,267 @@
+"""What BoTorch calls of a model whose transformed outcomes are Gaussian: transforms, batches, conditioning, draws."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from botorch.models.deterministic import GenericDeterministicModel
+from botorch.models.model import FantasizeMixin, Model
+from botorch.models.transforms.input import InputTransform
+from botorch.models.transforms.outcome import OutcomeTransform
+from botorch.posteriors.gpytorch import GPyTorchPosterior
+from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+from linear_operator.operators import DenseLinearOperator
+from torch import Size, Tensor
+
+from ntk_laplace.errors import DataError, UnsupportedError, require_whole
+
+__all__ = ["GaussianModel"]
+
+
+class GaussianModel(Model, FantasizeMixin):
+    """A model in units of the outcomes, from a Gaussian in those of the transforms.
+
+    A subclass has the moments of that Gaussian, its draws and what observations make of it. Numbers of q points and m
+    outputs are (..., q m), interleaved.
+
+    Parameters
+    ----------
+    train_targets : Tensor, (n,) or (m, n)
+        Transformed targets.
+    train_X : Tensor, (n, d), optional
+        Training inputs before the input transform.
+    input_transform, outcome_transform : optional
+        BoTorch's transforms, fitted already.
+    """
+
+    _original_train_inputs: Tensor | None  # BoTorch's, in eval mode
+
+    def __init__(
+        self, train_targets: Tensor, train_X: Tensor | None, input_transform: InputTransform | None,
+        outcome_transform: OutcomeTransform | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if input_transform is not None:
+            self.input_transform = input_transform
+        if outcome_transform is not None:
+            self.outcome_transform = outcome_transform
+        self.train_targets = train_targets
+        if train_X is not None:
+            if train_X.shape[:-1] != train_targets.shape[-1:]:
+                raise DataError(f"train_X of the {train_targets.shape[-1]} training points, (n, d)",
+                                f"shape {tuple(train_X.shape)}", "Pass the inputs of the fit.")
+            self.train_inputs = (train_X,)
+
+    # --- what a subclass has
+
+    @abstractmethod
+    def moments(self, inputs: Tensor, noise: bool | Tensor = False) -> tuple[Tensor, Tensor]:
+        """Mean (..., q m) and covariance (..., q m, q m) of transformed outcomes at transformed inputs (..., q, d).
+
+        Parameters
+        ----------
+        inputs : Tensor, (..., q, d)
+        noise : bool or Tensor
+            Add that of the likelihood, or given variances (..., q, m).
+        """
+
+    @abstractmethod
+    def path(self, shape: Size, generator: torch.Generator | None) -> Callable[[Tensor], Tensor]:
+        """Draws as a function of transformed inputs (..., q, d), whose batch dimensions end with those of the draws."""
+
+    @abstractmethod
+    def _observe(self, inputs: Tensor, targets: Tensor, noise: Tensor | None) -> None:
+        """Condition this copy on transformed observations."""
+
+    @abstractmethod
+    def _keep(self, outputs: list[int]) -> None:
+        """Make this copy the marginal of some of its outputs."""
+
+    # --- the model's form
+
+    def subset_output(self, idcs: list[int]) -> GaussianModel:
+        """The model of some of the outputs; what was observed of the others still counts.
+
+        Raises
+        ------
+        UnsupportedError
+            If one is not an output.
+        """
+        found, new = self._chosen(idcs), self._copied()
+        new._keep(found)
+        if hasattr(self, "outcome_transform"):
+            new.outcome_transform = self.outcome_transform.subset_output(found)
+        targets = self.train_targets if self.num_outputs > 1 else self.train_targets.unsqueeze(-2)
+        targets = targets[..., found, :]
+        new.train_targets = targets if len(found) > 1 else targets.squeeze(-2)
+        return new
+
+    def set_train_data(self, inputs: Any = None, targets: Any = None, strict: bool = True) -> None:
+        """Replace `train_inputs` and `train_targets`, as BoTorch does in `train` and `eval`; nothing is fitted."""
+        if inputs is not None:
+            self.train_inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        if targets is not None:
+            self.train_targets = targets
+
+    # --- the posterior
+
+    def posterior(
+        self, X: Tensor, output_indices: list[int] | None = None, observation_noise: bool | Tensor = False,
+        posterior_transform: Any = None,
+    ) -> GPyTorchPosterior:  # fmt: skip
+        """Joint posterior over q points and m outputs, for each batch.
+
+        Parameters
+        ----------
+        X : Tensor, (..., q, d)
+            Its batch dimensions are broadcast with `batch_shape`. May require gradients.
+        output_indices : list of int, optional
+        observation_noise : bool or Tensor
+            Add the noise: that of the likelihood (of noise per point its mean), or given variances (..., q, m) of
+            transformed outcomes.
+        posterior_transform : PosteriorTransform, optional
+
+        Returns
+        -------
+        GPyTorchPosterior
+            Or what the transforms make of it.
+        """
+        if output_indices is not None:
+            chosen = self._chosen(output_indices)
+            if chosen != list(range(self.num_outputs)):
+                return self.subset_output(chosen).posterior(X, None, observation_noise, posterior_transform)
+        self.eval()
+        inputs = self._transformed(X)
+        mean, covariance = self.moments(inputs, observation_noise)
+        covariance = covariance.to(X.dtype).expand(*mean.shape[:-1], -1, -1)
+        operator, mean, m = DenseLinearOperator(covariance), mean.to(X.dtype), self.num_outputs
+        if m == 1:
+            found = GPyTorchPosterior(MultivariateNormal(mean, operator))
+        else:
+            shaped = mean.unflatten(-1, (-1, m))
+            found = GPyTorchPosterior(MultitaskMultivariateNormal(shaped, operator, interleaved=True))
+        if hasattr(self, "outcome_transform"):
+            found = self.outcome_transform.untransform_posterior(found, X=inputs)
+        return found if posterior_transform is None else posterior_transform(posterior=found, X=X)
+
+    def condition_on_observations(
+        self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **kwargs: Any
+    ) -> GaussianModel:  # fmt: skip
+        """The model given more observations, at the same weights and hyperparameters: `Posterior.add`, in batches.
+
+        Parameters
+        ----------
+        X : Tensor, (..., n, d)
+        Y : Tensor, (..., n, m)
+            May have more batch dimensions than X, as fantasies have.
+        noise : Tensor, (..., n, m), optional
+            Variances of the observations, of transformed outcomes; by default those of the likelihood, and of noise per
+            point its mean.
+
+        Returns
+        -------
+        GaussianModel
+            With `batch_shape` that of the observations.
+
+        Raises
+        ------
+        DataError
+            If X and Y do not fit each other.
+        """
+        if X.ndim < 2 or Y.ndim < 2 or Y.shape[-2:] != (X.shape[-2], self.num_outputs):
+            raise DataError(f"X of shape (..., n, d) and Y of shape (..., n, {self.num_outputs})",
+                            f"shapes {tuple(X.shape)} and {tuple(Y.shape)}", "Pass one row of Y for each row of X.")
+        self.eval()
+        inputs, targets = self._transformed(X), Y
+        if hasattr(self, "outcome_transform"):
+            targets, _ = self.outcome_transform(Y, X=inputs)
+        new = self._copied()
+        new._observe(inputs, targets, noise)
+        new._remember(X, targets)
+        return new
+
+    def thompson_path(
+        self, count: int | None = None, generator: torch.Generator | None = None
+    ) -> GenericDeterministicModel:  # fmt: skip
+        """Draws of functions from the posterior: f + J(x)δ with δ ~ N(0, H⁻¹), as a deterministic model.
+
+        Parameters
+        ----------
+        count : int, optional
+            Number of draws S, a batch dimension: X (..., S, q, d), or (..., 1, q, d), has values (..., S, q, m). By
+            default one draw without it: X (..., q, d) has values (..., q, m).
+        generator : Generator, optional
+            By default the global state.
+
+        Returns
+        -------
+        GenericDeterministicModel
+            In units of the outcomes, differentiable in X.
+        """
+        shape = Size() if count is None else Size([require_whole("count", count, 1, "Leave it out for one draw.")])
+        return GenericDeterministicModel(self.drawn(shape, generator), self.num_outputs, shape + self.batch_shape)
+
+    def drawn(self, shape: Size, generator: torch.Generator | None = None) -> Callable[[Tensor], Tensor]:
+        """Draws from the posterior as one function, of X whose batch dimensions end with `shape` and `batch_shape`."""
+        draws = self.path(shape, generator)
+
+        def path(X: Tensor) -> Tensor:
+            inputs = self._transformed(X)
+            values = draws(inputs).unflatten(-1, (-1, self.num_outputs)).to(X.dtype)
+            return self.outcome_transform.untransform(values, X=inputs)[0] if hasattr(self, "outcome_transform") else (
+                values)
+
+        return path
+
+    # --- inside
+
+    def _set_transformed_inputs(self) -> None:
+        """BoTorch warns of missing training inputs in `eval`; here nothing is computed from them."""
+        if hasattr(self, "train_inputs"):
+            super()._set_transformed_inputs()
+
+    def _transformed(self, X: Tensor) -> Tensor:
+        if not isinstance(X, Tensor) or X.ndim < 2:
+            got = f"shape {tuple(X.shape)}" if isinstance(X, Tensor) else f"a {type(X).__name__}"
+            raise DataError("X as a tensor (..., q, d)", got, "Pass X.unsqueeze(-2) for separate points.")
+        inputs: Tensor = self.transform_inputs(X)
+        return inputs
+
+    def _chosen(self, indices: Sequence[int]) -> list[int]:
+        m = self.num_outputs
+        if not len(indices) or not all(-m <= index < m for index in indices):
+            raise UnsupportedError(f"outputs among 0 to {m - 1}", repr(list(indices)), "Choose among them.")
+        return [int(index) % m for index in indices]
+
+    def _remember(self, X: Tensor, targets: Tensor) -> None:
+        """Append to `train_inputs` and `train_targets`."""
+        targets = targets.to(self.train_targets)
+        own = targets.squeeze(-1) if self.num_outputs == 1 else targets.mT
+        columns = 1 if self.num_outputs == 1 else 2
+        batch = torch.broadcast_shapes(own.shape[:-columns], self.train_targets.shape[:-columns])
+        self.train_targets = torch.cat([part.expand(*batch, *part.shape[len(part.shape) - columns :])
+                                        for part in (self.train_targets, own)], -1)
+        if not hasattr(self, "train_inputs"):
+            return
+
+        def longer(known: Tensor, new: Tensor) -> Tensor:
+            batch = torch.broadcast_shapes(known.shape[:-2], new.shape[:-2])
+            return torch.cat([part.expand(*batch, *part.shape[-2:]) for part in (known, new.to(known))], -2)
+
+        if self._has_transformed_inputs and self._original_train_inputs is not None:
+            self._original_train_inputs = longer(self._original_train_inputs, X)
+            self.train_inputs = (longer(self.train_inputs[0], self.transform_inputs(X)),)
+        else:
+            self.train_inputs = (longer(self.train_inputs[0], X),)
+
+    def _copied(self) -> GaussianModel:
+        """A shallow copy: it shares the posterior and the modules, and has tables of its own."""
+        new = copy.copy(self)
+        tables = {name: dict(vars(self)[name]) for name in ("_modules", "_parameters", "_buffers")}
+        new.__dict__.update(tables)
+        return new
+
