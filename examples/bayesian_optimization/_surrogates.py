@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from _problems import Binding, Problem
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP
@@ -13,6 +14,7 @@ from botorch.models.transforms import Standardize
 from gpytorch.mlls import ExactMarginalLogLikelihood
 from torch import Tensor, nn
 
+MEMBERS = 4
 Surrogate = Callable[[Tensor, Tensor], Model]
 
 
@@ -22,19 +24,27 @@ def centered(x: Tensor) -> Tensor:
 
 
 def ours(problem: Problem, options: Any) -> Surrogate:
-    """`LaplaceModel.fit`: Fourier features on a cube, the convolution on sequences; the noise is learned everywhere."""
+    """`LaplaceModel.fit`: Fourier features on a cube; on sequences four convolutions, from new weights at each step.
+
+    Fourier features are linear in their weights and have one optimum: they start where the last fit ended, and more
+    members would be the same. A convolution has many optima. The noise is learned everywhere.
+    """
     import ntk_laplace as ntkl
 
     known: list[Any] = [None]
-    network: Any = "fourier" if problem.pool is None else lambda d, m: Binding(m).double()
 
-    def fit(x: Tensor, y: Tensor) -> Model:
+    def fourier(x: Tensor, y: Tensor) -> Model:
         known[0] = ntkl.botorch.LaplaceModel.fit(
-            network, x, y, outcome_transform=Standardize(1), warm_start=known[0], **options.ours
+            "fourier", x, y, outcome_transform=Standardize(1), warm_start=known[0], **options.ours
         )
         return known[0]
 
-    return fit
+    def convolutions(x: Tensor, y: Tensor) -> Model:
+        made = {"prior_mean": "zero", "members": MEMBERS, "seed": int(torch.randint(2**31, ())), **options.ours}
+        return ntkl.botorch.LaplaceModel.fit(lambda d, m: Binding(m).double(), x, y,
+                                             outcome_transform=Standardize(1), **made)  # fmt: skip
+
+    return fourier if problem.pool is None else convolutions
 
 
 def laplace_bayesopt(problem: Problem, options: Any) -> Surrogate:

@@ -112,7 +112,8 @@ class LaplaceEnsemble(GaussianModel):
         paths = [one.path(shape, generator) for one in self.members]
 
         def values(inputs: Tensor) -> Tensor:
-            return torch.take_along_dim(torch.stack([path(inputs) for path in paths], -2), which, -2).squeeze(-2)
+            found = torch.stack([path(inputs) for path in paths], -2)  # (..., K, q m)
+            return found.take_along_dim(which.expand(*found.shape[:-2], 1, 1), -2).squeeze(-2)
 
         return values
 

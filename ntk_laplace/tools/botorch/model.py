@@ -96,7 +96,7 @@ class LaplaceModel(GaussianModel):
         rounds: int = 2, steps: int = 100, trainer: Callable[..., Any] | None = None,
         warm_start: LaplaceModel | LaplaceEnsemble | None = None, input_transform: InputTransform | None = None,
         outcome_transform: OutcomeTransform | None = None, input_shape: Sequence[int] | None = None,
-        input_dtype: torch.dtype | None = None, members: int = 1, **laplace: Any,
+        input_dtype: torch.dtype | None = None, members: int = 1, seed: int = 0, **laplace: Any,
     ) -> LaplaceModel | LaplaceEnsemble:  # fmt: skip
         """Train a network with its evidence, and return its posterior as a model.
 
@@ -137,6 +137,8 @@ class LaplaceModel(GaussianModel):
             As in `LaplaceModel`. The transforms are fitted to the data.
         members : int
             Number of networks, trained from different initial weights; more than one make a `LaplaceEnsemble`.
+        seed : int
+            Of the first member's initial weights where the network is made here; each later member's is one more.
         **laplace
             For `ntk_laplace.laplace`: `structure`, `curvature`, `parameters`, `settings`.
 
@@ -171,10 +173,10 @@ class LaplaceModel(GaussianModel):
             outcome_transform.eval()
         surrogate = Surrogate(inputs.detach(), targets.detach(), form, groups, noise, variances, prior_mean)
         found = []
-        for seed, start in enumerate(cls._starts(warm_start, members)):
+        for number, start in enumerate(cls._starts(warm_start, members)):
             found.append(surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer, start,
-                                             laplace, seed))  # fmt: skip
-            if seed == 1 and torch.equal(found[0].network.theta, found[1].network.theta):
+                                             laplace, seed + number))  # fmt: skip
+            if number == 1 and torch.equal(found[0].network.theta, found[1].network.theta):
                 raise UnsupportedError("members that begin at different weights", "the same weights twice",
                                        "Pass a callable (d, m) -> Module that draws its weights, or members=1.")
         format_of: dict[str, Any] = {"input_shape": input_shape, "input_dtype": input_dtype}
