@@ -48,9 +48,12 @@ html_show_copyright = False
 pygments_style = "friendly"
 
 
+_NUM_OUTPUTS = ("LaplaceModel.num_outputs", "LaplaceEnsemble.num_outputs")
+
+
 def _of_host_libraries(app, what, name, member, skip, options):
     """Leave out scikit-learn's own methods of estimators, whose docstrings refer to its pages, and BoTorch's m."""
-    if getattr(getattr(member, "fget", None), "__qualname__", "") == "LaplaceModel.num_outputs":
+    if getattr(getattr(member, "fget", None), "__qualname__", "") in _NUM_OUTPUTS:
         return True  # `Posterior.num_outputs` is what other pages refer to
     return True if (name.startswith("set_") and name.endswith("_request")) or name == "get_metadata_routing" else None
 

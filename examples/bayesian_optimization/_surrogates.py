@@ -40,9 +40,9 @@ def ours(problem: Problem, options: Any) -> Surrogate:
         return known[0]
 
     def convolutions(x: Tensor, y: Tensor) -> Model:
-        made = {"prior_mean": "zero", "members": MEMBERS, "seed": int(torch.randint(2**31, ())), **options.ours}
-        return ntkl.botorch.LaplaceModel.fit(lambda d, m: Binding(m).double(), x, y,
-                                             outcome_transform=Standardize(1), **made)  # fmt: skip
+        made = {"prior_mean": "zero", "members": MEMBERS, "trainer": "gauss-newton", "steps": 15} | options.ours
+        made |= {"outcome_transform": Standardize(1), "seed": int(torch.randint(2**31, ()))}
+        return ntkl.botorch.LaplaceModel.fit(lambda d, m: Binding(m).double(), x, y, **made)
 
     return fourier if problem.pool is None else convolutions
 

@@ -103,8 +103,8 @@ class LaplaceEnsemble(GaussianModel):
         """Each draw is of a member, drawn by its weight."""
         with torch.no_grad():
             weights, count = self.weights, shape.numel()
-            which = torch.multinomial(weights.flatten(0, -2) if weights.ndim > 1 else weights.unsqueeze(0), count,
-                                      replacement=True, generator=generator)  # fmt: skip
+            weights = weights.reshape(-1, len(self.members))
+            which = torch.multinomial(weights, count, replacement=True, generator=generator)
             which = which.T.reshape(*shape, *self.batch_shape, 1, 1)
         if which.numel() == 1:
             found: Callable[[Tensor], Tensor] = self.members[int(which)].path(shape, generator)

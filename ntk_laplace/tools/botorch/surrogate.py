@@ -13,15 +13,14 @@ from torch import Tensor, nn
 
 from ntk_laplace.errors import DataError, UnsupportedError, require_whole
 from ntk_laplace.gp.input_format import InputFormat
-from ntk_laplace.model.data import Inputs
 from ntk_laplace.model.likelihoods import Gaussian, Likelihood
 from ntk_laplace.model.network import Network
 from ntk_laplace.model.priors import GaussianPrior
 from ntk_laplace.posterior import Posterior
 from ntk_laplace.posterior.fit import laplace
-from ntk_laplace.runtime import tuning
 from ntk_laplace.structures import Settings
 from ntk_laplace.tools.botorch.fourier import FourierNetwork
+from ntk_laplace.tools.botorch.optimizers import gauss_newton, lbfgs
 from ntk_laplace.tools.estimators.networks import network_of
 
 __all__ = ["Surrogate"]
@@ -73,7 +72,7 @@ class Surrogate:
 
     def posterior(
         self, network: Any, hidden_layer_sizes: Any, activation: str, rounds: int, steps: int,
-        trainer: Callable[..., Any] | None, start: Posterior | None, options: dict[str, Any],
+        trainer: Callable[..., Any] | str | None, start: Posterior | None, options: dict[str, Any],
         seed: int = 0,
     ) -> Posterior:  # fmt: skip
         """The posterior of a trained copy of the network, or of that of `start`; `seed` is of the initial weights."""
@@ -81,6 +80,8 @@ class Surrogate:
             raise UnsupportedError('prior_mean "zero" or "initial"', repr(self.prior_mean), "Choose one of the two.")
         require_whole("rounds", rounds, 1, "Pass rounds=2.")
         require_whole("steps", steps, 1, "Leave it out for 100.")
+        if isinstance(trainer, str) and trainer != "gauss-newton":
+            raise UnsupportedError('trainer="gauss-newton" or a callable', repr(trainer), "Leave it out for L-BFGS.")
         if isinstance(network, str) and network == "fourier" and trainer is not None:
             raise UnsupportedError('no trainer for network="fourier"', f"a {type(trainer).__name__}",
                                    "Pass a module or a callable (d, m) -> Module with the trainer.")  # fmt: skip
@@ -106,8 +107,9 @@ class Surrogate:
         prior.bind(frozen.shapes)
         fixed = self.noise is not None or self.variances is not None
         for _ in range(rounds):
-            if trainer is None:
-                _train(frozen, x, y, likelihood, prior, steps)
+            if isinstance(trainer, str) or trainer is None:
+                descend = lbfgs if trainer is None else gauss_newton
+                descend(frozen, x, y, likelihood, prior, steps)
             else:
                 trainer(frozen.module, x, y)
             found = laplace(frozen.module.eval(), (x, y), likelihood, prior, **options)
@@ -147,25 +149,3 @@ class Surrogate:
         if start is not None:
             return copy.deepcopy(start.prior)
         return GaussianPrior(mean=network.theta if self.prior_mean == "initial" else 0.0, groups=self.groups)
-
-
-def _train(network: Network, x: Inputs, y: Tensor, likelihood: Likelihood, prior: GaussianPrior, steps: int) -> None:
-    """Move the network towards an optimum of the log joint: L-BFGS in units of the prior, u = P0^½ (θ - μ0)."""
-    with torch.no_grad():
-        mean, scale = prior.flat_mean().to(network.device), prior.flat_precision().rsqrt().to(network.device)
-        u = ((network.theta - mean) / scale).requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        [u], max_iter=steps, max_eval=2 * steps, history_size=tuning.LBFGS_PAIRS, tolerance_grad=1e-6,
-        tolerance_change=1e-9, line_search_fn="strong_wolfe",
-    )  # fmt: skip
-
-    def negative_log_joint() -> Tensor:
-        optimizer.zero_grad()
-        theta = (mean + scale * u).to(network.dtype)
-        f = network.evaluate_at(network.unflatten(theta), x).to(u.dtype)
-        value = 0.5 * u.square().sum() - likelihood.log_prob(f, y.to(f)).sum()
-        value.backward(inputs=[u])
-        return value.detach()
-
-    optimizer.step(negative_log_joint)
-    network.move_to((mean + scale * u).detach())
