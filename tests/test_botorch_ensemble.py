@@ -180,24 +180,25 @@ def test_observations_that_are_expected_leave_the_mean() -> None:
     assert not torch.allclose((density[:, None] * equal).sum(0) * 0.01, model.posterior(at).mean.squeeze(-1), rtol=1e-3)
 
 
-@pytest.mark.parametrize("conditioned", [False, True])
-def test_paths(conditioned: bool) -> None:
+@pytest.mark.parametrize("batch", [None, (), (2,)])
+def test_paths(batch: tuple | None) -> None:
     """Mean and joint covariance of many are the mixture's, and each is a function: a member's."""
     model, count = fitted(3, True), 10_000
-    if conditioned:
-        model = model.condition_on_observations(draws(2, D, seed=3), 1.5 + draws(2, 3, seed=4))
+    if batch is not None:
+        model = model.condition_on_observations(draws(*batch, 2, D, seed=3), 1.5 + draws(*batch, 2, 3, seed=4))
     x, generator = draws(2, D, seed=1), torch.Generator().manual_seed(0)
-    values = model.thompson_path(count, generator)(x.unsqueeze(0)).flatten(1)
+    values = model.thompson_path(count, generator)(x).flatten(-2)  # (count, *batch, 6)
     found = model.posterior(x)
-    error = found.variance.flatten().sqrt() / count**0.5
-    assert bool(((values.mean(0) - found.mean.flatten()).abs() < 5 * error).all())
-    assert torch.allclose(values.T.cov(), joint(found), rtol=0.1, atol=0.05 * float(joint(found).abs().max()))
+    mean, covariance = found.mean.view(-1, 6)[-1], joint(found).view(-1, 6, 6)[-1]
+    values = values.view(count, -1, 6)[:, -1]
+    assert bool(((values.mean(0) - mean).abs() < 5 * (covariance.diagonal() / count).sqrt()).all())
+    assert torch.allclose(values.T.cov(), covariance, rtol=0.1, atol=0.05 * float(covariance.abs().max()))
+    if batch:
+        assert model.thompson_path(5, generator)(draws(5, 2, 3, D, seed=2)).shape == (5, 2, 3, 3)
+        return
     one, batches = model.thompson_path(generator=generator), draws(4, 3, D, seed=2)
     assert one(batches).shape == (4, 3, 3) and torch.allclose(one(batches)[2], one(batches[2]), rtol=1e-12)
-    several = model.thompson_path(5, generator)(batches.unsqueeze(1))
-    again = model.condition_on_observations(draws(2, 1, D, seed=6), 1.5 + draws(2, 1, 3, seed=7))
-    assert several.shape == (4, 5, 3, 3)
-    assert again.thompson_path(5, generator)(draws(5, 2, 3, D, seed=2)).shape == (5, 2, 3, 3)
+    assert model.thompson_path(5, generator)(batches.unsqueeze(1)).shape == (4, 5, 3, 3)
 
 
 def test_it_is_its_own() -> None:
@@ -233,10 +234,45 @@ def test_fit() -> None:
     warm = fit(perceptron, x, y, outcome_transform=Standardize(2), members=3, warm_start=three)
     for before, after in zip(three.members, warm.members, strict=True):
         assert after.laplace.log_joint() > before.laplace.log_joint()
+    better = fit(perceptron, x, y, outcome_transform=Standardize(2), members=3, trainer="gauss-newton")
+    for one, other in zip(better.members, three.members, strict=True):
+        assert one.laplace.log_joint() > other.laplace.log_joint() - 1.0
     words = lambda d, m: nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(2 * d, m)).double()  # noqa: E731
     ids = (5 * draws(6, 4)).floor()
     model = fit(words, ids, draws(6, 1), input_dtype=torch.long, members=2)
     assert model.posterior(ids.view(2, 3, 4)).mean.shape == (2, 3, 1)
+
+
+@pytest.mark.parametrize(("m", "known"), [(1, False), (3, False), (3, True)])
+def test_gauss_newton(m: int, known: bool) -> None:
+    """The first step solves with the dense damped matrix; many steps end where the gradient of the log joint is 0."""
+    x, y = data(m)
+    variances = torch.linspace(0.01, 0.1, N * m, dtype=torch.float64).view(N, m) if known else 0.01 * torch.ones_like(y)
+    fit = functools.partial(ntkl.botorch.LaplaceModel.fit, perceptron, x, y, variances if known else None, rounds=1,
+                            noise=None if known else 0.01, trainer="gauss-newton")  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start = perceptron(D, m)
+    first = nn.utils.parameters_to_vector(start.parameters()).detach()
+    names = dict(start.named_parameters())
+
+    def outputs(theta: Tensor) -> Tensor:
+        parts = theta.split([p.numel() for p in names.values()])
+        values = {name: part.view_as(p) for (name, p), part in zip(names.items(), parts, strict=True)}
+        return torch.func.functional_call(start, values, (x,))
+
+    def negative_log_joint(theta: Tensor) -> Tensor:
+        return 0.5 * (theta - first).square().sum() + 0.5 * ((y - outputs(theta)).square() / variances).sum()
+
+    jac = torch.func.jacrev(outputs)(first).flatten(0, 1)
+    damped = 1.01 * torch.eye(len(first)).double() + jac.mT @ (jac / variances.flatten()[:, None])
+    step = torch.linalg.solve(damped, torch.func.grad(negative_log_joint)(first))
+    assert negative_log_joint(first - step) < negative_log_joint(first)
+    assert torch.allclose(fit(steps=1).laplace.network.theta, first - step, **FINE)
+    end = fit(steps=200).laplace.network.theta
+    slope, curvature = torch.func.grad(negative_log_joint)(end), torch.func.jacrev(outputs)(end).flatten(0, 1)
+    dense = torch.eye(len(first)).double() + curvature.mT @ (curvature / variances.flatten()[:, None])
+    assert float(slope @ torch.linalg.solve(dense, slope)) < 1e-2  # nats; the last step gained less than 1e-5
 
 
 CLIENTS = {
@@ -280,5 +316,7 @@ def test_refusals() -> None:
     for network in (perceptron(D, 1), "fourier"):
         with refused(ntkl.UnsupportedError, "different weights", "twice", "members=1"):
             Model.fit(network, x, y, noise=0.1, rounds=1, steps=1, members=2)
+    with refused(ntkl.UnsupportedError, "gauss-newton", "adam", "L-BFGS"):
+        Model.fit(perceptron, x, y, trainer="adam")
     with refused(ntkl.UnsupportedError, "members=2", "3", "no warm start"):
         Model.fit(perceptron, x, y, members=2, warm_start=fitted(1))
