@@ -318,5 +318,7 @@ def test_refusals() -> None:
             Model.fit(network, x, y, noise=0.1, rounds=1, steps=1, members=2)
     with refused(ntkl.UnsupportedError, "gauss-newton", "adam", "L-BFGS"):
         Model.fit(perceptron, x, y, trainer="adam")
+    with refused(ntkl.HyperparameterError, "seed", "-1", "Leave it out"):
+        Model.fit(perceptron, x, y, seed=-1)
     with refused(ntkl.UnsupportedError, "members=2", "3", "no warm start"):
         Model.fit(perceptron, x, y, members=2, warm_start=fitted(1))

@@ -174,6 +174,7 @@ class LaplaceModel(GaussianModel):
             outcome_transform.eval()
         surrogate = Surrogate(inputs.detach(), targets.detach(), form, groups, noise, variances, prior_mean)
         found = []
+        require_whole("seed", seed, 0, "Leave it out for 0.")
         for number, start in enumerate(cls._starts(warm_start, members)):
             found.append(surrogate.posterior(network, hidden_layer_sizes, activation, rounds, steps, trainer, start,
                                              laplace, seed + number))  # fmt: skip

@@ -80,7 +80,7 @@ class Surrogate:
             raise UnsupportedError('prior_mean "zero" or "initial"', repr(self.prior_mean), "Choose one of the two.")
         require_whole("rounds", rounds, 1, "Pass rounds=2.")
         require_whole("steps", steps, 1, "Leave it out for 100.")
-        if isinstance(trainer, str) and trainer != "gauss-newton":
+        if not (trainer is None or trainer == "gauss-newton" or callable(trainer)):
             raise UnsupportedError('trainer="gauss-newton" or a callable', repr(trainer), "Leave it out for L-BFGS.")
         if isinstance(network, str) and network == "fourier" and trainer is not None:
             raise UnsupportedError('no trainer for network="fourier"', f"a {type(trainer).__name__}",
@@ -107,11 +107,11 @@ class Surrogate:
         prior.bind(frozen.shapes)
         fixed = self.noise is not None or self.variances is not None
         for _ in range(rounds):
-            if isinstance(trainer, str) or trainer is None:
+            if callable(trainer):
+                trainer(frozen.module, x, y)
+            else:
                 descend = lbfgs if trainer is None else gauss_newton
                 descend(frozen, x, y, likelihood, prior, steps)
-            else:
-                trainer(frozen.module, x, y)
             found = laplace(frozen.module.eval(), (x, y), likelihood, prior, **options)
             found.fit_hyperparameters(parameters=["precision"] if fixed else None)
             likelihood, prior = found.likelihood, found.prior
