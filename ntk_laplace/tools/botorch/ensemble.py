@@ -86,7 +86,7 @@ class LaplaceEnsemble(GaussianModel):
 
     @property
     def weights(self) -> Tensor:
-        """w, (*batch_shape, K)."""
+        """w, (..., K), with the batch dimensions of the model first."""
         return torch.stack([one.log_density for one in self.members], -1).softmax(-1)
 
     def moments(self, inputs: Tensor, noise: bool | Tensor = False) -> tuple[Tensor, Tensor]:
