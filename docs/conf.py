@@ -48,13 +48,13 @@ html_show_copyright = False
 pygments_style = "friendly"
 
 
-_NUM_OUTPUTS = ("LaplaceModel.num_outputs", "LaplaceEnsemble.num_outputs")
+_AS_POSTERIOR = ("LaplaceModel.num_outputs", "LaplaceEnsemble.num_outputs", "LaplaceEnsemble.likelihood")
 
 
 def _of_host_libraries(app, what, name, member, skip, options):
     """Leave out scikit-learn's own methods of estimators, whose docstrings refer to its pages, and BoTorch's m."""
-    if getattr(getattr(member, "fget", None), "__qualname__", "") in _NUM_OUTPUTS:
-        return True  # `Posterior.num_outputs` is what other pages refer to
+    if getattr(getattr(member, "fget", None), "__qualname__", "") in _AS_POSTERIOR:
+        return True  # other pages refer to those of `Posterior`
     return True if (name.startswith("set_") and name.endswith("_request")) or name == "get_metadata_routing" else None
 
 
