@@ -70,9 +70,11 @@ class ManyPoints:
         likelihood, points, _ = self._repeated(f, part)
         return replace(points, weights=None).log_prob_at(likelihood, f.flatten(0, 1)).view(f.shape[:2])
 
-    def values_and_residuals(self, f: Tensor, part: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def values_and_residuals(
+        self, f: Tensor, part: slice = slice(None), weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`values`, and their gradients in f, (S, n, C); zero where an output is not finite."""
-        return self._found(f, part, residuals=True)
+        return self._found(f, part, residuals=True, weights=weights)
 
     def _found(
         self, f: Tensor, part: slice, residuals: bool, weights: Tensor | None = None
@@ -156,8 +158,8 @@ class WeightLikelihood(ABC):
         """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
 
     @abstractmethod
-    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
-        """log p(D | θ_s), (S,), and its gradients, (S, P)."""
+    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`values`, and their gradients, (S, P)."""
 
 
 @dataclass(frozen=True)
@@ -335,14 +337,16 @@ class NetworkLikelihood(WeightLikelihood):
         """Number of weights whose graphs of `curvature` fit in memory together, at least 1."""
         return self._fitting
 
-    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
-        """log p(D | θ_s), (S,), and its gradients, (S, P)."""
+    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`values`, and their gradients, (S, P)."""
         total, gradients = thetas.new_zeros(len(thetas)), torch.zeros_like(thetas)
+        weights = None if weights is None else weights[:, self._numbers]
         for some, part, x in self._passes(thetas):
             own = thetas[some].detach().requires_grad_()
             with torch.enable_grad():
                 f = self._network(own, x)
-            values, residual = self._share.values_and_residuals(f.to(self._dtype), part)
+            counts = None if weights is None else weights[some, part]
+            values, residual = self._share.values_and_residuals(f.to(self._dtype), part, counts)
             total[some] += values
             gradients[some] += torch.autograd.grad(f, own, residual.to(f))[0]
         self._reducer.sum_(total, gradients)
@@ -418,9 +422,9 @@ class LinearizedLikelihood(WeightLikelihood):
         """Jᵀv, (S, P), for v (S, N, C)."""
         return self._rows.transposed_products(cotangents.permute(2, 1, 0), self._shapes)
 
-    def values_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
-        """log p(D | θ_s), (S,), and its gradients, (S, P)."""
-        values, residual = self._points.values_and_residuals(self.outputs(thetas))
+    def values_and_gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`values`, and their gradients, (S, P)."""
+        values, residual = self._points.values_and_residuals(self.outputs(thetas), weights=weights)
         return values, self._pulled(residual)
 
 

@@ -5,11 +5,13 @@ tensor. One call multiplies them all, because a product with a network's curvatu
 """
 
 from ntk_laplace.runtime.krylov.conjugate_gradients import conjugate_gradients
+from ntk_laplace.runtime.krylov.deflation import Deflated
 from ntk_laplace.runtime.krylov.lanczos import Quadrature, lanczos
 from ntk_laplace.runtime.krylov.low_rank import LowRank, inner, low_rank, turned_
 from ntk_laplace.runtime.krylov.newton import Local, Minima, Objectives, minimize
 
 __all__ = [
+    "Deflated",
     "Local",
     "LowRank",
     "Minima",

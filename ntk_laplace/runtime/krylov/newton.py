@@ -1,8 +1,9 @@
 """Newton's method for many objectives at once, from products with their Hessians, which need not be positive.
 
-Each row is a problem of its own; all share the products. A direction is that of preconditioned conjugate gradients,
-ended where the residual is small beside the gradient, or at the end of a trust region, to which it goes where the
-curvature is not positive (Steihaug, 1983). A line search halves it until the objective falls.
+Each row is a problem of its own; all share the products. Quasi-Newton steps go first: each takes one gradient, where
+the direction of a Newton step takes many products. A direction is that of preconditioned conjugate gradients, ended
+where the residual is small beside the gradient, or at the end of a trust region, to which it goes where the curvature
+is not positive (Steihaug, 1983). A line search halves it until the objective falls.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov.quasi_newton import Descending, descend, falls
 
 __all__ = ["Local", "Minima", "Objectives", "minimize"]
 
@@ -31,11 +33,8 @@ class Local(Protocol):
         """Hessians times vectors, (S, P) to (S, P)."""
 
 
-class Objectives(Protocol):
-    """Functions of (P,) numbers; `rows` says which of them the rows of an argument belong to."""
-
-    def values(self, at: Tensor, rows: Tensor) -> Tensor:
-        """(S,); infinite where they are not defined."""
+class Objectives(Descending, Protocol):
+    """The same with second derivatives."""
 
     def local(self, at: Tensor, rows: Tensor) -> Local:
         """Derivatives."""
@@ -52,7 +51,7 @@ class Minima:
     converged : Tensor of bool, (S,)
         Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step.
     steps : Tensor, (S,)
-        Number of Newton steps.
+        Number of steps, quasi-Newton and Newton.
     products : int
         Products with the Hessians, of all rows together.
     """
@@ -65,19 +64,18 @@ class Minima:
 
 
 def minimize(
-    objectives: Objectives, start: Tensor, precondition: Callable[[Tensor], Tensor], eps: float,
-    steps: int = tuning.NEWTON_STEPS,
-) -> Minima:  # fmt: skip
+    objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES, steps: int = tuning.NEWTON_STEPS
+) -> Minima:
     """Minima of several objectives, each from its own start.
 
     Parameters
     ----------
     objectives : Objectives
     start : Tensor, (S, P)
-    precondition : callable
-        M⁻¹ v for vectors (m, P), M positive definite.
     eps : float
         Relative rounding of the objectives.
+    room : int
+        Bytes for quasi-Newton steps that are remembered.
     steps : int
         Newton steps, at most.
 
@@ -85,12 +83,12 @@ def minimize(
     -------
     Minima
     """
-    at, going = start.clone(), torch.arange(len(start), device=start.device)
-    values, radius = objectives.values(at, going), torch.full_like(start[:, 0], torch.inf)
-    converged, taken, products = torch.zeros_like(going, dtype=torch.bool), torch.zeros_like(going), 0
+    at, values, taken = descend(objectives, start, eps, room)
+    going, radius, products = torch.arange(len(start), device=start.device), torch.full_like(values, torch.inf), 0
+    converged = torch.zeros_like(going, dtype=torch.bool)
     for _ in range(steps):
         local = objectives.local(at[going], going)
-        found = _directions(local, precondition, radius[going], eps * (1.0 + values[going].abs()))
+        found = _directions(local, lambda v, own, rows=going: objectives.precondition(v, rows[own]), radius[going], eps * (1.0 + values[going].abs()))
         products += found.products
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
@@ -140,32 +138,30 @@ def _searched(
         if len(left) == 0:
             return size
         own, before = rows[left], values[rows[left]]
-        reached = objectives.values(at[left] + size[left].unsqueeze(1) * found.direction[left], own)
-        slack = 8.0 * eps * (1.0 + before.abs())
-        falls = torch.isfinite(reached) & (reached <= before + 1e-4 * size[left] * found.slope[left] + slack)
-        values[own[falls]] = reached[falls]
-        left = left[~falls]
+        reached, _ = objectives.values_and_gradients(at[left] + size[left].unsqueeze(1) * found.direction[left], own)
+        good = falls(reached, before, -size[left] * found.slope[left], eps)
+        values[own[good]] = reached[good]
+        left = left[~good]
         size[left] /= 2.0
     size[left] = 0.0
     return size
 
 
 def _directions(
-    local: Local, precondition: Callable[[Tensor], Tensor], radius: Tensor, rounding: Tensor
+    local: Local, precondition: Callable[[Tensor, Tensor], Tensor], radius: Tensor, rounding: Tensor
 ) -> _Directions:
     """Inexact Newton directions by Steihaug's conjugate gradients.
 
     The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀM⁻¹g in nats, both in the norm of M⁻¹, so
     that convergence is quadratic; or to where what is left gains less than rounding.
     """
-    gradient = local.gradients
+    gradient, flags = local.gradients, torch.zeros_like(radius, dtype=torch.bool)
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
-    z = precondition(residual)
+    z = precondition(residual, ~flags)
     size = (residual * z).sum(1)
-    radius = torch.minimum(radius, 2.0 * size.sqrt()) if bool(radius.isinf().all()) else radius
+    radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
     goal = torch.maximum(size * size.clamp(max=0.01), 1e-6 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
-    flags = torch.zeros_like(size, dtype=torch.bool)
     going, negative, ends, used = size > goal, flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
@@ -177,7 +173,7 @@ def _directions(
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
         direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
-        z[going] = precondition(residual[going])
+        z[going] = precondition(residual[going], going)
         before, size = size, torch.where(going, (residual * z).sum(1), size)
         going = going & ~ends & (size > goal)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)

@@ -13,17 +13,15 @@ from ntk_laplace.model.data import Inputs, Source
 from ntk_laplace.model.network import ManyWeights
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Minima
-from ntk_laplace.runtime.resources import require_memory
 from ntk_laplace.structures import FittedModel, LinearizedModel
 from ntk_laplace.structures.data_passes import shown
 from ntk_laplace.structures.joint import LinearizedLikelihood, NetworkLikelihood
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
-from ntk_laplace.structures.what_if.moving import ChangedObjectives, fitted_at, moving_model
+from ntk_laplace.structures.what_if.moving import ChangedObjectives, fitted_at, moving_model, require_room
 
 __all__ = ["Groups"]
 
-_REMEDY = "Ask for fewer groups at a time, or fewer training points."
 _SAME = 0.01  # nats: a larger change of a training point's log likelihood is that of another minimum
 
 
@@ -42,7 +40,7 @@ class Groups:
         Example weights of each change.
     converged : Tensor of bool, (G,)
     steps : Tensor, (G,)
-        Number of Newton steps.
+        Number of steps.
     """
 
     model: LinearizedModel
@@ -53,6 +51,7 @@ class Groups:
     steps: Tensor
     _likelihood: NetworkLikelihood | LinearizedLikelihood
     _source: Source | None
+    _objective: ChangedObjectives
 
     @classmethod
     def of(cls, fitted: FittedModel, weights: Tensor, moving: bool) -> Groups:
@@ -68,23 +67,24 @@ class Groups:
         model, count = moving_model(fitted), len(weights)
         points = replace(fitted.structure.points_to_change, weights=None, expanded=None)
         source = training_inputs(fitted.model, fitted.structure) if moving else None
-        budget, device = model.settings.memory_budget, model.network.device
-        held = weights.nbytes + (count + 8 * min(count, tuning.GROUPS)) * fitted.theta.nbytes
-        require_memory(held, device, f"the weights of {count:,} networks", _REMEDY, budget)
+        each = require_room(model, count, weights.nbytes)
         likelihood: NetworkLikelihood | LinearizedLikelihood
         if source is not None:
-            likelihood = NetworkLikelihood(model, points, source, min(count, tuning.GROUPS))
+            likelihood = NetworkLikelihood(model, points, source, each)
             likelihood.require_second_derivatives(model.theta)
         else:
-            likelihood = LinearizedLikelihood(fitted, min(count, tuning.GROUPS))
+            likelihood = LinearizedLikelihood(fitted, each)
         start = (model.theta if moving else fitted.theta).expand(count, -1)
-        thetas, converged, steps = _minima(fitted, model, likelihood, weights, start, "what-ifs")
-        return cls(model, moving, thetas, weights, converged, steps, likelihood, source)
+        assert model.training_gradient is not None
+        objective = ChangedObjectives(fitted, likelihood, weights, model.training_gradient)
+        objective = objective.deflated(start[0], fitted.structure.points_to_change.counts)
+        thetas, converged, steps = _minima(model, each, objective, weights, start, "what-ifs")
+        return cls(model, moving, thetas, weights, converged, steps, likelihood, source, objective)
 
     def come_back(self, fitted: FittedModel) -> Tensor:
         """Whether each optimum leads back to the trained network if the change is undone, (G,).
 
-        Newton's method goes from the optimum of the change to one of the unchanged data. It is the trained network's if
+        The descent goes from the optimum of the change to one of the unchanged data. It is the trained network's if
         the log likelihood of every training point is as before, to .01 nats and the rounding of the optimum: minima
         that differ by a symmetry of the weights are one network.
 
@@ -96,11 +96,10 @@ class Groups:
         if not self.moving:  # one minimum, for a log-concave likelihood
             return torch.ones_like(self.converged)
         model, likelihood, count = self.model, self._likelihood, len(self.thetas)
-        require_memory((3 * count + 8 * min(count, tuning.GROUPS)) * fitted.theta.nbytes, model.network.device,
-                       f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
+        each = require_room(model, count + 1, 2 * self.thetas.nbytes)
         start = torch.cat([model.theta[None], self.thetas])
         unchanged = fitted.structure.points_to_change.counts.to(self.weights).expand(len(start), -1)
-        reached, _, _ = _minima(fitted, model, likelihood, unchanged, start, "points put back")
+        reached, _, _ = _minima(model, each, self._objective, unchanged, start, "points put back")
         eps = max(torch.finfo(dtype).eps for dtype in (reached.dtype, model.network.precision))
         with torch.no_grad():
             home = likelihood.log_prob(likelihood.outputs(reached[:1]))
@@ -150,16 +149,16 @@ class Groups:
 
 
 def _minima(
-    fitted: FittedModel, model: LinearizedModel, likelihood: NetworkLikelihood | LinearizedLikelihood, weights: Tensor,
-    start: Tensor, what: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Optima (S, P) for example weights (S, N) from their starts (S, P), whether they are reached, and steps, (S,)."""
-    assert model.training_gradient is not None
-    each = min(tuning.GROUPS, likelihood.at_once())
+    model: LinearizedModel, each: int, objective: ChangedObjectives, weights: Tensor, start: Tensor, what: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Optima (S, P) for example weights (S, N) from their starts (S, P), whether they are reached, and steps, (S,).
+
+    So many at a time, at most.
+    """
+    each = min(each, objective.at_once())
     pairs = list(zip(weights.split(each), start.split(each), strict=True))
     found: list[Minima] = []
     for some, own in shown(model, pairs, what, len(weights), lambda pair: len(pair[0])):
-        objective = ChangedObjectives(fitted, likelihood, some, model.training_gradient)
-        found.append(objective.minimize(fitted, own))
+        found.append(objective.changed(some).minimize(own))
     return (torch.cat([one.at for one in found]), torch.cat([one.converged for one in found]),
             torch.cat([one.steps for one in found]))

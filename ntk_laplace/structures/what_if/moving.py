@@ -11,7 +11,9 @@ precision of the fit. Many changes of the weights of examples are many objective
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,13 +21,17 @@ from torch import Tensor
 
 from ntk_laplace.errors import NTKLaplaceWarning
 from ntk_laplace.model.data import Joined, Replaced, Source
-from ntk_laplace.runtime.krylov import Minima, minimize
-from ntk_laplace.structures import FittedModel, LinearizedModel, Structure
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import Deflated, Minima, minimize
+from ntk_laplace.runtime.resources import require_memory
+from ntk_laplace.structures import FittedModel, LinearizedModel, Settings, Structure
 from ntk_laplace.structures.joint import LocalCurvature, NetworkLikelihood, WeightLikelihood
 from ntk_laplace.structures.points import TrainingPoints
 from ntk_laplace.structures.training_inputs import training_inputs
 
-__all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient"]
+__all__ = ["ChangedObjectives", "fitted_at", "moved", "moving_model", "remaining_gradient", "require_room"]
+
+_REMEDY = "Take fewer groups at a time, or fewer training points."
 
 
 class ChangedObjectives:
@@ -46,13 +52,41 @@ class ChangedObjectives:
     def __init__(self, fitted: FittedModel, likelihood: WeightLikelihood, weights: Tensor, remaining: Tensor) -> None:
         prior, like = fitted.prior, fitted.theta
         self._likelihood, self._weights, self._remaining = likelihood, weights, remaining
+        self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
+        self._inverse: Callable[[Tensor], Tensor] = fitted.solver.solve
+        self._room = room(fitted.settings)
         with torch.no_grad():
             self._precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
 
-    def values(self, at: Tensor, rows: Tensor) -> Tensor:
-        """F, (S,), nats."""
-        energy = 0.5 * (self._precision * (at - self._mean).square()).sum(1)
-        return energy - at @ self._remaining - self._likelihood.values(at, self._weights[rows])
+    def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """F, (S,), nats, and its gradients, (S, P)."""
+        away = at - self._mean
+        pull = self._precision * away
+        values, gradients = self._likelihood.values_and_gradients(at, self._weights[rows])
+        return 0.5 * (pull * away).sum(1) - at @ self._remaining - values, pull - self._remaining - gradients
+
+    def at_once(self) -> int:
+        """Number of weights whose graphs fit in memory together, at least 1."""
+        return self._likelihood.at_once()
+
+    def precondition(self, vectors: Tensor, rows: Tensor) -> Tensor:
+        """Approximate inverse Hessians times vectors, (S, P)."""
+        return self._inverse(vectors)
+
+    def deflated(self, at: Tensor, counts: Tensor) -> ChangedObjectives:
+        """The same, whose preconditioner is corrected by products with the Hessian of F at θ (P,) for weights (N,)."""
+        noise = torch.randn(at.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(at)
+        with torch.no_grad():
+            local = self.changed(counts[None]).local(at[None], torch.zeros(1, dtype=torch.long, device=at.device))
+            steps = min(tuning.DEFLATION, self._room // (2 * noise.nbytes))
+            self._inverse = Deflated(local.products, self._inverse, noise, steps)
+        return self
+
+    def changed(self, weights: Tensor) -> ChangedObjectives:
+        """For other example weights, (G, N)."""
+        found = copy.copy(self)
+        found._weights = weights
+        return found
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         """Gradients, (S, P), and products with the Hessians."""
@@ -60,11 +94,34 @@ class ChangedObjectives:
         gradients = self._precision * (at - self._mean) - self._remaining - found.gradients
         return LocalCurvature(gradients, lambda vectors: self._precision * vectors - found.products(vectors))
 
-    def minimize(self, fitted: FittedModel, start: Tensor) -> Minima:
-        """The optimum of each change, preconditioned by the posterior precision."""
-        eps = max(torch.finfo(dtype).eps for dtype in (start.dtype, fitted.network.precision))
+    def minimize(self, start: Tensor) -> Minima:
+        """The optimum of each change."""
         with torch.no_grad():
-            return minimize(self, start, fitted.solver.solve, eps)
+            return minimize(self, start, self._eps, self._room)
+
+
+def room(settings: Settings) -> int:
+    """Bytes for what descents remember of their steps, or of the Hessian at their start."""
+    budget = settings.memory_budget
+    return tuning.DESCENT_BYTES if budget is None else min(tuning.DESCENT_BYTES, int(budget) // 8)
+
+
+def require_room(model: LinearizedModel, count: int, held: int) -> int:
+    """How many networks descend together, at most, of so many.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If their weights do not fit in memory beside what else is held, in bytes, and what descents remember.
+    """
+    one, left = model.theta.nbytes, room(model.settings)
+    each = min(count, tuning.GROUPS, max(1, left // (2 * tuning.FEWEST_PAIRS * one)))
+    pairs = 4 * each * one * min(tuning.MOST_PAIRS, max(tuning.FEWEST_PAIRS, left // (2 * each * one)))
+    deflated = 3 * one * min(tuning.DEFLATION, left // (2 * one))
+    require_memory(held + (count + 12 * each) * one + pairs + deflated, model.network.device,
+                   f"the weights of {count:,} networks", _REMEDY,
+                   model.settings.memory_budget)
+    return each
 
 
 def remaining_gradient(model: LinearizedModel, structure: Structure) -> Tensor:
@@ -126,11 +183,15 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     model = moving_model(fitted)
     source = training_inputs(fitted.model, fitted.structure)
     source = source if added is None else Joined([source, added])
+    require_room(model, 1, 0)
     likelihood = NetworkLikelihood(model, replace(points, weights=None, expanded=None), source, 1)
     likelihood.require_second_derivatives(model.theta)
     assert model.training_gradient is not None
     objective = ChangedObjectives(fitted, likelihood, points.counts[None], model.training_gradient)
-    found = objective.minimize(fitted, model.theta[None])
+    before = torch.zeros_like(points.counts)  # added points do not count yet
+    unchanged = fitted.structure.points_to_change.counts
+    before[: len(unchanged)] = unchanged
+    found = objective.deflated(model.theta, before).minimize(model.theta[None])
     if not bool(found.converged):
         warnings.warn(
             f"the network is not at its optimum for the changed data after {int(found.steps)} Newton steps: the "

@@ -1,0 +1,62 @@
+"""A preconditioner that is corrected in the directions in which it is most wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.runtime.linalg import symmetric_eigen
+
+__all__ = ["Deflated"]
+
+_FLOOR = 0.05  # of an eigenvalue of M⁻¹H: a step along a direction with less, or with negative curvature, stays bounded
+_CONVERGED = 0.1  # residual of a Ritz vector, relative to its value
+
+
+class Deflated:
+    """M⁻¹ + Z (|t|⁻¹ - 1) Zᵀ with Ritz vectors Z of M⁻¹H and their values t, ZᵀMZ = I: inverse of |H| along Z.
+
+    Lanczos with full orthogonalization in the inner product of M⁻¹; a root of M is not needed.
+
+    Parameters
+    ----------
+    products : callable
+        H v for vectors (m, P), H symmetric.
+    solve : callable
+        M⁻¹ v for vectors (m, P), M positive definite.
+    probe : Tensor, (P,)
+        Of which the Krylov space is taken.
+    steps : int
+        Products, at most.
+    """
+
+    def __init__(
+        self, products: Callable[[Tensor], Tensor], solve: Callable[[Tensor], Tensor], probe: Tensor, steps: int
+    ) -> None:
+        self._solve, steps = solve, min(steps, len(probe))
+        basis, duals = (probe.new_zeros(steps, len(probe)) for _ in range(2))  # rows z and M z
+        values, dual, used = probe.new_zeros(steps, steps), probe, 0
+        raised = solve(dual[None])[0]
+        norm = first = (raised @ dual).clamp_min(0.0).sqrt()
+        tiny = torch.finfo(probe.dtype).eps * len(probe) ** 0.5
+        while used < steps and bool(norm > 100.0 * tiny * first):
+            basis[used], duals[used] = raised / norm, dual / norm
+            dual = products(basis[used : used + 1])[0]
+            for _ in range(2):  # the second pass removes what rounding left of the first
+                along = basis[: used + 1] @ dual
+                dual = dual - along @ duals[: used + 1]
+                values[: used + 1, used] += along
+            used += 1
+            raised = solve(dual[None])[0]
+            norm, first = (raised @ dual).clamp_min(0.0).sqrt(), values[used - 1, used - 1].abs()
+        found, turn = symmetric_eigen(values[:used, :used].triu().T)
+        last = turn[-1] if used else found
+        good = norm * last.abs() <= _CONVERGED * found.abs()
+        self._vectors = turn[:, good].T @ basis[:used]
+        self._weights = found[good].abs().clamp_min(_FLOOR).reciprocal() - 1.0
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """For vectors (m, P)."""
+        return self._solve(vectors) + (vectors @ self._vectors.T * self._weights) @ self._vectors

@@ -1,0 +1,125 @@
+"""Preconditioned L-BFGS for many objectives at once, which share each evaluation of values and gradients.
+
+The compact form of the inverse (Byrd, Nocedal and Schnabel, 1994), with K the preconditioner, steps s and changes y of
+the gradient in the columns of S and Y, R the upper triangle of SᵀY and D its diagonal:
+
+    H = K + [S, KY] [[R⁻ᵀ(D + YᵀKY)R⁻¹, -R⁻ᵀ], [-R⁻¹, 0]] [S, KY]ᵀ.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ntk_laplace.runtime import tuning
+
+__all__ = ["Descending", "descend", "falls"]
+
+
+class Descending(Protocol):
+    """Functions of (P,) numbers; `rows` says which of them the rows of an argument belong to."""
+
+    def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(S,), infinite where they are not defined, and (S, P)."""
+
+    def precondition(self, vectors: Tensor, rows: Tensor) -> Tensor:
+        """K v, (S, P), K positive definite."""
+
+
+def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """Whether values are below those before a step by a share of its expected gain, up to rounding, (S,) of bool."""
+    slack = 8.0 * eps * (1.0 + before.abs())
+    return torch.isfinite(reached) & (reached <= before - 1e-4 * gain + slack)
+
+
+def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Go down from each start until a step gains less than rounding, or is halved too often.
+
+    Parameters
+    ----------
+    objectives : Descending
+    start : Tensor, (S, P)
+    eps : float
+        Relative rounding of the objectives.
+    room : int
+        Bytes for steps that are remembered; a few are in any case.
+
+    Returns
+    -------
+    at : Tensor, (S, P)
+    values : Tensor, (S,)
+    steps : Tensor of int, (S,)
+        That were taken.
+    """
+    rows = torch.arange(len(start), device=start.device)
+    ends, steps = start.clone(), torch.zeros_like(rows)
+    at, (values, gradients) = start, objectives.values_and_gradients(start, rows)
+    reached, size, pairs = values.clone(), torch.ones_like(values), _Pairs(start, room)
+    raised = objectives.precondition(gradients, rows)
+    direction = -raised
+    for _ in range(tuning.QUASI_NEWTON_STEPS):
+        gain = -(gradients * direction).sum(1)
+        going = (gain > 16.0 * eps * (1.0 + values.abs())) & (size > 2.0**-tuning.HALVINGS)
+        if not bool(going.all()):
+            ends[rows], reached[rows] = at, values
+            pairs.keep(going)
+            rows, at, values, gradients, raised, direction, size, gain = (
+                one[going] for one in (rows, at, values, gradients, raised, direction, size, gain))  # fmt: skip
+        if len(rows) == 0:
+            break
+        step = size.unsqueeze(1) * direction
+        found, there = objectives.values_and_gradients(at + step, rows)
+        good = falls(found, values, size * gain, eps)
+        own = good.unsqueeze(1)
+        step, change = torch.where(own, step, 0.0), torch.where(own, there - gradients, 0.0)
+        at, values, gradients = at + step, torch.where(good, found, values), gradients + change
+        before, raised = raised, objectives.precondition(gradients, rows)
+        ahead = -pairs.solved(step, change, raised - before, gradients, raised)
+        direction, size = torch.where(own, ahead, direction), torch.where(good, 1.0, 0.5 * size)
+        steps[rows] += good
+    ends[rows], reached[rows] = at, values
+    return ends, reached, steps
+
+
+class _Pairs:
+    """The last pairs (s, y) of each row, and products with H; a pair that is left out is zero, with 1 in R."""
+
+    def __init__(self, start: Tensor, room: int) -> None:
+        most = room // max(1, 2 * start.nbytes)
+        self._most, self._count = min(max(most, tuning.FEWEST_PAIRS), tuning.MOST_PAIRS), 0
+        count, size = start.shape
+        self._steps, self._images = (start.new_empty(count, self._most, size) for _ in range(2))  # S and KY
+        self._upper, self._inner = (start.new_zeros(count, self._most, self._most) for _ in range(2))  # R and YᵀKY
+
+    def keep(self, rows: Tensor) -> None:
+        """Those of some rows, a mask."""
+        used = min(self._count, self._most)
+        self._upper, self._inner = self._upper[rows], self._inner[rows]
+        for name in ("_steps", "_images"):
+            old = getattr(self, name)
+            new = old.new_empty(len(self._upper), *old.shape[1:])
+            new[:, :used] = old[rows, :used]
+            setattr(self, name, new)
+
+    def solved(self, step: Tensor, change: Tensor, image: Tensor, gradients: Tensor, raised: Tensor) -> Tensor:
+        """H g, (S, P), from g and K g, after one more pair s, y with K y, which is left out if sᵀy is not positive."""
+        bend = (step * change).sum(1)
+        good = bend > tuning.LEAST_CURVATURE * (image * change).sum(1)
+        new, used = self._count % self._most, min(self._count + 1, self._most)
+        self._steps[:, new], self._images[:, new] = step * good.unsqueeze(1), image * good.unsqueeze(1)
+        right = torch.stack([change * good.unsqueeze(1), gradients], 2)
+        forward, back = self._steps[:, :used] @ right, self._images[:, :used] @ right  # (S, used, 2)
+        self._upper[:, new, :used], self._upper[:, :used, new] = 0.0, forward[..., 0]
+        self._upper[:, new, new] = torch.where(good, bend, 1.0)
+        self._inner[:, new, :used] = self._inner[:, :used, new] = back[..., 0]
+        self._count += 1
+        old = torch.arange(used, device=step.device).roll(-(new + 1))  # by age
+        upper, inner = (one[:, old][:, :, old] for one in (self._upper, self._inner))
+        t = torch.linalg.solve_triangular(upper, forward[:, old, 1:], upper=True)
+        p = upper.diagonal(dim1=1, dim2=2).unsqueeze(2) * t + inner @ t - back[:, old, 1:]
+        p = torch.linalg.solve_triangular(upper.mT, p, upper=False)
+        place = old.argsort()
+        along, against = p[:, place].mT @ self._steps[:, :used], t[:, place].mT @ self._images[:, :used]
+        return raised + (along - against).squeeze(1)
