@@ -58,7 +58,7 @@ class Quadratics:
         values = (0.5 * image * at - self.right[rows] * at).sum(1)
         return torch.where((rows == 0) & (at.norm(dim=1) > 100), torch.nan, values), image - self.right[rows]
 
-    def precondition(self, vectors: Tensor, rows: Tensor) -> Tensor:
+    def precondition(self, vectors: Tensor) -> Tensor:
         return 5.0 * vectors
 
 

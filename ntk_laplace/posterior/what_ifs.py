@@ -40,7 +40,7 @@ class WhatIfs:
     converged : Tensor of bool, (G,)
         Whether a further Newton step gains less than the rounding of the objective.
     steps : Tensor, (G,)
-        Number of Newton steps.
+        Number of steps, quasi-Newton and Newton.
     """
 
     def __init__(self, posterior: WhatIfVerbs, groups: Groups, fitted: Callable[[int], WhatIfVerbs]) -> None:
@@ -54,7 +54,7 @@ class WhatIfs:
 
     def __repr__(self) -> str:
         return (f"WhatIfs({len(self)} groups, linearization={self.linearization!r}, "
-                f"{int(self.converged.sum())} converged, up to {int(self.steps.max())} Newton steps)")
+                f"{int(self.converged.sum())} converged, up to {int(self.steps.max())} steps)")
 
     def outputs(self, x: InputData) -> Tensor:
         """Outputs after each change, (G, n, C), at inputs of n examples; of the linearized model if it is fixed."""
@@ -67,7 +67,7 @@ class WhatIfs:
     def comes_back(self) -> Tensor:
         """Whether the network returns to the trained one if the points are put back, (G,) of bool.
 
-        False where the minimum has left with the points: from the optimum of the change, Newton's method leads to
+        False where the minimum has left with the points: from the optimum of the change, the descent leads to
         another minimum of the unchanged objective than that of the trained weights, where the log likelihood of some
         training point differs by more than .01 nats. The effect is then the difference of two minima, and not of the
         points alone. It takes about the time of the what-ifs again. A linearized network has one minimum.

@@ -64,8 +64,9 @@ class Minima:
 
 
 def minimize(
-    objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES, steps: int = tuning.NEWTON_STEPS
-) -> Minima:
+    objectives: Objectives, start: Tensor, eps: float, room: int = tuning.DESCENT_BYTES,
+    steps: int = tuning.NEWTON_STEPS,
+) -> Minima:  # fmt: skip
     """Minima of several objectives, each from its own start.
 
     Parameters
@@ -88,7 +89,7 @@ def minimize(
     converged = torch.zeros_like(going, dtype=torch.bool)
     for _ in range(steps):
         local = objectives.local(at[going], going)
-        found = _directions(local, lambda v, own, rows=going: objectives.precondition(v, rows[own]), radius[going], eps * (1.0 + values[going].abs()))
+        found = _directions(local, objectives.precondition, radius[going], eps * (1.0 + values[going].abs()))
         products += found.products
         del local  # with its graphs
         size = _searched(objectives, at[going], found, going, values, eps)
@@ -148,20 +149,21 @@ def _searched(
 
 
 def _directions(
-    local: Local, precondition: Callable[[Tensor, Tensor], Tensor], radius: Tensor, rounding: Tensor
+    local: Local, precondition: Callable[[Tensor], Tensor], radius: Tensor, rounding: Tensor
 ) -> _Directions:
     """Inexact Newton directions by Steihaug's conjugate gradients.
 
     The residual is solved to the share min(0.1, λ) of the gradient, λ² = gᵀM⁻¹g in nats, both in the norm of M⁻¹, so
     that convergence is quadratic; or to where what is left gains less than rounding.
     """
-    gradient, flags = local.gradients, torch.zeros_like(radius, dtype=torch.bool)
+    gradient = local.gradients
     residual, direction = gradient.clone(), torch.zeros_like(gradient)
-    z = precondition(residual, ~flags)
+    z = precondition(residual)
     size = (residual * z).sum(1)
     radius = torch.minimum(radius, (2.0 * size.sqrt()).clamp_min(1.0)) if bool(radius.isinf().all()) else radius
     goal = torch.maximum(size * size.clamp(max=0.01), 1e-6 * rounding)
     search, image, seen = -z, -residual, torch.zeros_like(z)  # p, M p and M d
+    flags = torch.zeros_like(size, dtype=torch.bool)
     going, negative, ends, used = size > goal, flags, flags, 0
     while bool(going.any()) and used < tuning.NEWTON_PRODUCTS:
         product, used = local.products(torch.where(going.unsqueeze(1), search, 0.0)), used + 1
@@ -173,7 +175,7 @@ def _directions(
         negative, ends = negative | (going & ~bends), ends | (going & (step >= most))
         step = torch.where(going, torch.minimum(step, most), 0.0).unsqueeze(1)
         direction, residual, seen = direction + step * search, residual + step * product, seen + step * image
-        z[going] = precondition(residual[going], going)
+        z[going] = precondition(residual[going])
         before, size = size, torch.where(going, (residual * z).sum(1), size)
         going = going & ~ends & (size > goal)
         ratio = torch.where(going, size / before, 0.0).unsqueeze(1)

@@ -24,8 +24,8 @@ class Descending(Protocol):
     def values_and_gradients(self, at: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """(S,), infinite where they are not defined, and (S, P)."""
 
-    def precondition(self, vectors: Tensor, rows: Tensor) -> Tensor:
-        """K v, (S, P), K positive definite."""
+    def precondition(self, vectors: Tensor) -> Tensor:
+        """K v for vectors (m, P), K positive definite and the same for all."""
 
 
 def falls(reached: Tensor, before: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -57,7 +57,7 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
     ends, steps = start.clone(), torch.zeros_like(rows)
     at, (values, gradients) = start, objectives.values_and_gradients(start, rows)
     reached, size, pairs = values.clone(), torch.ones_like(values), _Pairs(start, room)
-    raised = objectives.precondition(gradients, rows)
+    raised = objectives.precondition(gradients)
     direction = -raised
     for _ in range(tuning.QUASI_NEWTON_STEPS):
         gain = -(gradients * direction).sum(1)
@@ -75,7 +75,7 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
         own = good.unsqueeze(1)
         step, change = torch.where(own, step, 0.0), torch.where(own, there - gradients, 0.0)
         at, values, gradients = at + step, torch.where(good, found, values), gradients + change
-        before, raised = raised, objectives.precondition(gradients, rows)
+        before, raised = raised, objectives.precondition(gradients)
         ahead = -pairs.solved(step, change, raised - before, gradients, raised)
         direction, size = torch.where(own, ahead, direction), torch.where(good, 1.0, 0.5 * size)
         steps[rows] += good

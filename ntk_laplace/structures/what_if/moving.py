@@ -1,12 +1,15 @@
-"""What-ifs of the network itself: its own optimum for changed data, by Newton's method with its exact Hessian.
+"""What-ifs of the network itself: its own optimum for changed data, where Newton's method with its exact Hessian ends.
 
 The objective is that of the changed data with the linear term -g0ᵀθ, where g0 is the gradient that remained after
 training. Without a change of the data the weights do not move. After `refit`, g0 = 0:
 
     F(θ) = -Σ w_n log p(y_n | f(x_n; θ)) + ½ (θ-μ0)ᵀP0(θ-μ0) - g0ᵀθ.
 
-Hessian products are two backward passes over all data. Conjugate gradients are preconditioned by the posterior
-precision of the fit. Many changes of the weights of examples are many objectives, whose networks share each pass.
+Quasi-Newton steps, with one gradient each, go down; Newton steps, with products with the exact Hessian by two backward
+passes, end the descent. Both are preconditioned by the posterior precision of the fit, corrected once at the trained
+weights where its products with the exact Hessian show that it is most wrong: by the second derivatives of the network,
+which the Gauss-Newton matrix leaves out. Many changes of the weights of examples are many objectives, whose networks
+share each pass.
 """
 
 from __future__ import annotations
@@ -69,8 +72,8 @@ class ChangedObjectives:
         """Number of weights whose graphs fit in memory together, at least 1."""
         return self._likelihood.at_once()
 
-    def precondition(self, vectors: Tensor, rows: Tensor) -> Tensor:
-        """Approximate inverse Hessians times vectors, (S, P)."""
+    def precondition(self, vectors: Tensor) -> Tensor:
+        """An approximate inverse Hessian times vectors (m, P)."""
         return self._inverse(vectors)
 
     def deflated(self, at: Tensor, counts: Tensor) -> ChangedObjectives:
@@ -119,8 +122,7 @@ def require_room(model: LinearizedModel, count: int, held: int) -> int:
     pairs = 4 * each * one * min(tuning.MOST_PAIRS, max(tuning.FEWEST_PAIRS, left // (2 * each * one)))
     deflated = 3 * one * min(tuning.DEFLATION, left // (2 * one))
     require_memory(held + (count + 12 * each) * one + pairs + deflated, model.network.device,
-                   f"the weights of {count:,} networks", _REMEDY,
-                   model.settings.memory_budget)
+                   f"the weights of {count:,} networks", _REMEDY, model.settings.memory_budget)
     return each
 
 
@@ -194,7 +196,7 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     found = objective.deflated(model.theta, before).minimize(model.theta[None])
     if not bool(found.converged):
         warnings.warn(
-            f"the network is not at its optimum for the changed data after {int(found.steps)} Newton steps: the "
+            f"the network is not at its optimum for the changed data after {int(found.steps)} steps: the "
             "objective has kinks or is flat there; the posterior is that of the best weights found", NTKLaplaceWarning,
             stacklevel=6,
         )  # fmt: skip
