@@ -10,7 +10,7 @@ import ntk_laplace as ntkl
 from minima import case
 from ntk_laplace.runtime import tuning
 from ntk_laplace.runtime.krylov import Deflated
-from ntk_laplace.runtime.krylov.quasi_newton import _Pairs, descend
+from ntk_laplace.runtime.krylov.quasi_newton import Pairs, descend
 from reference import relative_error
 from refusals import inputs, labels, network, refused
 
@@ -27,7 +27,7 @@ def test_directions_are_those_of_bfgs_updates(most):
     """The compact form is that of updates of the inverse one by one, of the last pairs whose curvature is positive."""
     generator = torch.Generator().manual_seed(4)
     inverse, kept = definite(0), [[], []]
-    pairs = _Pairs(torch.zeros(2, SIZE).double(), 2 * 2 * SIZE * 8 * most)
+    pairs = Pairs(torch.zeros(2, SIZE).double(), 2 * 2 * SIZE * 8 * most)
     for turn in range(8):
         step, change, gradient = (torch.randn(2, SIZE, generator=generator).double() for _ in range(3))
         change = change * ((step * change).sum(1).sign() * (-1 if turn == 5 else 1)).unsqueeze(1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ntk_laplace.runtime import tuning
 
-__all__ = ["Descending", "descend", "falls"]
+__all__ = ["Descending", "Pairs", "descend", "falls"]
 
 
 class Descending(Protocol):
@@ -56,7 +56,7 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
     rows = torch.arange(len(start), device=start.device)
     ends, steps = start.clone(), torch.zeros_like(rows)
     at, (values, gradients) = start, objectives.values_and_gradients(start, rows)
-    reached, size, pairs = values.clone(), torch.ones_like(values), _Pairs(start, room)
+    reached, size, pairs = values.clone(), torch.ones_like(values), Pairs(start, room)
     raised = objectives.precondition(gradients)
     direction = -raised
     for _ in range(tuning.QUASI_NEWTON_STEPS):
@@ -83,7 +83,7 @@ def descend(objectives: Descending, start: Tensor, eps: float, room: int) -> tup
     return ends, reached, steps
 
 
-class _Pairs:
+class Pairs:
     """The last pairs (s, y) of each row, and products with H; a pair that is left out is zero, with 1 in R."""
 
     def __init__(self, start: Tensor, room: int) -> None:
