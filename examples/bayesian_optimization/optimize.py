@@ -123,8 +123,8 @@ def main() -> None:
         for method, found in runs.items():
             curves = np.array([run["regret"] for run in found.values()])
             panel.plot(START + np.arange(curves.shape[1]), np.median(curves, 0), color=COLORS[method], label=method)
-        found_all = any(line.get_ydata().min() <= 0 for line in panel.lines)  # 0 is on no logarithmic axis
-        panel.set(title=name, xlabel="evaluations", ylabel="median regret", yscale="linear" if found_all else "log")
+        reaches_zero = any(line.get_ydata().min() <= 0 for line in panel.lines)  # 0 is on no logarithmic axis
+        panel.set(title=name, xlabel="evaluations", ylabel="median regret", yscale="linear" if reaches_zero else "log")
         results[name] = {method: {"regret": [run["regret"][-1] for run in found.values()],
                                   "seconds": [run["seconds"] for run in found.values()]}
                          for method, found in runs.items()}  # fmt: skip
