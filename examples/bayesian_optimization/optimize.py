@@ -6,7 +6,7 @@ Hartmann6, Branin and Ackley5 on the unit cube, and 3,000 DNA sequences of which
 Twelve Sobol points (random sequences), then forty steps: the model is fitted to all data, and the maximum of the log
 expected improvement is evaluated next (5 starts of L-BFGS from 64 points; for sequences the best of those left). It
 prints the median over ten seeds of the regret, the maximum less the best value found, and in how many seeds ours is
-below each other method's or level with it: where both found the best sequence, both are 0. Each seed of each method is
+below each other method's or level with it, where both found the same sequence. Each seed of each method is
 a file of its own in OUT, so that an interrupted run goes on.
 
 laplace-bayesopt needs another environment, with the library beside it:
