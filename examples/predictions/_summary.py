@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from _shared import table
 
-__all__ = ["DEVELOPMENT", "PATH", "Comparison", "Results", "clustered", "report"]
+__all__ = ["DEVELOPMENT", "PATH", "REFITTED", "Comparison", "Results", "clustered", "report"]
 
 DEVELOPMENT = ("boston", "yacht", "energy", "banana", "ionosphere")  # the path's settings were found on these
-PATH = "recommended"
+PATH, REFITTED = "recommended", "refitted"
 RIVALS = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", "laplace_kron",
           "laplace_last_layer", "leave_one_out", "retrained", "evidence_network", "evidence_posterior")  # fmt: skip
 Run = tuple[str, int, str]
@@ -97,7 +97,7 @@ def report(results: Results, methods: Sequence[str]) -> str:
             runs = results.of(classes, judged)
             if runs:
                 parts += [f"{kind}, {which}: {len(runs)} runs on {len({run[0] for run in runs})} data sets"]
-                parts += [_scores(results, methods, runs), _comparisons(results, runs)]
+                parts += [_scores(results, methods, runs), *_comparisons(results, runs)]
                 if shares := results.recovered(runs):
                     parts += [f"retraining recovers {np.median(shares):.0%} of the way to the path (median of "
                               f"{len(shares)}), at least 90 % in {np.mean(np.array(shares) >= 0.9):.0%}"]  # fmt: skip
@@ -116,11 +116,13 @@ def _scores(results: Results, methods: Sequence[str], runs: Sequence[Run]) -> st
     return table(["method", *(heads[name] for name in shown)], lines)
 
 
-def _comparisons(results: Results, runs: Sequence[Run]) -> str:
-    lines = []
-    for rival in RIVALS:
-        found = results.compare(PATH, rival, runs)
-        if found:
-            lines.append([rival, f"{found.wins} of {found.runs}", f"{found.mean:+.3f} ± {found.error:.3f}",
-                          f"{found.worst[0]:+.3f} ({found.worst[1]})"])  # fmt: skip
-    return table(["the path against", "wins", "nats a point", "worst"], lines)
+def _comparisons(results: Results, runs: Sequence[Run]) -> list[str]:
+    parts = []
+    for path, name in ((PATH, "the path"), (REFITTED, "the refitted path")):
+        lines = []
+        for rival in (*RIVALS, PATH):
+            if path != rival and (found := results.compare(path, rival, runs)):
+                lines.append([rival, f"{found.wins} of {found.runs}", f"{found.mean:+.3f} ± {found.error:.3f}",
+                              f"{found.worst[0]:+.3f} ({found.worst[1]})"])  # fmt: skip
+        parts += [table([f"{name} against", "wins", "nats a point", "worst"], lines)] if lines else []
+    return parts

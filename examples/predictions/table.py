@@ -11,7 +11,8 @@ Methods: the network; with a temperature, or noise, of 10 % held-out data ("cali
 them too; an ensemble of five, as it is and calibrated; dropout; laplace-torch, if it is installed (the extra
 "benchmarks"). The library: the exact posterior as trained, after `fit_hyperparameters`, after
 `fit_predictive("loo")`; training with evidence: its network, its own KFAC posterior, the exact one, and that after
-`fit_predictive` ("recommended", the path); the network as it was brought, retrained.
+`fit_predictive` ("recommended", the path), and that at the linear model's optimum ("refitted"); the network as it was
+brought, retrained.
 
 Every result is added to OUT/table.jsonl, and a result that is there already is not computed again. At the end the
 script prints scores, wins and paired differences of log likelihood, and writes OUT/summary.json. Seconds are CPU time.
@@ -36,7 +37,7 @@ from _baselines import Baselines
 from _ours import Ours
 from _scores import score
 from _shared import machine, parser, write
-from _summary import PATH, Results, report
+from _summary import PATH, REFITTED, Results, report
 from _tables import FILES, IMAGES, TABLES, load, trained
 
 import ntk_laplace as ntkl
@@ -45,8 +46,8 @@ DECAYS = {"wd": 5e-4, "over": 1e-6}  # coupled, of the mean loss
 PEERS = ("laplace_kron", "laplace_last_layer")
 BASELINES = ("network", "calibrated", "tuned_decay", "ensemble", "calibrated_ensemble", "dropout", *PEERS)
 OURS = ("posterior", "hyperparameters", "leave_one_out", "evidence_network", "online", "evidence_posterior",
-        PATH, "retrained")  # fmt: skip
-WITHOUT_DECAY = ("tuned_decay", "evidence_network", "online", "evidence_posterior", PATH)
+        PATH, REFITTED, "retrained")  # fmt: skip
+WITHOUT_DECAY = ("tuned_decay", "evidence_network", "online", "evidence_posterior", PATH, REFITTED)
 
 
 def rows(name: str, seed: int, options: argparse.Namespace, done: set[str]) -> Iterator[dict[str, Any]]:
@@ -101,10 +102,13 @@ def main() -> None:
     results = Results([row for row in found if row["problem"] in names])
     kinds = {"classification": results.of(True, True), "regression": results.of(False, True)}
     compared = {
-        kind: {rival: vars(one) for rival in BASELINES if (one := results.compare(PATH, rival, runs))}
-        for kind, runs in kinds.items()
+        f"{name} against": {
+            kind: {rival: vars(one) for rival in BASELINES if (one := results.compare(path, rival, runs))}
+            for kind, runs in kinds.items()
+        }
+        for path, name in ((PATH, "path"), (REFITTED, "refitted path"))
     }
-    write(options.out / "summary.json", {"machine": machine(options.threads), "path against": compared})
+    write(options.out / "summary.json", {"machine": machine(options.threads)} | compared)
     print(f"\n{report(results, [*BASELINES, *OURS])}")
 
 
