@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -168,3 +170,40 @@ def test_a_bound_is_told() -> None:
     noiseless = ntkl.laplace(network, (x, 3.0 * x + 1.0), ntkl.Gaussian(0.3))
     with pytest.warns(ntkl.NTKLaplaceWarning, match="bounds of"):
         noiseless.refit("loo")
+
+
+@pytest.mark.filterwarnings("ignore:leave-one-out is not to be trusted")  # of refitted classes
+@pytest.mark.parametrize("structure", ["gp", "full"])
+@pytest.mark.parametrize("name", ["missing outputs", "weights", "classes"])
+def test_a_saved_refit_answers_as_before(name: str, structure: str, tmp_path: Path) -> None:
+    """With its predictive, from the file alone and with the data, which are read at the trained weights again."""
+    if name == "classes":
+        network, (x, *_), _ = problem("weights")
+        data: tuple[Tensor, ...] = (x, torch.arange(9) % 2)
+        posterior = ntkl.laplace(network, data, ntkl.Categorical(), ntkl.GaussianPrior(0.7), structure).refit()
+    else:
+        network, data, _ = problem(name)
+        posterior = fitted(name, structure).refit(objective="loo")
+        posterior.fit_predictive("loo", strict=False)
+    x = data[0]
+    posterior.save(tmp_path / "refit.pt", include_data=True)
+    found = ntkl.load(tmp_path / "refit.pt", network)
+    assert repr(found) == repr(posterior) and found.predictive == posterior.predictive
+    asked = [lambda one: one.log_marginal_likelihood(), lambda one: one.latent_moments(x)[0],
+             lambda one: one.latent_moments(x)[1]]  # fmt: skip
+    if structure == "gp":
+        asked += [lambda one: one.leave_one_out().log_density, lambda one: one.relinearize(x).outputs(x)]
+    for answer in asked:
+        torch.testing.assert_close(answer(found), answer(posterior), rtol=1e-12, atol=1e-12, equal_nan=True)
+    again = ntkl.load(tmp_path / "refit.pt", network, data=data)
+    asked = [*asked[:3], lambda one: one.remove([3]).outputs(x), lambda one: one.leave_one_out().log_density]
+    if name == "classes":
+        asked.append(lambda one: one.remove([3], linearization="moving").outputs(x))
+    for answer in asked:
+        torch.testing.assert_close(answer(again), answer(posterior), rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_a_refit_of_changed_data_is_not_saved(tmp_path: Path) -> None:
+    changed = fitted("one output", "gp").remove([0], steps=None).refit()
+    with pytest.raises(ntkl.UnsupportedError, match="one that a what-if changed"):
+        changed.save(tmp_path / "refit.pt", include_data=True)

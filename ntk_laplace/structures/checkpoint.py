@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ntk_laplace.structures.data_passes import digest, read_points
 from ntk_laplace.structures.fitted_model import FittedModel
 from ntk_laplace.structures.model import LinearizedModel, Settings
 from ntk_laplace.structures.points import TrainingPoints, UnsavedPoints, present_values
-from ntk_laplace.structures.structure import Saved, StructureSpec, structure_named, structure_of
+from ntk_laplace.structures.structure import Saved, Structure, StructureSpec, structure_named, structure_of
 
 __all__ = ["posterior_record", "restored_model"]
 
@@ -64,10 +64,30 @@ def posterior_record(
         "prior": model.prior.record(),
         "fitted_at": model.fitted_at,
         "displacement": model.displacement,
+        "refitted": model.refitted,
+        "base": _outputs_before(structure) if model.refitted and include_data else None,
         "state": structure.state(model, include_data),
         "points": structure.points.record(model.likelihood, include_data),
         "calibration": None if calibration is None else asdict(calibration),
     }
+
+
+def _outputs_before(structure: Structure) -> dict[str, Tensor | None]:
+    """Of the training points of a refit: outputs of the network, and those at which the curvature is taken."""
+    points = structure.points
+    return {"f": points.f if structure.base is None else structure.base.f, "expanded": points.expanded}
+
+
+def _at_refit(model: LinearizedModel, structure: Any, before: Mapping[str, Tensor | None] | None) -> Structure:
+    """The structure whose points are those of the refit: as saved, or displaced from the network's own outputs."""
+    points = structure.points
+    if isinstance(points, UnsavedPoints):
+        return structure
+    if before is not None:
+        return replace(structure, points=replace(points, expanded=before["expanded"]),
+                       base=replace(points, f=before["f"]))  # fmt: skip
+    moved = points.f + structure.jvp(model, model.displacement)
+    return replace(structure, points=replace(points, f=moved), base=points)
 
 
 def _plain_containers(spec: Any) -> Any:
@@ -104,13 +124,16 @@ def restored_model(
     root = saved["root"]  # the keys of version 1 of the format
     curvature_type = CurvatureType(root["curvature"], root["samples"], root["seed"])
     model = LinearizedModel(frozen, own, prior, curvature_type, jacobian_pass, settings,
-                            displacement=saved.get("displacement"), fitted_at=saved.get("fitted_at"))
+                            displacement=saved.get("displacement"), fitted_at=saved.get("fitted_at"),
+                            refitted=saved.get("refitted", False))
     batches = None
     if data is not None:
         batches = settings.own(
             Batches(data, settings.batch_size, frozen.device, frozen.input_dtype, frozen.targets))
     points = _points(saved, model, batches)
     structure = spec.restored(model, Saved(saved["state"], points, kept_or_missing(batches)))
+    if model.refitted:
+        structure = _at_refit(model, structure, saved["base"] if batches is None else None)
     calibration = saved.get("calibration")  # older checkpoints do not store it
     return FittedModel(model, structure), saved["reason"], None if calibration is None else Calibration(**calibration)
 

@@ -200,7 +200,7 @@ class FunctionSpaceStructure(Structure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The rows."""
-        require_unchanged(model, self.base)
+        require_unchanged(model, self)
         if not include_data:
             raise UnsupportedError(
                 'include_data=True to save structure="gp"', "include_data=False",

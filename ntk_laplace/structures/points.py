@@ -113,6 +113,11 @@ class TrainingPoints:
         """The weights, (N,); ones if there are none."""
         return self.f.new_ones(len(self.f)) if self.weights is None else self.weights
 
+    def same_data(self, other: TrainingPoints) -> bool:
+        """Whether targets and weights are those of other points, whatever the outputs."""
+        pairs = (self.targets, other.targets), (self.counts, other.counts)
+        return all(a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in pairs)
+
     def present(self, likelihood: Likelihood) -> Tensor | None:
         """Which points have any target, (N,); None if no target of any output is missing."""
         observed = likelihood.observed(self.targets)

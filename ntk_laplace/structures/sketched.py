@@ -485,7 +485,7 @@ class SketchedStructure(StreamedStructure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The sketch, and what was estimated at the present hyperparameters."""
-        require_unchanged(model, self.base)
+        require_unchanged(model, self)
         precision = self.posterior_precision(model)
         sketch = self.spec.best_sketch(precision, self.at.sketch)
         assert sketch is not None

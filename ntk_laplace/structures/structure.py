@@ -431,14 +431,16 @@ def require_one_process(model: LinearizedModel) -> None:
         'Fit with structure="gp", which collects all rows on every process, or save and load on one process.')
 
 
-def require_unchanged(model: LinearizedModel, base: TrainingPoints | None) -> None:
-    """Refuse to save the result of a what-if; `base` are the points before it, if there was one.
+def require_unchanged(model: LinearizedModel, structure: Structure) -> None:
+    """Refuse to save the result of a what-if. A refit of the same data is none.
 
     Raises
     ------
     UnsupportedError
-        If there was one, or if the network was relinearized after one.
+        If the data were changed, or if the network was relinearized after a what-if.
     """
-    if base is not None or model.training_gradient is not None:
+    base = structure.base
+    same = base is None or (model.refitted and structure.points.same_data(base))
+    if not same or model.training_gradient is not None:
         raise UnsupportedError("a posterior of the data it was fitted to, to save", "one that a what-if changed",
                                "Save the original, and ask what if again after loading it.")

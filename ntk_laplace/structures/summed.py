@@ -184,7 +184,7 @@ class SummedStructure(StreamedStructure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """The sums at the current likelihood."""
-        require_unchanged(model, self.base)
+        require_unchanged(model, self)
         return self.sums(model)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> SummedStructure:

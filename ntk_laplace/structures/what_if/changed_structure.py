@@ -256,7 +256,7 @@ class ChangedStructure(Structure):
 
     def state(self, model: LinearizedModel, include_data: bool) -> dict[str, Any]:
         """Refused."""
-        require_unchanged(model, self.base)
+        require_unchanged(model, self)
         return {}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> ChangedStructure:
