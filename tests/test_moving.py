@@ -15,7 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
 import ntk_laplace as ntkl
+from ntk_laplace.runtime import tuning
+from ntk_laplace.runtime.krylov import minimize
 from ntk_laplace.structures.joint import NetworkLikelihood
+from ntk_laplace.structures.what_if import moving
 from ntk_laplace.structures.what_if.moving import ChangedObjectives
 from reference import outputs, relative_error, take
 from refusals import inputs, labels, network, refused
@@ -214,9 +217,18 @@ def test_float32_networks_and_kinks():
     kinked = nn.Sequential(nn.Linear(1, 1, bias=False), Distance()).double()
     with torch.no_grad():
         kinked[0].weight.fill_(0.5)
-    with pytest.warns(ntkl.NTKLaplaceWarning, match="not at its optimum"):
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="not at its optimum.*kinks"):
         posterior = ntkl.laplace(kinked, (x, y), ntkl.Gaussian(0.1), ntkl.GaussianPrior())
         posterior.refit().remove(0, linearization="moving")
+
+
+def test_a_network_far_from_a_minimum_is_told(monkeypatch: pytest.MonkeyPatch):
+    """Not that its objective has kinks, which it has not."""
+    monkeypatch.setattr(moving, "minimize", functools.partial(minimize, steps=1))
+    monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", 1)
+    posterior = ntkl.laplace(network(), (inputs(), labels()), ntkl.Categorical(), ntkl.GaussianPrior(2.0))
+    with pytest.warns(ntkl.NTKLaplaceWarning, match="still falls.*train the network to convergence"):
+        posterior.remove([0, 1, 2, 3], linearization="moving")
 
 
 class Distance(nn.Module):

@@ -111,6 +111,13 @@ def test_newton_steps_pass_negative_curvature():
     found = minimize(Banana(), start, 1e-16)
     assert bool(found.converged.all()) and relative_error(found.at, torch.ones_like(start)) < 1e-7
     assert found.steps[2] == 1  # there already
+    assert not bool(found.falling.any())
+
+
+def test_steps_that_are_cut_short_still_fall(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tuning, "QUASI_NEWTON_STEPS", 1)
+    found = minimize(Banana(), torch.tensor([[-1.2, 1.0], [1.0, 1.0]]).double(), 1e-16, steps=2)
+    assert found.falling.tolist() == [True, False] and found.converged.tolist() == [False, True]
 
 
 def test_what_makes_no_sense():

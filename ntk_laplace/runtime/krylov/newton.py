@@ -50,6 +50,8 @@ class Minima:
     values : Tensor, (S,)
     converged : Tensor of bool, (S,)
         Whether a Newton step gains less than the rounding of the objective, at positive curvature along the step.
+    falling : Tensor of bool, (S,)
+        Whether the last step was still taken; without it and unconverged, no step along the last direction goes down.
     steps : Tensor, (S,)
         Number of steps, quasi-Newton and Newton.
     products : int
@@ -59,6 +61,7 @@ class Minima:
     at: Tensor
     values: Tensor
     converged: Tensor
+    falling: Tensor
     steps: Tensor
     products: int
 
@@ -100,7 +103,7 @@ def minimize(
         going = going[~found.flat & (size > 0)]
         if len(going) == 0:
             break
-    return Minima(at, values, converged, taken, products)
+    return Minima(at, values, converged, torch.zeros_like(converged).index_fill(0, going, True), taken, products)
 
 
 @dataclass(frozen=True)

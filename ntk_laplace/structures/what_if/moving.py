@@ -14,7 +14,6 @@ share each pass.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -50,13 +49,18 @@ class ChangedObjectives:
         Example weights of each change.
     remaining : Tensor, (P,)
         g0.
+    inverse : callable, optional
+        An approximate inverse Hessian times vectors (m, P); by default that of the fit's posterior precision.
     """
 
-    def __init__(self, fitted: FittedModel, likelihood: WeightLikelihood, weights: Tensor, remaining: Tensor) -> None:
+    def __init__(
+        self, fitted: FittedModel, likelihood: WeightLikelihood, weights: Tensor, remaining: Tensor,
+        inverse: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:  # fmt: skip
         prior, like = fitted.prior, fitted.theta
-        self._likelihood, self._weights, self._remaining = likelihood, weights, remaining
+        self._fitted, self._likelihood, self._weights, self._remaining = fitted, likelihood, weights, remaining
         self._eps = max(torch.finfo(dtype).eps for dtype in (like.dtype, fitted.network.precision))
-        self._inverse: Callable[[Tensor], Tensor] = fitted.solver.solve
+        self._inverse = fitted.solver.solve if inverse is None else inverse
         self._room = room(fitted.settings)
         with torch.no_grad():
             self._precision, self._mean = prior.flat_precision().to(like), prior.flat_mean().to(like)
@@ -82,14 +86,12 @@ class ChangedObjectives:
         with torch.no_grad():
             local = self.changed(counts[None]).local(at[None], torch.zeros(1, dtype=torch.long, device=at.device))
             steps = min(tuning.DEFLATION, self._room // (2 * noise.nbytes))
-            self._inverse = Deflated(local.products, self._inverse, noise, steps)
-        return self
+            inverse = Deflated(local.products, self._inverse, noise, steps)
+        return ChangedObjectives(self._fitted, self._likelihood, self._weights, self._remaining, inverse)
 
     def changed(self, weights: Tensor) -> ChangedObjectives:
         """For other example weights, (G, N)."""
-        found = copy.copy(self)
-        found._weights = weights
-        return found
+        return ChangedObjectives(self._fitted, self._likelihood, weights, self._remaining, self._inverse)
 
     def local(self, at: Tensor, rows: Tensor) -> LocalCurvature:
         """Gradients, (S, P), and products with the Hessians."""
@@ -195,9 +197,9 @@ def moved(fitted: FittedModel, points: TrainingPoints, added: Source | None = No
     before[: len(unchanged)] = unchanged
     found = objective.deflated(model.theta, before).minimize(model.theta[None])
     if not bool(found.converged):
+        why = ("the objective still falls, as it does far from a minimum: train the network to convergence first"
+               if bool(found.falling) else "the objective has kinks or is flat there")
         warnings.warn(
-            f"the network is not at its optimum for the changed data after {int(found.steps)} steps: the "
-            "objective has kinks or is flat there; the posterior is that of the best weights found", NTKLaplaceWarning,
-            stacklevel=6,
-        )  # fmt: skip
+            f"the network is not at its optimum for the changed data after {int(found.steps)} steps: {why}; the "
+            "posterior is that of the best weights found", NTKLaplaceWarning, stacklevel=6)
     return fitted_at(model, fitted.structure, source, points, found.at[0])
